@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,12 +36,10 @@ from tests.support.sync import SyncTask, SyncWorker
 
 import penstock as ps
 from penstock.hub.auth import Auth
-from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.messages import Beat, Hello, HoldingState, Identity, UpstreamsRequest
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.phases import BootRecord
 from penstock.testing.checkpoints import write_llama
 
 pytestmark = pytest.mark.slow
@@ -309,73 +305,6 @@ def test_a_fleet_is_shown_as_it_is(
         entry["message"] for entry in browser.get_log("performance") if 'Network.requestWillBeSent"' in entry["message"]
     ]
     assert requests and all(hub.url in message or "data:" in message for message in requests)
-
-
-def waterfalls(browser: webdriver.Chrome) -> list[tuple[str, list[list[str]]]]:
-    """Return the title of each start, and the rows of its chart: phase, begin, length, bytes."""
-    script = """return [...document.querySelectorAll('#boots details')].map(d => [
-        d.querySelector('summary').textContent,
-        [...d.querySelectorAll('tbody tr')].map(r => [0, 2, 3, 4].map(i => r.cells[i].textContent))])"""
-    return [(title, lines) for title, lines in browser.execute_script(script)]
-
-
-FAILS = "import penstock as ps\nwith ps.join('no-such-model') as fleet:\n    fleet.fetch({}, timeout_s=0.0)\n"
-
-
-def test_starts_are_shown_as_waterfalls(
-    hub: HubThread, browser: webdriver.Chrome, shot: Shot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("penstock.phases._record", BootRecord())
-    write_llama(tmp_path / "llama", total_bytes=8 << 20, shards=2)
-    connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    log_in(browser, hub)
-    until(lambda: "No process" in text(browser, "boots-note"), "nobody has loaded anything")
-    with ps.join("llama", connection=connection) as fleet:
-        with ps.telemetry.phase("start"):
-            fleet.fetch({}, fallback=tmp_path / "llama")
-            with ps.telemetry.phase("warm up"):
-                until(lambda: any("starting, warm up" in title for title, _ in waterfalls(browser)), "it warms up")
-                # It runs, and the chart with it.
-                before = waterfalls(browser)[0]
-                until(lambda: waterfalls(browser)[0] != before, "the chart grows while nothing else changes")
-        until(lambda: any("ready after" in title for title, _ in waterfalls(browser)), "it is ready")
-        environ = {**os.environ, "PENSTOCK_HUB": hub.url, "PENSTOCK_TOKEN_FILE": str(tmp_path / "tokens")}
-        assert subprocess.run([sys.executable, "-c", FAILS], env=environ, capture_output=True).returncode == 1
-        until(lambda: len(waterfalls(browser)) == 2, "the process that failed is there, although it has left")
-        with HubClient.connect(hub.url, TOKEN) as client:
-            reply = client.phases()
-        assert (reply.ready, reply.starting, reply.failed) == (1, 0, 1)
-        assert text(browser, "boots-note").startswith("0 starting, 1 ready, 1 failed.")
-        # The one that failed first, as what needs a look.
-        for replica, (title, lines) in zip(reversed(reply.replicas), waterfalls(browser), strict=True):
-            assert title.startswith(f"{replica.member[:8]} {replica.name}")
-            names = [line[0].partition(" (")[0] for line in lines]
-            assert names == [phase.name for phase in replica.phases]
-            for line, phase in zip(lines, replica.phases, strict=True):
-                assert (phase.state == "done") == ("(" not in line[0])
-                length = f"{int(phase.seconds * 1000 + 0.5)} ms" if phase.seconds < 1 else f"{phase.seconds:.1f} s"
-                assert line[2] == length
-                assert line[3] == (f"{phase.nbytes / 1e6:.1f} MB" if phase.nbytes else "")
-        failed = reply.replicas[-1]
-        assert failed.error is not None and failed.has_left
-        fault = browser.find_element(By.CSS_SELECTOR, "#boots .fault").text
-        assert failed.error.error in fault and "blame: source" in fault and (failed.error.hint or "") in fault
-        assert violations(browser) == []
-        shot("fleet-starts", browser.find_element(By.CSS_SELECTOR, "section:has(#boots)"))
-        scheme(browser, "dark")
-        assert violations(browser) == []
-        scheme(browser, "light")
-        # By keyboard: Enter folds a chart, and the focus stays.
-        summary = browser.find_element(By.CSS_SELECTOR, "#boots summary")
-        summary.send_keys(Keys.ENTER)
-        until(lambda: not waterfalls(browser)[0][1], "the chart is folded")
-        assert browser.switch_to.active_element == summary
-        summary.send_keys(Keys.ENTER)
-        until(lambda: bool(waterfalls(browser)[0][1]), "and unfolded")
-        browser.find_element(By.ID, "search").send_keys("no-such-model")
-        until(lambda: [title for title, _ in waterfalls(browser) if "llama" in title] == [], "the search finds starts")
-    severe = [entry["message"] for entry in browser.get_log("browser") if "401" not in entry["message"]]
-    assert severe == []
 
 
 def label(member: dict[str, Any]) -> str:

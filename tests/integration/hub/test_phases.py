@@ -1,4 +1,4 @@
-"""`/v1/phases` of a member and of a hub: as JSON, as events, with tokens; a start that failed is remembered."""
+"""`/v1/phases` of a process: as JSON, as events, with tokens. `penstock status` names the phase of a member."""
 
 from __future__ import annotations
 
@@ -16,14 +16,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("starlette")
 
-import uvicorn
-
 import penstock as ps
 from penstock import phases
 from penstock.cli.fleet import status
-from penstock.hub.app import create_page_app
 from penstock.hub.auth import Auth
-from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
@@ -124,7 +120,8 @@ def test_a_member_shows_its_start(fleet: ps.Fleet, ask: Ask, model: Path) -> Non
     assert ask(local, "/v1/ready").status == 200
 
 
-def test_other_hosts_ask_the_hub(fleet: ps.Fleet, ask: Ask) -> None:
+def test_other_hosts_see_no_phases_without_certificate(hub: HubThread, fleet: ps.Fleet, ask: Ask) -> None:
+    assert ask(hub.url, "/v1/phases", TOKEN).status == 404
     _, remote = fleet.member.server.addresses
     for path in ("/v1/phases", "/v1/phases?stream"):
         assert ask(remote, path, TOKEN).status == 403
@@ -167,45 +164,6 @@ def test_a_process_in_no_fleet_shows_its_start_beside_its_metrics(ask: Ask, mode
         assert ask(url, "/v1/ready").status == 200
 
 
-def test_the_hub_shows_the_starts_of_a_fleet(hub: HubThread, fleet: ps.Fleet, ask: Ask, model: Path) -> None:
-    assert ask(hub.url, "/v1/phases").status == 401
-    assert read(ask(hub.url, "/v1/phases", TOKEN))["replicas"] == []
-    stream = events(ask(hub.url, "/v1/phases?stream", TOKEN))
-    assert next(stream) == {"ready": 0, "starting": 0, "failed": 0, "replicas": [], "gone": []}
-    with ps.telemetry.phase("start"):
-        report = fleet.fetch({}, fallback=model)
-        (starting,) = next(event for event in stream if event["starting"])["replicas"]
-        assert (starting["member"], starting["ready"]) == (fleet.member.id, False)
-    (ready,) = next(event for event in stream if event["ready"])["replicas"]
-    assert {"start", *report.phases} == {one["name"] for one in ready["phases"]}
-    now = read(ask(hub.url, "/v1/phases?model=llama", TOKEN))
-    assert (now["ready"], now["starting"], now["failed"]) == (1, 0, 0)
-    assert now["replicas"][0]["phases"] == ready["phases"]
-    # As the member itself shows it.
-    mine = read(ask(fleet.member.server.addresses[0], "/v1/phases"))
-    assert {**now["replicas"][0], "silent_s": 0.0} == mine
-    assert ps.hub.status(connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)).members[0].boot == "ready"
-    # Neither of another model, nor to a token of another model.
-    assert read(ask(hub.url, "/v1/phases?model=other", TOKEN))["replicas"] == []
-    assert read(ask(hub.url, "/v1/phases", LIMITED))["replicas"] == []
-    assert ask(hub.url, "/v1/phases?model=", TOKEN).status == 422
-
-
-def test_a_start_that_failed_is_remembered_when_its_process_has_left(hub: HubThread, ask: Ask, tmp_path: Path) -> None:
-    connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    with pytest.raises(ps.NotFound), ps.join("llama", connection=connection) as fleet:
-        fleet.fetch({}, timeout_s=0.0)
-    now = read(ask(hub.url, "/v1/phases", TOKEN))
-    assert (now["ready"], now["starting"], now["failed"]) == (0, 0, 1)
-    (replica,) = now["replicas"]
-    assert (replica["phase"], replica["state"], replica["has_left"]) == ("discover", "failed", True)
-    assert replica["error"]["blame"] == "source"
-    assert "no member holds 'llama'" in replica["error"]["error"] and "fallback=" in replica["error"]["hint"]
-    with HubClient.connect(hub.url, TOKEN) as client:
-        assert client.phases("llama").replicas[0].error is not None
-        assert client.phases("other").replicas == ()
-
-
 def test_status_has_the_phase_of_a_member_that_is_not_ready(
     hub: HubThread, fleet: ps.Fleet, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -237,43 +195,6 @@ def test_an_attach_is_a_start_too(hub: HubThread, model: Path) -> None:
         boot = phases.boot_record().snapshot()
         assert boot is not None and boot.error is not None
         assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")
-
-
-def test_the_page_of_one_host_has_the_starts(
-    hub: HubThread, fleet: ps.Fleet, ask: Ask, model: Path, tmp_path: Path
-) -> None:
-    fleet.fetch({}, fallback=model)
-    fleet.member.report_now()
-    (tmp_path / "page").write_text(LIMITED)
-    bound = socket.create_server(("127.0.0.1", 0))
-    with HubClient.connect(hub.url, TOKEN) as client:
-        app = create_page_app(client, Auth.of(token_file=tmp_path / "page"))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        try:
-            url = f"http://127.0.0.1:{bound.getsockname()[1]}"
-            assert ask(url, "/v1/phases").status == 401
-            (replica,) = next(events(ask(url, "/v1/phases?stream&limit=5", LIMITED)))["replicas"]
-            assert (replica["member"], replica["ready"]) == (fleet.member.id, True)
-            assert read(ask(url, "/v1/phases", LIMITED))["replicas"][0]["phases"] == replica["phases"]
-        finally:
-            server.should_exit = True
-            thread.join()
-            bound.close()
-
-
-def test_a_limited_token_sees_and_names_its_models_only(hub: HubThread, ask: Ask, model: Path) -> None:
-    connection = ps.ConnectionSettings(hub=hub.url, token=LIMITED)
-    with ps.join("other-llama", connection=connection) as fleet, ps.telemetry.phase("start"):
-        fleet.fetch({}, fallback=model)
-        ps.load(model)
-        fleet.member.report_now()
-        for token in (TOKEN, LIMITED):
-            (replica,) = read(ask(hub.url, "/v1/phases", token))["replicas"]
-            # A load by URI names what the token is not for.
-            assert replica["models"] == ["other-llama"]
-            assert {one["journey"] for one in replica["phases"]} == {"engine", "fetch"}
 
 
 def test_a_running_fetch_shows_the_phase_that_it_is_in(fleet: ps.Fleet, ask: Ask, model: Path) -> None:

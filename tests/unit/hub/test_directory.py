@@ -31,11 +31,10 @@ from penstock.hub.messages import (
     WhyRequest,
 )
 from penstock.hub.proof import DigestSigner, make_proof
-from penstock.hub.replicas import visible_to
 from penstock.hub.store import ANY, MemoryStore
 from penstock.jobs.observer import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.peer.local_weights import WeightLayout, tabulate
-from penstock.phases import Boot, BootError
+from penstock.phases import Boot, BootError, Phase
 from penstock.types import DType
 
 WHOLE = ((0, 100),)
@@ -779,29 +778,15 @@ def test_a_member_reports_no_failures_of_models_that_its_token_is_not_for(bench,
     assert hub.status().failures == ()
 
 
-def failed(error: str, *models: str, model: str = "") -> Boot:
-    return Boot(started_at=1.0, state="failed", models=models, error=BootError(error=error, model=model))
-
-
-def test_a_process_that_loads_again_after_a_failure_is_shown_as_it_is_now(bench, hub) -> None:
-    bench.join(hub, "a", host="one")
-    hub.beat("a", Beat(boot=failed("no holder", "llama")))
-    hub.leave("a")
-    assert hub.phases().failed == 1
-    bench.join(hub, "b", host="one")
-    hub.beat("b", Beat(boot=Boot(started_at=1.0, state="ready", ready=True, models=("llama",))))
-    (replica,) = hub.phases().replicas
-    assert (replica.member, replica.state) == ("b", "ready") and hub.phases().failed == 0
-
-
-def test_the_error_of_a_hidden_model_is_hidden_also_where_the_engine_reports_it() -> None:
-    limited = Caller(models=("llama",))
-    for boot in (failed("cannot read secret", "llama", "secret"), failed("x", "llama", "secret", model="secret")):
-        shown = visible_to(boot, limited)
-        assert shown is not None and shown.error is None and shown.state == "failed"
-        assert visible_to(boot, Caller()) == boot
-    own = failed("no kernel", "llama")
-    assert visible_to(own, limited) == own
+def test_status_shows_state_and_phase_of_a_start(bench, hub) -> None:
+    bench.join(hub, "a")
+    assert hub.status().members[0].boot == ""
+    # A member of the former release reports its phases and its error too. The hub keeps neither.
+    error = BootError(error="no holder", model="secret")
+    boot = Boot(started_at=1.0, state="failed", phase="move", phases=(Phase(name="x"),), error=error)
+    hub.beat("a", Beat(boot=boot))
+    assert hub.status().members[0].boot == "failed: move"
+    assert b"secret" not in bench.store.read("member/a").value
 
 
 def job(phase: str = "running") -> JobState:

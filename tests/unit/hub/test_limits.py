@@ -24,7 +24,6 @@ from penstock.hub.messages import (
     UpstreamsRequest,
 )
 from penstock.jobs.observer import JobState
-from penstock.phases import Boot, BootError
 
 FLOOD, QUIET = Caller(models=("other-*",), name="token:flood"), Caller(name="token:quiet")
 
@@ -201,24 +200,6 @@ def test_one_member_names_bounded_number_of_models(bench, hub, monkeypatch) -> N
         hub.upstreams(UpstreamsRequest(member="f", holding=state), FLOOD)
     with pytest.raises(SourceBusy, match="3 models"):
         hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOOD)
-
-
-def test_failed_starts_of_one_caller_leave_others_alone(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MAX_STARTS", 4)
-    hub = bench.hub()
-
-    def fail(member: str, model: str, caller: Caller) -> None:
-        join(hub, member, caller)
-        error = BootError(error="SourceError: no", model=model)
-        boot = Boot(started_at=float(len(member)), models=(model,), state="failed", error=error)
-        hub.beat(member, Beat(boot=boot), caller)
-        hub.leave(member, caller)
-
-    fail("q", "llama", QUIET)
-    for number in range(8):
-        fail("f" * (number + 2), "other-a", FLOOD)
-    left = [replica.member for replica in hub.phases().replicas]
-    assert "q" in left and len(left) == 4
 
 
 def test_decisions_of_one_caller_are_bounded(bench, monkeypatch) -> None:

@@ -32,12 +32,10 @@ from penstock.hub.messages import (
     Identity,
     JobStatus,
     MemberStatus,
-    Replica,
     Status,
     SyncState,
 )
 from penstock.hub.page import FleetFeed, row_of, shares, totals
-from penstock.hub.replicas import ReplicaFeed, reply_of
 from penstock.hub.routes import HubApp
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
@@ -253,7 +251,6 @@ def test_the_files_come_without_a_token_and_allow_no_other_origin(ask) -> None:
         "/assets/pictures.js",
         "/assets/members.js",
         "/assets/format.js",
-        "/assets/boots.js",
         "/assets/style.css",
         "/assets/icon.svg",
     ):
@@ -306,47 +303,14 @@ def test_a_store_that_is_away_is_said_in_the_stream() -> None:
         bound.close()
 
 
-def test_the_newest_starts_and_those_that_are_not_ready_come_first() -> None:
-    def replica(name: str, started_at: float, *, ready: bool = True) -> Replica:
-        state = "ready" if ready else "starting"
-        return Replica(
-            member=name, name=name, host="h", started_at=started_at, ready=ready, state=state, models=(f"{name}-model",)
-        )
-
-    replies = [replica("old", 1.0, ready=False), replica("a", 2.0), replica("b", 3.0), replica("c", 4.0)]
-    now_s = 0.0
-    feed = ReplicaFeed(lambda: reply_of(replies), clock=lambda: now_s)
-    had, event = feed.changes(None, ALL, model=None, limit=2)
-    message = json.loads(event)
-    assert (message["ready"], message["starting"], len(message["replicas"])) == (3, 1, 2)
-    assert set(had) == {"old", "c"}
-    now_s += 10
-    assert feed.changes(had, ALL, model=None, limit=2) == (had, b"")
-    replies[0] = replica("old", 1.0)
-    now_s += 10
-    had, event = feed.changes(had, ALL, model=None, limit=2)
-    message = json.loads(event)
-    assert (set(had), [one["member"] for one in message["replicas"]], message["gone"]) == ({"b", "c"}, ["b"], ["old"])
-    # One that may see a model, and one that asks for it.
-    for caller, model in ((Caller(models=("a-*",)), None), (ALL, "a-model")):
-        assert set(feed.changes(None, caller, model=model, limit=9)[0]) == {"a"}
-
-
-def test_a_stream_of_starts_has_a_limit(ask) -> None:
-    assert ask("/v1/phases?stream&limit=0", TOKEN).status == 422
-    assert ask("/v1/phases?stream&limit=x", TOKEN).status == 422
-    assert ask("/v1/phases?stream&limit=5", TOKEN).status == 200
-
-
-@pytest.mark.parametrize("path", ["/v1/events", "/v1/phases?stream"])
-def test_streams_of_one_token_leave_places_to_another(ask, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
-    flood = [ask(path, LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
+def test_streams_of_one_token_leave_places_to_another(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = [ask("/v1/events", LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
     assert [answer.status for answer in flood] == [200] * page.MAX_VIEWERS + [503]
-    others = [ask(path, TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
+    others = [ask("/v1/events", TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
     assert [answer.status for answer in others] == [200] * len(others)
     # The streams that gave way end.
     assert flood[0].read().endswith(b"\n\n")
-    assert [ask(path, token).status for token in (TOKEN, LIMITED)] == [503, 503]
+    assert [ask("/v1/events", token).status for token in (TOKEN, LIMITED)] == [503, 503]
 
 
 @pytest.fixture

@@ -99,15 +99,6 @@ def asks_for_metrics() -> bool:
     return bool(os.environ.get("PENSTOCK_METRICS"))
 
 
-BOOT_DIRECTORY = "PENSTOCK_BOOT_DIRECTORY"
-"""Not a field of `Settings`: `penstock bench boot` sets it for the program that it starts, users do not."""
-
-
-def boot_directory() -> str:
-    """Return the directory where this process writes the phases of its start; empty: nowhere."""
-    return os.environ.get(BOOT_DIRECTORY, "")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The settings of a process; `Settings.read()` overlays the environment on the defaults."""

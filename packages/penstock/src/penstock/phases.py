@@ -1,8 +1,8 @@
 """The phases of this process's start: the stopwatch of each load, fetch and attach, and one record of all of them.
 
 In: journeys as they begin, change phase and end; steps of the engine, by `phase`. Out: seconds by phase, for reports;
-the record as a `Boot`, for health checks, the hub and the fleet page, and as a file for `penstock bench boot`.
-Not here: serving the record (`http.phases`, `hub.replicas`), reporting it to a hub (`peer.member`).
+the record as a `Boot`, for health checks, probes and `penstock status`.
+Not here: serving the record (`http.phases`), reporting it to a hub (`peer.member`).
 
     Phases("discover", journey="fetch") --enter, stop, fail--> record of the process --snapshot--> Boot
     phase("warm up") -----------------------------------------'
@@ -13,7 +13,6 @@ record holds the last start only: the first journey after `NEW_BOOT_S` without a
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -27,7 +26,6 @@ import msgspec
 from msgspec import Meta
 
 from penstock.arguments import require_name
-from penstock.config import boot_directory
 from penstock.errors import Cancelled, ConfigError, PenstockError, sendable
 
 MAX_PHASES = 64
@@ -139,11 +137,7 @@ class _Span:
 
 
 class BootRecord:
-    """The record of one process. Thread-safe.
-
-    Attributes:
-        listeners: called after each change, from the thread that makes it; they must not wait.
-    """
+    """The record of one process. Thread-safe."""
 
     def __init__(self) -> None:
         # Re-entrant: the garbage collector may close a stream, and so end its phase, inside any of these blocks.
@@ -154,7 +148,6 @@ class BootRecord:
         self._zero = 0.0
         self._started_at = 0.0
         self._process_s = 0.0
-        self.listeners: list[Callable[[], None]] = []
 
     def add(self, span: _Span) -> None:
         """Begin a phase. The first one of a journey begins a new record if the process had been quiet for long."""
@@ -171,35 +164,10 @@ class BootRecord:
         self.changed()
 
     def changed(self) -> None:
-        """Wake those that wait for a change, and call the listeners."""
+        """Wake those that wait for a change."""
         with self._lock:
             self._serial += 1
             self._changed.notify_all()
-            listeners = tuple(self.listeners)
-        for listener in listeners:
-            listener()
-        if directory := boot_directory():
-            self._write(Path(directory))
-
-    def _write(self, directory: Path) -> None:
-        """Write the current state to a file of this process, which is complete whenever it is there.
-
-        At each change, not at exit: a process that is killed, or ends by `os._exit` as forked workers do, runs nothing
-        at its exit.
-        """
-        path = directory / f"{os.getpid()}.json"
-        partial = path.with_suffix(".partial")
-        with self._lock:
-            written = None
-            # Again if the garbage collector has ended a phase meanwhile, and so written a file inside this call.
-            while written != self._serial:
-                written = self._serial
-                if (boot := self.snapshot()) is None:
-                    return
-                # The start must not fail because its phases cannot be written.
-                with contextlib.suppress(OSError):
-                    partial.write_bytes(msgspec.json.encode(boot))
-                    partial.replace(path)
 
     @property
     def serial(self) -> int:

@@ -1,7 +1,7 @@
 """`GET /v1/phases` of one process: its start as JSON, or as server-sent events while it goes on; `GET /v1/ready`.
 
 In: a request that may have the answer. Out: the record of `penstock.phases`.
-Not here: who may have it (each server), the phases of a fleet (`hub.replicas`).
+Not here: who may have it (each server).
 """
 
 from __future__ import annotations

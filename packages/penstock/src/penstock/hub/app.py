@@ -42,7 +42,6 @@ from penstock.hub.messages import (
     FaultReport,
     Hello,
     MemberId,
-    PhasesReply,
     Status,
     SyncReply,
     SyncRequest,
@@ -192,10 +191,6 @@ OPERATIONS = (
         ),
     ),
     HubOperation(
-        name="phases", method="GET", path="/v1/phases", about="The starts of processes, with their phases.",
-        gives=PhasesReply, answer=lambda directory, model, _, caller: directory.phases(model or None, caller),
-    ),
-    HubOperation(
         name="why", method="POST", path="/v1/why", about="Reasons why members read a model from their upstreams.",
         takes=WhyRequest, gives=Why, models=lambda request: (request.model,),
         answer=lambda directory, _, body, caller: directory.why(body),
@@ -213,10 +208,6 @@ def _complain(directory: Directory, complaint: FaultReport, caller: Caller) -> N
     directory.complain(complaint, caller)
 
 
-_OF_A_MODEL = frozenset({"status", "phases"})
-"""Operations with the parameter `model`."""
-
-
 def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
     """Create the hub's app.
 
@@ -228,12 +219,11 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
         MissingExtra: Starlette or prometheus-client is not installed.
     """
     from penstock.hub.metrics import Metrics
-    from penstock.hub.page import FleetFeed, add_page, keep_sampling, or_stream
-    from penstock.hub.replicas import ReplicaFeed
+    from penstock.hub.page import FleetFeed, add_page, keep_sampling
 
     auth = auth or Auth()
     metrics = Metrics(directory)
-    feed, replicas = FleetFeed(directory.status, on_gone=directory.note_gone), ReplicaFeed(directory.phases)
+    feed = FleetFeed(directory.status, on_gone=directory.note_gone)
 
     def on_unauthorized(path: str, client: str) -> None:
         metrics.refused(401)
@@ -247,8 +237,6 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
     )
     for operation in OPERATIONS:
         endpoint = _endpoint(operation, directory, auth, metrics)
-        if operation.name == "phases":
-            endpoint = or_stream(endpoint, replicas, lambda request: _check_caller(request, auth))
         methods = ("GET", "HEAD") if operation.method == "GET" else (operation.method,)
         app.add_route(operation.path, endpoint, *methods)
     _add_pages(app, directory, auth, metrics)
@@ -261,10 +249,6 @@ class MemberClient(Protocol):
 
     def status(self) -> Status:
         """Return the fleet."""
-        ...
-
-    def phases(self) -> PhasesReply:
-        """Return the starts of the fleet's processes."""
         ...
 
     def drain(self, member: str, drain: Drain | None) -> None:
@@ -282,20 +266,12 @@ def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
     Raises:
         MissingExtra: Starlette is not installed.
     """
-    from penstock.hub.page import FleetFeed, add_page, keep_sampling, or_stream
-    from penstock.hub.replicas import ReplicaFeed
+    from penstock.hub.page import FleetFeed, add_page, keep_sampling
 
     feed = FleetFeed(hub.status)
     app = HubApp(_running(lambda: keep_sampling(feed)))
     add_page(app, feed, lambda request: _check_caller(request, auth))
     app.add_route("/v1/drains/{member}", _drain_at(hub, auth), "PUT", "DELETE")
-
-    async def phases(request: Request) -> Response:
-        _check_caller(request, auth)
-        return Response(msgspec.json.encode(await run_in_threadpool(hub.phases)), media_type="application/json")
-
-    answer = or_stream(phases, ReplicaFeed(hub.phases), lambda request: _check_caller(request, auth))
-    app.add_route("/v1/phases", answer, "GET", "HEAD")
     return app
 
 
@@ -501,7 +477,7 @@ def _parameter(operation: HubOperation, request: Request) -> str:
     try:
         if "{member}" in operation.path:
             return msgspec.convert(request.path_params["member"], MemberId)
-        if operation.name in _OF_A_MODEL and "model" in request.query_params:
+        if operation.name == "status" and "model" in request.query_params:
             return msgspec.convert(request.query_params["model"], Word)
     except msgspec.ValidationError as error:
         raise RouteRefused(422, f"{operation.name}: {error}") from error
@@ -593,7 +569,7 @@ def _described(operation: HubOperation) -> dict[str, Any]:
     if "{member}" in operation.path:
         schema = msgspec.json.schema(MemberId)
         parameters.append({"name": "member", "in": "path", "required": True, "schema": schema})
-    if operation.name in _OF_A_MODEL:
+    if operation.name == "status":
         schema = msgspec.json.schema(Word)
         parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
     if operation.speaker is not None:

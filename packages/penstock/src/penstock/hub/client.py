@@ -55,7 +55,6 @@ from penstock.hub.messages import (
     Fault,
     FaultReport,
     Hello,
-    PhasesReply,
     Status,
     SyncReply,
     SyncRequest,
@@ -321,11 +320,6 @@ class HubClient(Closeable):
         """Send no more readers to a member, or with None send them again. Raises UnknownMember, PermissionDenied."""
         path = f"/v1/drains/{quote(member, safe='')}"
         self._request("DELETE" if drain is None else "PUT", path, drain, None)
-
-    def phases(self, model: str | None = None) -> PhasesReply:
-        """Return the starts of all replicas that the token may see; of one model, those that load it."""
-        query = "" if model is None else f"?model={quote(model, safe='')}"
-        return self._request("GET", f"/v1/phases{query}", None, PhasesReply)
 
     def why(self, request: WhyRequest) -> Why:
         """Return the reasons why members read a model from their upstreams."""

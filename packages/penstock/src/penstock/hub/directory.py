@@ -39,7 +39,6 @@ from penstock.hub.messages import (
     Hello,
     HoldingState,
     MemberStatus,
-    PhasesReply,
     Ranges,
     Status,
     SyncReply,
@@ -51,7 +50,6 @@ from penstock.hub.messages import (
     Why,
     WhyRequest,
 )
-from penstock.hub.replicas import encoded, record_failure, replicas
 from penstock.hub.snapshot import (
     HOLDING_DECODER,
     MEMBER_DECODER,
@@ -63,6 +61,7 @@ from penstock.hub.snapshot import (
     by_rank,
     decide,
     decision_name,
+    encode_state,
     keys_of,
     record_key,
     record_sync_states,
@@ -231,8 +230,8 @@ class Directory:
             check_state(holding)
         self._mark_life()
         entry, known = self._known(member)
-        boot = encoded(beat.boot, caller)
-        nbytes = self._limits.admit(member, known.caller, beat, boot)
+        boot = encode_state(beat.boot)
+        nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
         # Only while this hub is new: later a beat may bring an order that has been undone since the last answer.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
@@ -302,8 +301,6 @@ class Directory:
             return
         self.counts["leaves"] += 1
         known = MEMBER_DECODER.decode(entry.value)
-        if failed := record_failure(self.store, member, known):
-            self._limits.start(failed, known.caller)
         remove_member(self.store, member, known)
         self._limits.forget(member)
 
@@ -524,10 +521,6 @@ class Directory:
     def note_gone(self, member: MemberStatus) -> None:
         """Keep that a member which was there is not any more, unless it signed off."""
         record_lost(self.store, member, self._limits.caller_of(member.member), self._clock())
-
-    def phases(self, model: str | None = None, caller: Caller | None = None) -> PhasesReply:
-        """Return the starts of the fleet's processes that a caller may see; of one model, those that load it."""
-        return replicas(self.store, self._clock(), model=model, caller=caller)
 
     def why(self, request: WhyRequest) -> Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""

@@ -1,7 +1,7 @@
 """Failures of calls that members report: each member's record in the store.
 
 In: the failures in a member's heartbeats. Out: those of the fleet, each call once, with their ages.
-Not here: the start of a member that failed (`replicas`), showing failures (`page`).
+Not here: showing failures (`page`).
 """
 
 from __future__ import annotations

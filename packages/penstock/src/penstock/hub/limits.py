@@ -1,4 +1,4 @@
-"""The share of the hub's memory that each caller gets: members, tables of claims, failed starts, decisions.
+"""The share of the hub's memory that each caller gets: members, tables of claims, decisions.
 
 In: the caller of each entry that the hub is asked to keep. Out: the entry is kept, or the caller is refused; entries of
 a caller that has more than others are removed from the store.
@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from penstock.errors import SourceBusy
 from penstock.hub.auth import RateLimit
 from penstock.hub.messages import Beat, sync_key
-from penstock.hub.replicas import FAILED_TTL_S
 from penstock.hub.snapshot import DECISION_TTL_S, MEMBER_DECODER, MemberEntry
 from penstock.hub.store import Store
 from penstock.net.shares import Shares
@@ -33,8 +32,6 @@ CLAIMS_TTL_S = 86400.0
 """How long a table of claims stays after the last claim: longer than a piece takes from any storage."""
 MAX_KEYS = 1024
 """Models that one member may fetch and hold: as many as a heartbeat lists."""
-MAX_STARTS = 500
-"""Starts that failed, of processes that left. They stay for `FAILED_TTL_S`."""
 MAX_DECISIONS = 20_000
 """Decisions on versions that are published together. They stay for an hour: five a second."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
@@ -71,18 +68,17 @@ class Limits:
         self._next_look = float("-inf")
         self._members = Shares[str](MEMBERS_BYTES, ttl_s=ttl_s, clock=timer)
         self._tables = Shares[str](TABLES_BYTES, ttl_s=CLAIMS_TTL_S, clock=timer)
-        self._starts = Shares[str](MAX_STARTS, ttl_s=FAILED_TTL_S, clock=timer)
         self._decisions = Shares[str](MAX_DECISIONS, ttl_s=DECISION_TTL_S, clock=timer)
         self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
-    def admit(self, member: str, caller: str, beat: Beat | None = None, boot: bytes = b"") -> int:
+    def admit(self, member: str, caller: str, beat: Beat | None = None) -> int:
         """Count a member for its caller, with all that a heartbeat reports. Return its weight without its syncs.
 
         Raises:
             SourceBusy: the hub is full, and no other caller has more of it than this one.
         """
-        nbytes = len(boot)
+        nbytes = 0
         syncs: list[str] = []
         if beat is not None:
             ranges = sum(len(holding.have) + len(holding.claims) for holding in beat.holdings)
@@ -152,10 +148,6 @@ class Limits:
             self._keep(self._tables, name, caller, nbytes)
         else:
             self._tables.drop(name)
-
-    def start(self, name: str, caller: str) -> None:
-        """Count the start of a process that failed and left."""
-        self._keep(self._starts, name, caller)
 
     def decision(self, name: str, caller: str) -> None:
         """Count a decision on a version."""

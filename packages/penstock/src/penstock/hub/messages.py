@@ -344,7 +344,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     drain: Drain | None = None
     """Of the hub's last answer: a hub that has lost its memory takes it over."""
     boot: Boot | None = None
-    """The start of the member's process; None: it has loaded nothing."""
+    """The start of the member's process, without its phases. None: it has loaded nothing."""
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -522,7 +522,7 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     drain: Drain | None = None
     """In force: its holdings are then shown as `draining`."""
     boot: str = ""
-    """Its start: `starting: move`, `ready`, `failed: commit`; empty: it has loaded nothing. See `Replica`."""
+    """Its start: `starting: move`, `ready`, `failed: commit`; empty: it has loaded nothing. """
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -560,26 +560,15 @@ class Status(Readable, msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replica(Boot, frozen=True, kw_only=True):
-    """The start of one process of the fleet, as of its last beat."""
+    """The start of a member's process, as its own server shows it."""
 
     member: str
     name: str
     host: str
     silent_s: float = 0.0
-    """Seconds since that beat."""
+    """Always 0. Hubs of an earlier release showed the seconds since the last beat."""
     has_left: bool = False
-    """It failed and left; the hub remembers it for ten minutes."""
-
-
-class PhasesReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The starts of a fleet's processes, with the number in each state."""
-
-    ready: int = 0
-    starting: int = 0
-    failed: int = 0
-    replicas: tuple[Replica, ...] = ()
-    gone: tuple[str, ...] = ()
-    """In an event, which lists replicas that changed: members that are not there any more."""
+    """Always false. Hubs of an earlier release showed members that had left."""
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):

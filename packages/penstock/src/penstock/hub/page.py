@@ -20,7 +20,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
 from importlib.resources import files
 from typing import Any
 
@@ -28,11 +27,9 @@ import msgspec
 
 from penstock.entry_points import install_hint
 from penstock.errors import MissingExtra, PenstockError
-from penstock.http.phases import wants_stream
 from penstock.hub.auth import Caller
-from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Replica, Status, SyncState
-from penstock.hub.replicas import ReplicaFeed
-from penstock.hub.routes import Handler, HubApp
+from penstock.hub.messages import FleetFailure, HoldingState, JobStatus, MemberStatus, Status, SyncState
+from penstock.hub.routes import HubApp
 from penstock.logs import log_named
 from penstock.net.shares import Shares
 
@@ -73,13 +70,10 @@ SECURITY_HEADERS = {
 }
 _log = log_named("penstock.hub")
 _ASSETS = {
-    **dict.fromkeys(("app.js", "boots.js", "format.js", "members.js", "pictures.js"), "text/javascript"),
+    **dict.fromkeys(("app.js", "format.js", "members.js", "pictures.js"), "text/javascript"),
     "style.css": "text/css",
     "icon.svg": "image/svg+xml",
 }
-MANY_REPLICAS = 10_000
-"""In a stream of `/v1/phases` without a limit."""
-_LIMIT = re.compile(r"[1-9]\d{0,4}")
 _CURSOR = re.compile(r"([0-9a-f]{16})\.(\d{1,18})")
 _SHARE = re.compile(r"(\d+)% ([\w-]+)(?: (?:<- )?(.+?))?(?=, \d+% |$)")
 
@@ -338,49 +332,6 @@ async def keep_sampling(feed: FleetFeed) -> None:
                 _log.warning("the status for the fleet page cannot be read: %s", error.message)
             was_read = False
         await asyncio.sleep(SAMPLE_S)
-
-
-def or_stream(answer: Handler, feed: ReplicaFeed, caller_of: Callable[[Request], Caller]) -> Handler:
-    """Return an endpoint of `/v1/phases` that streams events to requests that ask for them.
-
-    Args:
-        answer: answers the other requests.
-        feed: the replicas.
-        caller_of: see `add_page`.
-    """
-    viewers = Shares[object](MAX_VIEWERS)
-
-    async def endpoint(request: Request) -> Response:
-        if not wants_stream(request.query_params, request.headers.get("accept", "")):
-            return await answer(request)
-        caller = caller_of(request)
-        model, limit = request.query_params.get("model") or None, request.query_params.get("limit", str(MANY_REPLICAS))
-        if not _LIMIT.fullmatch(limit):
-            return Response(status_code=422)
-        if not viewers.has_room(caller.name, displaces_own=False):
-            return Response(status_code=503, headers={"Retry-After": "10"})
-
-        async def stream() -> AsyncIterator[bytes]:
-            place = object()
-            viewers.enter(place, caller.name, displaces_own=False)
-            try:
-                had: Mapping[str, Replica] | None = None
-                end_s = time.monotonic() + STREAM_S
-                # Its place may be given to another caller.
-                while time.monotonic() < end_s and place in viewers:
-                    try:
-                        look = partial(feed.changes, had, caller, model=model, limit=int(limit))
-                        had, event = await run_in_threadpool(look)
-                    except PenstockError as error:
-                        event = msgspec.json.encode({"error": error.message})
-                    yield b"data: " + event + b"\n\n" if event else b":\n\n"
-                    await asyncio.sleep(INTERVAL_S)
-            finally:
-                viewers.drop(place)
-
-        return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-    return endpoint
 
 
 def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller]) -> None:

@@ -96,7 +96,7 @@ class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
     drain: Drain | None = None
     """An operator's order that is in force."""
     boot: bytes = b""
-    """The `Boot` of its last beat, encoded: most readers of this entry do not need it. Empty: none."""
+    """The state and phase of the start in its last beat, see `encode_state`. Empty: none."""
     nbytes: int = 0
     """Its weight in its caller's share of the hub, see `limits`. 0: a hub of an earlier release wrote the entry."""
 
@@ -484,6 +484,13 @@ def status(store: Store, model: str | None, now: float) -> Status:
         jobs=jobs_of(store, model, now),
         failures=failures_of(store, model, now),
     )
+
+
+def encode_state(boot: Boot | None) -> bytes:
+    """Return the state and phase of a start for the store. Empty: the member has loaded nothing."""
+    if boot is None:
+        return b""
+    return msgspec.msgpack.encode(Boot(started_at=boot.started_at, state=boot.state, phase=boot.phase))
 
 
 def _standing(known: MemberEntry) -> str:

@@ -83,11 +83,6 @@ from penstock.waits import start_thread
 
 log = log_named("penstock.fleet")
 T = TypeVar("T")
-SHOWN_S = 600.0
-"""A start that ended longer ago is reported without its phases: a fleet that runs for days need not repeat them."""
-_BEAT_PAUSE_S = 1.0
-"""Least time between two heartbeats that are sent because a phase began; the next regular one reports the rest. Phases
-of a start follow each other within a fraction of a second, and a fleet that starts asks its hub enough."""
 LEAVE_S = 2.0
 """Time for each of the last messages of a member that leaves: a hub that does not answer forgets it after its TTL."""
 AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
@@ -251,8 +246,6 @@ class Member:
         self.welcome = self._register(join_s, needs_hub=needs_hub)
         # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
         self._beaten_s = self._reported_s = time.monotonic()
-        self._record.listeners.append(self._beat_soon)
-        opened.callback(self._record.listeners.remove, self._beat_soon)
         # Last: the thread uses all of the above.
         start_thread(self._beats)
         self._opened = opened.pop_all()
@@ -377,11 +370,6 @@ class Member:
         """Send the next heartbeat now; do not wait for it."""
         self._beat_now.set()
 
-    def _beat_soon(self) -> None:
-        """Send the next heartbeat now, unless one has just been sent: short phases must not flood the hub."""
-        if time.monotonic() - max(self._beaten_s, self._reported_s) > _BEAT_PAUSE_S:
-            self.beat_now()
-
     def report_now(self) -> None:
         """Send a heartbeat and wait for the answer; without an answer, the next heartbeat reports the change."""
         with contextlib.suppress(PenstockError):
@@ -479,11 +467,9 @@ class Member:
         )
 
     def _boot(self) -> Boot | None:
-        """Return the start of this process to report to the hub; without its phases if it ended long ago."""
+        """Return the state of this process's start for the hub. The phases stay in the process."""
         boot = self._record.snapshot()
-        if boot is None or boot.state == "starting" or boot.started_at + boot.seconds > time.time() - SHOWN_S:
-            return boot
-        return msgspec.structs.replace(boot, phases=())
+        return None if boot is None else msgspec.structs.replace(boot, phases=(), error=None)
 
     def _replica(self, boot: Boot) -> Replica:
         """Return the start of this process as its server shows it."""
@@ -596,10 +582,8 @@ class Member:
         deadline = time.monotonic() + drain_s
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
-        boot = self._record.snapshot()
-        has_failed = bool(recent_failures()) or (boot is not None and boot.state == "failed")
         # The hub remembers why; the next regular heartbeat would come after this member has left.
-        if has_failed and not self.hub_is_away:
+        if recent_failures() and not self.hub_is_away:
             with contextlib.suppress(PenstockError):
                 self._report(LEAVE_S)
         self._closing.set()

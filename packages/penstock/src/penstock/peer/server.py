@@ -456,7 +456,7 @@ class PeerServer:
         # there by now.
         if not (exchange.is_local or self._is_tls):
             message = "the phases of this process are shown on its Unix socket, or by TLS with a certificate"
-            raise PermissionDenied(message, hint="ask the hub for /v1/phases, which has those of all members")
+            raise PermissionDenied(message, hint="ask on its Unix socket, or where it serves its metrics")
 
     def _get(self, lease: str, name: str, query: Query) -> object:
         weights = self.leased(lease)
