@@ -105,7 +105,6 @@ MESSAGES = {
     "peer.fault/msgpack": "penstock.hub.messages:Fault",
     "peer.table/msgpack": "penstock.peer.local_weights:TableMessage",
     "peer.grant/msgpack": "penstock.hub.grants:Grant",
-    "peer.digest_statement/msgpack": "penstock.hub.proof:_Statement",
     "sync.part_request/msgpack": "penstock.sync.messages:PartRequest",
     "sync.part_reply/msgpack": "penstock.sync.messages:PartReply",
     "sync.table_reply/msgpack": "penstock.sync.messages:TableReply",

@@ -102,9 +102,7 @@ def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub,
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 
-def test_a_holder_that_says_wrong_digests_is_left_by_all_once_one_reader_proves_it(
-    hub: GuardedHub, sealed: Path, truth
-) -> None:
+def test_holder_of_wrong_digests_is_left_by_each_reader(hub: GuardedHub, sealed: Path, truth) -> None:
     theirs = {name: tensor.clone() for name, tensor in truth.items()}
     theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
     with ExitStack() as stack:
@@ -119,15 +117,12 @@ def test_a_holder_that_says_wrong_digests_is_left_by_all_once_one_reader_proves_
         report = reader.fetch(found, fallback=sealed)
         assert_same(found, truth)
         assert any("are not the manifest's" in fault for fault in report.faults), report.faults
-        lines = reader.member.hub.why(_why()).lines
-        assert any(bad.member.id in line and "it signed digests that are not the revision's" in line for line in lines)
         late = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=LIAR)))
         weights: dict[str, torch.Tensor] = {}
-        late.fetch(weights)
+        late.fetch(weights, fallback=sealed)
         assert_same(weights, truth)
-    lines = hub.audit.read_text().splitlines()
-    assert any(f"event=proven member={reader.member.id} of={bad.member.id} key={key}" in line for line in lines)
-    assert not any("event=unproven" in line for line in lines)
+        # One reader's complaint moves no other reader.
+        assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 
 def _why():

@@ -34,7 +34,6 @@ class Reader:
         self.ranks = ranks
         self.has = np.zeros(NUM_CHUNKS, bool)
         self.error: PenstockError | None = None
-        self.proof = None
         self.num_flying = 0
         self.not_before = self.last_read = 0.0
         self.step_chunks = NUM_CHUNKS

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 from tests.support.hubs import IDENTITY, HubBench, chunks, key_state
 
-from penstock.digest.leaf import canonical, root
 from penstock.errors import HubUnavailable, PermissionDenied, PlanError, SourceBusy, UnknownMember
 from penstock.hub import explain
 from penstock.hub.auth import Caller
-from penstock.hub.complaints import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, PROOFS_AT_ONCE, WRONG_BYTES_TTL_S
+from penstock.hub.complaints import COMPLAINT_TTL_S, COMPLAINTS_AT_ONCE, WRONG_BYTES_TTL_S
 from penstock.hub.conversions import JOB_TTL_S
 from penstock.hub.directory import Directory
 from penstock.hub.failures import FAILURE_TTL_S
@@ -25,17 +24,14 @@ from penstock.hub.messages import (
     FaultReport,
     Hello,
     HoldingState,
-    LogReply,
+    Proof,
     UpstreamsReply,
     UpstreamsRequest,
     WhyRequest,
 )
-from penstock.hub.proof import DigestSigner, make_proof
 from penstock.hub.store import ANY, MemoryStore
 from penstock.jobs.observer import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
-from penstock.peer.local_weights import WeightLayout, tabulate
 from penstock.phases import Boot, BootError, Phase
-from penstock.types import DType
 
 WHOLE = ((0, 100),)
 
@@ -462,68 +458,25 @@ def test_wrong_bytes_that_are_not_proven_move_their_readers_alone(bench, hub) ->
     assert bench.claim(hub, "a", key_state()).ranges
 
 
-class Stated:
-    """A line of 300 digests, and a member that signs some of them wrong."""
-
-    def __init__(self, member: str) -> None:
-        counts = np.full(3, 100 * 256, np.int64)
-        table = tabulate(tuple("abc"), (DType.U8,) * 3, tuple((count * 1024,) for count in counts.tolist()))
-        self.layout = WeightLayout.of(table)
-        self.leaves = np.arange(self.layout.chunks.num_leaves, dtype=np.uint64)
-        body = canonical(self.layout.table, range(3))
-        revision = root(body, self.layout.chunks.leaf_bytes, self.leaves)
-        self.identity = msgspec.structs.replace(IDENTITY, revision=revision)
-        self.signer = DigestSigner(member, lambda: 7)
-        self.whole = key_state(
-            ((0, self.layout.chunks.num_chunks),),
-            identity=self.identity,
-            num_chunks=self.layout.chunks.num_chunks,
-            grant_epoch=7,
-        )
-
-    def complaint(self, member: str, of: str, *, wrong: int) -> FaultReport:
-        said = self.leaves.copy()
-        said[:wrong] += np.uint64(1)
-        chunks = np.arange(self.layout.chunks.num_chunks).astype("<u4").tobytes()
-        reply = LogReply(generation=0, serial=9, state="whole", chunks=chunks, leaves=said.tobytes())
-        signed = self.signer.sign(reply, self.identity.key(), self.layout.chunks)
-        proof = make_proof(signed, self.layout.table, self.layout.chunks, self.leaves)
-        return FaultReport(member=member, of=of, key=self.identity.key(), fault="wrong bytes", proof=proof)
-
-
-def test_one_proof_of_wrong_digests_moves_all_at_once(bench, hub) -> None:
-    stated = Stated("w")
-    bench.join(hub, "v", "a", "b")
-    hub.hello(Hello(member="w", host="host-w", doors=("unix:///w",), digest_key=stated.signer.public_key))
-    bench.beat(hub, "w", stated.whole)
-    empty = msgspec.structs.replace(stated.whole, have=(), state="filling")
-    hub.complain(stated.complaint("a", "w", wrong=0), Caller(name="token:1"))
-    assert not bench.claim(hub, "b", empty).ranges
-    bench.beat(hub, "v", stated.whole)
-    hub.complain(stated.complaint("a", "w", wrong=1), Caller(name="token:1"))
-    assert hub.counts["proofs"] == 1
-    assert bench.parents(hub, [("b", empty)])["b"][0] == "v"
-    bench.beat(hub, "v")
-    assert bench.claim(hub, "b", empty).ranges  # what it has counts for nobody
-    assert "demoted for everyone: it signed digests" in "\n".join(hub.why(WhyRequest(model="llama")).lines)
-    complain_again = msgspec.structs.replace(stated.complaint("a", "w", wrong=0), proof=None)
-    hub.complain(complain_again, Caller(name="token:1"))  # does not take the proof back
-    assert "demoted for everyone" in "\n".join(hub.why(WhyRequest(model="llama")).lines)
-    entry = bench.store.read(f"complaint/{stated.identity.key()}/w~a")
+def test_proof_of_earlier_release_counts_as_complaint(bench, hub) -> None:
+    bench.join(hub, "w", "v", "a", "b")
+    bench.beat(hub, "w", key_state(WHOLE))
+    proof = Proof(epoch=7, signature=b"s", leaf_bytes=1, spans=b"", at=b"", said=b"", table=b"t" * 4096, leaves=b"")
+    report = FaultReport(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes", proof=proof)
+    hub.complain(report, Caller(name="token:1"))
+    assert not bench.claim(hub, "b", key_state()).ranges  # it moves its reader only
+    assert "demoted" not in "\n".join(hub.why(WhyRequest(model="llama")).lines)
+    entry = bench.store.read(f"complaint/{IDENTITY.key()}/w~a")
     assert entry is not None and len(entry.value) < 500  # the proof itself is not kept
 
 
-def test_proofs_are_looked_at_so_often_of_one_caller(bench, hub) -> None:
-    stated = Stated("w")
-    bench.join(hub, "a", "b")
-    hub.hello(Hello(member="w", host="host-w", doors=("unix:///w",), digest_key=stated.signer.public_key))
-    bench.beat(hub, "w", stated.whole)
-    for _ in range(PROOFS_AT_ONCE):
-        hub.complain(stated.complaint("a", "w", wrong=0), Caller(name="token:1"))
-    hub.complain(stated.complaint("a", "w", wrong=1), Caller(name="token:1"))
-    assert hub.counts["proofs"] == 0
-    hub.complain(stated.complaint("b", "w", wrong=1), Caller(name="token:2"))
-    assert hub.counts["proofs"] == 1
+def test_complaint_of_wrong_bytes_outlives_later_one(bench, hub) -> None:
+    bench.join(hub, "w", "a")
+    bench.beat(hub, "w", key_state(WHOLE))
+    complain(hub, "a", "w", "wrong bytes")
+    graver = bench.store.read(f"complaint/{IDENTITY.key()}/w~a").value
+    complain(hub, "a", "w", "unreachable")
+    assert bench.store.read(f"complaint/{IDENTITY.key()}/w~a").value == graver
 
 
 def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, hub) -> None:

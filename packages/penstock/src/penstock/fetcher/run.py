@@ -318,7 +318,7 @@ class FetchRun(Run):
             assert reader.error is not None
             if not isinstance(reader.error, SourceBusy):
                 member = reader.upstream.member
-                if self._member.complain(member, self._weights.key, reader.error, reader.proof):
+                if self._member.complain(member, self._weights.key, reader.error):
                     with self._lock:
                         self._reported.add(member)
             reader.close()

@@ -26,8 +26,7 @@ from penstock.errors import (
     without_frames,
 )
 from penstock.fetcher.report import why_command
-from penstock.hub.messages import HoldingMap, LogReply, Proof, Upstream
-from penstock.hub.proof import make_proof
+from penstock.hub.messages import HoldingMap, Upstream
 from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, decode_digests, locate_rows
 from penstock.plan.relay_parents import NUM_TREES
@@ -89,7 +88,6 @@ class UpstreamReader:
         last_read: when the last read ended.
         fault: the reason why it is no longer used; "" while it is used.
         is_too_slow: True if its pace is that reason.
-        proof: evidence that it stated wrong digests, if it did and that can be proven.
         path: transport and member, for reports.
         why: path -> why no nearer transport, and why it is compressed or not.
 
@@ -135,7 +133,6 @@ class UpstreamReader:
         self._news_wanted = threading.Event()
         self._generation = -1
         self._suspect_chunk: int | None = None
-        self.proof: Proof | None = None
         self._transports: dict[tuple[int, int], tuple[Transport, Handle, Descriptor]] = {}
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
@@ -388,7 +385,7 @@ class UpstreamReader:
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
             chunks = decode_column(reply.chunks, "<u4")
             if len(chunks):
-                self._add_news(chunks, decode_digests(reply.leaves), reply)
+                self._add_news(chunks, decode_digests(reply.leaves))
             if reply.state == "whole":
                 self._alive_at = [time.monotonic()] * NUM_TREES
             self._note_alive(chunks)
@@ -400,9 +397,9 @@ class UpstreamReader:
                 self._wait_for_news()
             serial = reply.serial
 
-    def _add_news(self, chunks: I64, leaves: U64, reply: LogReply) -> None:
+    def _add_news(self, chunks: I64, leaves: U64) -> None:
         """Check and record chunks that the peer has verified, with their digests."""
-        layout, table = self._weights.layout, self._weights.layout.chunks
+        table = self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
             raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
         if len(leaves) != table.leaf_counts(chunks).sum():
@@ -410,7 +407,6 @@ class UpstreamReader:
         # Before a byte is read: digests that contradict the manifest prove a damaged or lying member.
         clash = self._weights.contradicting_chunks(chunks, leaves)
         if len(clash):
-            self.proof = make_proof(reply, layout.table, table, self._weights.leaves)
             message = f"its digests of chunk {int(clash[0])} are not the manifest's"
             raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")
         try:

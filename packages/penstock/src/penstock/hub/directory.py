@@ -130,7 +130,7 @@ class Directory:
         self.store = store
         self.beat_s = beat_s
         self.ttl_s = ttl_s
-        # Events since this directory was made: grants, claimed_chunks, complaints, proofs, hellos, leaves.
+        # Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._complaints = Complaints(store, self.counts, timer=timer)
         self._limits = Limits(store, ttl_s=ttl_s, timer=timer, look_share=look_share)
@@ -429,9 +429,9 @@ class Directory:
         """Record that a reader could not use a source, which becomes the last choice for that reader.
 
         It becomes the last choice for all readers once `DISTRUST` callers complain, each counted once by its
-        credentials, since one token speaks for any number of members. Wrong bytes differ: without a proof only the
-        complaining reader is moved, with a proof all readers at once. A reader that found wrong bytes also reports them
-        to the holder, which digests the chunk itself, and withdraws the holding if it is damaged.
+        credentials, since one token speaks for any number of members. Wrong bytes differ: only the
+        complaining reader is moved. A reader that found wrong bytes also reports them to the holder, which digests the
+        chunk itself, and withdraws the holding if it is damaged.
 
         Raises:
             UnknownMember: the complaining member is not known.
@@ -444,13 +444,12 @@ class Directory:
         # It holds nothing of the key any more, so no reader is sent there.
         if entry is None:
             return
-        holder = HOLDING_DECODER.decode(entry.value)
-        model = holder.holding.identity.model
+        model = HOLDING_DECODER.decode(entry.value).holding.identity.model
         if not caller.may_ask((model,)):
             raise PermissionDenied(
                 f"this token is not for {model}", hint="only readers of a model complain of its holders"
             )
-        self._complaints.record(complaint, holder, caller)
+        self._complaints.record(complaint, caller)
 
     def sees_any(self, key: str, members: Iterable[str], caller: Caller) -> bool:
         """Return whether one of these members holds weights of a key whose model the caller may access."""

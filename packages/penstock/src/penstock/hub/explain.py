@@ -178,11 +178,8 @@ def _came(holder: HoldingEntry) -> str:
 
 
 def _demoted(view: HubSnapshot, name: str) -> str:
-    """Return that a member is the last choice for everyone, and why; empty: it is not."""
-    if not view.demoted(name):
-        return ""
-    why = ": it signed digests that are not the revision's" if name in view.proven else ""
-    return f"demoted for everyone{why}"
+    """Return that a member is the last choice for everyone. Empty: it is not."""
+    return "demoted for everyone" if view.demoted(name) else ""
 
 
 def _has(holder: HoldingEntry) -> str:

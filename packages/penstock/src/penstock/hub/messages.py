@@ -199,7 +199,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
     """Links of its host to others; for the order of relays. 0: not known, each member has its own."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
-    """Raw Ed25519 public key of its statements on digests, see `proof`; empty: it signs nothing."""
+    """Unused. Members of an earlier release send the key of their signed digests."""
     protocol: ProtocolVersion = PROTOCOL
 
 
@@ -420,29 +420,22 @@ class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """Evidence that a holder stated other digests than the revision's; see `proof`. Columns are little endian."""
+    """A signed statement of wrong digests, from a reader of an earlier release. The hub ignores it."""
 
     epoch: Count
-    """Of the holder, when it signed."""
     signature: Annotated[bytes, Meta(max_length=64)]
     leaf_bytes: Count
     spans: bytes
-    """int64 pairs: leaves `[begin, stop)` of the chunks in the holder's statement, in its order."""
     at: bytes
-    """int64: which of those leaves differ, counted in that order."""
     said: bytes
-    """uint64: their digests, as the holder stated them."""
     table: bytes
-    """`digest.leaf.canonical` of the line."""
     leaves: bytes
-    """uint64: every leaf's digest, of which the revision is the root."""
 
 
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """A reader's report that it could not use a source.
 
-    The reader gets others at once; all readers do once several members complain, or, for wrong bytes, only with a
-    proof, and then at once.
+    The reader gets others at once. All readers do once several callers complain, unless the fault is wrong bytes.
     """
 
     member: MemberId
@@ -654,9 +647,8 @@ class LogReply(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes_per_s: Count = 0
     """See `Lease`: the share now, which shrinks and grows with the number of readers."""
     epoch: Count = 0
-    """The holder's epoch when it signed."""
     signature: bytes = b""
-    """Of chunks and leaves, see `proof`; empty: no hub could check it."""
+    """Unused, like `epoch`. Holders of an earlier release sign the digests."""
 
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,6 @@ _COUNTS = {
     "grants": "Grants issued.",
     "claimed_chunks": "Chunks assigned to be read from storage.",
     "complaints": "Complaints about sources.",
-    "proofs": "Complaints that proved that a source stated wrong digests.",
 }
 
 

@@ -108,7 +108,7 @@ class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
     caller: str
     """`Caller.name` of the complaining member."""
     is_proven: bool = False
-    """Whether it came with a valid proof."""
+    """Unused. Hubs of an earlier release set it for a complaint with a valid proof."""
 
 
 HOLDING_DECODER = msgspec.msgpack.Decoder(HoldingEntry)
@@ -173,15 +173,10 @@ class HubSnapshot:
         return {member: frozenset(names) for member, names in by_member.items()}
 
     @cached_property
-    def proven(self) -> frozenset[str]:
-        """Return the members that provably stated wrong digests."""
-        return frozenset(entry.complaint.of for entry in self._complained if entry.is_proven)
-
-    @cached_property
     def callers(self) -> dict[str, frozenset[str]]:
         """Return member -> the callers whose complaints count for all, each once, for any number of its members.
 
-        Complaints of wrong bytes are not included: they count for all only with a proof, else for their reader alone.
+        Complaints of wrong bytes are not included: they count for their reader alone.
         """
         by_member: dict[str, set[str]] = {}
         for entry in self._complained:
@@ -190,8 +185,8 @@ class HubSnapshot:
         return {member: frozenset(names) for member, names in by_member.items()}
 
     def num_complaining(self, member: str) -> int:
-        """Return the number of callers that complain of a member; a proof counts as `DISTRUST` callers."""
-        return DISTRUST if member in self.proven else len(self.callers.get(member, ()))
+        """Return the number of callers that complain of a member."""
+        return len(self.callers.get(member, ()))
 
     def add(self, newcomer: HoldingEntry) -> None:
         """Add a member that was not there when the snapshot was made, and give it a place in a ring.

@@ -53,8 +53,6 @@ from penstock.hub.messages import (
     Hello,
     HoldingState,
     LeaseRequest,
-    LogReply,
-    Proof,
     Replica,
     SyncReply,
     SyncRequest,
@@ -64,7 +62,6 @@ from penstock.hub.messages import (
     UpstreamsRequest,
     Welcome,
 )
-from penstock.hub.proof import PROVABLE, DigestSigner
 from penstock.lifecycle import is_ending
 from penstock.logs import log_named
 from penstock.net.unix_sockets import RuntimeDir, host_id
@@ -158,7 +155,6 @@ class Member:
         # Times of the last heartbeat, and of the last request that stood for one.
         self._beaten_s = self._reported_s = 0.0
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
-        self._signer = DigestSigner(self.id, self._epoch)
         self._hello = Hello(
             member=self.id,
             host=self.host,
@@ -166,7 +162,6 @@ class Member:
             rack=rack,
             name=f"{socket.gethostname()}:{os.getpid()}",
             num_links=num_links,
-            digest_key=self._signer.public_key,
         )
 
     @classmethod
@@ -240,7 +235,6 @@ class Member:
     def _begin(self, opened: contextlib.ExitStack, join_s: float | None, *, needs_hub: bool) -> None:
         """Register at the hub and start the heartbeats; afterwards this member closes what was `opened`."""
         self.server.recheck = self.recheck
-        self.server.sign = self._sign
         self.server.phases = PhasesHandler(self._replica)
         # After all that readers need: they may come as soon as the hub knows the addresses.
         self.welcome = self._register(join_s, needs_hub=needs_hub)
@@ -314,12 +308,6 @@ class Member:
         """
         assert self._grants is not None
         return self._grants.check(request.grant, key=request.key, reader=request.member)
-
-    def _sign(self, weights: LocalWeights, reply: LogReply) -> LogReply:
-        """Sign the digests in a log reply if the hub could check them by the revision."""
-        if not reply.chunks or not weights.identity.revision.startswith(PROVABLE):
-            return reply
-        return self._signer.sign(reply, weights.key, weights.layout.chunks)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
         """Register weights with the transports, let others read them, and report them to the hub at once.
@@ -535,7 +523,7 @@ class Member:
         request = DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self._hub.decide(request))
 
-    def complain(self, of: str, key: str, error: PenstockError, proof: Proof | None = None) -> bool:
+    def complain(self, of: str, key: str, error: PenstockError) -> bool:
         """Report to the hub that a source could not be used; return False if the hub does not answer or refuses it.
 
         Not for a source that is only full (`SourceBusy`): the hub would no longer count its chunks.
@@ -546,7 +534,7 @@ class Member:
                 fault = word
                 break
         detail = error.message[:1024]
-        complaint = FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail, proof=proof)  # type: ignore[arg-type]
+        complaint = FaultReport(member=self.id, of=of, key=key, fault=fault, detail=detail)  # type: ignore[arg-type]
         with contextlib.suppress(PenstockError):
             self._call_hub(lambda: self._hub.complain(complaint))
             return True

@@ -58,7 +58,6 @@ from penstock.hub.messages import (
     HoldingMap,
     Lease,
     LeaseRequest,
-    LogReply,
     version_fault,
 )
 from penstock.net.listener import bound_socket
@@ -129,7 +128,6 @@ class PeerServer:
         handlers: handlers of the paths `/v1/NAME`, by name.
         recall: see `Recall`.
         recheck: digests a chunk again, and returns True if it changed.
-        sign: signs the digests in a log reply.
         phases: answers requests for the phases of this process.
 
     Raises:
@@ -157,7 +155,6 @@ class PeerServer:
         self.handlers: dict[str, RequestHandler] = {}
         self.recall: Recall = lambda key: nullcontext("")
         self.recheck: Callable[[LocalWeights, int], bool] = lambda weights, chunk: False
-        self.sign: Callable[[LocalWeights, LogReply], LogReply] = lambda weights, reply: reply
         self.phases = PhasesHandler(lambda boot: boot)
         try:
             self._open(str(path), str(path), None)
@@ -469,7 +466,7 @@ class PeerServer:
             if not (0 <= after < 1 << 63 and 0 <= wait_ms < 1 << 63):
                 raise FormatError("after and wait_ms are numbers of 63 bits")
             # Bounded, because the wait occupies a thread.
-            reply = self.sign(weights, weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S)))
+            reply = weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
             # The share is computed after the wait: readers come and go meanwhile.
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
         raise NotFound("no such thing here")
