@@ -346,7 +346,7 @@ def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("save", [save_llama, save_mixtral], ids=["llama", "merged experts"])
 def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "penstock_hf.transformers")
+    caplog.set_level(logging.INFO, "penstock.transformers")
     directory = save(tmp_path / "model")
     # A copy of the files is known to be the same by its digests only.
     ps.manifest(str(directory))

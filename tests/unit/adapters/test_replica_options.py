@@ -57,17 +57,10 @@ def test_what_is_refused(extra: dict[str, Any]) -> None:
         FleetOptions.read(extra, "llama")
 
 
-def test_the_token_is_the_files_first(tmp_path: Path) -> None:
-    file = tmp_path / "token"
-    options = FleetOptions(fleet="m", token_file=str(file))
+def test_missing_token_file_is_refused(tmp_path: Path) -> None:
+    options = FleetOptions(fleet="m", hub=HUB, token_file=str(tmp_path / "token"))
     with pytest.raises(ConfigError, match="cannot be read"):
-        options.token()
-    file.write_text("# none yet\n")
-    with pytest.raises(ConfigError, match="no token"):
-        options.token()
-    file.write_text("# ours\nsecret-of-the-fleet llama*\nanother-token-here\n")
-    assert options.token() == "secret-of-the-fleet"
-    assert FleetOptions(fleet="m").token() is None
+        join(options, "/m", log=logging.getLogger("engine"))
 
 
 def test_local_hub_that_cannot_start_leads_to_storage(monkeypatch, caplog) -> None:

@@ -33,7 +33,7 @@ from penstock_hf.rebinding import rebind
 
 __all__ = ["install", "installed", "uninstall"]
 
-_log = log_named(__name__)
+_log = log_named("penstock.safetensors")
 
 _FRAMEWORKS = {"pt", "torch", "pytorch", "np", "numpy"}
 

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from penstock.spi import TensorTable
     from penstock_compile_cache.key import Key
 
-_logger = log_named(__name__)
+_logger = log_named("penstock.transformers")
 
 _FILES = ("config.json", "generation_config.json")
 

@@ -24,7 +24,6 @@ Importing this module (`custom_backend_module`) registers the backend. Written f
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -33,20 +32,21 @@ import torch
 from verl import __version__ as verl_version
 from verl.checkpoint_engine import CheckpointEngine, CheckpointEngineRegistry
 
-from penstock import ConnectionSettings, Shard
+from penstock import Shard
 from penstock.errors import ConfigError, PeerLost
 from penstock.spi import (
     Declarable,
     PublishMode,
+    ShardRow,
     TrainerPublisher,
     VersionReceiver,
     WholeTensorShares,
-    first_token,
+    connection_of,
+    declared_shards,
     group_of_all,
     log_named,
+    patch_once,
 )
-from penstock.spi import ShardRow as Row
-from penstock.spi import declared_shards as declared
 
 BACKEND = "penstock"
 WIRE_FORMAT = "penstock"
@@ -54,7 +54,7 @@ WIRE_FORMAT = "penstock"
 VERSIONS = ("0.9",)
 """Releases of verl that this module was run with."""
 
-_LOGGER = log_named(__name__)
+_LOGGER = log_named("penstock.verl")
 _TIMEOUT_S = 600.0
 """Longest wait of a rollout worker for the trainer's version, which is shown after whole tensors were gathered."""
 
@@ -128,9 +128,6 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.wire_format = WIRE_FORMAT
         self.name = name or f"verl-{ray.get_runtime_context().get_job_id()}"
         listen = f"{ray.util.get_node_ip_address()}:0" if listen == "node" else listen
-        self._connection = ConnectionSettings(
-            hub=hub, token=first_token(token_file), listen=listen, data_port=data_port, stall_s=stall_s
-        )
         self._mode: PublishMode = mode
         self._transforms = transforms
         self._device = "cpu" if memory == "host" else f"cuda:{torch.cuda.current_device()}"
@@ -143,6 +140,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             "memory": memory,
             "stall_s": stall_s,
         }
+        self._connection = connection_of(self._engine_info)
         self._timeout_s = timeout_s
         self._version = -1
         self._rank, self._world_size, self._num_receivers = 0, 1, 0
@@ -291,13 +289,13 @@ def _shards(engine: Any) -> dict[str, list[Shard]]:
 
     state = convert_weight_keys(engine.module.state_dict(), engine.module)
     shards: dict[str, list[Shard]] = {}
-    for row in declared(state):
+    for row in declared_shards(state):
         for name, shard in _unfused(row, engine.model_config.hf_config.model_type):
             shards.setdefault(name, []).append(shard)
     return shards
 
 
-def _unfused(row: Row, model_type: str) -> Iterator[tuple[str, Shard]]:
+def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
     """Yield the parts of a row under the names of the checkpoint: transformers 5 packs experts, engines ask for each.
 
     The same names and cuts as verl's `unfuse_moe_params`.
@@ -339,15 +337,10 @@ def _tags(transforms: str | Mapping[str, Any] | None) -> Sequence[str] | None:
     return tuple(transforms)
 
 
-def _naming_its_engine(export: Callable[..., Any]) -> Callable[..., Any]:
-    """Return verl's `get_per_tensor_param`, whose tensors name the engine that they are of."""
-
-    @functools.wraps(export)
-    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> tuple[Exported, Any]:
-        tensors, peft_config = export(self, *args, **kwargs)
-        return Exported(self, tensors), peft_config
-
-    return get_per_tensor_param
+def _export(original: Callable[..., Any], self: Any, *arguments: Any, **named: Any) -> tuple[Exported, Any]:
+    """Call verl's `get_per_tensor_param`, and have its tensors name the engine that they are of."""
+    tensors, peft_config = original(self, *arguments, **named)
+    return Exported(self, tensors), peft_config
 
 
 def register() -> None:
@@ -368,7 +361,7 @@ def register() -> None:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     CheckpointEngineRegistry.register(BACKEND)(PenstockCheckpointEngine)
-    FSDPEngine.get_per_tensor_param = _naming_its_engine(FSDPEngine.get_per_tensor_param)
+    patch_once(FSDPEngine, get_per_tensor_param=_export)
     # By name: vLLM is imported by rollout workers alone, which import this module before their adapter.
     _ROLLOUT_REGISTRY["vllm", "async"] = "penstock_rl.verl_vllm.PenstockServerAdapter"
 

@@ -3,7 +3,7 @@
 In: SGLang's plugin entry points call `register` and `register_runai` in each of its processes;
 `--model-loader-extra-config` carries options. Out: a load format, whose loader is a subclass of SGLang's default one.
 Not here: mapping names, quantisation and checks of the model, which stay with SGLang; reading from a keeper, fleet or
-storage, and the options (`replica`); receiving versions (`received`).
+storage, and the options (`spi.engine_weights`); receiving versions (`spi.version_receiver`).
 
 New weights come by SGLang's `/update_weights_from_disk`: from a path, from any URI, or from a trainer that publishes
 them (`sync://NAME/VERSION`). The model is changed only after all ranks have received and verified the version.
@@ -29,12 +29,23 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock import ConnectionSettings
 from penstock.errors import ConfigError, FormatError, NotFound
-from penstock.spi import HostPlugin, Log, Settings, display, first_token, is_remote, log_named, model_name
-from penstock.spi import engine_weights as replica
-from penstock.spi import pinned_uri as pinned
-from penstock_sglang import sleep as sglang_sleep
+from penstock.spi import (
+    HostPlugin,
+    Log,
+    RankInfo,
+    Settings,
+    checkpoint,
+    connection_of,
+    copy_other_files,
+    display,
+    is_remote,
+    log_named,
+    model_name,
+    pinned_uri,
+    read_options,
+)
+from penstock_sglang import sleep
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +110,7 @@ def _add_load_format() -> None:
         return
     register_resolution_hook("handle_model_source_paths")(_give_directory)
     HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
-    sglang_sleep.SchedulerSleep(LOAD_FORMAT).register()
+    sleep.SchedulerSleep(LOAD_FORMAT).register()
     # Last: without one of the hooks, a load format that users can name would do other things than documented.
     add_load_format_choices([LOAD_FORMAT])
 
@@ -130,7 +141,7 @@ def _give_directory(server_args: Any, previous: Any) -> None:
     config = resolving_view(server_args)
     if config.load_format == LOAD_FORMAT:
         extra = config.model_loader_extra_config or {}
-        options = replica.read_options(json.loads(extra) if isinstance(extra, str) else extra)
+        options = read_options(json.loads(extra) if isinstance(extra, str) else extra)
         stores = options.get("storage_options")
         replaced: dict[str, str] = {}
         for field in ("model_path", "tokenizer_path", "speculative_draft_model_path"):
@@ -151,11 +162,9 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
     Raises:
         NotFound: nothing is at `uri`, or it has no config.json. SourceError: the storage failed.
     """
-    from penstock.spi import copy_other_files
-
     settings = Settings.read()
     # Once, for configuration and weights: a branch that moves meanwhile must not be mixed of two commits.
-    place = pinned(uri, settings=settings, storage_options=storage_options)
+    place = pinned_uri(uri, settings=settings, storage_options=storage_options)
     directory = _cache() / sha256(place.encode()).hexdigest()[:16]
     note = json.dumps({"weights": place, "model": uri}).encode()
     copy_other_files(place, directory, {_WEIGHTS_FILE: note}, storage_options)
@@ -226,7 +235,7 @@ def _loader_class() -> type[Any]:
         """
 
         def __init__(self, load_config: Any) -> None:
-            self._options = replica.read_options(load_config.model_loader_extra_config or {})
+            self._options = read_options(load_config.model_loader_extra_config or {})
             _refuse_options(self._options)
             self._begun = 0.0
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
@@ -249,7 +258,7 @@ def _loader_class() -> type[Any]:
                 )
             import torch
 
-            with sglang_sleep.loading(torch.device(_device()), sglang_logger()):
+            with sleep.loading(torch.device(_device()), sglang_logger()):
                 return super().load_model(model_config=model_config, device_config=device_config)
 
         def _get_weights_iterator(
@@ -259,7 +268,7 @@ def _loader_class() -> type[Any]:
             options = self._options
             if not options:
                 # For `update_weights_from_disk` SGLang makes a loader without options: use those of the start.
-                options = replica.read_options(_published_extra())
+                options = read_options(_published_extra())
             if options.get("keeper") and (not self._options or getattr(source.model_config, "is_draft_model", False)):
                 # The keeper's name is of the target model's weights at the start.
                 options = {name: value for name, value in options.items() if name != "keeper"}
@@ -281,14 +290,14 @@ def _loader_class() -> type[Any]:
             if streamed is None and is_remote(source.model_or_path):
                 # An update's path. At the start, URIs were replaced by directories.
                 stores = options.get("storage_options")
-                weights = pinned(source.model_or_path, settings=Settings.read(), storage_options=stores)
+                weights = pinned_uri(source.model_or_path, settings=Settings.read(), storage_options=stores)
                 streamed = StreamedModel(weights=weights, model=source.model_or_path)
             files = self._local_files(source, resolved_source) if streamed is None else self._uri(source, streamed)
-            place = replica.RankInfo(rank=_rank, device=_device, group=_group)
+            place = RankInfo(rank=_rank, device=_device, group=_group)
             model = source.model_or_path if streamed is None else streamed.model
             log = sglang_logger()
             # With its first tensor, so that an update from a path with nothing in it fails before the model is changed.
-            return _begun(replica.checkpoint(files, None, options, place, model=model, log=log, progress=None))
+            return _begun(checkpoint(files, None, options, place, model=model, log=log, progress=None))
 
         def _uri(self, source: Any, streamed: StreamedModel) -> str:
             """Return the URI of a source's weights."""
@@ -338,16 +347,10 @@ def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor
     if not name or not version.isdecimal():
         raise ConfigError("the path names no version of a sync", uri=path, hint=f"give {SYNC}NAME/VERSION")
     if name not in _receivers:
-        rank = _rank()
         group = _parallel_group()
         _receivers[name] = VersionReceiver(
             name,
-            connection=ConnectionSettings(
-                hub=options.get("hub"),
-                token=first_token(options.get("token_file")),
-                listen=replica.listen_of(options.get("listen"), rank),
-                data_port=0 if rank else options.get("data_port", 0),
-            ),
+            connection=connection_of(options, _rank()),
             device=options.get("device", "cpu"),
             rank=(0, 1) if group is None else (group.rank_in_group, group.world_size),
             group=None if group is None else group.cpu_group,

@@ -9,15 +9,13 @@ other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import penstock_compile_cache
 from penstock import ConnectionSettings
 from penstock.errors import PenstockError, SourceError
-from penstock.spi import Log, Phases, Settings, texts_of
-from penstock.spi import engine_weights as replica
+from penstock.spi import FleetOptions, Log, Phases, Settings, connection_of, patch_once, read_options, texts_of
 from penstock_compile_cache import Restored
 from penstock_vllm.patches import loads_by
 
@@ -30,31 +28,24 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
         load_format: engines with another load format are left alone.
         log: returns the logger of the integration.
     """
-    if hasattr(executor, "_penstock_artifacts"):
-        return
-    construct, warm_up = executor.__init__, executor.compile_or_warm_up_model
 
-    @functools.wraps(construct)
-    def __init__(self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
+    def construct(original: Any, self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
         if loads_by(vllm_config, load_format):
-            options = replica.read_options(vllm_config.load_config.model_loader_extra_config or {})
+            options = read_options(vllm_config.load_config.model_loader_extra_config or {})
             if options.get("artifacts"):
                 self._penstock_artifacts = _restore(vllm_config, options, log())
-        construct(self, vllm_config, *arguments, **named)
+        original(self, vllm_config, *arguments, **named)
 
-    @functools.wraps(warm_up)
-    def compile_or_warm_up_model(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = warm_up(self, *arguments, **named)
+    def warm_up(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
+        result = original(self, *arguments, **named)
         # Once: after a sleep vLLM calls this again.
-        restored, self._penstock_artifacts = self._penstock_artifacts, None
+        restored, self._penstock_artifacts = getattr(self, "_penstock_artifacts", None), None
         if restored is not None and not restored.is_found and Settings.read().artifact_signing_key is not None:
-            options = replica.read_options(self.vllm_config.load_config.model_loader_extra_config)
+            options = read_options(self.vllm_config.load_config.model_loader_extra_config)
             _save(self.vllm_config, options, restored, log())
         return result
 
-    executor._penstock_artifacts = None
-    executor.__init__ = __init__
-    executor.compile_or_warm_up_model = compile_or_warm_up_model
+    patch_once(executor, __init__=construct, compile_or_warm_up_model=warm_up)
 
 
 def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:
@@ -105,9 +96,7 @@ def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _connection(options: Mapping[str, Any], model: str) -> ConnectionSettings | None:
     """Return the hub of the replica's own fleet; None: it is in none."""
-    fleet = replica.FleetOptions.read(options, model)
-    if fleet is None:
+    if FleetOptions.read(options, model) is None:
         return None
-    # The replica has its own port: this one is any that is free.
-    listen = f"{fleet.listen.rpartition(':')[0]}:0" if fleet.listen else None
-    return ConnectionSettings(hub=fleet.hub, token=fleet.token(), listen=listen)
+    # The replica takes the given ports later: this member takes free ones.
+    return connection_of(options, rank=1)

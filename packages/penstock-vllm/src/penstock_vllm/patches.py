@@ -5,19 +5,18 @@ others are left alone. vLLM need not be installed to import this.
 Not here: when they are applied (`vllm.register`).
 
 Each function may be called again: it changes a class once. A class that lacks a method is left as it was, with an
-AttributeError. Engines that do not use Penstock get their own calls with their own arguments. Written for vLLM 0.32 and
-0.33.
+AttributeError (`patch_once`). Engines that do not use Penstock get their own calls with their own arguments. Written
+for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import inspect
 from collections.abc import Callable
 from typing import Any
 
-from penstock.spi import ADAPTERS, Phases
+from penstock.spi import ADAPTERS, Phases, patch_once
 
 _MARK = "\x1fweights "
 """Between the client's part of a salt and ours. A control character, which no client's salt has by accident."""
@@ -43,40 +42,31 @@ def salt_requests(core: type[Any], backend: str) -> None:
     # vLLM hashes a request's salt into each of its blocks. It salts by what the client says, and resets its own cache
     # in some modes of a pause only: requests kept over an update, and blocks in an external connector, would match keys
     # and values that another version computed. Blocks of old versions are not dropped here: `/pause` does, or they age.
-    if hasattr(core, "_penstock_salts"):
-        return
-    needed = core.preprocess_add_request, core.add_request, core.set_weight_version, core.get_weight_version
-    preprocess, add, set_version, _ = needed
+    _ = core.get_weight_version  # The replacements call it.
 
     def applies(engine: Any) -> bool:
         return is_sent_by(engine.vllm_config, backend)
 
-    @functools.wraps(preprocess)
-    def preprocess_add_request(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+    def preprocess(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         if applies(self):
             request.cache_salt = salt_of(request.cache_salt, self.get_weight_version())
-        return preprocess(self, request, *arguments, **named)
+        return original(self, request, *arguments, **named)
 
-    @functools.wraps(add)
-    def add_request(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+    def add(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         # The version may have changed since another thread preprocessed the request.
         if applies(self):
             _salt(request, self.get_weight_version())
-        return add(self, request, *arguments, **named)
+        return original(self, request, *arguments, **named)
 
-    @functools.wraps(set_version)
-    def set_weight_version(self: Any, weight_version: str) -> None:
-        set_version(self, weight_version)
+    def set_version(original: Any, self: Any, weight_version: str) -> None:
+        original(self, weight_version)
         if applies(self):
             for request in self.scheduler.requests.values():
                 # Requests that wait, or will be computed anew. The others have blocks of the old version already.
                 if request.num_computed_tokens == 0:
                     _salt(request, weight_version)
 
-    core._penstock_salts = True
-    core.preprocess_add_request = preprocess_add_request
-    core.add_request = add_request
-    core.set_weight_version = set_weight_version
+    patch_once(core, preprocess_add_request=preprocess, add_request=add, set_weight_version=set_version)
 
 
 def _salt(request: Any, version: str) -> None:
@@ -92,13 +82,9 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
     """Have an executor receive the replies of all workers when one fails, where weights come by `backend`."""
     # vLLM 0.32 raises at the first worker that failed and leaves the replies of those after it in their queues,
     # untagged: the next call would read the replies of this one. Source: github.com/vllm-project/vllm/pull/57846.
-    if hasattr(executor, "_penstock_receives_all"):
-        return
-    call = executor.collective_rpc
-    signature = inspect.signature(call)
+    signature = inspect.signature(executor.collective_rpc)
 
-    @functools.wraps(call)
-    def collective_rpc(self: Any, *arguments: Any, **named: Any) -> Any:
+    def call_all(call: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         if not is_sent_by(self.vllm_config, backend):
             return call(self, *arguments, **named)
         asked = signature.bind(self, *arguments, **named).arguments
@@ -122,8 +108,7 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
             if self.response_mqs is wrapped:
                 self.response_mqs = queues
 
-    executor._penstock_receives_all = True
-    executor.collective_rpc = collective_rpc
+    patch_once(executor, collective_rpc=call_all)
 
 
 class _ReplyQueue:
@@ -145,15 +130,11 @@ class _ReplyQueue:
 
 def name_newest_adapter(models: type[Any]) -> None:
     """Let requests name an adapter without its version: `policy` is the newest `policy@N` that Penstock has loaded."""
+
     # Clients of RL frameworks have one name for the model. vLLM has no second name for an adapter, and to load each
     # version under one name would give requests that run another version's weights.
-    if hasattr(models, "_penstock_names_newest"):
-        return
-    load, unload = models.load_lora_adapter, models.unload_lora_adapter
-
-    @functools.wraps(load)
-    async def load_lora_adapter(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
-        answer = await load(self, request, *arguments, **named)
+    async def load(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+        answer = await original(self, request, *arguments, **named)
         short, mark, _ = request.lora_name.rpartition("@")
         if isinstance(answer, str) and mark and ADAPTERS in request.lora_path:
             loaded = self.lora_requests.get(request.lora_name)
@@ -161,34 +142,15 @@ def name_newest_adapter(models: type[Any]) -> None:
                 self.lora_requests[short] = loaded
         return answer
 
-    @functools.wraps(unload)
-    async def unload_lora_adapter(self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
+    async def unload(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         short = request.lora_name.rpartition("@")[0]
         newest = self.lora_requests.get(short) if short else None
-        answer = await unload(self, request, *arguments, **named)
+        answer = await original(self, request, *arguments, **named)
         if isinstance(answer, str) and newest is not None and newest.lora_name == request.lora_name:
             self.lora_requests.pop(short, None)
         return answer
 
-    models._penstock_names_newest = True
-    models.load_lora_adapter = load_lora_adapter
-    models.unload_lora_adapter = unload_lora_adapter
-
-
-def after_construction(worker: type[Any], mark: str, then: Callable[[Any], None]) -> None:
-    """Call a function with each new worker after its constructor; `mark` is set on the class, which is changed once."""
-    # The worker's constructor, and not its methods: each platform's class has its own, and all call this constructor.
-    if hasattr(worker, mark):
-        return
-    construct = worker.__init__
-
-    @functools.wraps(construct)
-    def __init__(self: Any, *arguments: Any, **named: Any) -> None:
-        construct(self, *arguments, **named)
-        then(self)
-
-    setattr(worker, mark, True)
-    worker.__init__ = __init__
+    patch_once(models, load_lora_adapter=load, unload_lora_adapter=unload)
 
 
 STEPS = {
@@ -205,11 +167,13 @@ _LAST_STEP = "compile_or_warm_up_model"
 def report_phases(worker: type[Any], load_format: str) -> None:
     """Report the start of each worker as phases of its process, where weights are loaded by `load_format`."""
 
-    def report(self: Any) -> None:
+    # The constructor, and not the methods: each platform's class has its own methods, and all call this constructor.
+    def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         if loads_by(self, load_format) and hasattr(self, _LAST_STEP):
             _report_start(self)
 
-    after_construction(worker, "_penstock_reports", report)
+    patch_once(worker, __init__=construct)
 
 
 def _report_start(worker: Any) -> None:
@@ -217,18 +181,16 @@ def _report_start(worker: Any) -> None:
     start = Phases("start", journey="engine")
     for method, name in STEPS.items():
         if hasattr(worker, method):
-            setattr(worker, method, _reported(worker, method, name, start))
+            patch_once(worker, **{method: _reported(worker, method, name, start)})
 
 
 def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..., Any]:
-    """Return a method of a worker that reports a phase; it is the worker's own method again when the start is over."""
-    call = getattr(worker, method)
+    """Return what replaces a method of a worker until its start is over: it reports a phase."""
 
-    @functools.wraps(call)
-    def reported(*arguments: Any, **named: Any) -> Any:
+    def reported(original: Any, *arguments: Any, **named: Any) -> Any:
         try:
             with Phases(name, journey="engine"):
-                result = call(*arguments, **named)
+                result = original(*arguments, **named)
         except BaseException as error:
             start.fail(error)
             raise
@@ -251,22 +213,19 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
     """
     # vLLM 0.32 ends each load by `finalize_loading` of the function, which only functions of its own backend have. On
     # the CPU, where the backend is torch's, it gave the function up and traced the model again: 9 of 24 s of a start.
-    load = getattr(decorators, "_try_load_aot_compiled_fn", None)
-    if load is None or hasattr(decorators, "_penstock_loads"):
+    if not hasattr(decorators, "_try_load_aot_compiled_fn"):
         return
-    decorators._penstock_loads = True
 
-    @functools.wraps(load)
-    def try_load(model: Any, *arguments: Any, **named: Any) -> Any:
+    def try_load(original: Any, model: Any, *arguments: Any, **named: Any) -> Any:
         if loads_by(getattr(model, "vllm_config", None), load_format):
             from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as OfTorch
 
             if not hasattr(OfTorch, "finalize_loading"):
                 # There is nothing to finish: what it loads is complete.
                 setattr(OfTorch, "finalize_loading", lambda self, vllm_config: None)  # noqa: B010
-        return load(model, *arguments, **named)
+        return original(model, *arguments, **named)
 
-    decorators._try_load_aot_compiled_fn = try_load
+    patch_once(decorators, _try_load_aot_compiled_fn=try_load)
 
 
 def accept_object_stores(load_format: str) -> None:
@@ -289,11 +248,10 @@ def accept_object_stores(load_format: str) -> None:
         ):
             if hasattr(runai_utils, name):
                 setattr(runai_utils, name, function)
-    original = getattr(VllmConfig, "try_verify_and_update_config", None)
-    if original is None:
+    if not hasattr(VllmConfig, "try_verify_and_update_config"):
         return
 
-    def try_verify_and_update_config(self: Any) -> Any:
+    def verify(original: Any, self: Any) -> Any:
         """Run vLLM's own check, without the object store's URI if the load format is ours."""
         # vLLM's check refuses object stores to load formats that it does not list.
         model: Any = getattr(self, "model_config", None)
@@ -307,4 +265,4 @@ def accept_object_stores(load_format: str) -> None:
         finally:
             model.model_weights = weights
 
-    VllmConfig.try_verify_and_update_config = try_verify_and_update_config
+    patch_once(VllmConfig, try_verify_and_update_config=verify)

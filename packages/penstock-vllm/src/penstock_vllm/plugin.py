@@ -4,8 +4,8 @@ In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` ca
 and the registered weight-transfer backend; the logger of the whole integration.
 Not here: finding a local model's files, mapping names and checking that all was loaded, which stay with vLLM's default
 loader, as a hub model's config and tokenizer stay with vLLM; its options, and reading from a keeper, a fleet or
-storage (`replica`); changes of vLLM's classes (`vllm_patches`); new versions of the weights of a live model
-(`vllm_sync`).
+storage (`spi.engine_weights`); changes of vLLM's classes (`patches`); new versions of the weights of a live model
+(`weight_transfer`).
 
 Written for vLLM 0.32 and 0.33. Any other version starts too: parts that it lacks are off (`host_plugin`).
 """
@@ -24,11 +24,20 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from penstock.errors import ConfigError, MissingExtra, SourceUnavailable
-from penstock.spi import HostPlugin, Log, Phases, Settings, log_named
-from penstock.spi import engine_weights as replica
-from penstock_vllm import compile_cache as vllm_artifacts
-from penstock_vllm import patches as vllm_patches
-from penstock_vllm import sleep as vllm_sleep
+from penstock.spi import (
+    FleetOptions,
+    HostPlugin,
+    Log,
+    Phases,
+    RankInfo,
+    Settings,
+    checkpoint,
+    log_named,
+    pinned_uri,
+    read_options,
+    texts_of,
+)
+from penstock_vllm import compile_cache, patches, sleep
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +84,7 @@ def register() -> None:
     PLUGIN.register(
         {
             "--load-format penstock": _add_load_format,
-            OBJECT_STORES: lambda: vllm_patches.accept_object_stores(LOAD_FORMAT),
+            OBJECT_STORES: lambda: patches.accept_object_stores(LOAD_FORMAT),
             "the weight-transfer backend": _add_backend,
             PREFIX_CACHES: _salt_requests,
             REPLIES: _receive_all_replies,
@@ -99,7 +108,7 @@ def _add_backend() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
-        # By name: `vllm_sync` is imported in workers that use it, not by every process of vLLM.
+        # By name: `weight_transfer` is imported in workers that use it, not by every process of vLLM.
         engine = "penstock_vllm.weight_transfer", "PenstockWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
 
@@ -107,45 +116,45 @@ def _add_backend() -> None:
 def _salt_requests() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    vllm_patches.salt_requests(EngineCore, LOAD_FORMAT)
+    patches.salt_requests(EngineCore, LOAD_FORMAT)
 
 
 def _receive_all_replies() -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-    vllm_patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
+    patches.receive_all_replies(MultiprocExecutor, LOAD_FORMAT)
 
 
 def _report_phases() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
-    vllm_patches.report_phases(WorkerBase, LOAD_FORMAT)
+    patches.report_phases(WorkerBase, LOAD_FORMAT)
 
 
 def _load_functions_of_torch() -> None:
     from vllm.compilation import decorators
 
-    vllm_patches.load_functions_of_torch(decorators, LOAD_FORMAT)
+    patches.load_functions_of_torch(decorators, LOAD_FORMAT)
 
 
 def _carry_artifacts() -> None:
     from vllm.v1.executor.abstract import Executor
 
-    vllm_artifacts.carry(Executor, LOAD_FORMAT, vllm_logger)
+    compile_cache.carry(Executor, LOAD_FORMAT, vllm_logger)
 
 
 def _protect_sleep() -> None:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.worker_base import WorkerBase
 
-    vllm_sleep.protect_engine(EngineCore, LOAD_FORMAT)
-    vllm_sleep.protect_workers(WorkerBase, LOAD_FORMAT)
+    sleep.protect_engine(EngineCore, LOAD_FORMAT)
+    sleep.protect_workers(WorkerBase, LOAD_FORMAT)
 
 
 def _name_newest_adapter() -> None:
     # Only the process of the HTTP routes has it, and has imported it by now: the others need not.
     if routes := sys.modules.get("vllm.entrypoints.openai.models.serving"):
-        vllm_patches.name_newest_adapter(routes.OpenAIServingModels)
+        patches.name_newest_adapter(routes.OpenAIServingModels)
 
 
 def refuse_unprotected_sleep(vllm_config: Any) -> None:
@@ -171,7 +180,7 @@ def _loader_class() -> type[Any]:
         """
 
         def __init__(self, load_config: Any) -> None:
-            self._options = replica.read_options(load_config.model_loader_extra_config or {})
+            self._options = read_options(load_config.model_loader_extra_config or {})
             if self._options.get("artifacts"):
                 PLUGIN.require(ARTIFACTS, feature='the option "artifacts"')
             plain = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={})
@@ -218,9 +227,9 @@ def _loader_class() -> type[Any]:
                 files: str | list[str] = f"{uri.rstrip('/')}/{subfolder}" if subfolder else uri
             else:
                 files = _hub_uri(self, source, self._options) or _files(self, source)
-            place = replica.RankInfo(rank=_local_rank, device=partial(_device, self.load_config), group=_group)
+            place = RankInfo(rank=_local_rank, device=partial(_device, self.load_config), group=_group)
             progress = None if getattr(self.load_config, "use_tqdm_on_load", True) else False
-            tensors = replica.checkpoint(
+            tensors = checkpoint(
                 files, _wanted(self, source), self._options, place, model=uri, log=vllm_logger(), progress=progress
             )
             return ((source.prefix + name, tensor) for name, tensor in tensors)
@@ -233,9 +242,6 @@ def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None
 
     For a model of a hub that is not streamed, a line in the log says why.
     """
-    from penstock.spi import pinned_uri as pinned
-    from penstock.spi import texts_of
-
     try:
         uri = texts_of(source.model_or_path)[0]
     except ConfigError:
@@ -250,7 +256,7 @@ def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None
         if subfolder := getattr(source, "subfolder", None):
             uri += f"{'' if source.revision else '@main'}/{subfolder}"
         try:
-            place = pinned(uri, settings=Settings.read(), storage_options=options.get("storage_options"))
+            place = pinned_uri(uri, settings=Settings.read(), storage_options=options.get("storage_options"))
             vllm_logger().info("penstock: weights are read from %s, without a copy on the disk", place)
             return place
         except (SourceUnavailable, MissingExtra) as error:
@@ -273,7 +279,7 @@ def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any])
     if list(load_config.ignore_patterns or ()) != _IGNORED:
         return f"ignore_patterns is {load_config.ignore_patterns}"
     if (
-        replica.FleetOptions.read(options, source.model_or_path) is None
+        FleetOptions.read(options, source.model_or_path) is None
         and not options.get("distributed")
         and rank_of_engine()[1] > 1
     ):

@@ -17,12 +17,11 @@ wakes. Written for vLLM 0.32 and 0.33. vLLM need not be installed to import this
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from penstock.spi import Log, kernels_ready, log_named
-from penstock_vllm.patches import after_construction, is_sent_by, loads_by
+from penstock.spi import Log, kernels_ready, log_named, patch_once
+from penstock_vllm.patches import is_sent_by, loads_by
 
 if TYPE_CHECKING:
     import torch
@@ -36,25 +35,23 @@ _TAGS = frozenset({"weights", "kv_cache"})
 def protect_workers(worker: type[Any], backend: str) -> None:
     """Have each worker bring its weights back when it wakes, where weights are loaded or sent by `backend`."""
 
-    def attach(self: Any) -> None:
+    # See `report_phases`.
+    def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
+        original(self, *arguments, **named)
         applies = _applies(getattr(self, "vllm_config", None), backend)
         if applies and hasattr(self, "sleep") and hasattr(self, "wake_up"):
             WorkerSleep(self, is_sent=is_sent_by(self.vllm_config, backend)).attach()
 
-    after_construction(worker, "_penstock_sleeps", attach)
+    patch_once(worker, __init__=construct)
 
 
 def protect_engine(core: type[Any], backend: str) -> None:
     """Have an engine report no version while its weights are away, and serve nothing, where `backend` is used."""
-    if hasattr(core, "_penstock_sleeps"):
-        return
-    sleep, resume = core.sleep, core.resume_scheduler
     # Before 0.32 an engine has no version of its weights. Its workers refuse to compute without weights all the same.
     has_version = hasattr(core, "set_weight_version")
 
-    @functools.wraps(sleep)
-    def sleep_and_forget(self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
-        done = sleep(self, level, *arguments, **named)
+    def sleep(original: Any, self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
+        done = original(self, level, *arguments, **named)
         if level < 1 or not has_version or not _applies(self.vllm_config, backend):
             return done
 
@@ -70,8 +67,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
             done.add_done_callback(forget)
         return done
 
-    @functools.wraps(resume)
-    def resume_scheduler(self: Any, *arguments: Any, **named: Any) -> Any:
+    def resume(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         if _applies(self.vllm_config, backend):
             asleep = self.model_executor.sleeping_tags
             if asleep:
@@ -79,11 +75,9 @@ def protect_engine(core: type[Any], backend: str) -> None:
                 raise RuntimeError(f"the engine sleeps ({', '.join(sorted(asleep))}): call /wake_up")
             if has_version and self._weight_version == NO_VERSION:
                 self.set_weight_version(_version_after(self))
-        return resume(self, *arguments, **named)
+        return original(self, *arguments, **named)
 
-    core._penstock_sleeps = True
-    core.sleep = sleep_and_forget
-    core.resume_scheduler = resume_scheduler
+    patch_once(core, sleep=sleep, resume_scheduler=resume)
 
 
 def _version_after(core: Any) -> str:
@@ -124,13 +118,15 @@ class WorkerSleep:
     def attach(self) -> None:
         """Put this in the place of the worker's own methods."""
         worker = self._worker
-        for name, method in (("sleep", self.sleep), ("wake_up", self.wake_up)):
-            setattr(worker, name, functools.partial(method, getattr(worker, name)))
-        if getattr(worker.vllm_config.model_config, "enable_sleep_mode", False) and hasattr(worker, "load_model"):
-            worker.load_model = functools.partial(self.load_model, worker.load_model)
-        for name, method in (("execute_model", self.execute_model), ("reload_weights", self.reload_weights)):
-            if hasattr(worker, name):
-                setattr(worker, name, functools.partial(method, getattr(worker, name)))
+        replacements: dict[str, Callable[..., Any]] = {
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
+            "execute_model": self.execute_model,
+            "reload_weights": self.reload_weights,
+        }
+        if getattr(worker.vllm_config.model_config, "enable_sleep_mode", False):
+            replacements["load_model"] = self.load_model
+        patch_once(worker, **{name: method for name, method in replacements.items() if hasattr(worker, name)})
         worker.penstock_version_after_sleep = lambda: self._version_after
 
     def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:

@@ -26,9 +26,9 @@ from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 from vllm.distributed.weight_transfer.base import ModuleSource, TrainerInitInfo, TrainerWeightTransferEngine
 
 import penstock
-from penstock import ConnectionSettings, PublishReport
+from penstock import PublishReport
 from penstock.errors import ConfigError
-from penstock.spi import Declarable, PublishMode, first_token
+from penstock.spi import Declarable, PublishMode, connection_of
 from penstock_vllm.plugin import LOAD_FORMAT
 
 VERSIONS = ("0.32", "0.33")
@@ -130,13 +130,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                 publisher = penstock.publisher(
                     init_info.name,
                     params,
-                    connection=ConnectionSettings(
-                        hub=init_info.hub,
-                        token=first_token(init_info.token_file),
-                        listen=init_info.listen,
-                        data_port=init_info.data_port,
-                        stall_s=init_info.stall_s,
-                    ),
+                    connection=connection_of(vars(init_info)),
                     # Copies of whole tensors need no second copy.
                     mode="live" if refill is not None else init_info.mode,
                     transforms=init_info.transforms,

@@ -33,9 +33,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 import penstock
-from penstock import ConnectionSettings
 from penstock.errors import ConfigError, NotFound, PeerLost
-from penstock.spi import first_token
+from penstock.spi import connection_of
 from penstock_vllm.plugin import PLUGIN, PREFIX_CACHES, REPLIES, rank_of_engine, refuse_unprotected_sleep, vllm_logger
 from penstock_vllm.staging import StagingModel
 
@@ -141,13 +140,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 subscriber = penstock.subscriber(
                     init_info.name,
                     staging,
-                    connection=ConnectionSettings(
-                        hub=init_info.hub,
-                        token=first_token(init_info.token_file),
-                        listen=_listen(init_info.listen, self.parallel_config),
-                        data_port=_port(init_info.data_port, self.parallel_config),
-                        stall_s=init_info.stall_s,
-                    ),
+                    connection=connection_of(vars(init_info) | _ports(init_info, self.parallel_config)),
                     # Direct, but into the staging model: the serving model is not touched before a version is complete.
                     mode="direct",
                     load=self._load,
@@ -367,12 +360,12 @@ def _gathered(mine: str) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in texts.tolist()]
 
 
-def _listen(place: str | None, parallel: Any) -> str | None:
-    """Return the address of a worker: each has a port of its own, from the first worker's on."""
-    if place is None:
-        return None
-    host, _, port = place.rpartition(":")
-    return f"{host}:{_port(int(port), parallel)}"
+def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:
+    """Return the ports of a worker: each has ports of its own, from the first worker's on."""
+    if info.listen is None:
+        return {}
+    host, _, port = info.listen.rpartition(":")
+    return {"listen": f"{host}:{_port(int(port), parallel)}", "data_port": _port(info.data_port, parallel)}
 
 
 def _port(first: int, parallel: Any) -> int:

@@ -13,7 +13,6 @@ from penstock.fetcher.storage_initializer import copy_other_files as copy_other_
 from penstock.http.control import ControlConnection as ControlConnection
 from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
-from penstock.hub.auth import first_token as first_token
 from penstock.jobs.operations.lora import LoraMerge as LoraMerge
 from penstock.lifecycle import Closeable as Closeable
 from penstock.lifecycle import deferred as deferred
@@ -44,8 +43,14 @@ from penstock.plan.tasks import Spec as TensorSpec
 from penstock.plan.tasks import lay_out as lay_out_tensors
 from penstock.report import Summarised as Summarised
 from penstock.report import bytes_text as bytes_text
+from penstock.spi.connection import connection_of as connection_of
 from penstock.spi.engine_weights import ADAPTERS as ADAPTERS
+from penstock.spi.engine_weights import FleetOptions as FleetOptions
+from penstock.spi.engine_weights import RankInfo as RankInfo
+from penstock.spi.engine_weights import checkpoint as checkpoint
+from penstock.spi.engine_weights import read_options as read_options
 from penstock.spi.host_plugin import HostPlugin as HostPlugin
+from penstock.spi.host_plugin import patch_once as patch_once
 from penstock.spi.received import VersionReceiver as VersionReceiver
 from penstock.spi.received import group_of_all as group_of_all
 from penstock.spi.sender import TrainerPublisher as TrainerPublisher
@@ -109,6 +114,7 @@ __all__: list[str] = [
     "ControlConnection",
     "Declarable",
     "Digester",
+    "FleetOptions",
     "Header",
     "HostPlugin",
     "INDEX_SUFFIX",
@@ -122,6 +128,7 @@ __all__: list[str] = [
     "MemoryDigests",
     "NOT_USABLE",
     "NetworkFile",
+    "RankInfo",
     "ReadOptions",
     "OutputSet",
     "Phases",
@@ -152,6 +159,8 @@ __all__: list[str] = [
     "TrainerPublisher",
     "WholeTensorShares",
     "bytes_text",
+    "checkpoint",
+    "connection_of",
     "copy_other_files",
     "declared_shards",
     "deferred",
@@ -159,7 +168,6 @@ __all__: list[str] = [
     "download_files",
     "dtype_of",
     "extras_named",
-    "first_token",
     "group_of_all",
     "install_hint",
     "is_remote",
@@ -179,11 +187,13 @@ __all__: list[str] = [
     "over_tcp",
     "parse_bytes",
     "parse_repository",
+    "patch_once",
     "path_inside",
     "pinned_uri",
     "private_directory",
     "read_header",
     "read_object",
+    "read_options",
     "read_small",
     "record",
     "regions_of",

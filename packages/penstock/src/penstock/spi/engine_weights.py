@@ -20,13 +20,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.config import ConnectionSettings, Settings, parse_bytes
+from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, HubUnavailable, NotFound
 from penstock.logs import Log
+from penstock.spi.connection import connection_of
 from penstock.storage.locate import model_name
 from penstock.waits import start_thread
 
@@ -106,12 +107,6 @@ class FleetOptions:
         if "max_bytes_per_s" in options:
             options["max_bytes_per_s"] = parse_bytes(options["max_bytes_per_s"])
         return cls(**options)
-
-    def token(self) -> str | None:
-        """Return the first token of the file; None without one. ConfigError: it cannot be read, or has none."""
-        from penstock.hub.auth import first_token
-
-        return first_token(self.token_file)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,11 +219,10 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
         ConfigError: what the keeper has under this name are not the tensors of `files`.
     """
     import penstock
-    from penstock.hub.auth import first_token
     from penstock.storage.weight_set import open_weights
 
     name = options["keeper"]
-    connection = ConnectionSettings(hub=options.get("hub"), token=first_token(options.get("token_file")))
+    connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
     # A slow start is better than none: only a keeper that is away leads to the fleet or storage, and it is logged.
@@ -256,7 +250,6 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
     No one named the keeper: only equal digests, or the same files, prove that it has the same weights.
     """
     import penstock
-    from penstock.hub.auth import first_token
     from penstock.net.unix_sockets import host_id
     from penstock.peer.local_weights import revision_of
     from penstock.storage.weight_set import open_weights
@@ -265,7 +258,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
         return None
     # Keepers are members of the fleet, under the names of its models.
     name = options.get("fleet") or _name_of(model)
-    connection = ConnectionSettings(hub=options.get("hub"), token=first_token(options.get("token_file")))
+    connection = connection_of(options, rank=None)
     try:
         members = penstock.hub.status(name, connection=connection).members
         # Before the headers are read, which takes requests to storage.
@@ -320,13 +313,7 @@ def join(
     try:
         return penstock.join(
             options.fleet,
-            connection=ConnectionSettings(
-                hub=options.hub,
-                token=options.token(),
-                listen=listen_of(options.listen, rank),
-                # As for `listen`: two ranks of a host cannot have one port.
-                data_port=0 if rank else options.data_port,
-            ),
+            connection=connection_of(asdict(options), rank),
             max_bytes_per_s=options.max_bytes_per_s,
             **arguments,
         )
@@ -335,11 +322,6 @@ def join(
         place = uris if isinstance(uris, str) else f"{len(uris)} files, {uris[0]} first"
         log.warning("penstock: reading from storage, %s, instead of fleet %s: %s", place, options.fleet, error)
         return None
-
-
-def listen_of(listen: str | None, rank: int) -> str | None:
-    """Return the address where a rank listens: only rank 0 can bind the given port, the others take a free one."""
-    return listen if listen is None or not rank else f"{listen.rpartition(':')[0]}:0"
 
 
 def tensors(

@@ -1,8 +1,8 @@
 """A plug-in of an inference engine, registered part by part: the engine starts whatever its version lacks.
 
 In: the parts, each a function that changes the engine. Out: the parts that this version of the engine supports; one
-line in the log about the others; a ConfigError when a user asks for one of those.
-Not here: the parts themselves (`vllm`, `sglang`).
+line in the log about the others; a ConfigError when a user asks for one of those. `patch_once` replaces a function.
+Not here: the parts themselves, which are the adapter's.
 
 vLLM ends when a function that it found by entry point raises. All users of that environment would be affected, whether
 they use Penstock or not. A part therefore checks that it can be applied before it changes anything.
@@ -10,11 +10,48 @@ they use Penstock or not. A part therefore checks that it can be applied before 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.logs import Log
+
+_MARK = "_penstock_patches"
+"""Attribute of a replaced function: the names of the functions that replace it."""
+
+
+def patch_once(owner: Any, /, **replacements: Callable[..., Any]) -> None:
+    """Replace functions of a host's class, module or object. A second call with the same replacements does nothing.
+
+    Args:
+        owner: what has the functions.
+        replacements: the name of each function, and the function to call instead. It gets the original first, then the
+            arguments of the call: `replacement(original, self, *arguments, **named)` for a method of a class,
+            `replacement(original, *arguments, **named)` for a function of a module or a method of an object.
+
+    Raises:
+        AttributeError: the owner lacks one of the functions. Nothing was replaced.
+    """
+    originals = {name: getattr(owner, name) for name in replacements}
+    for name, original in originals.items():
+        replacement = replacements[name]
+        # By name: a function that is defined in another function is a new object at each call.
+        mark = f"{replacement.__module__}.{replacement.__qualname__}"
+        marks: frozenset[str] = getattr(original, _MARK, frozenset())
+        if mark not in marks:
+            replaced = _replaced(original, replacement)
+            setattr(replaced, _MARK, marks | {mark})
+            setattr(owner, name, replaced)
+
+
+def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        return replacement(original, *arguments, **named)
+
+    return replaced
 
 
 class HostPlugin:
