@@ -45,7 +45,7 @@ AUDIT  ?=
 TESTS  ?= tests
 FUZZ_S ?= 60
 
-.PHONY: help setup storage-servers demo test check docs wheel helm-chart bench size shape fuzz chaos soak test-engines test-gpu clean
+.PHONY: help setup storage-servers demo test test-quick test-benchmarks check docs wheel helm-chart bench size shape fuzz chaos soak test-engines test-gpu clean
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
@@ -85,31 +85,23 @@ storage-servers:
 	@scripts/setup_prometheus.sh || echo "prometheus could not be set up here: its test is skipped" >&2
 
 PYTEST = $(PY) -m pytest -m 'not engines' --ignore=tests/engines $(ARGS)
-
-# Tests between processes wait more than they compute: they run in groups, beside each other and everything else, and print
-# after the first. The groups take about the same time; one begins with the examples that need environments of their own.
-LATER := $(wildcard $(addprefix tests/integration/,convert sync cache adapters/test_extension_points.py deploy/test_upgrade.py deploy/test_wheel.py))
-FETCH := $(wildcard tests/benchmarks $(addprefix tests/integration/,dcp fetch transport hub deploy/test_examples.py deploy/test_kubernetes.py deploy/test_pods.py \
-	adapters/test_rl_example.py))
-OTHERS := $(wildcard tests/integration/deploy/test_demo.py tests/integration/deploy/test_dockerfile.py tests/integration/hugging_face)
 # A small form of TRL's example, and what is quick of verl's tests, in their own environments; DRILLS=all runs verl's trainer,
 # make test-engines all of them.
 SMALL := scripts/test_engines.sh -m small && scripts/test_verl.sh -m '$(if $(filter all,$(DRILLS)),small or slow,small)'
-FIRST := $(filter-out $(LATER) $(FETCH) $(OTHERS),$(wildcard $(addprefix tests/integration/,load cli deploy/test_*.py adapters/test_*.py))) tests/conformance
 
 test:  ## everything that can run without a GPU (TESTS=path ARGS='-k name' for a part; DRILLS=all: every drill)
 	@$(MAKE) --no-print-directory -j2 setup storage-servers
 ifeq ($(TESTS)$(strip $(ARGS)),tests)
-	@mkdir -p .cache; $(PYTEST) tests $(addprefix --ignore=,$(FIRST) $(LATER) $(FETCH)) > .cache/tests.log 2>&1 & \
-	others=$$!; $(PYTEST) $(LATER) > .cache/later.log 2>&1 & \
-	later=$$!; { code=0; { $(SMALL); } || code=$$?; $(PYTEST) $(FETCH) || code=$$?; exit $$code; } > .cache/fetch.log 2>&1 & \
-	fetch=$$!; status=0; $(PYTEST) $(FIRST) || status=$$?; \
-	wait $$later || status=$$?; cat .cache/later.log; \
-	wait $$fetch || status=$$?; cat .cache/fetch.log; \
-	wait $$others || status=$$?; cat .cache/tests.log; exit $$status
+	@$(PY) -m scripts.run_tests --before "$(SMALL)"
 else
 	@$(PYTEST) $(TESTS)
 endif
+
+test-quick: $(READY)  ## unit, wire and conformance tests, in minutes: no servers, no engines
+	@$(PY) -m scripts.run_tests --quick --groups 2
+
+test-benchmarks: $(READY)  ## the tests that run benchmarks, small (make test runs them, too)
+	@$(PY) -m scripts.run_tests tests/benchmarks
 
 check: $(READY)  ## format, lint, types, layering, security (bandit, pip-audit), dead code (vulture), sizes
 	@$(PY) -m ruff format --check .
