@@ -29,7 +29,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from penstock.testing.hugging_face_server import HuggingFaceServer
+from tests.support.servers.hugging_face import HuggingFaceServer
+
 from penstock.types import GIB, MIB
 
 LIBRARIES = ("transformers", "diffusers", "accelerate", "peft", "sentence_transformers")

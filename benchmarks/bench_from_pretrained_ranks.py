@@ -79,7 +79,7 @@ def write_model(directory: Path, gib: float) -> int:
 
 def serve(directory: str, host: str) -> None:
     """Serve the model as `org/model` until stdin ends; answer each line by the bytes sent of its weights."""
-    from penstock.testing.hugging_face_server import HuggingFaceServer
+    from tests.support.servers.hugging_face import HuggingFaceServer
 
     files = {path.name: path.read_bytes() for path in Path(directory).iterdir()}
     with HuggingFaceServer({"org/model": files}, host=host) as hub:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_hugging_face --gib 1 --out benchmarks/results/cpu2_202611
 
-The hub is `penstock.testing.hugging_face_server` in a process of its own; `--mb-per-s` limits its storage. Each run is
+The hub is `tests.support.servers.hugging_face` in a process of its own; `--mb-per-s` limits its storage. Each run is
 a fresh process with an empty local cache, or with one that a first run has filled. Stock is `snapshot_download` and
 then `safetensors.torch.load_file` for each shard, which is what `from_pretrained` does. The time begins after imports
 and ends when every byte of every tensor was read once, so that mapping alone is no load. The rows of the cache end when
@@ -23,9 +23,9 @@ import time
 from pathlib import Path
 
 import numpy as np
+from tests.support.servers.hugging_face import HuggingFaceServer
 
 from penstock.testing.http_server import Faults
-from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock.types import GIB
 
 _SHARDS = 4

@@ -242,7 +242,7 @@ def make_object(mib: int) -> tuple[bytes, int]:
 def serving(kind: str, folder: Path, data: bytes) -> Iterator[dict[str, str]]:
     """The object behind a server; what clients must know."""
     if kind == "radosgw":
-        from penstock.testing.s3_server import RadosgwServer
+        from tests.support.servers.s3 import RadosgwServer
 
         with RadosgwServer(folder / "rgw") as server:
             server.make_bucket(BUCKET)
@@ -255,7 +255,7 @@ def serving(kind: str, folder: Path, data: bytes) -> Iterator[dict[str, str]]:
         with RangeServer({f"{BUCKET}/{KEY}": data}) as plain_server:
             yield {"endpoint": plain_server.url, "access_key": "any", "secret_key": "any"}
         return
-    from penstock.testing.s3_server import free_ports
+    from tests.support.servers.s3 import free_ports
 
     port = free_ports(1)[0]
     (folder / BUCKET).mkdir()

@@ -4,7 +4,7 @@
 
 Two files: a checkpoint of tensors of 8 MiB, and one of many tensors of 4 KiB. Each is read by
 `safetensors.torch.load_file` and tensor by tensor by `safetensors.safe_open`: from a local disk, in the page cache and
-not, and from a network volume (`penstock.testing.network_volume`: FUSE, with a latency and a bandwidth), not in the
+not, and from a network volume (`tests.support.servers.network_volume`: FUSE, with latency and bandwidth), not in the
 page cache. 1,000 local files of one small tensor show the cost of choosing the reader of a file. Both kinds run in turn
 in one process. The time ends when a byte of every page of every tensor was read, so that mapping alone is no load.
 
@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tests.support.servers.network_volume import NetworkVolume, refusal
 
 from penstock.testing.http_server import Faults, RangeServer
-from penstock.testing.network_volume import NetworkVolume, refusal
 
 _SMALL_BYTES = 4096
 _LARGE_BYTES = 8 << 20

@@ -30,13 +30,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tests.engines import sglang_loads
+from tests.support.servers.hugging_face import HuggingFaceServer
 
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock.types import GIB, MIB
 
 ROWS = {

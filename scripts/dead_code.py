@@ -4,8 +4,8 @@ In: the sources, and scripts/dead_code_allowed.txt. Out: findings on stdout; exi
 list that are used again or gone.
 Not here: unused imports and local variables (`ruff`).
 
-The package without `penstock.testing` is judged by its own uses alone: code that only tests call is dead. What
-`penstock.testing` ships is judged by the uses of the whole repository.
+The core without `penstock.testing` is judged by its own uses and those of the adapters: code that only tests call is
+dead. What `penstock.testing` ships is judged by the uses of the whole repository. Exported names count as used.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+from penstock.exports import MODULES, PUBLIC, SPI
+
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "packages/penstock/src/penstock"
 ALLOWED = Path(__file__).with_name("dead_code_allowed.txt")
 FINDING = re.compile(
-    r"src/penstock/(?P<path>\S+):(?P<line>\d+): (?P<what>unused (\S+ )?\S+ '(?P<name>\w+)'|unreachable.*)"
+    PACKAGE + r"/(?P<path>\S+):(?P<line>\d+): (?P<what>unused (\S+ )?\S+ '(?P<name>\w+)'|unreachable.*)"
 )
+ADAPTERS = tuple(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("packages/penstock-*/src")))
 USERS = ("tests", "benchmarks", "scripts", "examples")
 
 
@@ -36,12 +40,15 @@ def main() -> int:
     """Print what is dead and what the list allows without need; return the exit code."""
     lines = (line.partition("#")[0].strip() for line in ALLOWED.read_text().splitlines())
     allowed = {line for line in lines if line}
-    found = find("src/penstock", "--exclude", "*/testing/*")
-    found += [match for match in find("src/penstock", *USERS) if match["path"].startswith("testing/")]
-    dead = {f"{match['path']}:{match['name'] or match['what']}": match for match in found}
+    found = find(PACKAGE, *ADAPTERS, "--exclude", "*/testing/*")
+    found += [match for match in find(PACKAGE, *ADAPTERS, *USERS) if match["path"].startswith("testing/")]
+    exported = {*PUBLIC, *SPI, *(name for names in MODULES.values() for name in names), "__dir__"}
+    dead = {
+        f"{match['path']}:{match['name'] or match['what']}": match for match in found if match["name"] not in exported
+    }
     for key in sorted(dead.keys() - allowed):
         match = dead[key]
-        print(f"src/penstock/{match['path']}:{match['line']}: {match['what']}: delete it, or allow {key} with a reason")
+        print(f"{PACKAGE}/{match['path']}:{match['line']}: {match['what']}: delete it, or allow {key} with a reason")
     for key in sorted(allowed - dead.keys()):
         print(f"{ALLOWED.name}: {key} is used or gone: delete the line")
     print(f"vulture: {len(dead)} names without a use in the package, {len(dead.keys() & allowed)} of them allowed")

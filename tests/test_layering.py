@@ -106,8 +106,8 @@ IMPURE = frozenset(
 
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
-# `config` reads the environment; a server of `testing` and `penstock run` hand it, changed, to the process they start.
-ENVIRONMENT = frozenset({"config.py", "testing/s3_server.py", "cli/run.py", "cli/bench_boot.py"})
+# `config` reads the environment; `penstock run` hands it, changed, to the process that it starts.
+ENVIRONMENT = frozenset({"config.py", "cli/run.py", "cli/bench_boot.py"})
 
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.

@@ -7,9 +7,9 @@ import json
 import pytest
 from huggingface_hub import constants
 from tests.integration.hugging_face.test_hugging_face import hub, sharded
+from tests.support.servers.hugging_face import HuggingFaceServer
 
 from benchmarks import bench_hugging_face
-from penstock.testing.hugging_face_server import HuggingFaceServer
 
 __all__ = ["hub"]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.drills import drill
-
-from penstock.testing.network_volume import refusal
+from tests.support.servers.network_volume import refusal
 
 ROOT = Path(__file__).parents[2]
 

@@ -18,13 +18,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.engines.sglang_loads import environment
+from tests.support.servers.hugging_face import HuggingFaceServer
 
 import penstock as ps
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.testing.hugging_face_server import HuggingFaceServer
 
 pytestmark = [
     pytest.mark.engines,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.engines.test_vllm import run, tokens
-
-from penstock.testing.hugging_face_server import HuggingFaceServer, sha256_of
+from tests.support.servers.hugging_face import HuggingFaceServer, sha256_of
 
 pytestmark = [
     pytest.mark.engines,

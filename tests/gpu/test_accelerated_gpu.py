@@ -17,8 +17,8 @@ pytest.importorskip("huggingface_hub")
 
 from benchmarks.bench_from_pretrained import _Peak  # noqa: E402
 from tests.support.hugging_face import serving  # noqa: E402 - after what it needs
+from tests.support.servers.hugging_face import HuggingFaceServer  # noqa: E402
 
-from penstock.testing.hugging_face_server import HuggingFaceServer  # noqa: E402
 from penstock.types import MIB  # noqa: E402
 from penstock_hf.patched_libraries import patched_libraries  # noqa: E402
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants, hf_api
-
-from penstock.testing.hugging_face_server import HuggingFaceServer
+from tests.support.servers.hugging_face import HuggingFaceServer
 
 
 def files_of(directory: Path) -> dict[str, bytes]:

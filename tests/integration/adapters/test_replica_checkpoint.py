@@ -16,6 +16,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("starlette")
 
+from tests.support.servers.hugging_face import HuggingFaceServer  # noqa: E402
+
 import penstock as ps  # noqa: E402
 from penstock.errors import ConfigError, SourceTruncated  # noqa: E402
 from penstock.fetcher.storage_initializer import copy_other_files  # noqa: E402
@@ -25,7 +27,6 @@ from penstock.hub.server import HubThread, bind  # noqa: E402
 from penstock.hub.store import MemoryStore  # noqa: E402
 from penstock.spi import engine_weights as replica  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
-from penstock.testing.hugging_face_server import HuggingFaceServer  # noqa: E402
 from penstock.types import MIB  # noqa: E402
 
 LOG = logging.getLogger("engine")

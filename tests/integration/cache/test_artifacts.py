@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.keeper import KeeperProcess
+from tests.support.servers.s3 import SwiftServer, Unavailable
 from tests.unit.artifacts.test_bundle import fill, keys, read
 from typer.testing import CliRunner
 
@@ -33,7 +34,6 @@ from penstock.storage.files import FileSource
 from penstock.storage.safetensors import encode_header
 from penstock.storage.weight_set import WeightSet
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.types import DType
 from penstock_compile_cache import store
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from tests.support.commands import run
 from tests.support.fork_server import ForkServer
+from tests.support.servers.hugging_face import HuggingFaceServer
+from tests.support.servers.s3 import SwiftServer, Unavailable
 from tests.truth import assert_same
 
 import penstock as ps
@@ -24,8 +26,6 @@ from penstock.fetcher import storage_initializer
 from penstock.fetcher.storage_initializer import PARTIAL
 from penstock.hub.local_hub import find_hub
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.hugging_face_server import HuggingFaceServer
-from penstock.testing.s3_server import SwiftServer, Unavailable
 
 SMALL_FILES = {"config.json": b"{}", "tokenizer.json": b"[1]", "1_Pooling/config.json": b"{2}", "empty.txt": b""}
 

@@ -21,6 +21,7 @@ import obstore
 import pytest
 from tests.support.drills import drill
 from tests.support.fork_server import ForkServer
+from tests.support.servers.s3 import SwiftServer, Unavailable
 from tests.support.tensor_file import write_file
 
 import penstock
@@ -32,7 +33,6 @@ from penstock.jobs.request import plan
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.workers.process import connect
 from penstock.lifecycle import Closeable
-from penstock.testing.s3_server import SwiftServer, Unavailable
 from penstock.types import DType
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.support.drills import drill
+from tests.support.servers.s3 import SwiftServer, Unavailable
 
 import penstock
 from penstock.errors import ConfigError, PlanError
 from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.operations.spec import function_of
 from penstock.testing.operations import check_rows
-from penstock.testing.s3_server import SwiftServer, Unavailable
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

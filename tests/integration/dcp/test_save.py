@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from tests.integration.dcp.test_dcp import ENVIRON, bits, failure, odd_state, sharded_model
 from tests.support.ranks import run_ranks
+from tests.support.servers.s3 import SwiftServer, Unavailable
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -26,7 +27,6 @@ from penstock.dcp import CheckpointReader, CheckpointWriter
 from penstock.dcp.staging import Staging
 from penstock.errors import ConfigError, DiskFull, PlanError
 from penstock.storage.output import OutputSet
-from penstock.testing.s3_server import SwiftServer, Unavailable
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 

@@ -16,9 +16,9 @@ import safetensors
 import torch
 from safetensors.torch import load_file, save
 from tests.support.hugging_face import files_of, use_cache, use_hub
+from tests.support.servers.hugging_face import HuggingFaceServer, _Handler
 
 from penstock.errors import NotFound
-from penstock.testing.hugging_face_server import HuggingFaceServer, _Handler
 from penstock_hf.patched_libraries import context, patched_libraries
 
 WEIGHTS = save({"weight": torch.arange(1000.0)})

@@ -15,8 +15,8 @@ import pytest
 import torch
 import transformers
 from tests.support.hugging_face import serving, use_cache
+from tests.support.servers.hugging_face import HuggingFaceServer
 
-from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock_hf.patched_libraries import patched_libraries
 
 with warnings.catch_warnings():

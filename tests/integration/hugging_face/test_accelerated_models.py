@@ -12,9 +12,9 @@ import transformers
 from tests.integration.convert.test_quantised import QWEN3, by_compressed_tensors, qwen3, rewrite, write_llama
 from tests.integration.hugging_face.test_accelerated_transformers import assert_same_model
 from tests.support.hugging_face import serving
+from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.support.tiny_models import save_llama
 
-from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock_hf.patched_libraries import patched_libraries
 
 pytestmark = [

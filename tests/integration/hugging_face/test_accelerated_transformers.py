@@ -20,6 +20,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.support.hugging_face import files_of, serving, use_cache
+from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.support.tiny_models import save_llama
 
 from penstock.config import Settings
@@ -27,7 +28,6 @@ from penstock.errors import ConfigError, IntegrityError, PenstockError, Permissi
 from penstock.storage import MemorySource, source
 from penstock.storage.source import glob_pattern
 from penstock.testing.http_server import Faults, RangeServer
-from penstock.testing.hugging_face_server import HuggingFaceServer
 from penstock_hf.patched_libraries import directory
 from penstock_hf.transformers import from_pretrained, patched_libraries
 

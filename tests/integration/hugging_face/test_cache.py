@@ -20,6 +20,7 @@ from huggingface_hub.utils import WeakFileLock
 from tests.integration.hugging_face.test_hugging_face import TENSORS, TINY, hub, sharded
 from tests.support import commands
 from tests.support.fork_server import ForkServer
+from tests.support.servers.hugging_face import HubHandler, HuggingFaceServer, sha256_of
 from tests.truth import assert_same
 
 import penstock as ps
@@ -28,7 +29,6 @@ from penstock.errors import ConfigError, DestinationError, IntegrityError, Permi
 from penstock.storage import file_digest
 from penstock.storage.fill import fill
 from penstock.testing.http_server import Faults
-from penstock.testing.hugging_face_server import HubHandler, HuggingFaceServer, sha256_of
 from penstock.types import MIB
 
 __all__ = ["hub"]

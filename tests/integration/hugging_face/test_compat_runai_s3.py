@@ -13,10 +13,10 @@ import obstore
 import pytest
 import torch
 from safetensors.torch import save
+from tests.support.servers.s3 import S3Server, SwiftServer, Unavailable
 
 from penstock.errors import PenstockError
 from penstock.loader.safe_open import safe_open
-from penstock.testing.s3_server import S3Server, SwiftServer, Unavailable
 from penstock_hf.runai_streamer import (
     FileChunks,
     FileStreamer,

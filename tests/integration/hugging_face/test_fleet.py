@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 from tests.integration.conftest import Host, check
-
-from penstock.testing.hugging_face_server import HuggingFaceServer
+from tests.support.servers.hugging_face import HuggingFaceServer
 
 
 def test_each_byte_leaves_the_hub_once(host: Host, made: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:

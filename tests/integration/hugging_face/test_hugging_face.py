@@ -16,6 +16,7 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save
+from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.truth import assert_same
 
 import penstock as ps
@@ -36,7 +37,6 @@ from penstock.storage.download import download
 from penstock.storage.file_digest import FileDigest
 from penstock.storage.repository import HubSource, parse
 from penstock.storage.safetensors import HEADER_GUESS_BYTES
-from penstock.testing.hugging_face_server import HuggingFaceServer
 
 TENSORS = {f"layer.{i}.weight": torch.arange(i, i + 60_000, dtype=torch.float32).reshape(200, 300) for i in range(12)}
 TINY = {"model.safetensors": save(TENSORS), "config.json": b'{"model_type": "tiny"}'}

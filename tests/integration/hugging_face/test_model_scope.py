@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from tests.integration.hugging_face.test_hugging_face import TENSORS, TINY, sharded
+from tests.support.servers.hugging_face import sha256_of
+from tests.support.servers.model_scope import ModelScopeServer
 from tests.truth import assert_same
 
 import penstock as ps
@@ -23,8 +25,6 @@ from penstock.errors import (
 )
 from penstock.storage import model_scope
 from penstock.storage.fill import fill
-from penstock.testing.hugging_face_server import sha256_of
-from penstock.testing.model_scope_server import ModelScopeServer
 
 modelscope_hub = pytest.importorskip("modelscope_hub")
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tests.support.servers.network_volume import NetworkVolume, refusal
 
 from penstock.testing.http_server import RangeServer
-from penstock.testing.network_volume import NetworkVolume, refusal
 
 PROGRAM = """
 import hashlib, json, multiprocessing, subprocess, sys

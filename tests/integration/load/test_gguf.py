@@ -18,12 +18,12 @@ from tests.integration.conftest import Host, check
 from tests.support import gguf_file
 from tests.support.commands import run
 from tests.support.fork_server import ForkServer
+from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, IntegrityError, NotFound, UnsafeFormat
 from penstock.testing.http_server import RangeServer
-from penstock.testing.hugging_face_server import HuggingFaceServer
 
 
 @pytest.fixture

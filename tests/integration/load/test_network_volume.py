@@ -8,11 +8,11 @@ import safetensors
 import safetensors.numpy
 import safetensors.torch
 import torch
+from tests.support.servers.network_volume import NetworkVolume, refusal
 
 from penstock.errors import NotFound
 from penstock.loader.safe_open import load_file, safe_open
 from penstock.storage.network_files import NetworkFile, network_file_system
-from penstock.testing.network_volume import NetworkVolume, refusal
 from penstock_hf.safetensors import installed
 
 pytestmark = pytest.mark.skipif(bool(refusal()), reason=refusal())

@@ -13,6 +13,7 @@ import obstore
 import pytest
 import torch
 from safetensors.torch import save
+from tests.support.servers.s3 import RadosgwServer, S3Server, SwiftServer, Unavailable
 
 import penstock as ps
 from penstock.config import Settings
@@ -28,7 +29,6 @@ from penstock.errors import (
 )
 from penstock.storage import Source, list_uris, objects, open_source
 from penstock.storage.objects import StoreSource, list_objects, open_object, read_small, write_small
-from penstock.testing.s3_server import RadosgwServer, S3Server, SwiftServer, Unavailable
 from penstock.testing.source_suite import SourceTests, read, sample
 
 SETTINGS = Settings(stall_s=30.0, retries=3)

@@ -1,7 +1,7 @@
 """A small HTTP/1.1 range server, on loopback unless told otherwise, with faults on demand: for tests and benchmarks.
 
 In: a directory, or a mapping of names to bytes. Out: `RangeServer.url`, a record of every request, bytes sent.
-Not here: S3 semantics (`s3_server` runs real ones).
+Not here: S3 semantics (`tests.support.servers.s3` runs real ones).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A small hub of ModelScope on loopback, with signed URLs that expire and faults on demand: for tests and demos.
 
 In: repositories as files by name. Out: `ModelScopeServer.url` for `MODELSCOPE_ENDPOINT`, and records of every request.
-Not here: what it has in common with `hugging_face_server`; uploads, accounts, web pages.
+Not here: what it has in common with `hugging_face`; uploads, accounts, web pages.
 
     /api/v1/models/org/name/repo/files?Revision=            files, with sizes and digests
     /api/v1/datasets/org/name/repo/tree?Revision=&PageNumber=   the same in pages
@@ -17,7 +17,7 @@ import re
 import time
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from penstock.testing.hugging_face_server import LARGE, HubHandler, HuggingFaceServer, sha256_of
+from tests.support.servers.hugging_face import LARGE, HubHandler, HuggingFaceServer, sha256_of
 
 _PATH = re.compile(r"/api/v1/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/repo(?P<what>/files|/tree)?")
 
