@@ -156,7 +156,7 @@ def _slow(pause_s: float) -> None:
         time.sleep(pause_s)
         return digest(self, *args, **kwargs)
 
-    vars(local_version)["Regions"].digests = slow
+    vars(local_version)["VersionRegions"].digests = slow
 
 
 def _hold() -> None:

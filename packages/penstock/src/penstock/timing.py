@@ -49,3 +49,33 @@ class Timing:
     """How long one request for the fleet's decision waits at rank 0 of the publishers."""
     decision_pause_s: float = 0.1
     """Pause between two requests for the fleet's decision."""
+
+    # -- sync: the ranks of a trainer that publishes.
+
+    group_pause_s: float = 0.2
+    """Pause between two looks at the members while a rank claims the name or joins rank 0. Hundreds of ranks start
+    together, so it is spread by a quarter."""
+    group_list_s: float = 1.0
+    """Maximum age of the member list from which a publish takes the subscribers that it waits for."""
+    record_pause_s: float = 0.05
+    """Pause before a decision is sent to the hub again. The fleet waits for the record."""
+    probe_interval_s: float = 1.0
+    """How long a subscriber is silent before rank 0 checks whether its process lives. A dead process must not delay
+    the trainer until the stall deadline."""
+    members_pause_s: float = 0.05
+    """Pause between two looks for ranks or subscribers that the caller waits for."""
+    exchange_first_pause_s: float = 0.0005
+    """First pause before a rank asks again for its part of the boundary exchange; each pause doubles. All ranks publish
+    within milliseconds of each other: with 20 ms, a rank that was early began to quantise late in most versions."""
+    exchange_pause_s: float = 0.02
+    """Longest pause before a rank asks again for its part of the boundary exchange."""
+    exchange_probe_s: float = 1.0
+    """Interval at which rank 0 checks whether a rank of the boundary exchange lives. Each check asks the hub."""
+
+    # -- sync: the members of a sync.
+
+    restarted_hub_pause_s: float = 0.1
+    """Pause between two looks at a hub that was just restarted. It knows all members after about two heartbeats."""
+    alive_s: float = 2.0
+    """Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection
+    proves that the process is gone."""

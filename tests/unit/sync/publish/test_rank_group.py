@@ -6,8 +6,8 @@ import threading
 import time
 
 from penstock.sync.messages import Decision, RankProgress
-from penstock.sync.publish import rank_group
 from penstock.sync.publish.rank_group import SubscriberProgress
+from penstock.timing import Timing
 
 
 def waited(
@@ -70,9 +70,8 @@ def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back
     assert not one.decision(3, 0.0).is_over
 
 
-def test_who_is_gone_is_not_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(rank_group, "PROBE_S", 0.05)
-    one = SubscriberProgress()
+def test_dead_subscriber_ends_the_wait() -> None:
+    one = SubscriberProgress(Timing(probe_interval_s=0.05))
     one.begin(1, ["a"])
     found, thread = waited(one, 1, stall_s=60.0, gone="a")
     thread.join(10)

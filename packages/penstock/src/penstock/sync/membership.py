@@ -59,16 +59,11 @@ from penstock.sync.messages import (
     RankProgress,
     TableReply,
 )
+from penstock.timing import Timing
 
 T = TypeVar("T")
 _OfStrips = TypeVar("_OfStrips", DigestReply, PackReply)
 Whereabouts = Literal["there", "left", "gone"]
-
-# Between two looks at a hub that was just restarted: it takes about two of its heartbeats.
-_PAUSE_S = 0.1
-ALIVE_S = 2.0
-"""Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection proves
-that the process is gone."""
 
 
 def joined(stack: contextlib.ExitStack, connection: ConnectionSettings) -> tuple[Member, float]:
@@ -111,13 +106,17 @@ class Membership:
         name: the name of the sync.
         stall_s: the deadline of answers.
         handler: the name of the request handler at the members' servers.
+        timing: the waiting times.
     """
 
-    def __init__(self, member: Member, name: str, stall_s: float, *, handler: str = "sync") -> None:
+    def __init__(
+        self, member: Member, name: str, stall_s: float, *, handler: str = "sync", timing: Timing | None = None
+    ) -> None:
         self.member = member
         self.name = name
         self.key = sync_key(name)
         self.stall_s = stall_s
+        self.timing = Timing() if timing is None else timing
         self._handler = handler
         self._lock = threading.Lock()
         self._members: dict[str, SyncMember] = {}
@@ -166,7 +165,7 @@ class Membership:
             members = self.look()
             if not self._is_partial or time.monotonic() > deadline:
                 return members
-            time.sleep(_PAUSE_S)
+            time.sleep(self.timing.restarted_hub_pause_s)
 
     def ask(self, member: str, question: Callable[[SyncClient], T], *, channel: str = "") -> T:
         """Send a request to a member; open a new session where the member does not know the old one.
@@ -205,7 +204,7 @@ class Membership:
             if known is None:
                 raise PeerLost("the member left this sync", uri=f"penstock:{member}")
         # Outside the lock: connecting to a member that hangs takes up to the stall deadline.
-        sync_client = self._connect(known, self.stall_s)
+        sync_client = self.connect(known, self.stall_s)
         try:
             session = sync_client.open(session)
         except BaseException:
@@ -220,7 +219,8 @@ class Membership:
             sync_client.close()
         return shared
 
-    def _connect(self, other: SyncMember, stall_s: float) -> SyncClient:
+    def connect(self, other: SyncMember, stall_s: float) -> SyncClient:
+        """Return a client of a member, which connects at its first request."""
         return SyncClient(
             other,
             member=self.member.id,
@@ -241,7 +241,7 @@ class Membership:
     def is_gone(self, other: SyncMember) -> bool:
         """Return whether a member's server refuses connections; False for a process that is stopped or out of reach."""
         # A connection of its own with a short deadline: the shared one may be busy with a long poll.
-        with contextlib.closing(self._connect(other, ALIVE_S)) as sync_client:
+        with contextlib.closing(self.connect(other, self.timing.alive_s)) as sync_client:
             try:
                 sync_client.alive()
             except SourceStalled:

@@ -22,7 +22,6 @@ from functools import partial
 from penstock.engine.threads import KeptThreads
 from penstock.errors import NotFound, PeerLost, PenstockError, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import SyncMember
-from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_sync
 from penstock.sync.local_version import LocalVersion, VersionRegions, VersionStatus
@@ -37,12 +36,6 @@ from penstock.sync.shards import ShardRow, layout_of, regions_of
 
 HANDLER = "boundary"
 """Name of the request handler at the publishers' servers."""
-# All ranks publish within milliseconds of each other, and the trainer waits: ask again at once, then less often. A rank
-# that was a moment early would else begin to quantise 20 ms late, as in most versions measured on four GPUs.
-_SOON_S = 0.0005
-_ASK_S = 0.02
-# A dead rank must end the exchange well before the stall deadline; each look costs a request to the hub.
-_PEER_LOOK_S = 1.0
 
 
 class BoundaryPlanner:
@@ -161,13 +154,11 @@ class BoundaryExchange:
         moved_bytes: bytes read from other ranks for the last version.
 
     Args:
-        member: this process in the fleet.
-        name: the name of the sync.
+        sync: the members of the publisher's sync.
         rows: this rank's rows of tensors with blocks.
         wants: the rows needed from other ranks, in memory of their own.
         is_first: whether this is rank 0.
         world_size: the number of ranks.
-        stall_s: the deadline for progress.
 
     Raises:
         ConfigError: no transport reaches the rows.
@@ -175,31 +166,30 @@ class BoundaryExchange:
 
     def __init__(
         self,
-        member: Member,
-        name: str,
+        sync: Membership,
         rows: Sequence[ShardRow],
         wants: Sequence[ShardRow],
         *,
         is_first: bool,
         world_size: int,
-        stall_s: float,
     ) -> None:
-        self._member = member
+        self._member = member = sync.member
         self._world_size = world_size
-        self._stall_s = stall_s
+        self._stall_s = sync.stall_s
+        self._timing = sync.timing
         # From version to version: those of a version take milliseconds to start.
         self._threads = KeptThreads()
         self.moved_bytes = 0
         memories = regions_of(rows)
         into = regions_of(wants)
-        self._membership = Membership(member, name, stall_s, handler=HANDLER)
-        self._is_gone = partial(self._membership.has_left, max_age_s=_PEER_LOOK_S)
+        self._membership = Membership(member, sync.name, sync.stall_s, handler=HANDLER, timing=sync.timing)
+        self._is_gone = partial(self._membership.has_left, max_age_s=self._timing.exchange_probe_s)
         self._version_status = VersionStatus()
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
         self._transfer: Transfer | None = None
         # The other ranks are to this rank 0 what subscribers are to a live publish.
-        self._peers = SubscriberProgress() if is_first else None
+        self._peers = SubscriberProgress(self._timing) if is_first else None
         with contextlib.ExitStack() as stack:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
             self._local_version = LocalVersion(layout, memories, member.links)
@@ -296,7 +286,7 @@ class BoundaryExchange:
             if time.monotonic() > deadline:
                 message = f"only {len(newest)} of {self._world_size} ranks publish {self._membership.name!r}"
                 raise SourceStalled(f"{message} after {self._stall_s:g} s")
-            time.sleep(_ASK_S)
+            time.sleep(self._timing.exchange_pause_s)
 
     def _run(self, version: int, run: str) -> None:
         """Read and verify the elements that this rank needs."""
@@ -322,7 +312,7 @@ class BoundaryExchange:
         have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
         begun = looked = time.monotonic()
-        nap_s = _SOON_S
+        nap_s = self._timing.exchange_first_pause_s
         while True:
             request = PartRequest(version=version, digest=self._digest, layout=layout, have_key=have)
             reply = self._request_part(request, run)
@@ -334,9 +324,9 @@ class BoundaryExchange:
                 raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {reply.not_yet}")
             else:
                 time.sleep(nap_s)
-                nap_s = min(2 * nap_s, _ASK_S)
+                nap_s = min(2 * nap_s, self._timing.exchange_pause_s)
             # Rank 0 waits here for ranks that have not reported: it must notice one that died.
-            if self._peers is not None and time.monotonic() - looked > _PEER_LOOK_S:
+            if self._peers is not None and time.monotonic() - looked > self._timing.exchange_probe_s:
                 looked = time.monotonic()
                 for rank in self._planner.lacking():
                     if self._is_gone(rank.member):
@@ -364,7 +354,7 @@ class BoundaryExchange:
         if self._peers is not None:
             decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
         else:
-            decision = decided(self._membership, run, version, self._stall_s)
+            decision = decided(self._membership, run, version)
         if decision.failed or decision.late:
             raise _undone(version, decision)
 

@@ -24,12 +24,12 @@ from penstock.engine.place import CudaRegistrar
 from penstock.errors import BudgetTooSmall, PlanError
 from penstock.lifecycle import Closeable
 from penstock.memory.arena import Arena, populate
-from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.plan.sync import layer_order
 from penstock.sync.copy_plan import MemoryCopy, allocate_like, streams_of
 from penstock.sync.digester import PrecomputedDigests, digesters_of
 from penstock.sync.local_version import LocalVersion
+from penstock.sync.membership import Membership
 from penstock.sync.publish.boundary_exchange import BoundaryExchange
 from penstock.sync.publish.fill import fill
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
@@ -120,17 +120,11 @@ class Offer:
         """Return the bytes read from other ranks for the last version."""
         return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
-    def connect(self, member: Member, name: str, *, rank: int, world_size: int, stall_s: float) -> None:
+    def connect(self, sync: Membership, *, rank: int, world_size: int) -> None:
         """Join the boundary exchange of the ranks, where there is one. Order: before any `fill`."""
         if self._has_blocks:
             self._boundary_exchange = BoundaryExchange(
-                member,
-                name,
-                self._blocked,
-                self.transformed.wants,
-                is_first=rank == 0,
-                world_size=world_size,
-                stall_s=stall_s,
+                sync, self._blocked, self.transformed.wants, is_first=rank == 0, world_size=world_size
             )
 
     def fill(self, version: int, run: str, ready: Callable[[I64], None], *, stall_s: float) -> None:

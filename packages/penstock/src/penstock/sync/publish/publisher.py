@@ -15,10 +15,9 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 import torch
@@ -29,31 +28,31 @@ from penstock.errors import (
     BudgetTooSmall,
     Cancelled,
     ConfigError,
-    HubUnavailable,
     PeerLost,
     PenstockError,
     PlanError,
     SourceStalled,
 )
 from penstock.hub.client import resolve_connection
-from penstock.hub.messages import MAX_VERSION, FleetDecision, SyncState
+from penstock.hub.messages import MAX_VERSION, SyncState
 from penstock.lifecycle import Closeable, quick_handover
 from penstock.logs import log_named
-from penstock.peer.member import Member
 from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
-from penstock.sync.local_version import VersionStatus, check_metadata
+from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.messages import Decision, PartReply, PartRequest
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
-from penstock.sync.publish.offer import VersionSnapshot
+from penstock.sync.publish.announcements import Announcements
 from penstock.sync.publish.registered import OfferOptions, Registered, warn_of_state_dict
+from penstock.sync.publish.state import NEXT, PublisherState
+from penstock.sync.publish.strategy import Live, Snapshot, Strategy, TrainerRank, TwoPhase, show_copy, show_parameters
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.shards import Declarable
-from penstock.sync.together import Stragglers, Verdict, refusal
+from penstock.sync.together import Stragglers, refusal
 from penstock.telemetry.journey import Journey
 from penstock.waits import Threads
 
@@ -64,8 +63,8 @@ log = log_named("penstock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pending:
-    """A snapshot whose version is not decided yet, or was not asked about."""
+class _TwoPhaseReport:
+    """The newest snapshot that was published together: its report, and its decision once it is known."""
 
     report: PublishReport
     decision: Future[Decision]
@@ -74,107 +73,144 @@ class _Pending:
 class Publisher(Closeable):
     """A rank that publishes. Made by `publisher`; a context manager. One thread at a time publishes.
 
-    Attributes:
-        name: of the sync.
-        version: the newest version that this rank published; -1: none yet.
-        latest: the highest version that a member had before this group; all ranks have the same number. Of a rank that
-            was started again: the newest version of the group. Later versions must be above it.
+    Args:
+        membership: the members of the sync, and this process among them.
+        registered: the tensors of this rank, registered with the transports.
         mode: `live` or `snapshot`; see `publisher`.
         rank, world_size: of the trainer.
+
+    Attributes:
+        name: of the sync.
+        latest: the highest version that a member had before this group; all ranks have the same number. Of a rank that
+            was started again: the newest version of the group. Later versions must be above it.
         member: this process in the fleet.
-        planner: plans for the receivers, on rank 0.
     """
 
     def __init__(
-        self,
-        name: str,
-        member: Member,
-        registered: Registered,
-        *,
-        mode: PublishMode,
-        rank: int,
-        world_size: int,
-        stall_s: float,
+        self, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
     ) -> None:
-        self.name = name
-        self.member = member
+        self.name = membership.name
+        self.member = membership.member
         self.mode: PublishMode = mode
         self.rank = rank
         self.world_size = world_size
-        self.version = -1
-        self._registered = registered
-        self._stall_s = stall_s
-        self._run = ""
-        self._publishing = threading.Lock()
-        self._is_closed = False
-        self._version_status = VersionStatus()
-        # The status before the newest version, for a version that is withdrawn.
-        self._before = self._version_status.now
-        self._decision: FleetDecision | None = None
-        self._pending: _Pending | None = None
-        self._deciding = Threads(1, "penstock-decide", waits_for_calls=True)
-        self._subscriber_progress = rank_group.SubscriberProgress()
-        self._first_versions = rank_group.FirstVersions(lambda: self.version)
-        self._membership = Membership(member, name, stall_s)
-        self.planner = Planner(self._membership, self._version_status, lambda: registered.layout, terms=self._terms_for)
-        # The handler before the first report: a member that learns of this rank from the hub may send requests at once.
-        member.server.handlers["sync"] = SyncHandler(
-            self._membership.key,
-            member.check_grant,
-            local_version=lambda: registered.served,
-            version_status=self._version_status,
-            planner=self.planner,
-            subscriber_progress=self._subscriber_progress if rank == 0 else None,
-            first_versions=self._first_versions if rank == 0 else None,
-        )
-        self._took_s = 0.0
-        # The texts that go with the version under way.
-        self._metadata: Mapping[str, str] = {}
-        member.syncs.append(self._state)
         self.latest = -1
-        if rank == 0:
-            self._run = member.id
+        self._membership = membership
+        self._registered = registered
+        self._stall_s = membership.stall_s
+        self._publishing = threading.Lock()
+        self._entering = threading.Lock()
+        self._state = PublisherState.OPENING
+        self._announcements = Announcements(membership.member)
+        self._progress = rank_group.SubscriberProgress(membership.timing)
+        self._first_versions = rank_group.FirstVersions(lambda: self.version)
+        self._parts = TrainerRank(
+            rank=rank,
+            membership=membership,
+            registered=registered,
+            announcements=self._announcements,
+            progress=self._progress,
+        )
+        self._two_phase: _TwoPhaseReport | None = None
+        self._deciding = Threads(1, "penstock-decide", waits_for_calls=True)
+        self._took_s = 0.0
+
+    @classmethod
+    def open(
+        cls, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
+    ) -> Publisher:
+        """Claim the name as rank 0, or join the run of rank 0. See `Publisher` for the arguments.
+
+        Raises:
+            ConfigError: another group publishes the name, or this rank. HubUnavailable: there is no hub.
+            SourceStalled: no rank 0 came, or a silent group keeps the name.
+        """
+        opened = cls(membership, registered, mode=mode, rank=rank, world_size=world_size)
+        try:
+            opened._open()
+        except BaseException:
+            opened._enter(PublisherState.CLOSED)
+            membership.close()
+            raise
+        return opened
+
+    def _open(self) -> None:
+        status, membership = self._announcements.status, self._membership
+        # The handler before the first report: a member that learns of this rank from the hub may send requests at once.
+        self.member.server.handlers["sync"] = SyncHandler(
+            membership.key,
+            self.member.check_grant,
+            local_version=lambda: self._registered.served,
+            version_status=status,
+            planner=Planner(membership, status, lambda: self._registered.layout, terms=self._terms_for),
+            subscriber_progress=self._progress if self.rank == 0 else None,
+            first_versions=self._first_versions if self.rank == 0 else None,
+        )
+        self.member.syncs.append(self._sync_state)
+        if self.rank == 0:
+            self._announcements.run = self.member.id
             # Reported before the claim: two groups that start together must see each other, to agree on the first.
-            member.report_now()
-            rank_group.claim(self._membership)
+            self.member.report_now()
+            rank_group.claim(membership)
             self.latest = self._newest_of_others()
             self._first_versions.begin(self.latest)
         else:
             # Joined before the report, which names the run.
             self._join()
-            member.report_now()
-        registered.connect(name, rank=rank, stall_s=stall_s)
+            self.member.report_now()
+        self._registered.connect(membership, rank=self.rank)
+        self._enter(PublisherState.IDLE)
+
+    def _enter(self, state: PublisherState) -> bool:
+        """Change the state. A closed publisher stays closed: then return False."""
+        with self._entering:
+            if self._state is PublisherState.CLOSED:
+                return False
+            assert state in NEXT[self._state], f"{self._state.name} -> {state.name}"
+            self._state = state
+            return True
+
+    @property
+    def state(self) -> PublisherState:
+        """Return what this publisher does now."""
+        return self._state
+
+    @property
+    def version(self) -> int:
+        """Return the newest version that this rank published; -1: none yet."""
+        return self._announcements.version
 
     def _newest_of_others(self) -> int:
         """As rank 0, return the highest version of the members that are not of this run."""
         # This run's own version is not one of others. Another rank may be ahead.
         members = self._membership.look_at_all(self._stall_s)
-        return max((other.state.version for other in members if other.state.run != self._run), default=-1)
+        run = self._announcements.run
+        return max((other.state.version for other in members if other.state.run != run), default=-1)
 
     def _join(self) -> None:
         """As another rank, belong to the run of rank 0, and begin where it says; nothing to do while it lives."""
         deadline = time.monotonic() + self._stall_s
         while True:
-            run = rank_group.join(self._membership, self.rank, self.world_size, self._run, self._stall_s)
-            if run == self._run:
+            run = rank_group.join(self._membership, self.rank, self.world_size, self._announcements.run)
+            if run == self._announcements.run:
                 return
             try:
-                latest = rank_group.begins_after(self._membership, run, self.rank, self._stall_s)
+                latest = rank_group.begins_after(self._membership, run, self.rank)
             except PeerLost:
                 # A rank 0 that does not get the name leaves, and another one may come.
                 if time.monotonic() > deadline:
                     raise
                 continue
-            self._run, self.latest = run, max(self.latest, latest)
+            self._announcements.run, self.latest = run, max(self.latest, latest)
             return
 
-    def _state(self) -> SyncState:
+    def _sync_state(self) -> SyncState:
         """Return what the hub lists about this rank."""
-        now = self._version_status.now
+        now = self._announcements.status.now
         return SyncState(
             name=self.name,
             side="publisher",
-            run=self._run,
+            run=self._announcements.run,
             rank=self.rank,
             world_size=self.world_size,
             layout=self._registered.digest,
@@ -182,13 +218,13 @@ class Publisher(Closeable):
             state="open" if now.is_open else "idle",
             nbytes=self.nbytes,
             took_s=self._took_s,
-            decision=self._decision,
+            decision=self._announcements.decision,
         )
 
     @property
     def revision(self) -> str:
         """Return the run of the publishers and the newest version; empty: none is published."""
-        return f"{self._run}:{self.version}" if self.version >= 0 else ""
+        return f"{self._announcements.run}:{self.version}" if self.version >= 0 else ""
 
     @property
     def nbytes(self) -> int:
@@ -245,10 +281,9 @@ class Publisher(Closeable):
         require_type("version", version, int, "a number that grows from version to version")
         if version > MAX_VERSION:
             raise wrong("version", version, f"a number up to {MAX_VERSION}")
-        if deadline_s is not None:
-            require_type("deadline_s", deadline_s, (int, float), "seconds, or None")
-        terms = self._terms(commit, deadline_s, laggards, needs_check=check is not None)
+        strategy = self._strategy(self._terms(commit, deadline_s, laggards, needs_check=check is not None))
         values = encode_values(check) if check else b""
+        texts = dict(metadata or {})
         with (
             self._publishing,
             quick_handover(),
@@ -256,76 +291,50 @@ class Publisher(Closeable):
         ):
             begun = time.perf_counter()
             self._check(version)
-            self._metadata = dict(metadata or {})
-            check_metadata(self._metadata)
+            check_metadata(texts)
             # The version before it is read until it is decided.
-            self._finish_pending()
+            self._finish_decision()
             self._follow()
-            self._subscriber_progress.offer_check(version, values)
-            # A snapshot is read after this returns, so there is nothing to decide about.
-            decision = Decision(is_over=True)
-            copy_s = 0.0
-            snapshot, offer = self._registered.snapshot, self._registered.offer
-            if snapshot is None:
-                decision = self._publish_live(version, terms)
-            else:
-                copy_s = self._publish_snapshot(snapshot, version, terms)
-            wall_s = self._took_s = time.perf_counter() - begun
-            report = PublishReport(
-                name=self.name,
-                version=version,
-                revision=self.revision,
-                mode=self.mode,
-                nbytes=self.nbytes,
-                wall_s=wall_s,
-                copy_s=copy_s,
-                wait_s=0.0 if snapshot is not None else wall_s - offer.seconds,
-                transform_s=offer.seconds,
-                transformed_bytes=offer.transformed.nbytes,
-                boundary_bytes=offer.transformed.boundary_bytes,
-                exchanged_bytes=offer.moved_bytes,
-                committed=decision.committed,
-                late=decision.late,
-                failed=decision.failed,
-                outcome="" if terms is None else "committed" if decision.fleet is not None else "pending",
-            )
+            self._progress.offer_check(version, values)
+            copy_s, decision = self._run(strategy, version, texts)
+            self._took_s = time.perf_counter() - begun
+            report = self._report(decision, copy_s, is_together=isinstance(strategy, TwoPhase))
             if report.outcome == "pending":
-                self._pending = _Pending(report=report, decision=self._deciding.submit(self._decide_snapshot, version))
+                decided = self._deciding.submit(self._decide, strategy, version)
+                self._two_phase = _TwoPhaseReport(report=report, decision=decided)
             if report.exchanged_bytes:
                 journey.received = lambda: {("peer", "exchange"): report.exchanged_bytes}
             journey.outcome = publish_outcome(report)
             return report
 
-    def _check(self, version: int) -> None:
-        """Check that the version may come next, and that this group still owns the name."""
-        if self._is_closed:
-            raise Cancelled("the publisher was closed")
-        if self.rank != 0:
-            # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
-            self._join()
-        newest = max(self.version, self.latest)
-        if version <= newest:
-            message = f"version {version} of {self.name!r} is not above {newest}"
-            raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
-        if self.rank == 0:
-            rank_group.check_alone(self._membership)
-
-    def _follow(self) -> None:
-        """Register the parameters again if they moved since the version before."""
-        if self._registered.follow(self._end_version):
-            log.info("the parameters of %r were moved: they are registered again", self.name)
-            # Before the announcement: planners find the layout by the digest that the hub lists.
-            self.member.report_now()
-            self._membership.look()
-
-    def _end_version(self) -> None:
-        """End the version before, whose memory is unregistered next."""
-        self._version_status.post(self._run, self.version, is_open=False)
+    def _report(self, decision: Decision, copy_s: float, *, is_together: bool) -> PublishReport:
+        """Return the report of the newest version."""
+        offer = self._registered.offer
+        return PublishReport(
+            name=self.name,
+            version=self.version,
+            revision=self.revision,
+            mode=self.mode,
+            nbytes=self.nbytes,
+            wall_s=self._took_s,
+            copy_s=copy_s,
+            wait_s=self._took_s - offer.seconds if self.mode == "live" else 0.0,
+            transform_s=offer.seconds,
+            transformed_bytes=offer.transformed.nbytes,
+            boundary_bytes=offer.transformed.boundary_bytes,
+            exchanged_bytes=offer.moved_bytes,
+            committed=decision.committed,
+            late=decision.late,
+            failed=decision.failed,
+            outcome="" if not is_together else "committed" if decision.fleet is not None else "pending",
+        )
 
     def _terms(
         self, commit: Commit, deadline_s: float | None, laggards: Stragglers, *, needs_check: bool
     ) -> rank_group.Together | None:
         """Return the checked terms of a version that is published together; None: it is not."""
+        if deadline_s is not None:
+            require_type("deadline_s", deadline_s, (int, float), "seconds, or None")
         if commit not in ("each", "together"):
             raise wrong("commit", commit, "'each' or 'together'")
         if laggards not in ("leave_out", "withdraw"):
@@ -337,107 +346,111 @@ class Publisher(Closeable):
         limit_s = self._stall_s if deadline_s is None else float(deadline_s)
         return rank_group.Together(deadline_s=limit_s, laggards=laggards, needs_check=needs_check)
 
-    def _expect(self, version: int, terms: rank_group.Together | None) -> None:
-        """As rank 0, set the subscribers whose reports count. Order: before the version is announced."""
-        # A receiver's first report must find a version that expects it.
-        members = self._membership.look(max_age_s=rank_group.ASK_S)
-        expected = [other.member for other in members if other.state.side == "subscriber"]
-        if terms is None:
-            self._subscriber_progress.begin(version, expected)
-        else:
-            self._subscriber_progress.begin_together(version, expected, terms)
+    def _strategy(self, terms: rank_group.Together | None) -> Strategy:
+        """Return the way to publish a version."""
+        is_live = self.mode == "live"
+        if terms is not None:
+            return TwoPhase(self._parts, show_parameters if is_live else show_copy, terms)
+        return Live(self._parts) if is_live else Snapshot(self._parts)
 
-    def _publish_live(self, version: int, terms: rank_group.Together | None) -> Decision:
-        """Show the live parameters until rank 0 decides that the receivers are done; return the decision.
+    def _check(self, version: int) -> None:
+        """Check that the version may come next, and that this group still owns the name."""
+        if self._state is PublisherState.CLOSED:
+            raise Cancelled("the publisher was closed")
+        if self.rank != 0:
+            # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
+            self._join()
+        newest = max(self.version, self.latest)
+        if version <= newest:
+            message = f"version {version} of {self.name!r} is not above {newest}"
+            raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
+        if self.rank == 0:
+            rank_group.check_alone(self._membership)
+
+    def _finish_decision(self) -> None:
+        """Wait until the version before is decided, which its deadline bounds: the next copy replaces its bytes."""
+        if self._two_phase is None:
+            return
+        wait([self._two_phase.decision])
+        error = self._two_phase.decision.exception()
+        decision = None if error is not None else self._two_phase.decision.result().fleet
+        if error is not None or (decision is not None and decision.outcome == "withdrawn"):
+            why = error if decision is None else refusal(self.name, decision).message
+            log.warning("the version before of %r did not go live: %s", self.name, why)
+        self._two_phase = None
+
+    def _follow(self) -> None:
+        """Register the parameters again if they moved since the version before."""
+        if self._registered.follow(self._end_version):
+            log.info("the parameters of %r were moved: they are registered again", self.name)
+            # Before the announcement: planners find the layout by the digest that the hub lists.
+            self.member.report_now()
+            self._membership.look()
+
+    def _end_version(self) -> None:
+        """End the version before, whose memory is unregistered next."""
+        if self._state is not PublisherState.IDLE:
+            self._enter(PublisherState.IDLE)
+        self._announcements.status.post(self._announcements.run, self.version, is_open=False)
+
+    def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
+        """Show a version, and live wait for its outcome. Return the seconds of the copy, and the decision.
 
         Raises:
             VersionRefused: the version was withdrawn.
         """
+        self._enter_open(PublisherState.SHOWING)
+        # A snapshot is read after this returns, so there is nothing to decide about.
+        decision = Decision(is_over=True)
         try:
-            if self.rank == 0:
-                self._expect(version, terms)
-            with self._dropped_on_error(version, terms):
-                self._begin_live(version)
-            if self.rank != 0:
-                decision = self._decided(version)
-            elif terms is None:
-                is_gone = partial(self._membership.has_left, max_age_s=rank_group.ASK_S)
-                decision = self._subscriber_progress.wait(version, stall_s=self._stall_s, is_gone=is_gone)
+            copy_s = strategy.show(version, metadata)
+            if self.mode == "live":
+                self._enter_open(PublisherState.WAITING)
+                decision = strategy.wait(version)
             else:
-                decision = self._coordinate(version)
-        finally:
-            # After an error too: the trainer goes on with the next step, and the parameters change.
-            self._withdraw()
-        if self.rank == 0 and not decision.committed:
-            log.warning(
-                "no subscriber has received version %s of %r, which was published live: no later update can read it; "
-                "call wait_subscribers() first, or use mode='snapshot'",
-                version,
-                self.name,
-            )
-        return self._accepted(decision)
-
-    def _coordinate(self, version: int) -> Decision:
-        """As rank 0, return the decision on a version that is published together, which the hub has recorded.
-
-        Raises:
-            HubUnavailable: it is not known whether the hub recorded the commit.
-        """
-        progress = self._subscriber_progress
-        whereabouts = partial(self._membership.whereabouts, max_age_s=rank_group.ASK_S)
-        with self._dropped_on_error(version, True):
-            verdict = progress.wait_together(version, whereabouts=whereabouts)
-        proposal = verdict.decision(self._run, version)
-        try:
-            # A withdrawal needs no record: without a recorded commit no subscriber goes live. It is recorded for
-            # operators, and for subscribers that cannot reach this rank.
-            within_s = self._stall_s if verdict.is_commit else 0.0
-            standing = rank_group.recorded(self._membership, proposal, within_s)
-        except PenstockError as error:
-            if verdict.is_commit:
-                message = f"it is not known whether version {version} of {self.name!r} is committed: {error.message}"
-                hint = "subscribers keep the version before, or learn from the hub that it is; publish the next version"
-                raise HubUnavailable(message, hint=hint) from error
-            standing = proposal
-        return self._settle(version, verdict, standing)
-
-    def _settle(self, version: int, verdict: Verdict, standing: FleetDecision) -> Decision:
-        decision = self._subscriber_progress.settle(version, verdict, standing)
-        self._decision = standing
-        self.member.beat_now()
-        return decision
-
-    @contextlib.contextmanager
-    def _dropped_on_error(self, version: int, terms: object) -> Iterator[None]:
-        """Withdraw a version that is published together if the block fails, so that no subscriber waits for it."""
-        try:
-            yield
+                is_together = isinstance(strategy, TwoPhase)
+                self._enter_open(PublisherState.DECIDING if is_together else PublisherState.SERVING)
         except BaseException as error:
-            if terms is not None and self.rank == 0:
-                why = f"rank 0 failed: {str(error) or type(error).__name__}"
-                verdict = Verdict(is_commit=False, why=why)
-                # The number is used up: a subscriber may have heard that it is withdrawn.
-                self.version = version
-                self._settle(version, verdict, verdict.decision(self._run, version))
+            # Rows that are never ready would keep receivers waiting until their stall deadline. Live, the trainer goes
+            # on with the next step, and the parameters change.
+            self._withdraw(strategy)
+            if self._state is PublisherState.CLOSED and isinstance(error, PenstockError):
+                raise Cancelled("the publisher was closed") from error
             raise
+        if self.mode == "live":
+            self._withdraw(strategy)
+            if self.rank == 0 and not decision.committed:
+                log.warning(
+                    "no subscriber has received version %s of %r, which was published live: no later update can read "
+                    "it; call wait_subscribers() first, or use mode='snapshot'",
+                    version,
+                    self.name,
+                )
+        return copy_s, self._accepted(decision)
+
+    def _enter_open(self, state: PublisherState) -> None:
+        if not self._enter(state):
+            raise Cancelled("the publisher was closed")
+
+    def _withdraw(self, strategy: Strategy) -> None:
+        strategy.withdraw()
+        self._enter(PublisherState.WITHDRAWN if self._announcements.is_withdrawn else PublisherState.IDLE)
+
+    def _decide(self, strategy: Strategy, version: int) -> Decision:
+        """Return the decision on a snapshot's version; a withdrawn one is no longer served."""
+        try:
+            return strategy.wait(version)
+        finally:
+            if self._announcements.is_withdrawn:
+                self._withdraw(strategy)
+            else:
+                # After an error too: it may be committed, and receivers that hear so from the hub read it here.
+                self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
         """Return a decision that did not withdraw the version; raise VersionRefused for one that did."""
         if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
             raise refusal(self.name, decision.fleet)
-        return decision
-
-    def _decide_snapshot(self, version: int) -> Decision:
-        """Return the decision on a snapshot's version; a withdrawn one is no longer served."""
-        decision = self._coordinate(version) if self.rank == 0 else self._decided(version)
-        if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
-            self._withdraw()
-        return decision
-
-    def _decided(self, version: int) -> Decision:
-        """As another rank, return rank 0's decision."""
-        decision = rank_group.decided(self._membership, self._run, version, self._stall_s)
-        self._decision = decision.fleet or self._decision
         return decision
 
     def wait_decision(self) -> PublishReport:
@@ -446,35 +459,23 @@ class Publisher(Closeable):
         Raises:
             ConfigError: no snapshot was published together. VersionRefused, HubUnavailable, PeerLost: see `publish`.
         """
-        pending = self._pending
-        if pending is None:
+        newest = self._two_phase
+        if newest is None:
             raise ConfigError(
                 "there is no decision to wait for", hint="publish a snapshot with commit='together' first"
             )
-        decision = self._accepted(pending.decision.result())
+        decision = self._accepted(newest.decision.result())
         return replace(
-            pending.report,
+            newest.report,
             outcome="committed",
             committed=decision.committed,
             late=decision.late,
             failed=decision.failed,
         )
 
-    def _finish_pending(self) -> None:
-        """Wait until the version before is decided, which its deadline bounds: the next copy replaces its bytes."""
-        if self._pending is None:
-            return
-        wait([self._pending.decision])
-        error = self._pending.decision.exception()
-        decision = None if error is not None else self._pending.decision.result().fleet
-        if error is not None or (decision is not None and decision.outcome == "withdrawn"):
-            why = error if decision is None else refusal(self.name, decision).message
-            log.warning("the version before of %r did not go live: %s", self.name, why)
-        self._pending = None
-
     def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
         """Return the terms of a version for a receiver; see `Planner`."""
-        progress = self._subscriber_progress
+        progress = self._progress
         refused = progress.refused(version)
         if refused is not None:
             return PartReply(version=version, run=run, refused=refused)
@@ -483,71 +484,9 @@ class Publisher(Closeable):
             progress.cannot_wait(asker, version)
             return PartReply(version=version, run=run, not_yet=f"version {version} is not decided yet")
         check = progress.check_of(version) if request.wants_check else b""
-        later = self._version_status.now.withdrawn
+        later = self._announcements.status.now.withdrawn
         withdrawn = later if later is not None and later.version > version else None
         return PartReply(version=version, run=run, decide_s=decide_s, check=check, withdrawn=withdrawn)
-
-    def _begin_live(self, version: int) -> None:
-        """Let receivers read the parameters, and the tagged rows once they are filled."""
-        local_version, offer = self._registered.local_version, self._registered.offer
-        local_version.begin(version, self._metadata)
-        local_version.ready(offer.plain_rows)
-        # A map made while the device still fills the rows calls them not ready, and receivers then request digests
-        # before every read.
-        local_version.settle(self._stall_s)
-        self._announce(version)
-        # After the announcement, so that the plain rows are read while the tagged ones are quantised. Of these a reader
-        # waits for no more than its own: the device has written them when `fill` says so.
-        ready = partial(local_version.ready, is_written=True)
-        offer.fill(version, self._run, ready, stall_s=self._stall_s)
-
-    def _publish_snapshot(self, snapshot: VersionSnapshot, version: int, terms: rank_group.Together | None) -> float:
-        """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
-        if terms is not None and self.rank == 0:
-            self._expect(version, terms)
-        try:
-            with self._dropped_on_error(version, terms):
-                return self._copy_snapshot(snapshot, version)
-        except BaseException:
-            # Rows that are never ready would keep receivers waiting until their stall deadline. After a decision on the
-            # version, which the news then carry.
-            self._withdraw()
-            raise
-
-    def _copy_snapshot(self, snapshot: VersionSnapshot, version: int) -> float:
-        offer = self._registered.offer
-        # Host copies have the tagged rows too, so these must be complete before the copy; else they are served from the
-        # device, and receivers may read the plain rows meanwhile.
-        if offer.is_copied:
-            offer.fill(version, self._run, lambda rows: None, stall_s=self._stall_s)
-        copy_s = snapshot.snapshot(
-            version,
-            rows=None if offer.is_copied else offer.plain_rows,
-            metadata=self._metadata,
-            announce=partial(self._announce, version),
-            stall_s=self._stall_s,
-        )
-        if not offer.is_copied:
-            ready = partial(self._registered.local_version.ready, is_written=True)
-            offer.fill(version, self._run, ready, stall_s=self._stall_s)
-        return copy_s
-
-    def _announce(self, version: int) -> None:
-        """Tell receivers and the hub that the version can be read here."""
-        self.version = version
-        self._before = self._version_status.now
-        self._version_status.post(self._run, version, is_open=True)
-        self.member.beat_now()
-
-    def _withdraw(self) -> None:
-        """End the reads of the version from this rank; after a withdrawal, announce the version before again."""
-        self._registered.local_version.fence()
-        known, newest, withdrawn = self._decision, self.version, None
-        if known is not None and (known.run, known.version, known.outcome) == (self._run, newest, "withdrawn"):
-            # Else subscribers that request the newest version would request the withdrawn one.
-            newest, withdrawn = self._before.version, known
-        self._version_status.post(self._run, newest, is_open=False, withdrawn=withdrawn)
-        self.member.beat_now()
 
     def wait_ranks(self) -> None:
         """Wait until all ranks of this trainer take part. Until then a rank that joins may find a version of theirs.
@@ -563,11 +502,11 @@ class Publisher(Closeable):
                     f"ranks {missing} of the publisher of {self.name!r} did not come in {self._stall_s:g} s",
                     hint="all ranks call penstock.publisher with the same name and number of ranks",
                 )
-            time.sleep(0.05)
+            time.sleep(self._membership.timing.members_pause_s)
 
     def _ranks_present(self) -> set[int]:
         states = [other.state for other in self._membership.look() if other.state.side == "publisher"]
-        return {self.rank, *(state.rank for state in states if state.run == self._run)}
+        return {self.rank, *(state.rank for state in states if state.run == self._announcements.run)}
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Wait until this number of subscribers take part.
@@ -582,17 +521,17 @@ class Publisher(Closeable):
         while (present := sum(other.state.side == "subscriber" for other in self._membership.look())) < count:
             if time.monotonic() > deadline:
                 raise SourceStalled(f"{present} of {count} subscribers of {self.name!r} came in {limit_s:g} s")
-            time.sleep(0.05)
+            time.sleep(self._membership.timing.members_pause_s)
 
     def close(self) -> None:
         """Leave: readers' descriptors become stale, and receivers with the newest version serve it. Idempotent."""
-        if self._is_closed:
+        before = self._state
+        if not self._enter(PublisherState.CLOSED):
             return
-        self._is_closed = True
-        if self._pending is not None and self.rank == 0:
-            # Subscribers hear of it, at this rank or at the hub, before this rank is gone.
-            self._subscriber_progress.cancel(self.version, "the publisher was closed before the decision")
-            wait([self._pending.decision], self._stall_s)
+        # Subscribers hear of it, at this rank or at the hub, before this rank is gone.
+        self._progress.cancel("the publisher was closed before the decision")
+        if before is PublisherState.DECIDING and self.rank == 0 and self._two_phase is not None:
+            wait([self._two_phase.decision], self._stall_s)
         # The memory first: its owner may free it once this returns, and no peer may read it then.
         self._registered.close()
         self.member.leave(0.0)
@@ -676,9 +615,8 @@ def publisher(
         member, stall_s = joined(stack, connection)
         stack.callback(registered.close)
         registered.register(member)
-        this_rank = Publisher(
-            name, member, registered, mode=mode, rank=trainer_rank, world_size=world_size, stall_s=stall_s
-        )
+        membership = Membership(member, name, stall_s)
+        this_rank = Publisher.open(membership, registered, mode=mode, rank=trainer_rank, world_size=world_size)
         # From here on `close` ends the registrations and leaves.
         stack.pop_all()
     return this_rank

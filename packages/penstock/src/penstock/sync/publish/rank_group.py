@@ -20,18 +20,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.errors import ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
+from penstock.errors import Cancelled, ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
 from penstock.hub.messages import FleetDecision, SyncMember
 from penstock.sync.membership import Membership, Whereabouts
 from penstock.sync.messages import Decision, RankProgress
 from penstock.sync.together import Ballot, Standing, Stragglers, Verdict
-
-# With jitter below: hundreds of ranks start together, and would ask the hub in step.
-_LOOK_S = 0.2
-# The fleet waits for the record: shorter than a look at the members.
-_RECORD_S = 0.05
-ASK_S = 1.0
-"""How long one request for rank 0's decision waits there, before it is repeated."""
+from penstock.timing import Timing
 
 
 def claim(membership: Membership) -> str:
@@ -41,7 +35,11 @@ def claim(membership: Membership) -> str:
 
     Raises:
         ConfigError: another group publishes the name, and lives. HubUnavailable: the hub does not answer.
+        SourceStalled: the hub lists a silent group for longer than it should.
     """
+    # The hub forgets a silent member after its TTL. The stall deadline covers a hub that is slow or was restarted.
+    within_s = membership.member.welcome.ttl_s + membership.stall_s
+    deadline = time.monotonic() + within_s
     # When each rival had last reported to the hub, as this rank first saw it.
     first_seen: dict[str, float] = {}
     while True:
@@ -53,7 +51,18 @@ def claim(membership: Membership) -> str:
                 raise taken(membership.name, other)
         if not others:
             return membership.member.id
-        time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
+        if time.monotonic() > deadline:
+            raise SourceStalled(
+                f"{membership.name!r} is held by {others[0].called}, which has been silent for {within_s:g} s",
+                uri=f"penstock:{others[0].member}",
+                hint="end that process, or publish under another name",
+            )
+        _pause(membership)
+
+
+def _pause(membership: Membership) -> None:
+    # Spread: hundreds of ranks start together, and would ask the hub in step.
+    time.sleep(membership.timing.group_pause_s * random.uniform(0.75, 1.25))
 
 
 def check_alone(membership: Membership) -> None:
@@ -69,12 +78,13 @@ def taken(name: str, other: SyncMember) -> ConfigError:
     return ConfigError(message, hint="close that publisher, or publish under another name")
 
 
-def join(membership: Membership, rank: int, world_size: int, now: str, stall_s: float) -> str:
+def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
     """As another rank, return the run to belong to: `now` while its rank 0 lives, else the newest without this rank.
 
     Raises:
-        ConfigError: every run has this rank already. SourceStalled: no rank 0 came for `stall_s`.
+        ConfigError: every run has this rank already. SourceStalled: no rank 0 came within the stall deadline.
     """
+    stall_s = membership.stall_s
     deadline = time.monotonic() + stall_s
     while True:
         members = membership.look()
@@ -101,24 +111,25 @@ def join(membership: Membership, rank: int, world_size: int, now: str, stall_s: 
             raise SourceStalled(
                 f"no rank 0 of {world_size} ranks published {membership.name!r} in {stall_s:g} s", hint=hint
             )
-        time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
+        _pause(membership)
 
 
-def begins_after(membership: Membership, run: str, rank: int, stall_s: float) -> int:
+def begins_after(membership: Membership, run: str, rank: int) -> int:
     """As another rank, return the version above which rank 0 says that this rank begins; see `FirstVersions`.
 
     Raises:
-        PeerLost: rank 0 is gone. SourceStalled: it did not own the name within `stall_s`.
+        PeerLost: rank 0 is gone. SourceStalled: it did not own the name within the stall deadline.
     """
+    stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     deadline = time.monotonic() + stall_s
     while True:
         try:
-            return membership.ask(run, lambda sync_client: sync_client.begins_after(rank, ASK_S))
+            return membership.ask(run, lambda sync_client: sync_client.begins_after(rank, wait_s))
         except NotFound as error:
             if time.monotonic() > deadline:
                 message = f"rank 0 of {membership.name!r} did not begin to publish within {stall_s:g} s"
                 raise SourceStalled(message, uri=f"penstock:{run}") from error
-            time.sleep(_LOOK_S * random.uniform(0.75, 1.25))
+            _pause(membership)
 
 
 class FirstVersions:
@@ -158,16 +169,19 @@ class FirstVersions:
             return self._latest if is_first else max(self._latest, self._newest())
 
 
-def decided(membership: Membership, run: str, version: int, stall_s: float) -> Decision:
+def decided(membership: Membership, run: str, version: int) -> Decision:
     """As another rank, return rank 0's decision about a version.
 
     Raises:
-        PeerLost: rank 0 is gone. SourceStalled: it did not begin the version for `stall_s`.
+        PeerLost: rank 0 is gone. SourceStalled: it did not begin the version within the stall deadline.
     """
+    stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     since = time.monotonic()
     while True:
         try:
-            decision = membership.ask(run, lambda sync_client: sync_client.decision(version, ASK_S), channel="decision")
+            decision = membership.ask(
+                run, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
+            )
         except PeerLost as error:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if decision.is_over:
@@ -200,7 +214,7 @@ def recorded(membership: Membership, decision: FleetDecision, within_s: float) -
                 raise
         if time.monotonic() > deadline:
             raise HubUnavailable(f"the hub did not record a decision within {within_s:g} s")
-        time.sleep(_RECORD_S)
+        time.sleep(membership.timing.record_pause_s)
 
 
 def _holder(membership: Membership, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:
@@ -224,8 +238,6 @@ def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[Sync
     return [zero for zero in others if not membership.is_gone(zero)]
 
 
-PROBE_S = 1.0
-"""How often silent subscribers are checked, so that a dead process does not delay the trainer until the deadline."""
 _KEPT = 8
 """Versions whose decision other ranks may still request."""
 
@@ -281,11 +293,15 @@ class _Showing:
 class SubscriberProgress:
     """The progress of all subscribers, kept by a publisher's rank 0. Used by any number of threads.
 
+    Args:
+        timing: the waiting times.
+
     Attributes:
         absent: subscribers that were late and have not begun another update since; a publish does not wait for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timing: Timing | None = None) -> None:
+        self._probe_s = (Timing() if timing is None else timing).probe_interval_s
         self._changed = threading.Condition()
         self._shown: OrderedDict[int, _Showing] = OrderedDict()
         self._check: tuple[int, bytes] = (-1, b"")
@@ -363,13 +379,12 @@ class SubscriberProgress:
         why = "it cannot keep a version staged: its mode is direct, or its release is older"
         self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
 
-    def cancel(self, version: int, why: str) -> None:
-        """Withdraw a version that is not decided yet."""
+    def cancel(self, why: str) -> None:
+        """End the wait for the versions that are not decided yet; one that is published together is withdrawn."""
         with self._changed:
-            showing = self._shown.get(version)
-            if showing is not None:
-                showing.cancelled = why
-                self._changed.notify_all()
+            for showing in self._shown.values():
+                showing.cancelled = showing.cancelled or why
+            self._changed.notify_all()
 
     def wait_together(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
         """Return the verdict on a version that is published together, at its deadline at the latest."""
@@ -385,9 +400,9 @@ class SubscriberProgress:
                 if verdict is not None:
                     self.absent.update(verdict.late)
                     return verdict
-                self._changed.wait(min(PROBE_S, showing.due - now))
+                self._changed.wait(min(self._probe_s, showing.due - now))
                 now = time.monotonic()
-                silent = [name for name, listener in showing.waited.items() if now - listener.seen > PROBE_S]
+                silent = [name for name, listener in showing.waited.items() if now - listener.seen > self._probe_s]
             # Without the lock, as in `wait`.
             for member in silent:
                 place = whereabouts(member)
@@ -439,11 +454,17 @@ class SubscriberProgress:
             return decision if decision is not None and decision.outcome == "withdrawn" else None
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
-        """Return once every expected subscriber is done, is gone, or made no progress for `stall_s`."""
+        """Return once every expected subscriber is done, is gone, or made no progress for `stall_s`.
+
+        Raises:
+            Cancelled: `cancel` was called.
+        """
         with self._changed:
             showing = self._shown[version]
         while True:
             with self._changed:
+                if showing.cancelled:
+                    raise Cancelled(showing.cancelled)
                 now = time.monotonic()
                 for member, listener in list(showing.waited.items()):
                     if now - listener.seen > stall_s:
@@ -454,10 +475,10 @@ class SubscriberProgress:
                     showing.is_over = True
                     self._changed.notify_all()
                     return showing.decision()
-                self._changed.wait(min(PROBE_S, stall_s))
+                self._changed.wait(min(self._probe_s, stall_s))
                 now = time.monotonic()
-                # Only silent members are probed: a probe opens a connection and can take `ALIVE_S`.
-                silent = [name for name, listener in showing.waited.items() if now - listener.seen > PROBE_S]
+                # Only silent members are probed: a probe opens a connection and can take `Timing.alive_s`.
+                silent = [name for name, listener in showing.waited.items() if now - listener.seen > self._probe_s]
             # Without the lock, because reports arrive meanwhile; so the member may be done by the time it is removed.
             for member in silent:
                 if is_gone(member):

@@ -20,6 +20,7 @@ from penstock.logs import log_named
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout
 from penstock.sync.local_version import LocalVersion
+from penstock.sync.membership import Membership
 from penstock.sync.placed import Placed, is_at
 from penstock.sync.publish.offer import Offer, VersionSnapshot
 from penstock.sync.publish.transformed import Transforms
@@ -147,12 +148,10 @@ class Registered(Closeable):
         assert self._registration is not None, "`follow` comes first"
         return self._registration
 
-    def connect(self, name: str, *, rank: int, stall_s: float) -> None:
+    def connect(self, sync: Membership, *, rank: int) -> None:
         """Join the exchange of the ranks, where there is one. Order: before the first version."""
         world_size = self._options.world_size
-        self._connect = lambda offer: offer.connect(
-            self._member, name, rank=rank, world_size=world_size, stall_s=stall_s
-        )
+        self._connect = lambda offer: offer.connect(sync, rank=rank, world_size=world_size)
         self._connect(self.offer)
 
     def follow(self, before_end: Callable[[], None]) -> bool:

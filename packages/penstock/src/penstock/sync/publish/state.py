@@ -1,0 +1,49 @@
+"""The states of a publisher, and the changes between them.
+
+opening -> idle -> showing -> waiting  -> idle, withdrawn        live: training waits for the receivers
+                           -> serving  -> showing ...            snapshot
+                           -> deciding -> serving, withdrawn     snapshot that the fleet commits together
+closed follows each of them, and nothing follows it
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+
+
+class PublisherState(enum.Enum):
+    """What a publisher does, and what can be read at this rank."""
+
+    OPENING = "opening"
+    """It claims the name, or joins the run of rank 0."""
+    IDLE = "idle"
+    """No version can be read here."""
+    SHOWING = "showing"
+    """A version is copied, or announced."""
+    WAITING = "waiting"
+    """Receivers read the live parameters, and `publish` waits for them."""
+    DECIDING = "deciding"
+    """Receivers read a copy, and its version is not decided yet."""
+    SERVING = "serving"
+    """Receivers read a copy of the newest version."""
+    WITHDRAWN = "withdrawn"
+    """The newest version was withdrawn. The version before is announced, and cannot be read here."""
+    CLOSED = "closed"
+    """This rank has left."""
+
+
+_S = PublisherState
+
+NEXT: Mapping[PublisherState, frozenset[PublisherState]] = {
+    _S.OPENING: frozenset({_S.IDLE, _S.CLOSED}),
+    _S.IDLE: frozenset({_S.SHOWING, _S.CLOSED}),
+    _S.SHOWING: frozenset({_S.WAITING, _S.DECIDING, _S.SERVING, _S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
+    _S.WAITING: frozenset({_S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
+    _S.DECIDING: frozenset({_S.SERVING, _S.WITHDRAWN, _S.CLOSED}),
+    # To `idle` if the parameters were moved: the copy is made again.
+    _S.SERVING: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
+    _S.WITHDRAWN: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
+    _S.CLOSED: frozenset(),
+}
+"""The states that may follow each state."""

@@ -1,0 +1,241 @@
+"""Three ways to publish a version, with one interface: `show`, `wait`, `withdraw`.
+
+In: one rank and the version's number. Out: the version at the receivers, and its outcome.
+Not here: which way is chosen, and the states of the publisher (`publisher`); the rules of a version that the fleet
+commits together (`sync.together`).
+
+    Live:      receivers read the parameters; `wait` returns when they are done or late
+    Snapshot:  receivers read a copy; nobody waits for them
+    TwoPhase:  one of the above; `wait` returns when the fleet has committed or withdrawn the version
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from penstock.errors import HubUnavailable, PenstockError, StaleDescriptor
+from penstock.hub.messages import FleetDecision
+from penstock.sync.membership import Membership
+from penstock.sync.messages import Decision
+from penstock.sync.publish import rank_group
+from penstock.sync.publish.announcements import Announcements
+from penstock.sync.publish.rank_group import SubscriberProgress, Together
+from penstock.sync.publish.registered import Registered
+from penstock.sync.together import Verdict
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TrainerRank:
+    """The parts of one rank that every way to publish uses."""
+
+    rank: int
+    membership: Membership
+    registered: Registered
+    announcements: Announcements
+    progress: SubscriberProgress
+    """The progress of the subscribers, which rank 0 collects."""
+
+    @property
+    def stall_s(self) -> float:
+        """Return the deadline for progress."""
+        return self.membership.stall_s
+
+    def subscribers(self) -> list[str]:
+        """Return the subscribers whose reports count. Order: before the version is announced."""
+        # A receiver's first report must find a version that expects it.
+        members = self.membership.look(max_age_s=self.membership.timing.group_list_s)
+        return [other.member for other in members if other.state.side == "subscriber"]
+
+    def decided(self, version: int) -> Decision:
+        """As another rank, return rank 0's decision."""
+        decision = rank_group.decided(self.membership, self.announcements.run, version)
+        if decision.fleet is not None:
+            self.announcements.decided(decision.fleet)
+        return decision
+
+    def end_reads(self) -> None:
+        """End the reads of the version from this rank, and tell the fleet."""
+        # A publisher that was closed meanwhile has ended the registrations, and the reads with them.
+        with contextlib.suppress(StaleDescriptor):
+            self.registered.local_version.fence()
+        self.announcements.end()
+
+
+Show = Callable[[TrainerRank, int, Mapping[str, str]], float]
+"""Lets receivers read a version with its texts, and returns the seconds of the copy."""
+
+
+class Strategy(Protocol):
+    """One way to publish a version. Its methods are called in this order, once for each version."""
+
+    def show(self, version: int, metadata: Mapping[str, str]) -> float:
+        """Let receivers read a version, and return the seconds of its copy."""
+        ...
+
+    def wait(self, version: int) -> Decision:
+        """Return the outcome of the version once it is known."""
+        ...
+
+    def withdraw(self) -> None:
+        """End the reads of the version from this rank."""
+        ...
+
+
+class Live:
+    """Receivers read the parameters themselves, and the trainer waits for them."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+
+    def show(self, version: int, metadata: Mapping[str, str]) -> float:
+        """See `Strategy`."""
+        if self._rank.rank == 0:
+            self._rank.progress.begin(version, self._rank.subscribers())
+        return show_parameters(self._rank, version, metadata)
+
+    def wait(self, version: int) -> Decision:
+        """Return once every subscriber that was known at the start is done, late or gone."""
+        rank = self._rank
+        if rank.rank != 0:
+            return rank.decided(version)
+        is_gone = partial(rank.membership.has_left, max_age_s=rank.membership.timing.group_list_s)
+        return rank.progress.wait(version, stall_s=rank.stall_s, is_gone=is_gone)
+
+    def withdraw(self) -> None:
+        """See `Strategy`."""
+        self._rank.end_reads()
+
+
+class Snapshot:
+    """Receivers read a copy, and training goes on."""
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+
+    def show(self, version: int, metadata: Mapping[str, str]) -> float:
+        """See `Strategy`."""
+        return show_copy(self._rank, version, metadata)
+
+    def wait(self, version: int) -> Decision:
+        """Return at once: the copy is read later, so there is nothing to decide about."""
+        return Decision(is_over=True)
+
+    def withdraw(self) -> None:
+        """See `Strategy`."""
+        self._rank.end_reads()
+
+
+class TwoPhase:
+    """All subscribers prepare a version, and rank 0 decides whether it goes live at all of them.
+
+    Args:
+        rank: this rank.
+        show: how receivers read the version: `show_parameters` or `show_copy`.
+        terms: the terms of the decision.
+    """
+
+    def __init__(self, rank: TrainerRank, show: Show, terms: Together) -> None:
+        self._rank = rank
+        self._show = show
+        self._terms = terms
+
+    def show(self, version: int, metadata: Mapping[str, str]) -> float:
+        """See `Strategy`. A version that fails is withdrawn, so that no subscriber waits for it."""
+        if self._rank.rank == 0:
+            self._rank.progress.begin_together(version, self._rank.subscribers(), self._terms)
+        with self._withdrawn_on_error(version):
+            return self._show(self._rank, version, metadata)
+
+    def wait(self, version: int) -> Decision:
+        """Return the decision on the version, which the hub has recorded.
+
+        Raises:
+            HubUnavailable: it is not known whether the hub recorded the commit.
+            PeerLost, SourceStalled: another rank lost rank 0.
+        """
+        rank = self._rank
+        if rank.rank != 0:
+            return rank.decided(version)
+        whereabouts = partial(rank.membership.whereabouts, max_age_s=rank.membership.timing.group_list_s)
+        with self._withdrawn_on_error(version):
+            verdict = rank.progress.wait_together(version, whereabouts=whereabouts)
+        return self._settle(version, verdict, self._recorded(version, verdict))
+
+    def withdraw(self) -> None:
+        """See `Strategy`."""
+        self._rank.end_reads()
+
+    def _recorded(self, version: int, verdict: Verdict) -> FleetDecision:
+        """Return the decision that stands at the hub."""
+        rank = self._rank
+        proposal = verdict.decision(rank.announcements.run, version)
+        try:
+            # A withdrawal needs no record: without a recorded commit no subscriber goes live. It is recorded for
+            # operators, and for subscribers that cannot reach this rank.
+            return rank_group.recorded(rank.membership, proposal, rank.stall_s if verdict.is_commit else 0.0)
+        except PenstockError as error:
+            if not verdict.is_commit:
+                return proposal
+            name = rank.membership.name
+            message = f"it is not known whether version {version} of {name!r} is committed: {error.message}"
+            hint = "subscribers keep the version before, or learn from the hub that it is; publish the next version"
+            raise HubUnavailable(message, hint=hint) from error
+
+    def _settle(self, version: int, verdict: Verdict, standing: FleetDecision) -> Decision:
+        decision = self._rank.progress.settle(version, verdict, standing)
+        self._rank.announcements.decided(standing)
+        return decision
+
+    @contextlib.contextmanager
+    def _withdrawn_on_error(self, version: int) -> Iterator[None]:
+        """As rank 0, withdraw the version if the block fails."""
+        try:
+            yield
+        except BaseException as error:
+            if self._rank.rank == 0:
+                verdict = Verdict(is_commit=False, why=f"rank 0 failed: {str(error) or type(error).__name__}")
+                # The number is used up: a subscriber may have heard that it is withdrawn.
+                self._rank.announcements.version = version
+                self._settle(version, verdict, verdict.decision(self._rank.announcements.run, version))
+            raise
+
+
+def show_parameters(rank: TrainerRank, version: int, metadata: Mapping[str, str]) -> float:
+    """Let receivers read the parameters, and the tagged rows once they are filled."""
+    local_version, offer = rank.registered.local_version, rank.registered.offer
+    local_version.begin(version, metadata)
+    local_version.ready(offer.plain_rows)
+    # A map made while the device still fills the rows calls them not ready, and receivers then request digests before
+    # every read.
+    local_version.settle(rank.stall_s)
+    rank.announcements.begin(version)
+    # After the announcement, so that the plain rows are read while the tagged ones are quantised. Of these a reader
+    # waits for no more than its own: the device has written them when `fill` says so.
+    ready = partial(local_version.ready, is_written=True)
+    offer.fill(version, rank.announcements.run, ready, stall_s=rank.stall_s)
+    return 0.0
+
+
+def show_copy(rank: TrainerRank, version: int, metadata: Mapping[str, str]) -> float:
+    """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
+    registered, offer, run = rank.registered, rank.registered.offer, rank.announcements.run
+    assert registered.snapshot is not None
+    # Host copies have the tagged rows too, so these must be complete before the copy. Otherwise they are served from
+    # the device, and receivers may read the plain rows meanwhile.
+    if offer.is_copied:
+        offer.fill(version, run, lambda rows: None, stall_s=rank.stall_s)
+    copy_s = registered.snapshot.snapshot(
+        version,
+        rows=None if offer.is_copied else offer.plain_rows,
+        metadata=metadata,
+        announce=partial(rank.announcements.begin, version),
+        stall_s=rank.stall_s,
+    )
+    if not offer.is_copied:
+        ready = partial(registered.local_version.ready, is_written=True)
+        offer.fill(version, run, ready, stall_s=rank.stall_s)
+    return copy_s
