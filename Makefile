@@ -40,6 +40,8 @@ endif
 INSTALL := $(PYTHON) scripts/install.py $(VENV)
 
 ARGS   ?=
+# Where `make wheel` writes.
+DIST   ?= dist
 # --required: fail where the vulnerability service is not reachable.
 AUDIT  ?=
 TESTS  ?= tests
@@ -120,9 +122,13 @@ docs: $(READY)  ## the documentation site, into .cache/site, strictly
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 	@echo "documentation: $$(find .cache/site -name '*.html' | wc -l) pages in .cache/site"
 
+# One build environment for all: pip's isolation would make one for each package.
 wheel:  ## wheels of all packages, into dist (needs pip alone)
-	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist $(PACKAGES:%=./packages/%)
-	@ls dist/*.whl
+	@build=$$(mktemp -d); trap 'rm -rf $$build' EXIT; export PIP_DISABLE_PIP_VERSION_CHECK=1; \
+	$(PYTHON) -m pip install --quiet --target $$build 'hatchling>=1.24'; \
+	PYTHONPATH=$$build $(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) \
+		$(PACKAGES:%=./packages/%)
+	@ls $(DIST)/*.whl
 
 helm-chart: $(READY)  ## the Helm chart, from the manifests, into dist/penstock-chart
 	@$(PY) scripts/helm_chart.py dist/penstock-chart

@@ -45,6 +45,9 @@ def main() -> int:
     venv, *arguments = sys.argv[1:]
     python = Path(venv) / "bin" / "python"
     pip = [str(python), "-m", "pip"]
+    if not any(Path(venv).glob("lib/python3*/site-packages/pip")):
+        # An environment without pip: that of this interpreter works on it.
+        pip = [sys.executable, "-m", "pip", "--python", str(python)]
     uv = Path(venv) / "bin" / "uv"
     own = Path(sys.executable).with_name("uv")
     if own.exists():
