@@ -2,6 +2,10 @@
 
 dcp.load(state, storage_reader=CheckpointReader("s3://bucket/model"))
 dcp.save(state, storage_writer=CheckpointWriter("checkpoints/step-1000"))
+
+`reader` reads a `checkpoint` of safetensors or of DCP's own format (`distcp`) by `parts`; `local_files` copies
+those of local files. `pickled` decodes pickles as data. `writer` writes whole tensors (`stored`), with `staging`
+for asynchronous saves.
 """
 
 from penstock.entry_points import require_package

@@ -4,6 +4,13 @@ In: a URI. Out: a `Source` that fills the caller's buffers, a list of URIs, or t
 Not here: what a source is (`source`), what the bytes mean (`safetensors`, `weight_set`), where they go (`engine`).
 
     uri --open_source--> Source --readv(offset, buffers)--> the caller's memory
+
+Files: `local`, `files`, `mapped`, `io_uring`, `network_files`. Objects: `object_stores`, `objects`, `aws_config`,
+`http`. Model hubs: `repository`, `hugging_face`, `model_scope`; `hub_cache` and `fill` write huggingface_hub's own
+cache. `cache` and `cache_directory` keep ranges on a local disk. Headers: `headers` chooses between `safetensors`
+and `gguf` by content, and `pickled` weights are refused. `locate`, `alternatives`, `weight_set`, `manifest`: which
+files are a weight set. `beside`, `foreign_json`: small files. Writing: `output`, `file_names`, `place`, `write`,
+`read_back`. Also `download` of whole files, and `file_digest`, the SHA-256 of a file that is read in any order.
 """
 
 from __future__ import annotations
