@@ -1,10 +1,11 @@
 """slime: its trainer ranks publish their shards of Megatron parameters, and its SGLang engines receive them.
 
 In: slime calls `install` in each trainer rank, then the updater as its own. Out: SGLang engines have the version.
-Not here: the engines' side (`sglang`), names and cuts of Megatron's parameters (`megatron`), publishing (`sender`).
+Not here: the engines' side (`penstock_sglang`), names and cuts of Megatron's parameters (`penstock_rl.megatron`),
+publishing (`penstock.spi.sender`).
 
-    --custom-megatron-init-path penstock_rl.slime.install
-    --custom-update-weight-post-write-path penstock_rl.slime.write_manifest     # if it sends by disk
+    --custom-megatron-init-path examples.rl.slime_updater.install
+    --custom-update-weight-post-write-path examples.rl.slime_updater.write_manifest     # if it sends by disk
 
 slime's own updater gathers each tensor on one rank of each pipeline stage, converts it, and broadcasts it. This one
 publishes each rank's parameters in place, as boxes of the tensors of Hugging Face. SGLang is started with

@@ -14,7 +14,7 @@ from penstock_vllm.servers import FleetClient
 
 
 class Engine:
-    """The routes of `vllm_sync` around a subscriber: receive into a staging tensor, install it."""
+    """The routes of `weight_transfer` around a subscriber: receive into a staging tensor, install it."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

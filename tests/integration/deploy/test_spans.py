@@ -76,7 +76,7 @@ def test_a_load_is_a_child_of_the_callers_span_and_has_its_numbers(llama: Path, 
     assert attributes["penstock.revision"] == report.revision
     assert attributes["penstock.device"] == "cpu"
     assert str(attributes["penstock.uri"]).endswith("llama")
-    assert {name: attributes[f"penstock.telemetry.phase.{name}_s"] for name in report.phases} == dict(report.phases)
+    assert {name: attributes[f"penstock.phase.{name}_s"] for name in report.phases} == dict(report.phases)
 
 
 def test_an_error_is_recorded_without_the_secrets_of_its_uri(tmp_path: Path, spans) -> None:

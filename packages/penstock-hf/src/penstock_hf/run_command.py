@@ -1,7 +1,7 @@
 """`penstock run`: start a program in whose Python processes safetensors reads through Penstock.
 
 In: a command. Out: nothing: this process becomes the program, so its exit code and signals are the program's.
-Not here: what is replaced (`compat.safetensors`), how a process begins it (`compat.startup`).
+Not here: what is replaced (`safetensors`), how a process begins it (`startup`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 In: `install()`, once, in any process; or `with installed():`. Out: `safetensors.safe_open` and all that is built on it
 (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file`) read remote files and files on network
 file systems through Penstock, and everything else through the original.
-Not here: the reader itself (`loader.safe_open`), starting a program this way (`cli.run`, which needs no change to it).
+Not here: the reader itself (`loader.safe_open`), starting a program unchanged (`run_command`).
 
 Only `safe_open` is replaced. The functions of safetensors call it by its name in their module, so they stay the
 originals: their signatures, their errors and their identity are safetensors' own. Saving is not touched.

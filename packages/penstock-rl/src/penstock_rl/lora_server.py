@@ -2,7 +2,7 @@
 
 In: versions of an adapter (`adapter`), an engine. Out: the engine serves each version under a name of its own, and its
 tokens are of that version alone.
-Not here: receiving and the files of a version (`adapter`), whole weights (`vllm_sync`).
+Not here: receiving and the files of a version (`adapter`), whole weights (`penstock_vllm.weight_transfer`).
 
     version 7 -> a directory that never changes -> engine loads `policy@7` -> requests for `policy@7`, `policy`
     version 8 -> another directory              -> `policy@8`; requests that run on `policy@7` end on it

@@ -1,7 +1,7 @@
 """TRL's asynchronous GRPO: the weights of its trainer reach a vLLM server as published shards.
 
 In: a trainer of TRL, the URL of its vLLM server. Out: a `WeightTransferProtocol`, for `AsyncGRPOTrainer`.
-Not here: the calls of one version (`vllm_trainer`), the engine's side (`vllm_sync`).
+Not here: the calls of one version (`penstock_vllm.trainer`), the engine's side (`penstock_vllm.weight_transfer`).
 
     TRL, by itself:  pause -> gather every tensor on every rank, broadcast by rank 0 -> resume
     attached:        each rank publishes its shards, the server receives -> pause -> install -> resume
@@ -13,7 +13,7 @@ without sharding needs no `attach`.
 A server that is killed and started again has the weights of its files. An attached transfer gives it the newest
 version: when the next one is sent, or while the trainer waits for samples (`restore`).
 
-Written for TRL 1.16 and the releases of vLLM that `vllm_trainer` names.
+Written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
 """
 
 from __future__ import annotations

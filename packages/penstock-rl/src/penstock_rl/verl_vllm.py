@@ -1,7 +1,7 @@
 """verl's server adapter for vLLM, whose workers receive the trainer's versions by themselves.
 
 In: the rollout worker's checkpoint engine says which version (`verl`). Out: vLLM's workers have received their parts,
-verified them and installed them (`vllm_sync`); requests see one version or the other.
+verified them and installed them (`weight_transfer`); requests see one version or the other.
 Not here: full tensors, which go verl's own way.
 
     init_weight_transfer_engine   once: each worker of vLLM subscribes

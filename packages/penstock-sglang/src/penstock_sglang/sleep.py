@@ -2,7 +2,7 @@
 
 In: SGLang's plugin calls `register`, and loads a model; a scheduler releases memory, and resumes it. Out: the model's
 weights: those that SGLang kept itself, those that were sent meanwhile, or those of its path.
-Not here: reading (`sglang`); receiving versions of a trainer.
+Not here: reading (`plugin`); receiving versions of a trainer.
 
     load_model                  meanwhile, the kernels are made ready that digest the weights on the device
     release_memory_occupation   digests of all weights

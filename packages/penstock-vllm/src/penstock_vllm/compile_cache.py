@@ -1,7 +1,7 @@
 """Compiled code of vLLM, restored before its workers start and saved after their warm-up.
 
 In: vLLM's executor class; the option `"artifacts"`. Out: an executor whose workers find vLLM's compile cache filled.
-Not here: bundles and keys (`penstock_compile_cache`); when this is applied (`vllm.register`).
+Not here: bundles and keys (`penstock_compile_cache`); when this is applied (`plugin.register`).
 
 The executor is made in the process of the engine's core, before the workers: they inherit its environment. Workers of
 other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.

@@ -2,7 +2,7 @@
 
 In: classes and modules of vLLM. Out: the same, with functions wrapped, for one load format or weight-transfer backend:
 others are left alone. vLLM need not be installed to import this.
-Not here: when they are applied (`vllm.register`).
+Not here: when they are applied (`plugin.register`).
 
 Each function may be called again: it changes a class once. A class that lacks a method is left as it was, with an
 AttributeError (`patch_once`). Engines that do not use Penstock get their own calls with their own arguments. Written

@@ -2,7 +2,7 @@
 
 In: one client of vLLM for each server. Out: the same four calls; `VersionRefused` for a version that no server
 installs.
-Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`vllm_trainer`).
+Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`trainer`).
 
     start_weight_update     a server that was restarted subscribes again; one that does not answer has failed
     update_weights          every other server receives: prepared, or failed with a reason

@@ -2,8 +2,8 @@
 
 In: classes of vLLM; `sleep` and `wake_up` of its engine and workers, level 1 (weights offloaded to the host) or 2
 (weights discarded). Out: the same classes, whose wake fails, and can be called again, unless the weights are there.
-Not here: bringing a version back (`Subscriber.restore`), installing it (`vllm_staging`); other changes of vLLM's
-classes (`vllm_patches`).
+Not here: bringing a version back (`Subscriber.restore`), installing it (`staging`); other changes of vLLM's
+classes (`patches`).
 
     load       meanwhile, the kernels are made ready that digest the weights on the device
     sleep      level 1: digests of the weights; the staging model is freed, the version that vLLM reports is `none`

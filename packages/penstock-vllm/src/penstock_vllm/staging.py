@@ -1,7 +1,7 @@
 """The staging model of a vLLM model: its weights in the format that its own loader fills, to be received and installed.
 
 In: a loaded vLLM model. Out: a module that a sync fills and records like any other; `install`.
-Not here: receiving (`penstock.sync`), when to install (`vllm_sync`).
+Not here: receiving (`penstock.sync`), when to install (`weight_transfer`).
 
 vLLM repacks, quantises and drops parameters after loading: a loader cannot fill the serving tensors. vLLM remembers the
 shapes that each layer had before; the staging model has tensors of these. Installing is vLLM's layerwise reload, one

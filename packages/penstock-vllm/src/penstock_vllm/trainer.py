@@ -1,7 +1,7 @@
 """The trainer's side of vLLM's weight transfer: a `TrainerWeightTransferEngine` named `penstock`.
 
 In: the weights of a trainer's ranks, a client of a vLLM server. Out: vLLM serves each version that is sent.
-Not here: the engine's side (`vllm_sync`), the transfer (`penstock.sync`).
+Not here: the engine's side (`weight_transfer`), the transfer (`penstock.sync`).
 
     trainer_init   every rank publishes; rank 0 makes the engine subscribe
     stage          publish || start_weight_update, update_weights: the engine receives while it may serve

@@ -1,13 +1,13 @@
 """vLLM's `--weight-transfer-config '{"backend": "penstock"}'`: new versions of the weights from a trainer's ranks.
 
 In: vLLM's worker calls it, by its HTTP routes or `collective_rpc`; a publisher publishes. Out: the model has a version.
-Not here: the transfer (`penstock.sync`), installing (`vllm_staging`), prefix caches (`vllm_patches`).
+Not here: the transfer (`penstock.sync`), installing (`staging`), prefix caches (`patches`).
 
     /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a staging model
     /start_weight_update
     /update_weights {version}                  receives and verifies it in the staging model; the model is not touched
     /pause, /finish_weight_update, /resume     installs it: all workers have it, or the route failed before
-    /sleep, /wake_up                           frees the staging model; brings a version back (`vllm_sleep`)
+    /sleep, /wake_up                           frees the staging model; brings a version back (`sleep`)
 
 Every step ends alike on all workers of an engine: each says whether it failed (`_agreed`), and one failure is raised by
 all. Otherwise some workers would serve another version than the rest.

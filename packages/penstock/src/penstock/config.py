@@ -1,7 +1,7 @@
 """Every environment variable Penstock reads, and the defaults behind them; nothing else reads `os.environ`.
 
 In: the process environment. Out: a frozen `Settings`; a caller's arguments win over both. Also `ConnectionSettings`,
-the argument of every verb that uses a hub (`hub.client.resolve_connection` adds the environment).
+the argument of every verb that uses a hub (`hub.client` adds the environment).
 Not here: credentials of object stores, which obstore reads by the ecosystem's names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
 """
 

@@ -175,7 +175,7 @@ def directory(uri: str) -> str:
     """
     block = _block()
     if block is None:
-        raise ConfigError("directory() belongs into a block of accelerated()", uri=uri)
+        raise ConfigError("directory() belongs into a block of patched_libraries()", uri=uri)
     return block.files.directory(uri)
 
 
@@ -333,7 +333,7 @@ def _replacements() -> dict[Any, Any]:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise MissingExtra("accelerated() needs huggingface_hub", hint=install_hint("hf")) from error
+        raise MissingExtra("patched_libraries() needs huggingface_hub", hint=install_hint("hf")) from error
     replaced = {}
     for name, method in _DOWNLOADS.items():
         stock = getattr(huggingface_hub, name)

@@ -2,7 +2,7 @@
 
 In: this directory on PYTHONPATH. Out: a hook that waits for `import safetensors`; then the `sitecustomize` that the
 program would have without this one.
-Not here: the replacement (`compat.safetensors`), starting the program (`cli.run`).
+Not here: the replacement (`penstock_hf.safetensors`), starting the program (`run_command`).
 
 A process that never imports safetensors pays for nothing but this file, which imports only what Python has loaded by
 then. Python skips it under `-S`, `-I` and `-E`.

@@ -1,7 +1,7 @@
 """The API for engines: `attach` to weights that a keeper of this host holds, without a copy.
 
 In: a model's name. Out: tensors over the keeper's memory, and perhaps a module whose parameters they are.
-Not here: keeping (`keeper`), mapping one region (`transport.mapped_region`), renewing the lease (`lease`).
+Not here: keeping (`weight_cache`), mapping one region (`transport.mapped_region`), renewing the lease (`lease`).
 
     hub: keepers on this host --> keeper's server: lease, map, table, digests --> map --> compare --> tensors
 

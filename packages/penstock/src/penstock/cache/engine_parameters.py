@@ -2,8 +2,7 @@
 
 In: a module whose parameters are finished, and a name for them; perhaps a layout, for engines of another size. Out: the
 same module over the keeper's memory.
-Not here: keeping (`keeper`), attaching (`attach`), the names by which engines look for them (`integrations`), what a
-layout says and its use (`sync.finished`).
+Not here: keeping (`weight_cache`), attaching (`attached`), the names by which engines look for them (adapters).
 
     engine: offer --HandOver--> keeper: fetch from the engine, verify, keep
     engine: attach, bind its module to the kept memory, leave: its own memory is free

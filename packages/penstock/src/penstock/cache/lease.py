@@ -1,7 +1,7 @@
 """Renew the lease of a keeper's memory in a thread until it is released, and report the keeper's state meanwhile.
 
 In: a `PeerClient` with a lease. Out: the state of the lease.
-Not here: mapping it (`attach`), the keeper's side (`peer.server`).
+Not here: mapping it (`attached`), the keeper's side (`peer.server`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model of a keeper: its weights while they are on the device, and its moves between memory tiers.
 
 In: rooms of memory tiers. Out: weights that are served while the bytes are where engines can use them.
-Not here: the choice of a model's tier (`memory.tiers`), the API of the keeper (`keeper`).
+Not here: the choice of a model's tier (`memory.tiers`), the API of the keeper (`weight_cache`).
 
     vacate: no lease? grant no new ones --> close: descriptors stale --> moved down: move_out
     lease requested --> server: recall --> moved up: move_in, register, show --> lease

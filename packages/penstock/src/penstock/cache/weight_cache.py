@@ -2,7 +2,7 @@
 
 In: weight sets by URI, on one device, within a limit. Out: complete weights that engines attach to; idle models make
 room for others, and come back on request.
-Not here: the API for engines (`attach`), fetching (`fetch.join`), one model (`resident_model`), moves between tiers
+Not here: the API for engines (`attached`), fetching (`fetcher.join`), one model (`resident_model`), moves between tiers
 (`memory.tiers`).
 
 The caller's thread keeps, drops and leaves. Threads of the member's server call `_recalled` when an engine asks for a
@@ -376,7 +376,7 @@ class WeightCache:
         keys = [kept.key for kept in self.models() if kept.model == model and revision in (None, kept.revision)]
         if not keys:
             what = "is not kept here" if revision is None else f"is not kept here in revision {revision}"
-            raise NotFound(f"{model!r} {what}", hint="Keeper.models() lists the kept models and their revisions")
+            raise NotFound(f"{model!r} {what}", hint="WeightCache.models() lists the kept models and their revisions")
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
 """`penstock status`, `why`, `keep` and `pull`: commands of a process that uses a fleet.
 
 In: a model's name, or URIs for `keep`. Out: the hub's answers, or reports, on stdout.
-Not here: the answers (`hub.directory`), keeping (`keeper.keeper`), fetching and writing (`fetch.pull`).
+Not here: the answers (`hub.directory`), keeping (`cache.weight_cache`), fetching and writing (`fetcher.pull`).
 """
 
 from __future__ import annotations

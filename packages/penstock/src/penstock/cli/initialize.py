@@ -1,7 +1,7 @@
 """`penstock storage-initializer`: put models into directories before an engine starts, as KServe asks for it.
 
 In: pairs of a source and a destination. Out: a line for each on stdout, warnings on stderr.
-Not here: the work (`fetch.storage_initializer`).
+Not here: the work (`fetcher.storage_initializer`).
 """
 
 from __future__ import annotations

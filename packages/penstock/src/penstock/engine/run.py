@@ -1,7 +1,7 @@
 """The run loop of every journey: executors run work items by priority; a ticket holds progress and the first error.
 
 In: work items (`Item`, or a class with the same methods). Out: their effects; on the ticket, progress and the outcome.
-Not here: which items there are (`loader.run`, `fetch.run`, `sync.receive.transfer`, `jobs.workers.worker`).
+Not here: which items there are (`loader.run`, `fetcher.run`, `sync.receive.transfer`, `jobs.workers.worker`).
 
     with Run(...) as run:
         executor = run.executor("fetch", 4)      # threads start with the first item
@@ -204,7 +204,7 @@ class RunState:
         nbytes: bytes the work is to move.
         moved_bytes: bytes at their destination so far.
         is_busy: whether an item is inside an executor now; while one is, its own deadline holds, not the ticket's. A
-            run that retries failed items (`fetch.run`) does not count sources that sent nothing before.
+            run that retries failed items (`fetcher.run`) does not count sources that sent nothing before.
         received: bytes received so far, also by items under way; None: only whole items are seen.
         changed: notified at every change; its lock is held for the changes.
         waits: the waits of items, which end when the work stops.

@@ -1,7 +1,7 @@
 """The public API of the fleet: `join` it, then `fetch`, `offer`, `serve` and `leave`.
 
 In: a model's name, a hub or none, targets. Out: filled targets and a `FetchReport`; then this process is a source.
-Not here: the running fetch (`run`), the hub's side (`hub.app`), keeping weights for engines (`keeper.keeper`).
+Not here: the running fetch (`run`), the hub's side (`hub.app`), keeping weights for engines (`cache.weight_cache`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Storage initializer: a model's files in a directory before an engine starts, from a fleet or from storage.
 
 In: a URI and a directory, as KServe gives them to an init container. Out: all files of the model there, verified.
-Not here: the command (`cli.initialize`), fetching (`fetch.pull`), copying (`storage.download`).
+Not here: the command (`cli.initialize`), fetching (`fetcher.pull`), copying (`storage.download`).
 
     SRC --list--> files --hub: fetch the weights; else copy--> DEST/.penstock.partial --verify, rename--> DEST
 """

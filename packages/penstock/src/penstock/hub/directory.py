@@ -366,7 +366,7 @@ class Directory:
         # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
         # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
         # holders that are named to other newcomers too. One that got a place at once reads from that meanwhile, and
-        # asks a quarter of the pause later if there is nothing to read (`fetch.run`).
+        # asks a quarter of the pause later if there is nothing to read (`fetcher.run`).
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held)
         if not is_placed or request.member in view.newcomers:

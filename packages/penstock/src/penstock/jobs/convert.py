@@ -471,7 +471,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     """Open the staging files and the journal of earlier runs; remove them at the end if no later call can use them."""
     if into.startswith(SCHEME):
         raise ConfigError(
-            "a keeper is not a directory", uri=into, hint="pass Keeper.into(MODEL), or use `penstock convert`"
+            "a keeper is not a directory", uri=into, hint="pass WeightCache.into(MODEL), or use `penstock convert`"
         )
     job = request.job
     settings, options = request.settings, request.job_spec.storage_options

@@ -1,7 +1,7 @@
 """The report of a load.
 
 In: measurements of a session. Out: a frozen report with a few lines for people.
-Not here: the measuring (`session`, `phases`), progress while it runs (`progress`), other reports (`fetch.report`).
+Not here: the measuring (`session`, `phases`), progress while it runs (`progress`), other reports (`fetcher.report`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a group; files opened one after the other, as `safetensors.safe_open` opens them. Out: the same interface, whose
 tensors come from a `SharedRead` of the files that were opened before the first request for a tensor.
-Not here: the exchange (`shared_read`), who opens the files (`integrations`).
+Not here: the exchange (`shared_read`), who opens the files (adapters).
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class _Filled:
             wanted[slab] = min(wanted.get(slab, (rank, position)), (rank, position))
         self.replaced: list[tuple[torch.Tensor, list[Place], int]] = [
             (own, places, slab_of.get(place_of(own), len(with_bytes)))
-            for own, places in members_in(module, inside, "start_loading").values()
+            for own, places in members_in(module, inside, "load_in_background").values()
         ]
         self.order = sorted(range(len(with_bytes)), key=lambda slab: wanted[slab])
 
@@ -357,7 +357,7 @@ def load_in_background(
                     why = session.weights.why_unverified or "there are no digests of its parts"
                     why += ": they would be used before they are verified"
                     raise nothing_to_verify(why, uri=str(uri), hint="use load_into")
-                matched = match_targets(session, targets, rename, strict, cast=dtype, whole="start_loading")
+                matched = match_targets(session, targets, rename, strict, cast=dtype, whole="load_in_background")
                 if not strict:
                     require_no_copies(module, filled_of(targets, matched))
                 loading = BackgroundLoad(

@@ -1,7 +1,7 @@
 """Blocks in tiers of memory with budgets; the block that was used least recently makes room.
 
 In: tiers, fastest first; blocks with a way to read them anew. Out: rooms, pinned while they are used; statistics.
-Not here: the tiers themselves and moves between two rooms (`tier`), the user of a block (`keeper.resident_model`).
+Not here: the tiers themselves and moves between two rooms (`tier`), the user of a block (`cache.resident_model`).
 
     source --fill--> gpu <--move--> host <--move--> disk --forget--> source
                       '-- pin: here, and not elsewhere, until the `with` block ends

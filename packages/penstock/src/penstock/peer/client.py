@@ -1,7 +1,7 @@
 """The client of another member's server: get a lease, the memory map, the tensor table and the log of verified chunks.
 
 In: an `Upstream` from the hub. Out: a `Lease`, a `HoldingMap`, `LogReply`s; typed errors.
-Not here: the server (`server`), reading the bytes (`transport`), the choice of chunks (`fetch.choice`).
+Not here: the server (`server`), reading the bytes (`transport`), the choice of chunks (`fetcher.choice`).
 """
 
 from __future__ import annotations

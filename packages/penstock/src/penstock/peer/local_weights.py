@@ -1,7 +1,7 @@
 """Weights of one key in this process's memory: their layout, regions, verified chunks, and the map and log for readers.
 
 In: a tensor table or tensors; chunks as they are verified. Out: a `WeightLayout`; the map and the log.
-Not here: serving them (`server`), filling them (`fetch.run`), dividing tensors into chunks (`plan.schedule`).
+Not here: serving them (`server`), filling them (`fetcher.run`), dividing tensors into chunks (`plan.schedule`).
 
 The layout is equal on all members with the same weights: tensors sorted by name, divided into chunks.
 

@@ -1,7 +1,7 @@
 """A member: one process life in a fleet, with its registration at the hub, its server, transports and weights.
 
 In: a hub, local weights. Out: heartbeats; upstreams, claims and clients of peers for a fetch; a clean leave.
-Not here: the API for users (`fetch.join`), filling weights (`fetch.run`).
+Not here: the API for users (`fetcher.join`), filling weights (`fetcher.run`).
 
 Threads: the caller's; those of the server, which check grants and chunks that readers report; one for heartbeats, which
 also checks a chunk of all weights each time. `_lock` guards the table of weights. The state at the hub is soft: every

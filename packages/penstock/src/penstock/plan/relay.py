@@ -2,7 +2,7 @@
 
 In: what members say of one key. Out: the upstreams of each receiver, parent first, then substitutes.
 Not here: the building of chains and trees (`relay_parents`), which members are alive and complained of
-(`hub.snapshot`), which chunk is read from which (`fetch.choice`).
+(`hub.snapshot`), which chunk is read from which (`fetcher.choice`).
 
     whole -> a -> b -> c      chains, one child per link: a copy leaves each member once on its host, and once beyond it
                -> d (far)     while its host has links for that, so a fleet fills in about the time of one copy

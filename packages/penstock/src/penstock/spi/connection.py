@@ -1,7 +1,7 @@
 """The connection settings among an adapter's options.
 
 In: options as an engine, a trainer or a request gives them. Out: settings for the verbs that use a hub.
-Not here: settings from the environment, which each verb adds (`hub.client.resolve_connection`).
+Not here: settings from the environment, which each verb adds (`hub.client`).
 """
 
 from __future__ import annotations

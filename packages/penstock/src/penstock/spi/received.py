@@ -1,7 +1,8 @@
 """Whole versions of a sync in memory of this process, for engines that load tensors by name.
 
 In: a sync's name, a version. Out: all published tensors of the version, verified, once every rank has them.
-Not here: receiving only what a model needs, into the model (`penstock.subscriber`); loading (`verl`, `sglang`).
+Not here: receiving only what a model needs, into the model (`penstock.subscriber`); loading
+(`penstock_rl.verl`, `penstock_sglang.plugin`).
 
     receive(version) -> wait until it is announced -> read and verify all of it -> every rank has it, or all raise
 """

@@ -1,7 +1,7 @@
 """The kernels that digest an engine's weights before a sleep, made ready while the engine loads its model.
 
 In: the device, and the block that loads. Out: the kernels, compiled, or read from a disk.
-Not here: what is digested, and when (`vllm_sleep`, `sglang_sleep`).
+Not here: what is digested, and when (`penstock_vllm.sleep`, `penstock_sglang.sleep`).
 """
 
 from __future__ import annotations

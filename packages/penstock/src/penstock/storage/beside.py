@@ -1,7 +1,7 @@
 """The small files of a model: configurations, vocabularies, templates and code, those of folders below it too.
 
 In: a place as `resolve` takes it. Out: the files to copy with the weights; those that are not copied, and why.
-Not here: the weights themselves (`weight_set`), a copy of everything (`fetch.storage_initializer`).
+Not here: the weights themselves (`weight_set`), a copy of everything (`fetcher.storage_initializer`).
 """
 
 from __future__ import annotations

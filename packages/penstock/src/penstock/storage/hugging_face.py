@@ -113,7 +113,7 @@ class HuggingFaceStorage(RepositoryStorage):
 
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`."""
-        # Unwrapped: `integrations.patched_libraries` puts a function around it that also finds files which are not in
+        # Unwrapped: `penstock_hf.patched_libraries` puts a function around it that also finds files which are not in
         # the cache.
         look_up = inspect.unwrap(library().try_to_load_from_cache)
         found = look_up(where.name, where.path, revision=revision, repo_type=where.kind)

@@ -2,7 +2,7 @@
 
 In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `ShardRow`s; the regions of memory behind
 them; the `Layout` that a planner needs.
-Not here: a receiver's requirements (`sync.recording.requirements`), Megatron's names (`integrations.megatron`),
+Not here: a receiver's requirements (`sync.recording.requirements`), Megatron's names (`penstock_rl.megatron`),
 registering memory (`local_version`).
 
     DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> rows 0..2 and 5..6 of it, two Rows

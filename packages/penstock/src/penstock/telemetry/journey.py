@@ -161,7 +161,7 @@ def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) 
         if outcome.path:
             span.set_attribute("penstock.path", _clean(outcome.path))
         for phase, seconds in outcome.phases.items():
-            span.set_attribute(f"penstock.telemetry.phase.{phase}_s", seconds)
+            span.set_attribute(f"penstock.phase.{phase}_s", seconds)
         if outcome.pause_s is not None:
             span.set_attribute("penstock.pause_s", outcome.pause_s)
         for name, value in outcome.attributes.items():

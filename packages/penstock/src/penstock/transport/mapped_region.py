@@ -2,7 +2,7 @@
 
 In: descriptors of a peer on this host. Out: addresses, mapped while their owner lives, and a check that the bytes are
 still those that were kept.
-Not here: reading into memory of our own (`shm`, `cuda_ipc`), whose the memory is and for how long (`keeper.attach`).
+Not here: reading into memory of our own (`shm`, `cuda_ipc`), whose the memory is and for how long (`cache.attached`).
 
 Host memory is mapped privately: a write here is seen in this process only. Device memory is the peer's own memory: a
 write here changes it for every process.
