@@ -1,7 +1,7 @@
 """Two commits in turns on one machine: `python -m benchmarks.ab OLD NEW [--rows load,sync] [--n 6]`.
 
-In: two commits. Out: for each row the medians, the spread and the ratio new / old; exit 1 where a row is slower by more
-than 3 % twice.
+In: two commits, or directories with trees. Out: for each row the medians, the spread and the ratio new / old; exit 1
+where a row is slower by more than 3 % twice.
 Not here: the rows themselves (`ab_rows`).
 
 Each commit gets a git worktree below a temporary directory. Runs go old, new, new, old, so that a drift of the machine
@@ -28,6 +28,8 @@ from scripts.source_roots import ROOT, source_roots
 
 LIMIT = 1.03
 """Largest ratio of the medians, new / old."""
+ELSEWHERE = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
+"""What both trees import beside their own sources: on a machine without an index, packages in a directory."""
 TIMEOUT_S = 300.0
 """Longest run of one row in one process."""
 LARGE_MIB, NUM_SMALL = 256, 4000
@@ -36,7 +38,10 @@ LARGE_MIB, NUM_SMALL = 256, 4000
 
 @contextmanager
 def worktree(commit: str, path: Path) -> Iterator[Path]:
-    """Check out a commit in a worktree of its own, and remove it in the end."""
+    """Check out a commit in a worktree of its own, and remove it in the end; a directory is used as it is."""
+    if Path(commit).is_dir():
+        yield Path(commit).resolve()
+        return
     git = ["git", "-C", str(ROOT), "worktree"]
     subprocess.run([*git, "add", "--quiet", "--detach", str(path), commit], check=True)
     try:
@@ -65,7 +70,7 @@ def write_data(directory: Path, *, large_mib: int = LARGE_MIB, num_small: int = 
 def run(row: str, tree: Path, data: Path) -> float:
     """Return the seconds of a row in a new process that imports `tree`."""
     roots = source_roots(tree)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, roots)), "PENSTOCK_PROGRESS": "0"}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, roots), *ELSEWHERE]), "PENSTOCK_PROGRESS": "0"}
     command = [sys.executable, str(ROOT / "benchmarks" / "ab_rows.py"), row, str(data)]
     done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, timeout=TIMEOUT_S, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
