@@ -26,11 +26,12 @@ from tests.support.tiny_models import save_llama, save_mixtral
 
 import penstock
 import penstock as ps
+from penstock.cache import attached as attaching
 from penstock.cache import engine_parameters as handing
-from penstock.cache import lease
 from penstock.cache.attached import Attached
 from penstock.cache.engine_parameters import HandOver
 from penstock.errors import BudgetTooSmall, ConfigError, NotFound, OperationFailed, PlanError
+from penstock.timing import Timing
 from penstock_hf.transformers import from_pretrained
 
 WIDTH = 512
@@ -53,7 +54,7 @@ print(json.dumps({{"answer": answer, "num_maps": len(maps), "path": attached.rep
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(attaching, "TIMING", Timing(lease_renew_s=0.1))
     yield directory
     gc.collect()
     shutil.rmtree(directory)
@@ -420,7 +421,7 @@ def test_a_checkpoint_that_is_replaced_before_the_load(
     with ps.cache.WeightCache(accept=True) as keeper:
         with monkeypatch.context() as patched:
             # Between the look at the headers and the load.
-            patched.setattr(penstock, "attach", replaced)
+            patched.setattr(penstock.cache, "attach", replaced)
             from_pretrained(auto, live, keeper=True)
         assert "the checkpoint changed during the load: model" in caplog.text
         assert not keeper.models()
@@ -451,7 +452,7 @@ def test_a_keeper_that_transformers_cannot_use(
     with ps.cache.WeightCache(accept=True) as keeper:
         from_pretrained(auto, directory, keeper=True)
         with monkeypatch.context() as patched:
-            patched.setattr(penstock if step == "attach" else Attached, step, fail)
+            patched.setattr(penstock.cache if step == "attach" else Attached, step, fail)
             model = from_pretrained(auto, directory, keeper=True)
         assert "its kept parameters cannot be used: the reason" in caplog.text
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())

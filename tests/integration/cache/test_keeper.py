@@ -21,8 +21,9 @@ from tests.support.keeper import KeeperProcess
 from tests.truth import all_bits, assert_same, by_safetensors
 
 import penstock as ps
-from penstock.cache import lease
+from penstock.cache import attached as attaching
 from penstock.testing.checkpoints import write_llama
+from penstock.timing import Timing
 
 ENGINE = """
 import json, sys
@@ -39,7 +40,7 @@ print(json.dumps({"bits": all_bits(attached), "path": attached.report.path, "wal
 def runtime(monkeypatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(attaching, "TIMING", Timing(lease_renew_s=0.1))
     yield directory
     gc.collect()
     shutil.rmtree(directory)
@@ -164,13 +165,13 @@ def test_an_engine_that_waits_for_its_keeper(llama, wanted) -> None:
 def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGTERM)
-    until(lambda: attached.standing == "draining")
+    until(lambda: attached.lease_state == "draining")
     with pytest.raises(ps.NotFound):
         ps.cache.attach("llama", timeout_s=0.0)
     attached.check()
     assert keeper.process.poll() is None
     attached.close()
-    assert attached.standing == "given back"
+    assert attached.lease_state == "given back"
     assert keeper.process.wait(timeout=20) == 0
     with pytest.raises((ps.errors.PeerLost, ps.errors.StaleDescriptor)):
         attached.check()
@@ -183,7 +184,7 @@ def test_a_keeper_that_is_killed(keeper, wanted) -> None:
     keeper.process.wait(timeout=20)
     with pytest.raises(ps.errors.PeerLost):
         attached.check()
-    until(lambda: attached.standing == "lost")
+    until(lambda: attached.lease_state == "lost")
     assert_same(attached, wanted)
     attached.close()
 
@@ -264,7 +265,7 @@ def test_a_forked_child_leaves_the_lease_alone(keeper) -> None:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     time.sleep(0.5)
-    assert attached.standing == "kept"
+    assert attached.lease_state == "kept"
 
 
 def test_the_command_says_what_is_wrong(llama, tmp_path) -> None:

@@ -18,10 +18,11 @@ from tests.truth import assert_same, by_safetensors
 from typer.testing import CliRunner
 
 import penstock as ps
-from penstock.cache import lease
+from penstock.cache import attached as attaching
 from penstock.cli.main import app
 from penstock.memory.memfd import shared_at
 from penstock.testing.checkpoints import write_llama
+from penstock.timing import Timing
 
 BOUND = 45_000_000
 """Room for one of the models, not for two."""
@@ -31,7 +32,7 @@ BOUND = 45_000_000
 def runtime(monkeypatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(attaching, "TIMING", Timing(lease_renew_s=0.1))
     yield directory
     gc.collect()
     shutil.rmtree(directory)
@@ -256,7 +257,7 @@ def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
         ps.cache.WeightCache(disk_bytes="1G")
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(ps.ConfigError, match="cannot write spilled bytes"):
-        ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "file")
+        ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "file").open()
 
 
 def test_the_command_keeps_more_than_memory_holds_and_says_where(models, wanted, tmp_path) -> None:

@@ -20,11 +20,12 @@ from safetensors.torch import save_file
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.cache import lease
+from penstock.cache import attached as attaching
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
 from penstock.fetcher.pull import pull
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
+from penstock.timing import Timing
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 def _runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(attaching, "TIMING", Timing(lease_renew_s=0.1))
     yield
     gc.collect()
     shutil.rmtree(directory)

@@ -255,7 +255,7 @@ def test_a_fetch_names_a_holder_of_another_major_version(hub: str, made, truth) 
 
 @pytest.mark.usefixtures("newer_members")
 def test_attach_names_a_keeper_of_another_major_version(hub: str, made) -> None:
-    keeper = ps.cache.WeightCache(connection=hub)
+    keeper = ps.cache.WeightCache(connection=hub).open()
     try:
         keeper.keep("m", made)
         with pytest.raises(PlanError, match=f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"):

@@ -20,18 +20,19 @@ from tests.support.keeper import KeeperProcess
 from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
-from penstock.cache import lease
+from penstock.cache import attached as attaching
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
 from penstock.peer.local_weights import LocalWeights
 from penstock.testing.checkpoints import write_llama
+from penstock.timing import Timing
 
 
 @pytest.fixture
 def runtime(monkeypatch) -> Iterator[str]:
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
-    monkeypatch.setattr(lease, "RENEW_S", 0.1)
+    monkeypatch.setattr(attaching, "TIMING", Timing(lease_renew_s=0.1))
     yield directory
     gc.collect()
     shutil.rmtree(directory)
@@ -73,7 +74,7 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
         damaged = arenas(keeper.process.pid)[0]
         assert damaged.nbytes > 20_000_000
         damaged.flip()
-        until(lambda: engine.standing == "damaged")
+        until(lambda: engine.lease_state == "damaged")
         with pytest.raises(ps.IntegrityError, match="bytes of this memory changed"):
             engine.check()
         with ps.cache.attach("large", timeout_s=30.0) as again:
@@ -82,7 +83,7 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
         until(lambda: any("loaded again and verified" in line for line in keeper.errors))
         assert any("chunk 0 of 'large' changed in memory" in line for line in keeper.errors)
         until(lambda: any("chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in whys()))
-        assert other.standing == "kept"
+        assert other.lease_state == "kept"
         other.check()
         assert_same(ps.cache.attach("small"), others)
         assert keeper.process.poll() is None

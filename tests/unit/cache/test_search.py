@@ -14,6 +14,7 @@ from penstock.cache.attached import _Search, _SeveralRevisions, _Wanted
 from penstock.errors import ConfigError, NotFound
 from penstock.hub.messages import HoldingState
 from penstock.net.unix_sockets import host_id
+from penstock.timing import Timing
 
 GPUS = ("GPU-a", "GPU-b")
 
@@ -34,7 +35,7 @@ def kept(gpu: int, revision: str = "w1-a", tier: str = "") -> HoldingState:
 def found(device: torch.device | None, *holdings: HoldingState) -> list[HoldingState]:
     members = [SimpleNamespace(member=str(n), host=host_id(), holdings=(h,)) for n, h in enumerate(holdings)]
     hub: Any = SimpleNamespace(member="me", status=lambda model: SimpleNamespace(members=members))
-    return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0)._keepers()]
+    return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0, Timing())._keepers()]
 
 
 def test_only_what_is_on_the_wanted_gpu() -> None:

@@ -79,3 +79,58 @@ class Timing:
     alive_s: float = 2.0
     """Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection
     proves that the process is gone."""
+
+    # -- cache: models that stay in memory, and the processes that attach to them.
+
+    cache_drain_s: float = 30.0
+    """How long a cache that leaves waits for engines and readers. A killed engine counts until its lease expires, after
+    15 s."""
+    recall_wait_s: float = 4.0
+    """How long a request for a lease waits for a model to come back, before the reader is told to ask again."""
+    tier_pause_s: float = 0.02
+    """Pause before a model that is being moved is freed."""
+    lease_renew_s: float = 2.0
+    """Interval of renewals of a lease: a fraction of the 15 s that it lasts. An engine learns of draining this late at
+    most."""
+    lease_end_s: float = 0.5
+    """How long closing waits for the release of a lease. A lease that was not released expires."""
+    cache_pause_s: float = 0.05
+    """Pause between two requests to a cache. It is short compared with the start of an engine, and long compared with a
+    request to the hub."""
+
+    # -- fetch: a member that reads from others and from storage.
+
+    fetch_turn_s: float = 0.05
+    """Longest pause between two rounds of assignment. News from an upstream or the end of its pause end it."""
+    hub_pause_s: float = 0.1
+    """Shortest pause between two requests for upstreams, also of a member that has nothing to read."""
+    hub_retry_s: float = 0.5
+    """Pause before the hub is asked again after a request that failed."""
+    hub_word_s: float = 1.0
+    """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
+    gather_s: float = 0.25
+    """Longest wait for as many chunks as one read of an upstream takes, while storage is read. Each read, with its
+    digests and reports, costs some milliseconds of Python, which the threads that read storage wait for. A link that is
+    slower than storage takes few chunks at once, so nothing waits there."""
+    failed_pause_s: float = 2.0
+    """Pause before an upstream that failed is tried again, if the hub still names it. It doubles after each failure."""
+    silent_pause_s: float = 30.0
+    """The same for an upstream that gave nothing within its deadline, where there is storage to read instead. It is as
+    long as the hub counts the complaint (`hub.complaints.COMPLAINT_TTL_S`)."""
+    full_pause_s: float = 0.5
+    """Pause before a parent without a free reader's place is tried again: places become free as readers finish. Other
+    holders are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet
+    that starts cold would ask the hub all the time."""
+    log_wait_s: float = 1.0
+    """How long a request for a log waits for news at the upstream. Each request also renews the lease."""
+    log_gather_s: float = 0.002
+    """Shortest time between two requests for a log. Chunks verified in between come in one answer and cause one
+    wake-up."""
+    log_pause_s: float = 0.02
+    """Longest pause of requests for a log while more chunks are known than one read takes."""
+    spare_pause_s: float = 0.25
+    """Delay before a later upstream is connected to, and pause between requests for its log: most fetches never need
+    it. Of two trees only parents are connected to before one is needed: a member has two children in a tree, whose own
+    children would take all of its readers' places."""
+    fetch_end_s: float = 0.5
+    """How long closing waits for threads that only send requests. They touch no memory, so they may end later."""

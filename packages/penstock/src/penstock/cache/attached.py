@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.arguments import formerly, require_name, require_text_map, require_type
+from penstock.arguments import formerly, require_name, require_type
 from penstock.cache.lease import LeaseOwner, LeaseRenewal, LeaseState
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
@@ -65,17 +65,14 @@ from penstock.phases import Phases
 from penstock.report import Summarised, bytes_text
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
+from penstock.timing import Timing
 from penstock.transport.mapped_region import MappedRegion, map_region
 from penstock.transport.protocol import decode
 from penstock.types import I64, U64
 from penstock.waits import Threads
 
-LAYOUT = "penstock:layout"
-"""Name of the tensor that is kept beside finished parameters and says where the checkpoint lies in them."""
-WAIT_S = 1.0
-"""Time to wait for a keeper that is not there: a hub that moves to another process takes half of it."""
-_ASK_S = 0.05
-"""Pause between attempts: short against what an engine's start takes, long against a request to the hub."""
+TIMING = Timing()
+"""The waiting times of `attach`."""
 
 
 class _SeveralRevisions(ConfigError):
@@ -132,11 +129,10 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
 
     Attributes:
         report: report of the attach.
-        layout: what `cache_parameters` was given as `layout`, verified with the tensors; empty: nothing.
 
     Ownership: the memory stays mapped, and the lease is renewed, while this object or any of its tensors lives. After
-        `close`, or if `standing` is `lost`, host memory still stays mapped while a tensor lives; device memory may be
-        freed by the keeper and must not be used any more.
+        `close`, or if `lease_state` is `lost`, host memory still stays mapped while a tensor lives. The keeper may free
+        device memory then, so it must not be used any more.
     """
 
     def __init__(
@@ -145,10 +141,8 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
         regions: Sequence[MappedRegion],
         renewal: LeaseRenewal,
         report: AttachReport,
-        layout: bytes = b"",
     ) -> None:
         self._tensors = tensors
-        self.layout = layout
         self._regions = tuple(regions)
         self._renewal = renewal
         self.report = report
@@ -163,23 +157,23 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     @property
-    def standing(self) -> LeaseState:
-        """State of the lease, a few seconds old at most; see `LeaseRenewal`.
+    def lease_state(self) -> LeaseState:
+        """State of the lease, a few seconds old at most; see `LeaseState`.
 
         `draining`: the keeper is shutting down or dropping the model; the engine should detach. `damaged`: the keeper
         found that bytes of this memory changed. Stop using it, close this object and attach again: the keeper loads
         the model into other memory in the meantime.
         """
-        return self._renewal.standing
+        return self._renewal.state
 
     def check(self) -> None:
         """Raise an error unless the keeper lives and the memory is unchanged. Costs microseconds.
 
         Raises:
             PeerLost: the keeper ended. StaleDescriptor: it changed or freed the memory.
-            IntegrityError: it found that bytes changed in this memory: `standing` is `damaged`.
+            IntegrityError: it found that bytes changed in this memory: `lease_state` is `damaged`.
         """
-        if self._renewal.standing == "damaged":
+        if self._renewal.state is LeaseState.DAMAGED:
             hint = "close this object and attach again"
             raise IntegrityError(self._renewal.why, uri=f"penstock:{self.report.key}", hint=hint)
         for region in self._regions:
@@ -212,9 +206,8 @@ def attach(
     connection: ConnectionSettings | str | None = None,
     device: str | int | torch.device | None = None,
     revision: str | None = None,
-    parallel: Mapping[str, str] | None = None,
     verify: bool = True,
-    timeout_s: float = WAIT_S,
+    timeout_s: float = 1.0,
 ) -> Attached:
     """Map weights that `penstock keep` holds on this host; no byte is moved.
 
@@ -224,12 +217,11 @@ def attach(
             hub of this host. See `ConnectionSettings`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
         revision: only this revision, or a unique prefix of it; None: the one that is kept.
-        parallel: only what was handed over with these parallel coordinates, as `{"rank": "0/2"}`; None: with any.
         verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
             takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust the keeper,
             which verified every chunk on arrival and checks one again with each heartbeat.
-        timeout_s: seconds to wait for a keeper that is not running or still loads. A model in another tier is waited
-            for as long as the keeper is bringing it back.
+        timeout_s: seconds to wait for a keeper that is not running or still loads. A hub that moves to another process
+            takes half of the default. A model in another tier is waited for as long as the keeper is bringing it back.
 
     Returns:
         Tensors by name. They must not be written to: on the host a write is visible in this process only (and takes
@@ -245,15 +237,13 @@ def attach(
     """
     require_name("model", model)
     require_type("timeout_s", timeout_s, (int, float), "seconds, as 30.0")
-    require_text_map("parallel", parallel, 'coordinates: {"rank": "0/2"}')
     wanted = _Wanted(
         model=model,
         revision=revision or "",
-        parallel=None if parallel is None else dict(parallel),
         device=None if device is None else resolve_device(device),
     )
     with Journey("attach", model) as journey:
-        attached = _attach(wanted, resolve_connection(connection), verify=verify, wait_s=timeout_s)
+        attached = _attach(wanted, resolve_connection(connection), TIMING, verify=verify, wait_s=timeout_s)
         report = attached.report
         journey.outcome = Outcome(
             nbytes=report.nbytes,
@@ -288,11 +278,6 @@ class _Wanted:
     model: str
     device: torch.device | None
     revision: str = ""
-    parallel: Mapping[str, str] | None = None
-
-    def is_of(self, holding: HoldingState) -> bool:
-        """Return whether a holding is of the wanted revision and coordinates, wherever and in whatever state."""
-        return holding.is_of(self.revision) and self.parallel in (None, holding.identity.parallel)
 
     def is_complete(self, holding: HoldingState) -> bool:
         """Return whether a holding is kept and complete, on the wanted kind of device."""
@@ -306,7 +291,9 @@ class _Wanted:
         return self.is_complete(holding) and (self.device is None or device_id(self.device) == holding.device_id)
 
 
-def _attach(wanted: _Wanted, connection: ConnectionSettings, *, verify: bool, wait_s: float) -> Attached:
+def _attach(
+    wanted: _Wanted, connection: ConnectionSettings, timing: Timing, *, verify: bool, wait_s: float
+) -> Attached:
     """Attach to a keeper; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
     model = wanted.model
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
@@ -322,7 +309,7 @@ def _attach(wanted: _Wanted, connection: ConnectionSettings, *, verify: bool, wa
                 if not url:
                     raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
                 with HubClient.connect(url, connection.token, timeout_s=left) as client:
-                    search = _Search(client, wanted, stall_s)
+                    search = _Search(client, wanted, stall_s, timing)
                     return search.attach(phases, verify)
             except SourceBusy:
                 # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
@@ -332,7 +319,7 @@ def _attach(wanted: _Wanted, connection: ConnectionSettings, *, verify: bool, wa
                 is_refused = isinstance(error, PermissionDenied) and error.uri == url
                 if is_refused or time.monotonic() >= deadline:
                     raise
-            time.sleep(_ASK_S)
+            time.sleep(timing.cache_pause_s)
 
 
 _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fetch"
@@ -341,12 +328,13 @@ _HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fe
 class _Search:
     """An attempt to find a keeper and attach to it."""
 
-    def __init__(self, hub: HubClient, wanted: _Wanted, stall_s: float) -> None:
+    def __init__(self, hub: HubClient, wanted: _Wanted, stall_s: float, timing: Timing) -> None:
         self._hub = hub
         self._wanted = wanted
         self._model = wanted.model
         self._member = hub.member
         self._stall_s = stall_s
+        self._timing = timing
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
         """Attach to the first suitable keeper. Raises the last keeper's error if none is suitable."""
@@ -378,7 +366,7 @@ class _Search:
         num_elsewhere = 0
         for member in self._hub.status(self._model).members:
             for holding in member.holdings:
-                if not self._wanted.is_of(holding):
+                if not holding.is_of(self._wanted.revision):
                     continue
                 if member.host != here:
                     num_elsewhere += holding.kept
@@ -398,9 +386,7 @@ class _Search:
         revisions = sorted({holding.revision for _, holding in keepers})
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
-            raise _SeveralRevisions(
-                f"several revisions of {self._model!r} are kept: {short}", hint="give revision= or parallel="
-            )
+            raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
         return keepers
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
@@ -438,10 +424,10 @@ class _Search:
         except BaseException:
             peer.close()
             raise
-        packed = tensors.pop(LAYOUT, None)
         # Tensors refer to their region's owner: with the last of them the token goes, and then the lease.
         token = LeaseOwner()
-        renewal = LeaseRenewal(peer, log.serial, log.generation)
+        renewal = LeaseRenewal(peer, log.serial, log.generation, self._timing)
+        renewal.start()
         weakref.finalize(token, renewal.close)
         for region in regions:
             region.owner.hold = token
@@ -459,7 +445,7 @@ class _Search:
             phases=seconds,
             verified=verify,
         )
-        return Attached(tensors, regions, renewal, report, b"" if packed is None else packed.cpu().numpy().tobytes())
+        return Attached(tensors, regions, renewal, report)
 
     def _peer(self, upstream: Upstream, key: str) -> PeerClient:
         return PeerClient(upstream, member=self._member, key=key, same_host=True, stall_s=self._stall_s)

@@ -1,7 +1,6 @@
 """Finished parameters: what an engine made of a checkpoint (fused, sharded, cast) is kept for the next engine like it.
 
-In: a module whose parameters are finished, and a name for them; perhaps a layout, for engines of another size. Out: the
-same module over the keeper's memory.
+In: a module whose parameters are finished, and a name for them. Out: the same module over the keeper's memory.
 Not here: keeping (`weight_cache`), attaching (`attached`), the names by which engines look for them (adapters).
 
     engine: offer --HandOver--> keeper: fetch from the engine, verify, keep
@@ -24,7 +23,8 @@ import msgspec
 import torch
 
 from penstock.arguments import require_name, require_type
-from penstock.cache.attached import LAYOUT, Attached, attach, match_parameters
+from penstock.cache import attached
+from penstock.cache.attached import Attached, attach, match_parameters
 from penstock.config import ConnectionSettings, Settings
 from penstock.errors import (
     MALFORMED,
@@ -34,7 +34,7 @@ from penstock.errors import (
     PenstockError,
     PlanError,
 )
-from penstock.fetcher.join import Variant, join
+from penstock.fetcher.join import join
 from penstock.http.control import ControlConnection, over_unix
 from penstock.hub.client import resolve_connection
 from penstock.hub.messages import Fault
@@ -48,7 +48,6 @@ HANDLER = "keep"
 """Name of the requests at the keeper's server."""
 ACCEPTS = "accepts"
 """File beside a keeper's socket with the id of the device that it takes parameters for."""
-_ASK_S = 0.05
 _SHOWN = 3
 
 
@@ -129,8 +128,6 @@ def cache_parameters(
     *,
     connection: ConnectionSettings | str | None = None,
     verify: bool = True,
-    parallel: Mapping[str, str] | None = None,
-    layout: bytes = b"",
 ) -> Attached:
     """Give a module's parameters to the keeper of this host, and bind the module to the kept memory.
 
@@ -140,11 +137,9 @@ def cache_parameters(
     Args:
         module: its parameters and persistent buffers are finished; contiguous, on one device. Tied ones stay tied.
         model: the name under which they are kept. It must tell apart whatever makes parameters differ: the revision of
-            the checkpoint, the engine and its version, dtype, quantisation.
+            the checkpoint, the engine and its version, dtype, quantisation, the rank.
         connection: as of `join`; the keeper must be at the same hub.
         verify: digest the kept bytes in this process, too, before the module is bound to them; see `attach`.
-        parallel: parallel coordinates of this process, as `{"rank": "0/2"}`, if others have other parts of the model.
-        layout: bytes that are kept and verified with the parameters, for those that attach: `Attached.layout`.
 
     Returns:
         The attached weights. The module holds them; close this, or drop it, with the module.
@@ -168,28 +163,23 @@ def cache_parameters(
     device = devices.pop()
     connection = resolve_connection(connection)
     server = _keeper_of(device)
-    if layout:
-        tensors = {**tensors, LAYOUT: torch.frombuffer(bytearray(layout), dtype=torch.uint8).to(device)}
-    coordinates = dict(parallel or {})
-    with join(model, connection=connection, variant=Variant(parallel=coordinates)) as fleet:
+    with join(model, connection=connection) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
         # Before the keeper has stored anything: what cannot be bound afterwards need not be kept.
-        kept = {name: tensors[name] for name in offered.layout.table.names if name != LAYOUT}
+        kept = {name: tensors[name] for name in offered.layout.table.names}
         match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
         revision = offered.root()
-        _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes, parallel=coordinates), connection)
-        attached = attach(
-            model, connection=connection, device=device, revision=revision, parallel=coordinates, verify=verify
-        )
+        _ask(server, HandOver(model=model, revision=revision, nbytes=nbytes), connection)
+        bound = attach(model, connection=connection, device=device, revision=revision, verify=verify)
     # Only now: nothing reads the module's own memory any more, and nothing above has changed the module.
     try:
-        attached.attach_into(module)
+        bound.attach_into(module)
     except BaseException:
-        attached.close()
+        bound.close()
         raise
-    return attached
+    return bound
 
 
 def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
@@ -253,7 +243,7 @@ def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None
             if said.state == "failed":
                 raise OperationFailed(f"the keeper could not keep it: {said.error}", hint=said.hint or None)
             # Bounded by the keeper's fetch, which ends when no byte comes for its stall deadline.
-            time.sleep(_ASK_S)
+            time.sleep(attached.TIMING.cache_pause_s)
 
 
 def _fault(answer: bytes) -> str:

@@ -8,44 +8,71 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Literal
+from enum import StrEnum
 
 from penstock.errors import PenstockError, PermissionDenied, SourceStalled
 from penstock.peer.client import PeerClient
+from penstock.timing import Timing
 from penstock.waits import start_thread
 
-RENEW_S = 2.0
-"""Interval of renewals: a fraction of the 15 s that a lease lasts. An engine learns of draining this late at most."""
-END_S = 0.5
-"""Time that `close` waits for the release; a lease that was not released expires."""
 
-LeaseState = Literal["kept", "draining", "damaged", "lost", "given back"]
+class LeaseState(StrEnum):
+    """The state of a lease."""
+
+    KEPT = "kept"
+    DRAINING = "draining"
+    """The keeper waits for its engines to detach."""
+    DAMAGED = "damaged"
+    """The keeper found that bytes changed in this memory. Lost memory still has the right bytes, so this is worse."""
+    LOST = "lost"
+    """The keeper ended or revoked the lease."""
+    GIVEN_BACK = "given back"
+    """Released by this process."""
+
+
+_NEXT = {
+    LeaseState.KEPT: frozenset(LeaseState),
+    LeaseState.DRAINING: frozenset(LeaseState),
+    LeaseState.DAMAGED: frozenset({LeaseState.GIVEN_BACK}),
+    LeaseState.LOST: frozenset({LeaseState.GIVEN_BACK}),
+    LeaseState.GIVEN_BACK: frozenset[LeaseState](),
+}
+"""The states that may follow each state. Others are ignored: a damaged lease stays damaged, whatever comes later."""
 
 
 class LeaseRenewal:
     """A lease that a thread renews. The thread keeps no tensor memory alive.
 
     Attributes:
-        standing: `kept`; `draining`: the keeper waits for its engines to detach; `damaged`: the keeper found that bytes
-            changed in this memory; `lost`: the keeper ended or revoked the lease; `given back`: released by us.
+        state: see `LeaseState`.
         why: the reason for `lost` and `damaged`.
     """
 
-    def __init__(self, peer: PeerClient, serial: int, generation: int) -> None:
+    def __init__(self, peer: PeerClient, serial: int, generation: int, timing: Timing) -> None:
         self._peer = peer
         self._serial = serial
         self._generation = generation
+        self._timing = timing
         self._pid = os.getpid()
-        self.standing: LeaseState = "kept"
+        self.state = LeaseState.KEPT
         self.why = ""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="penstock-lease", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that renews the lease."""
         start_thread(self._thread)
+
+    def _become(self, state: LeaseState, why: str = "") -> None:
+        """Change the state, unless the present one is worse; see `_NEXT`."""
+        if state in _NEXT[self.state]:
+            self.why = why or self.why
+            self.state = state
 
     def _renew(self) -> None:
         """Renew the lease until it is released or lost: the body of the thread."""
         with self._peer as peer:
-            while not self._closing.wait(RENEW_S):
+            while not self._closing.wait(self._timing.lease_renew_s):
                 try:
                     # The request renews the lease, and its answer tells the state of the memory.
                     reply = peer.log(self._serial, 0.0)
@@ -53,26 +80,21 @@ class LeaseRenewal:
                     # A stopped keeper process still holds its memory, so the tensors stay valid.
                     continue
                 except PermissionDenied as error:
-                    self._lost(f"the lease ran out: {error.message}")
+                    self._become(LeaseState.LOST, f"the lease ran out: {error.message}")
                     return
                 except PenstockError as error:
-                    self._lost(error.message)
+                    self._become(LeaseState.LOST, error.message)
                     return
                 if reply.state == "damaged":
                     # Renew it all the same: on a device the keeper frees this memory as soon as the lease ends.
-                    self._lost("bytes of this memory changed after the keeper had verified them", "damaged")
+                    why = "bytes of this memory changed after the keeper had verified them"
+                    self._become(LeaseState.DAMAGED, why)
                     continue
                 if reply.generation != self._generation:
-                    self._lost("the keeper changed or gave up this memory")
+                    self._become(LeaseState.LOST, "the keeper changed or gave up this memory")
                     return
-                self.standing = "draining" if reply.state == "draining" else "kept"
-        self.standing = "given back"
-
-    def _lost(self, why: str, standing: LeaseState = "lost") -> None:
-        # `damaged` is worse and stays: lost memory still has the right bytes.
-        if self.standing != "damaged":
-            self.standing = standing
-            self.why = why
+                self._become(LeaseState.DRAINING if reply.state == "draining" else LeaseState.KEPT)
+        self._become(LeaseState.GIVEN_BACK)
 
     def close(self) -> None:
         """Release the lease. Idempotent; does nothing in a forked child, because the lease is its parent's."""
@@ -80,7 +102,7 @@ class LeaseRenewal:
             self._closing.set()
             # A finalizer may run in any thread, in this one too, which cannot wait for itself.
             if threading.current_thread() is not self._thread:
-                self._thread.join(END_S)
+                self._thread.join(self._timing.lease_end_s)
 
 
 class LeaseOwner:

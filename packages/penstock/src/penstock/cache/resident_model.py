@@ -10,10 +10,11 @@ Not here: the choice of a model's tier (`memory.tiers`), the API of the keeper (
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from enum import StrEnum
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -35,7 +36,29 @@ from penstock.storage.file_names import stem_of
 from penstock.storage.weight_set import Uris
 from penstock.types import Manifest, TensorTable
 
-ResidentState = Literal["kept", "reloading", "lost"]
+
+class ResidentState(StrEnum):
+    """The state of a model of a keeper."""
+
+    KEPT = "kept"
+    RELOADING = "reloading"
+    """Its memory was damaged, and it is read again."""
+    LOST = "lost"
+    """It could not be read again."""
+    DROPPING = "dropping"
+    """It waits for engines and readers to leave, and nothing brings it back. If they stay, it is kept as before."""
+    DROPPED = "dropped"
+
+
+_NEXT = {
+    ResidentState.KEPT: {ResidentState.RELOADING, ResidentState.DROPPING, ResidentState.DROPPED},
+    # Not to `dropping`: its thread still writes to the memory.
+    ResidentState.RELOADING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
+    ResidentState.LOST: {ResidentState.DROPPING, ResidentState.DROPPED},
+    ResidentState.DROPPING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
+    ResidentState.DROPPED: set[ResidentState](),
+}
+"""The states that may follow each state."""
 
 
 class _InArena(PlacedTarget):
@@ -63,8 +86,7 @@ class ResidentModel:
     Attributes:
         report: report of the last fetch.
         weights: the served weights; None until the first fetch.
-        is_leaving: True while the model is being dropped, so that nothing brings it back.
-        state: `kept`; `reloading`: its memory was damaged and it is read again; `lost`: that failed.
+        state: changed by `become` only.
         why: reason for a state other than `kept`, or for the last reload.
         num_reloads: number of reloads because of damaged memory.
         reloaded: the result of the last reload; None: there was none.
@@ -90,8 +112,8 @@ class ResidentModel:
         self.block = TierBlock(f"{self.name}@{revision}{coordinates}", 0, nbytes)
         self.report: FetchReport | None = None
         self.weights: LocalWeights | None = None
-        self.is_leaving = False
-        self.state: ResidentState = "kept"
+        self.state = ResidentState.KEPT
+        self._changing = threading.Lock()
         self.why = ""
         self.num_reloads = 0
         self.reloaded: Future[None] | None = None
@@ -105,6 +127,21 @@ class ResidentModel:
         """The served weights; only valid after the first fetch."""
         assert self.weights is not None
         return self.weights
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return whether the model is being dropped, so that nothing may bring it back."""
+        return self.state in (ResidentState.DROPPING, ResidentState.DROPPED)
+
+    def become(self, state: ResidentState, why: str | None = None) -> bool:
+        """Change the state and its reason. Return False and change nothing if `state` cannot follow the present one."""
+        with self._changing:
+            if state not in _NEXT[self.state]:
+                return False
+            # First: other threads read the reason of a state that they see.
+            self.why = self.why if why is None else why
+            self.state = state
+            return True
 
     def fill(self, room: Room) -> None:
         """Fetch the model into the room: from members that have it, and the rest from storage.

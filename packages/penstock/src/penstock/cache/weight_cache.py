@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
 
@@ -52,14 +53,30 @@ from penstock.peer.local_weights import LocalWeights, device_id, revision_of
 from penstock.peer.member import Member, until_stopped
 from penstock.storage.weight_set import Uris
 from penstock.telemetry.metrics import Sample, watch
+from penstock.timing import Timing
 from penstock.types import Manifest
 
 log = log_named("penstock.fleet")
 
-DRAIN_S = 30.0
-"""Time to wait for engines and readers. A killed engine counts until its lease expires, after 15 s."""
-RECALL_S = 4.0
-"""Time that a lease request waits for a model to come back, before the reader is told to ask again."""
+
+class CacheState(Enum):
+    """The state of a keeper."""
+
+    NEW = auto()
+    """It has arguments and nothing else: no memory, no thread, no place in the fleet."""
+    SERVING = auto()
+    LEAVING = auto()
+    """It grants no new leases, and waits for engines and readers. A second `leave` goes on from here."""
+    LEFT = auto()
+
+
+_NEXT = {
+    CacheState.NEW: {CacheState.SERVING, CacheState.LEFT},
+    CacheState.SERVING: {CacheState.LEAVING},
+    CacheState.LEAVING: {CacheState.LEAVING, CacheState.LEFT},
+    CacheState.LEFT: set[CacheState](),
+}
+"""The states that may follow each state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +94,7 @@ class ResidentStatus:
     """Number of engines that map it."""
     tier: str
     """`gpu` or `host` while it is on its device; else the tier that has it: `host`, `disk`, `source`."""
-    state: ResidentState = "kept"
-    """`reloading`: its memory was damaged, and it is read again; `lost`: that failed."""
+    state: ResidentState = ResidentState.KEPT
     why: str = ""
     """Damage of its memory, and the result of the reload."""
     num_reloads: int = 0
@@ -87,6 +103,12 @@ class ResidentStatus:
 
 class WeightCache:
     """A process that keeps models until `drop` or `leave`. A context manager; only one thread at a time may call it.
+
+    The constructor checks and stores its arguments. `open`, which `with` calls, takes memory and joins the fleet.
+
+    Attributes:
+        state: changed by `_become` only.
+        tiers, member: the memory of all models, and the membership that serves them. Order: after `open`.
 
     Args:
         device: device of all models: `"cpu"` is shared memory of this host.
@@ -102,10 +124,11 @@ class WeightCache:
             `memory_bytes`.
 
     Raises:
-        ConfigError: the tiers for idle models contradict each other. BudgetTooSmall: `host_bytes` is too small.
-        HubUnavailable: this host's own hub cannot be hosted. One that is given and does not answer is joined later.
-        ConfigError, MissingExtra: see `penstock.join`.
+        ConfigError: the tiers for idle models contradict each other.
     """
+
+    tiers: Tiers
+    member: Member
 
     def __init__(
         self,
@@ -121,12 +144,16 @@ class WeightCache:
         settings: Settings | None = None,
         accept: bool = False,
     ) -> None:
-        connection = resolve_connection(connection)
+        self._connection = resolve_connection(connection)
         self.device = resolve_device(device)
         self._settings = Settings.read() if settings is None else settings
-        if connection.stall_s is not None:
-            self._settings = replace(self._settings, stall_s=connection.stall_s)
+        if self._connection.stall_s is not None:
+            self._settings = replace(self._settings, stall_s=self._connection.stall_s)
+        self._timing = Timing()
         self._max_readers = max_readers
+        self._max_bytes_per_s = parse_bytes(max_bytes_per_s)
+        self._accept = accept
+        self.state = CacheState.NEW
         self._models: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
         # The caller's thread adds models, and another one those that are handed over.
@@ -140,34 +167,67 @@ class WeightCache:
             raise ConfigError(message, hint="give memory_bytes")
         if disk_bytes is not None and disk is None:
             raise ConfigError("disk_bytes was given without disk", hint="give disk, a directory")
-        bounds = [None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)]
-        levels = _levels(self.device, bounds[0], bounds[1], disk, bounds[2], self._settings)
-        self.tiers = Tiers(levels, stall_s=self._settings.stall_s)
+        self._disk = disk
+        self._bounds = [
+            None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)
+        ]
+        if host_bytes is not None and self.device.type == "cpu":
+            message = "host_bytes is only for models on a GPU: this keeper's models are in host memory already"
+            raise ConfigError(message, hint="limit host memory with memory_bytes")
+
+    def open(self) -> WeightCache:
+        """Take the memory for idle models, join the fleet and serve; return this object. `with` calls it.
+
+        Raises:
+            BudgetTooSmall: `host_bytes` is too small. ConfigError: `disk` cannot be used, or this keeper was opened.
+            HubUnavailable: this host's own hub cannot be hosted. One that is given and does not answer is joined later.
+            ConfigError, MissingExtra: see `penstock.join`.
+        """
+        if self.state is not CacheState.NEW:
+            raise ConfigError("this keeper was opened before", hint="make another WeightCache")
+        memory, host, on_disk = self._bounds
+        levels = _levels(self.device, memory, host, self._disk, on_disk, self._settings)
+        stall_s = self._settings.stall_s
+        tiers = Tiers(levels, stall_s=stall_s)
         try:
-            self.member = Member.join(
+            connection = self._connection
+            member = Member.join(
                 # A request to the hub must time out well before the keeper's own work stalls.
-                HubClient.connect(
-                    connection.hub, connection.token, timeout_s=min(TIMEOUT_S, self._settings.stall_s / 3)
-                ),
+                HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3)),
                 connection,
-                max_bytes_per_s=parse_bytes(max_bytes_per_s),
-                stall_s=self._settings.stall_s,
+                max_bytes_per_s=self._max_bytes_per_s,
+                stall_s=stall_s,
                 # Every model has a place in storage.
                 needs_hub=False,
             )
         except BaseException:
-            # Pinned host memory and a directory on disk would outlive a constructor that failed.
-            self.tiers.close()
+            # Pinned host memory and a directory on disk would outlive a keeper that could not be opened.
+            tiers.close()
             raise
+        return self.start(tiers, member)
+
+    def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
+        """Serve with this memory as this member, both of which the keeper closes; return this object. See `open`."""
+        self._become(CacheState.SERVING)
+        self._timing = timing or self._timing
+        self.tiers = tiers
+        self.member = member
         self.member.server.recall = self._recalled
         self.member.on_damaged = self._damaged
-        if accept:
+        if self._accept:
             self._handed_over = HandOverHandler(self._take, self._reloads)
             self.member.server.handlers[HANDLER] = self._handed_over
             socket = Path(self.member.server.addresses[0].removeprefix("unix://"))
             # Last: engines look for it.
             socket.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
         watch(self)
+        return self
+
+    def _become(self, state: CacheState) -> None:
+        """Change the state."""
+        if state not in _NEXT[self.state]:
+            raise ConfigError(f"this keeper cannot be {state.name.lower()}: it is {self.state.name.lower()}")
+        self.state = state
 
     def keep(
         self,
@@ -294,14 +354,15 @@ class WeightCache:
         if resident is None or resident.is_leaving:
             yield ""
             return
-        if resident.reloaded is not None and not wait([resident.reloaded], timeout=RECALL_S).done:
+        if resident.reloaded is not None and not wait([resident.reloaded], timeout=self._timing.recall_wait_s).done:
             yield f"{resident.why}; it is being loaded again"
             return
-        if resident.state == "lost":
-            raise SourceBusy(resident.why)
+        if resident.state is ResidentState.LOST:
+            # Not busy: those who wait for a busy member would wait for ever.
+            raise NotFound(resident.why, hint="start the keeper again, or drop the model")
         try:
             # In the background: the request of a lease must be answered before its reader counts us as stalled.
-            self.tiers.prefetch(resident.block).result(timeout=RECALL_S)
+            self.tiers.prefetch(resident.block).result(timeout=self._timing.recall_wait_s)
         except NotYet:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
         except BudgetTooSmall as error:
@@ -314,10 +375,10 @@ class WeightCache:
     def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
         """Start a reload of a model whose memory changed, in a thread; the other models are still served."""
         resident = self._models.get(weights.key)
-        if resident is None or resident.is_leaving or resident.weights is not weights:
+        if resident is None or resident.weights is not weights:
             return
-        resident.state = "reloading"
-        resident.why = error.message
+        if not resident.become(ResidentState.RELOADING, error.message):
+            return
         # RuntimeError: the keeper is leaving, and its executor takes no more work.
         with contextlib.suppress(RuntimeError):
             resident.reloaded = self._reloads.submit(self._reload, resident)
@@ -330,24 +391,22 @@ class WeightCache:
                 raise NotFound("it was made in memory, so it has no source: convert it, or start its engine, again")
             if self.device.type != "cpu":
                 # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
-                self.member.server.drain(resident.shown.key, DRAIN_S)
+                self.member.server.drain(resident.shown.key, self._timing.cache_drain_s)
             # Copies in other tiers go too: they may have been made of the damaged bytes.
             self._once_idle(lambda: self.tiers.discard(resident.block))
             self.tiers.promote(resident.block)
         except BaseException as error:
             message = error.message if isinstance(error, PenstockError) else repr(error)
-            resident.why = f"{damage}, and it could not be loaded again: {message}"
-            resident.state = "lost"
-            if not resident.is_leaving:
+            if resident.become(ResidentState.LOST, f"{damage}, and it could not be loaded again: {message}"):
                 log.error("%s", resident.why)
             raise
         resident.num_reloads += 1
         assert resident.report is not None
-        resident.why = f"{damage}; loaded again and verified in {time.monotonic() - begun:.1f} s"
-        resident.shown.why = "; ".join(filter(None, (resident.why, resident.shown.why)))
+        why = f"{damage}; loaded again and verified in {time.monotonic() - begun:.1f} s"
+        resident.shown.why = "; ".join(filter(None, (why, resident.shown.why)))
         # Last: `_recalled` and `check` read it from other threads.
-        resident.state = "kept"
-        log.warning("%s: %s", resident.why, resident.report)
+        resident.become(ResidentState.KEPT, why)
+        log.warning("%s: %s", why, resident.report)
         self.member.beat_now()
 
     def check(self) -> None:
@@ -357,11 +416,11 @@ class WeightCache:
             IntegrityError: a model's memory was damaged and it could not be loaded again; the message says why.
         """
         for resident in list(self._models.values()):
-            if resident.state == "lost":
+            if resident.state is ResidentState.LOST:
                 uri = f"penstock:{resident.shown.key}"
                 raise IntegrityError(resident.why, uri=uri, hint="start the keeper again")
 
-    def drop(self, model: str, *, revision: str | None = None, drain_s: float = DRAIN_S) -> None:
+    def drop(self, model: str, *, revision: str | None = None, drain_s: float = 30.0) -> None:
         """Drop a model: grant no new leases, wait for engines and readers, free its memory.
 
         Args:
@@ -393,8 +452,10 @@ class WeightCache:
             raise SourceBusy(f"{resident.name!r} is being loaded again", hint="wait longer: drain_s")
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
         weights = resident.shown
+        before = resident.state
         # From here on no thread of the server brings it back, and none reloads it.
-        resident.is_leaving = True
+        if not resident.become(ResidentState.DROPPING):
+            raise SourceBusy(f"{resident.name!r} is {before}", hint="wait longer: drain_s")
         # Engines see this state when they renew their leases, and can detach.
         weights.set_state("draining")
         self.member.beat_now()
@@ -403,13 +464,14 @@ class WeightCache:
             attached = self.member.server.num_attached(key)
             # As before: a model that is still in use must not be lost.
             weights.set_state("whole")
-            resident.is_leaving = False
+            resident.become(before)
             self.member.server.show(weights)
             self.member.beat_now()
             message = f"{attached} engines and {left - attached} readers still use {weights.identity.model!r}"
             raise SourceBusy(message, hint="stop them, or wait longer: drain_s")
         self.member.hide(weights, 0.0)
         self.member.report_now()
+        resident.become(ResidentState.DROPPED)
         del self._models[key]
         if self._handed_over is not None:
             self._handed_over.forget(resident.name)
@@ -425,10 +487,10 @@ class WeightCache:
             except SourceBusy:
                 if time.monotonic() >= deadline:
                     raise
-            time.sleep(0.02)
+            time.sleep(self._timing.tier_pause_s)
 
     def serve(
-        self, *, drain_s: float = DRAIN_S, timeout_s: float | None = None, ready: Callable[[], None] | None = None
+        self, *, drain_s: float = 30.0, timeout_s: float | None = None, ready: Callable[[], None] | None = None
     ) -> None:
         """Serve until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
 
@@ -447,14 +509,19 @@ class WeightCache:
             self.leave(drain_s)
             raise
 
-    def leave(self, drain_s: float = DRAIN_S) -> None:
+    def leave(self, drain_s: float = 30.0) -> None:
         """Grant no new leases, wait for engines and readers at most `drain_s`, and leave the fleet. Idempotent.
 
         Host memory that an engine has mapped stays valid while it is mapped, also after the keeper has ended.
         """
         self._stopped.set()
+        if self.state is CacheState.NEW:
+            self._become(CacheState.LEFT)
+        if self.state is CacheState.LEFT:
+            return
+        self._become(CacheState.LEAVING)
         for resident in self._models.values():
-            resident.is_leaving = True
+            resident.become(ResidentState.DROPPED)
         if users := self._users():
             log.warning("waiting for %s, %.0f s at most", users, drain_s)
         self.member.leave(drain_s)
@@ -462,6 +529,7 @@ class WeightCache:
         self._reloads.shutdown(cancel_futures=True)
         self._models.clear()
         self.tiers.close()
+        self._become(CacheState.LEFT)
 
     def _users(self) -> str:
         """Return how many engines and readers use the models, in words; empty: none."""
@@ -472,13 +540,14 @@ class WeightCache:
         return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
 
     def __enter__(self) -> WeightCache:
-        return self
+        # After `start` or `open`, `with` only ends it.
+        return self.open() if self.state is CacheState.NEW else self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if not is_ending():
-            self.leave(DRAIN_S if kind is None else 0.0)
+            self.leave(self._timing.cache_drain_s if kind is None else 0.0)
 
 
 class _KeeperDestination:
@@ -508,9 +577,6 @@ def _levels(
     if disk is not None:
         below.append(Level(tier=SpillTier(disk), budget_bytes=disk_bytes, budget="disk_bytes"))
     if device.type == "cpu":
-        if host_bytes is not None:
-            message = "host_bytes is only for models on a GPU: this keeper's models are in host memory already"
-            raise ConfigError(message, hint="limit host memory with memory_bytes")
         levels.append(Level(tier=ArenaTier(), budget_bytes=memory_bytes))
     else:
         levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))
