@@ -14,7 +14,7 @@ from tests.support.fleet import digests
 
 import penstock as ps
 from penstock.errors import PenstockError
-from penstock.fetcher.items import ReadFromUpstream
+from penstock.fetcher.run import ReadFromUpstream
 from penstock.fetcher.upstream import UpstreamReader
 
 

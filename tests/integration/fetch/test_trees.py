@@ -17,6 +17,7 @@ import torch
 from tests.truth import assert_same
 
 import penstock as ps
+from penstock.fetcher import run as running
 from penstock.fetcher.choice import ChunkChoice
 from penstock.fetcher.run import FetchRun
 from penstock.fetcher.upstream import UpstreamReader
@@ -89,11 +90,11 @@ class Hosts:
 
     def _note_reads(self, monkeypatch: pytest.MonkeyPatch) -> None:
         note, lock = UpstreamReader.note_read, threading.Lock()
-        make = FetchRun._make_reader
+        make = running._follow
 
-        def make_reader(fetch: FetchRun, *args) -> UpstreamReader:
-            reader = make(fetch, *args)
-            self.member_of[reader] = fetch._member.id
+        def follow(member: Member, *args) -> UpstreamReader:
+            reader = make(member, *args)
+            self.member_of[reader] = member.id
             return reader
 
         def note_read(reader: UpstreamReader, chunks: np.ndarray, nbytes: int, seconds: float) -> None:
@@ -101,7 +102,7 @@ class Hosts:
                 self.given[self.member_of[reader], reader.upstream.member].update(chunks.tolist())
             note(reader, chunks, nbytes, seconds)
 
-        monkeypatch.setattr(FetchRun, "_make_reader", make_reader)
+        monkeypatch.setattr(running, "_follow", follow)
         monkeypatch.setattr(UpstreamReader, "note_read", note_read)
 
     def start(self, **join) -> None:

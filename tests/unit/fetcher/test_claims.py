@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from penstock.engine.trace import Trace
@@ -128,18 +128,16 @@ def test_a_refused_member_reads_storage_without_a_claim() -> None:
     assert "without a claim" in fetch.provenance.faults[0]
 
 
-def test_a_first_claim_that_comes_late_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, storage would be read without a claim at that moment: no byte came for too long."""
-    skips = FetchRun._should_skip_claims
-    asked = list[bool]()
+def test_first_claim_that_comes_late_is_used() -> None:
+    """Without it, storage would be read without a claim at that moment: no byte came for long."""
+    begun = time.monotonic()
 
-    def should_skip(fetch: FetchRun) -> bool:
-        # As if the silence began to count when the answer came.
-        asked.append(fetch._hub_answered.is_set())
-        return asked[-1] or skips(fetch)
+    def late(claim: bool) -> UpstreamsReply:
+        # Half of the patience of a fetch whose hub does not answer.
+        time.sleep(max(0.0, 1.0 - (time.monotonic() - begun)))
+        return UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None)
 
-    monkeypatch.setattr(FetchRun, "_should_skip_claims", should_skip)
-    _, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None))
+    _, storage, _ = run(late, stall_s=4.0)
     assert storage.reads[0] == [0, 1, 2, 3]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import msgspec
@@ -12,13 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.engine.trace import Trace
+from penstock.engine.run import RunState
 from penstock.errors import PeerLost, PenstockError, SourceBusy
-from penstock.fetcher import retries, run
-from penstock.fetcher.run import FetchRun
+from penstock.fetcher import retries
+from penstock.fetcher.assignment import Assignment
+from penstock.fetcher.hub_poller import HubPoller
+from penstock.fetcher.report import Provenance
 from penstock.fetcher.upstream import UNNAMED
 from penstock.hub.messages import Identity, Upstream, UpstreamsReply
 from penstock.peer.local_weights import LocalWeights, WeightLayout, layout_of_tensors, tabulate
+from penstock.timing import Timing
 from penstock.types import DType
 
 NUM_CHUNKS = 8
@@ -85,17 +87,31 @@ class Member:
         return True
 
 
+TIMING = Timing(full_pause_s=0.05)
+
+
 @pytest.fixture
-def fetch(monkeypatch: pytest.MonkeyPatch) -> Iterator[FetchRun]:
-    """A fetch whose readers have no threads."""
-    monkeypatch.setattr(FetchRun, "_make_reader", lambda fetch, upstream, ranks: Reader(upstream.member, ranks))
+def weights() -> LocalWeights:
     tensors = {"t": torch.zeros(NUM_CHUNKS * 32, dtype=torch.uint8)}
     layout = WeightLayout.of(tabulate(["t"], [DType.U8], [(NUM_CHUNKS * 32,)]), leaf_bytes=16, chunk_bytes=32)
-    weights = LocalWeights(Identity(model="m"), layout, layout_of_tensors(tensors)[1])
-    with FetchRun(
-        Member(), weights, storage=None, stall_s=30.0, trace=Trace(enabled=False), on_first=lambda: None
-    ) as fetch:
-        yield fetch
+    return LocalWeights(Identity(model="m"), layout, layout_of_tensors(tensors)[1])
+
+
+@pytest.fixture
+def fetch(weights: LocalWeights) -> Assignment:
+    """The assignment of a fetch whose readers have no threads."""
+    return assignment_of(weights, TIMING)
+
+
+def assignment_of(weights: LocalWeights, timing: Timing) -> Assignment:
+    return Assignment(
+        weights,
+        lambda upstream, ranks: Reader(upstream.member, ranks),  # type: ignore[arg-type, return-value]
+        can_read_storage=False,
+        stall_s=30.0,
+        timing=timing,
+        provenance=Provenance("m"),
+    )
 
 
 def upstream(name: str) -> Upstream:
@@ -113,106 +129,133 @@ def reply_of(*orders: str, is_placed: bool = True, ask_again_s: float = 1.0) -> 
     )
 
 
-def readers(fetch: FetchRun) -> dict[str, Reader]:
-    return {reader.upstream.member: reader for reader in fetch._choice.readers}
+def readers(fetch: Assignment) -> dict[str, Reader]:
+    return {reader.upstream.member: reader for reader in fetch.readers}
 
 
-def fail(fetch: FetchRun, name: str, error: PenstockError) -> None:
+def fail(fetch: Assignment, name: str, error: PenstockError) -> None:
     """Let a reader end with an error."""
     readers(fetch)[name].error = error
-    fetch._drop_failed()
+    fetch.pop_failed()
 
 
-def parents(fetch: FetchRun) -> tuple[str, str]:
-    return fetch._weights.parent, fetch._weights.second_parent
+def parents(weights: LocalWeights) -> tuple[str, str]:
+    return weights.parent, weights.second_parent
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(fetch: FetchRun, orders: tuple[str, ...]) -> None:
+def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(
+    fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
+) -> None:
     expected = ("P", "" if len(orders) == 1 else "Q")
-    fetch._follow(reply_of(*orders))
-    assert parents(fetch) == expected
+    fetch.follow(reply_of(*orders))
+    assert parents(weights) == expected
     fail(fetch, "P", SourceBusy("all readers' places are taken"))
-    fetch._follow(reply_of(*orders))
+    fetch.follow(reply_of(*orders))
     assert "P" not in readers(fetch)
-    assert parents(fetch) == expected
+    assert parents(weights) == expected
 
 
 def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
-    fetch: FetchRun, monkeypatch: pytest.MonkeyPatch
+    fetch: Assignment, weights: LocalWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retries, "BUSY_S", 0.0)
+    fetch = assignment_of(weights, Timing(full_pause_s=0.0))
     monkeypatch.setattr(Reader, "connects_at_once", False)
     for _ in range(2):
         for _ in range(retries.BUSY_TRIES):
-            fetch._follow(reply_of("PG"))
-            assert parents(fetch) == ("P", "")
+            fetch.follow(reply_of("PG"))
+            assert parents(weights) == ("P", "")
             fail(fetch, "P", SourceBusy("all readers' places are taken"))
-        fetch._follow(reply_of("PG"))
-        assert parents(fetch) == ("G", "")
+        fetch.follow(reply_of("PG"))
+        assert parents(weights) == ("G", "")
         # It had a place again.
         readers(fetch)["P"].is_connected = True
-        fetch._follow(reply_of("PG"))
-        assert parents(fetch) == ("P", "")
+        fetch.follow(reply_of("PG"))
+        assert parents(weights) == ("P", "")
 
 
-def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("PG", "QG"))
-    fail(fetch, "P", PeerLost("gone"))
-    fetch._follow(reply_of("PG", "QG"))
-    assert parents(fetch) == ("G", "Q")
-
-
-def test_a_full_parent_is_tried_again_before_the_hub_wants_to_be_asked(
-    fetch: FetchRun, monkeypatch: pytest.MonkeyPatch
+def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(
+    fetch: Assignment, weights: LocalWeights
 ) -> None:
-    monkeypatch.setattr(retries, "BUSY_S", 0.05)
-    fetch._member.reply = reply_of("PG", ask_again_s=600.0)
-    fetch._follow(fetch._member.reply)
-    readers(fetch)["P"].error = SourceBusy("all readers' places are taken")
-    has_again, make = threading.Event(), FetchRun._make_reader
+    fetch.follow(reply_of("PG", "QG"))
+    fail(fetch, "P", PeerLost("gone"))
+    fetch.follow(reply_of("PG", "QG"))
+    assert parents(weights) == ("G", "Q")
 
-    def make_reader(fetch: FetchRun, upstream: Upstream, ranks: tuple[int, ...]) -> Reader:
-        has_again.set()
-        return make(fetch, upstream, ranks)
 
-    monkeypatch.setattr(FetchRun, "_make_reader", make_reader)
-    fetch._start(fetch._poll_upstreams, "polls")
+def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None:
+    has_again, made = threading.Event(), list[str]()
+
+    def make_reader(upstream: Upstream, ranks: tuple[int, ...]) -> Reader:
+        made.append(upstream.member)
+        reader = Reader(upstream.member, ranks)
+        if made.count("P") == 1:
+            reader.error = SourceBusy("all readers' places are taken")
+        else:
+            has_again.set()
+        return reader
+
+    member = Member()
+    member.reply = reply_of("PG", ask_again_s=600.0)
+    provenance = Provenance("m")
+    fetch = Assignment(weights, make_reader, can_read_storage=False, stall_s=30.0, timing=TIMING, provenance=provenance)  # type: ignore[arg-type]
+    hub = HubPoller(
+        member,  # type: ignore[arg-type]
+        weights,
+        fetch,
+        RunState(0, lambda: False),
+        provenance,
+        stall_s=30.0,
+        timing=TIMING,
+        away=None,
+    )
+    thread = threading.Thread(target=hub.run)
+    thread.start()
+    # The first round makes the reader, and the end of its pause the next.
+    hub.answered.wait(30)
+    hub.wanted.set()
     assert has_again.wait(30)
+    hub.close()
+    thread.join()
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
 def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
-    fetch: FetchRun, orders: tuple[str, ...]
+    fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
 ) -> None:
-    fetch._follow(reply_of(*orders))
+    fetch.follow(reply_of(*orders))
     before = {name: reader.ranks for name, reader in readers(fetch).items()}
-    fetch._follow(reply_of("XGY", is_placed=False))
+    fetch.follow(reply_of("XGY", is_placed=False))
     after = {name: reader.ranks for name, reader in readers(fetch).items()}
     new = {"X": (2,) * len(orders), "Y": (3,) * len(orders)}
     assert after == before | new
-    assert parents(fetch) == ("P", "" if len(orders) == 1 else "Q")
-    fetch._follow(reply_of("XG"))
+    assert parents(weights) == ("P", "" if len(orders) == 1 else "Q")
+    fetch.follow(reply_of("XG"))
     assert readers(fetch)["X"].ranks == (0,)
 
 
-def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("XY", is_placed=False))
-    fetch._follow(reply_of("YX", is_placed=False))
+def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Assignment, weights: LocalWeights) -> None:
+    fetch.follow(reply_of("XY", is_placed=False))
+    fetch.follow(reply_of("YX", is_placed=False))
     assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
-    assert parents(fetch) == ("", "")
+    assert parents(weights) == ("", "")
 
 
-def asked(fetch: FetchRun) -> set[str]:
+def leave_unneeded(fetch: Assignment) -> None:
+    for reader in fetch.pop_unneeded():
+        reader.close()
+
+
+def asked(fetch: Assignment) -> set[str]:
     """Return the upstreams that the fetch asks for news now."""
-    for reader in fetch._choice.readers:
+    for reader in fetch.readers:
         reader.is_asked = False
-    fetch.assign()
+    fetch.next_reads(lambda reads: None, is_storage_read=False)
     return {name for name, reader in readers(fetch).items() if reader.is_asked}
 
 
-def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("AG", "DA"))
+def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: Assignment) -> None:
+    fetch.follow(reply_of("AG", "DA"))
     assert readers(fetch)["D"].ranks == (UNNAMED, 0)
     assert asked(fetch) == {"A", "D"}
     # The one after a parent that stalls, though it is a parent itself.
@@ -222,18 +265,18 @@ def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_othe
     assert asked(fetch) == {"A", "D", "G"}
 
 
-def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("AZ", "DZ"))
+def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: Assignment) -> None:
+    fetch.follow(reply_of("AZ", "DZ"))
     readers(fetch)["A"].is_connected = False
-    fetch._follow(reply_of("AG", "DG"))
+    fetch.follow(reply_of("AG", "DG"))
     assert asked(fetch) == {"A", "D"}
     for name in "ADG":
         readers(fetch)[name].is_alive = False
     assert "Z" in asked(fetch)
 
 
-def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("PGH", "QGH"))
+def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Assignment) -> None:
+    fetch.follow(reply_of("PGH", "QGH"))
     spare = readers(fetch)["G"]
     for changes, is_left in [
         ({}, False),
@@ -242,54 +285,52 @@ def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: FetchRu
         ({"num_flying": 0}, True),
     ]:
         vars(spare).update(changes)
-        fetch._leave_unneeded()
-        assert (spare not in fetch._choice.readers) == spare.is_closed == is_left, changes
+        leave_unneeded(fetch)
+        assert (spare not in fetch.readers) == spare.is_closed == is_left, changes
     assert set(readers(fetch)) == {"P", "Q", "H"}
 
 
-def test_a_spare_stays_while_a_parent_does_not_give(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("PG", "QG"))
+def test_a_spare_stays_while_a_parent_does_not_give(fetch: Assignment) -> None:
+    fetch.follow(reply_of("PG", "QG"))
     readers(fetch)["G"].is_measured = True
     readers(fetch)["Q"].is_connected = False
-    fetch._leave_unneeded()
+    leave_unneeded(fetch)
     assert "G" in readers(fetch)
     # In one order there are places enough.
-    fetch._follow(reply_of("PG"))
+    fetch.follow(reply_of("PG"))
     readers(fetch)["P"].is_connected = True
-    fetch._leave_unneeded()
+    leave_unneeded(fetch)
     assert "G" in readers(fetch)
 
 
-def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("PZ", "QZ"))
-    fetch._follow(reply_of("PG", "QG"))
-    fetch._leave_unneeded()
+def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: Assignment) -> None:
+    fetch.follow(reply_of("PZ", "QZ"))
+    fetch.follow(reply_of("PG", "QG"))
+    leave_unneeded(fetch)
     assert set(readers(fetch)) == {"P", "Q", "G"}
 
 
-def test_a_spare_gets_the_newest_grant(fetch: FetchRun) -> None:
-    fetch._follow(reply_of("ab"))
+def test_a_spare_gets_the_newest_grant(fetch: Assignment) -> None:
+    fetch.follow(reply_of("ab"))
     newer = [msgspec.structs.replace(one, grant=b"newer") for one in reply_of("ab").upstreams]
-    fetch._follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
-    assert [reader.upstream.grant for reader in fetch._choice.readers] == [b"newer", b"newer"]
+    fetch.follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
+    assert [reader.upstream.grant for reader in fetch.readers] == [b"newer", b"newer"]
 
 
-def test_few_chunks_wait_for_a_full_read_while_storage_is_read(
-    fetch: FetchRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    busy, posted = [True], list[list[int]]()
-    monkeypatch.setattr(fetch._storage_reads, "is_busy", lambda: busy[0])
-    monkeypatch.setattr(fetch._peer_reads, "post", lambda *items: posted.extend(one._chunks.tolist() for one in items))
-    fetch._follow(reply_of("P"))
+def test_few_chunks_wait_for_a_full_read_while_storage_is_read(fetch: Assignment) -> None:
+    busy = [True]
+    fetch.follow(reply_of("P"))
     reader = readers(fetch)["P"]
-    reader.path, reader.step_chunks = "p", 3
+    reader.step_chunks = 3
 
     def given(*chunks: int) -> list[int]:
-        posted.clear()
+        posted = list[int]()
         reader.is_asked, reader.num_flying = False, 0
         reader.has[list(chunks)] = True
-        fetch.assign()
-        return [chunk for read in posted for chunk in read]
+        fetch.next_reads(
+            lambda reads: posted.extend(chunk for _, some in reads for chunk in some.tolist()), is_storage_read=busy[0]
+        )
+        return posted
 
     assert given(0, 1) == [0, 1], "nothing was read before"
     reader.last_read = time.monotonic()
@@ -297,7 +338,7 @@ def test_few_chunks_wait_for_a_full_read_while_storage_is_read(
     assert not reader.is_asked, "news would only be more of few"
     assert given(4) == [2, 3, 4], "a full read"
     assert given(5) == []
-    reader.last_read -= run.GATHERED_S
+    reader.last_read -= TIMING.gather_s
     assert given() == [5], "it waited for long"
     reader.last_read, busy[0] = time.monotonic(), False
     assert given(6) == [6], "storage is not read"

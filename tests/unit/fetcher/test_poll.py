@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
-from penstock.fetcher.run import TURN_S, FetchRun
+from penstock.fetcher.hub_poller import HubPoller
+from penstock.timing import Timing
 
 
 def waited(idle_after_s: float, wait_s: float, *, wanted: bool = False) -> float:
     """Return for how long a fetch waits that has nothing to read after so long."""
-    begun, hub_now = time.monotonic(), threading.Event()
+    begun = time.monotonic()
+    assignment = SimpleNamespace(is_idle=lambda: time.monotonic() - begun >= idle_after_s, can_read_storage=False)
+    member: Any = SimpleNamespace(hub=SimpleNamespace(rest_s=0.0))
+    hub = HubPoller(
+        member,
+        cast(Any, None),
+        cast(Any, assignment),
+        cast(Any, None),
+        cast(Any, None),
+        stall_s=30.0,
+        timing=Timing(),
+        away=None,
+    )
     if wanted:
-        hub_now.set()
-    fetch = SimpleNamespace(_is_idle=lambda: time.monotonic() - begun >= idle_after_s, _hub_now=hub_now)
-    FetchRun._wait_while_fed(cast(FetchRun, fetch), wait_s)
+        hub.wanted.set()
+    hub.wait_while_fed(wait_s)
     return time.monotonic() - begun
 
 
 def test_it_ends_soon_after_the_last_chunk_that_upstreams_had() -> None:
-    assert 4 * TURN_S <= waited(4 * TURN_S, 60.0) < 30.0
+    assert 4 * Timing().fetch_turn_s <= waited(4 * Timing().fetch_turn_s, 60.0) < 30.0
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -7,12 +7,16 @@ import math
 import pytest
 
 from penstock.errors import PeerLost, SourceStalled
-from penstock.fetcher.retries import BUSY_S, BUSY_TRIES, FORGIVE_S, SILENT_S, RetryTimes
+from penstock.fetcher.retries import BUSY_TRIES, RetryTimes
+from penstock.timing import Timing
+
+TIMING = Timing()
+BUSY_S, FORGIVE_S, SILENT_S = TIMING.full_pause_s, TIMING.failed_pause_s, TIMING.silent_pause_s
 
 
 @pytest.fixture
 def times() -> RetryTimes:
-    return RetryTimes(stall_s=10.0)
+    return RetryTimes(10.0, TIMING)
 
 
 def fail(times: RetryTimes, now: float, error: type = PeerLost, **options: bool) -> None:

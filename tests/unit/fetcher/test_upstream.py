@@ -10,6 +10,7 @@ import pytest
 from penstock.errors import PeerLost
 from penstock.fetcher import upstream
 from penstock.fetcher.upstream import UNNAMED, UpstreamReader
+from penstock.timing import Timing
 
 
 class Peer:
@@ -38,10 +39,12 @@ class RunState:
         pass
 
 
-def follow(peer: Peer, ranks: tuple[int, ...]) -> UpstreamReader:
+def follow(peer: Peer, ranks: tuple[int, ...], timing: Timing | None = None) -> UpstreamReader:
     chunks = SimpleNamespace(num_chunks=8, chunk_bytes=1)
     weights = SimpleNamespace(layout=SimpleNamespace(chunks=chunks))
-    return UpstreamReader(peer, ranks, weights, None, RunState())
+    reader = UpstreamReader(peer, ranks, weights, None, RunState(), timing=timing or Timing())
+    reader.start()
+    return reader
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (0, 1), (1, 1), (1, 2), (UNNAMED, 1)])
@@ -62,9 +65,8 @@ def test_others_of_trees_are_connected_to_once_news_are_wanted(
     ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "PROBE_S", 0.0)
-    monkeypatch.setattr(upstream, "SPARE_S", 0.01)
     peer = Peer()
-    reader = follow(peer, ranks)
+    reader = follow(peer, ranks, Timing(spare_pause_s=0.01))
     try:
         assert not peer.has_asked.wait(0.1)
         reader.request_news()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PlanError
-from penstock.fetcher import run, upstream
+from penstock.fetcher import assignment, upstream
 from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
 from penstock.plan.relay_parents import CHUNKS_A_HOP
 from penstock.plan.schedule import CHUNK_BYTES
@@ -180,5 +180,5 @@ def test_the_relay_takes_a_hop_to_be_what_it_is_here() -> None:
 
 
 def test_steps_are_those_of_a_fetch() -> None:
-    assert (module.READS_OF_ONE, module.STEP_S) == (run.READS_OF_ONE, upstream.STEP_S)
+    assert (module.READS_OF_ONE, module.STEP_S) == (assignment.READS_OF_ONE, upstream.STEP_S)
     assert (module.MAX_STEP_CHUNKS, module.PATIENCE_S) == (upstream.MAX_STEP_CHUNKS, upstream.PATIENCE_S)

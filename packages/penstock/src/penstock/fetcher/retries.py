@@ -10,16 +10,8 @@ from __future__ import annotations
 import math
 
 from penstock.errors import PenstockError, SourceStalled
+from penstock.timing import Timing
 
-FORGIVE_S = 2.0
-"""An upstream that failed is tried again after this long if the hub still names it; doubled after each failure."""
-SILENT_S = 30.0
-"""The same for one that gave nothing within its deadline, where there is storage to read instead; as long as the hub
-counts the complaint (`hub.complaints.COMPLAINT_TTL_S`)."""
-BUSY_S = 0.5
-"""A parent without a free reader's place is tried again after this: places become free as readers finish. Other holders
-are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet that starts
-cold would ask the hub all the time."""
 BUSY_TRIES = 10
 """A parent that refused this often in a row is full for longer: spares of a chain keep their places until they end. The
 next member is then reported as parent, so that the hub counts what is read from it."""
@@ -30,10 +22,12 @@ class RetryTimes:
 
     Args:
         stall_s: the longest pause after a failure.
+        timing: the pauses.
     """
 
-    def __init__(self, stall_s: float) -> None:
+    def __init__(self, stall_s: float, timing: Timing) -> None:
         self._stall_s = stall_s
+        self._timing = timing
         self._failed: dict[str, tuple[float, float]] = {}
         """When a member that failed may be tried again, and the pause after its last failure."""
         self._full: dict[str, tuple[float, int]] = {}
@@ -43,16 +37,16 @@ class RetryTimes:
         self, member: str, error: PenstockError, now: float, *, can_read_storage: bool, is_too_slow: bool
     ) -> None:
         """Note a failed member; one that is too slow is not tried again."""
-        wait_s = min(2 * self._failed.get(member, (0.0, FORGIVE_S / 2))[1], self._stall_s)
+        wait_s = min(2 * self._failed.get(member, (0.0, self._timing.failed_pause_s / 2))[1], self._stall_s)
         if isinstance(error, SourceStalled) and can_read_storage:
             # A read that it gives nothing for keeps its chunks from storage meanwhile: with three mute holders tried in
             # turn, the last chunks were never read, and the fetch failed.
-            wait_s = SILENT_S
+            wait_s = self._timing.silent_pause_s
         self._failed[member] = (math.inf if is_too_slow else now + wait_s, wait_s)
 
     def note_full(self, member: str, now: float) -> None:
         """Note a member that had no free place for us."""
-        self._full[member] = (now + BUSY_S, self._full.get(member, (0.0, 0))[1] + 1)
+        self._full[member] = (now + self._timing.full_pause_s, self._full.get(member, (0.0, 0))[1] + 1)
 
     def note_place(self, member: str) -> None:
         """Note a member that gave us a place."""

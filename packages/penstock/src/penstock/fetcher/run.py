@@ -2,78 +2,89 @@
 
 In: a member, registered weights to fill, perhaps a reader of storage. Out: complete weights and their provenance.
 Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub) and of chunks
-to read from each (`choice`), the API for callers (`join`).
+to read from each (`assignment`), requests to the hub (`hub_poller`, `claim_loop`), the API for callers (`join`).
 
-    hub --upstreams--> follow logs --> assign --> fetch: read chunks --> compute: digest, compare --> holding.gain
-     '----claims----> fetch: read storage ------------------------------^
+    hub --upstreams--> hub_poller --> assignment --> fetch: read chunks --> compute: digest, compare --> holding.gain
+     '----claims-----> claim_loop --> fetch: read storage ----------------^
 
-The caller's thread does not only wait, as in other journeys: every `TURN_S` it assigns missing chunks to upstreams,
-since the end of a pause (a limit, a probe) wakes no thread. So `run` has a loop of its own, around the ticket's clock.
+The caller's thread does not only wait, as in other journeys: every `Timing.fetch_turn_s` it assigns missing chunks to
+upstreams, since the end of a pause (a limit, a probe) wakes no thread. So `run` has a loop of its own, around the
+ticket's clock.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 from functools import partial
 
-import numpy as np
-
-from penstock.engine.run import LEAST_BYTES, Item, Run, StallTimer, guarded
+from penstock.engine.run import LEAST_BYTES, Run, RunState, StallTimer, guarded
 from penstock.engine.trace import Trace
 from penstock.errors import (
     Cancelled,
+    DestinationError,
     HubUnavailable,
     IntegrityError,
     PenstockError,
-    PermissionDenied,
     SourceBusy,
     SourceStalled,
     SourceUnavailable,
 )
-from penstock.fetcher.choice import ChunkChoice
-from penstock.fetcher.items import ReadFromUpstream, VerifyReceived
+from penstock.fetcher import assignment
+from penstock.fetcher.assignment import Assignment
+from penstock.fetcher.claim_loop import ClaimLoop
+from penstock.fetcher.hub_poller import HubPoller
 from penstock.fetcher.report import NEAREST, Provenance
-from penstock.fetcher.retries import RetryTimes
 from penstock.fetcher.storage_reader import StorageReader
-from penstock.fetcher.upstream import END_S, UpstreamReader
+from penstock.fetcher.upstream import Read, UpstreamReader
 from penstock.fetcher.verify import ReceivedChunks, next_batch, verify
-from penstock.hub.messages import ClaimReply, Ranges, Upstream, UpstreamsReply
+from penstock.hub.messages import Upstream
 from penstock.peer.local_weights import LocalWeights
 from penstock.peer.member import Member
-from penstock.plan.schedule import to_ranges
+from penstock.timing import Timing
+from penstock.transport.protocol import PendingRead, Stoppable, Transport, wait_all
 from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
 
 READS_AT_ONCE = 6
 """Concurrent reads of all upstreams together."""
-READS_OF_ONE = 3
-"""Concurrent reads of one upstream: its link has work while one read ends and the next is posted."""
 PARTS_AT_ONCE = 2
 """Claims read from storage at once: the next begins when little of the last is left; see `storage_reader.LITTLE`."""
 NUM_VERIFYING = 2
-TURN_S = 0.05
-"""Longest pause between two rounds of assignment; news from an upstream or the end of an upstream's pause end it."""
-LEAST_WAIT_S = 0.1
-"""Shortest pause between two requests for upstreams, also of a member that has nothing to read."""
-ALONE_CHUNKS = 16
-"""Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
-GATHERED_S = 0.25
-"""Longest wait for as many chunks as one read of an upstream takes, while storage is read. Each read, with its digests
-and reports, costs some milliseconds of Python, which the threads that read storage wait for. A link that is slower
-than storage takes few chunks at once, so nothing waits there."""
-HEARD_S = 1.0
-"""The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
+
+
+class FetchState(Enum):
+    """The state of a fetch. Whether it succeeded is in its ticket."""
+
+    NEW = auto()
+    """It has no threads yet."""
+    STARTED = auto()
+    """It asks the hub and connects to upstreams. No byte was requested."""
+    MOVING = auto()
+    """Bytes were requested."""
+    CLOSED = auto()
+    """Nothing writes to the weights any more, or will."""
+
+
+_NEXT = {
+    FetchState.NEW: {FetchState.STARTED, FetchState.CLOSED},
+    FetchState.STARTED: {FetchState.MOVING, FetchState.CLOSED},
+    FetchState.MOVING: {FetchState.CLOSED},
+    FetchState.CLOSED: set[FetchState](),
+}
+"""The states that may follow each state. Others are ignored."""
 
 
 class FetchRun(Run):
     """A running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
 
     Attributes:
+        state: changed by `_become` only.
         provenance: the source of every byte, and the faults met.
+        hub: what is known of the hub.
 
     Args:
         member: this process's member.
@@ -83,6 +94,8 @@ class FetchRun(Run):
         trace: receives spans.
         on_first: called once, just before the first byte is requested.
         away: why the member has not joined; storage is then read without claims from the start.
+        timing: waiting times.
+        make_reader: follows an upstream; None: by requests to it.
     """
 
     def __init__(
@@ -95,8 +108,11 @@ class FetchRun(Run):
         trace: Trace,
         on_first: Callable[[], None],
         away: HubUnavailable | None = None,
+        timing: Timing | None = None,
+        make_reader: assignment.MakeReader | None = None,
     ) -> None:
         super().__init__(weights.layout.nbytes, trace=trace, stall_s=stall_s, is_quick=weights.device.type == "cuda")
+        self._timing = timing = timing or Timing()
         self._member = member
         self._weights = weights
         self._storage = storage
@@ -106,46 +122,73 @@ class FetchRun(Run):
         self._verifying = self.executor("compute", NUM_VERIFYING)
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
+        self._on_first = on_first
+        # Two clocks beside the ticket's. The first stands still while something feeds the fetch, and says when to read
+        # storage without a claim; the second does not stand still, and is reported to the hub.
+        self._starved = StallTimer()
+        self._no_progress = StallTimer()
+
+        self._assignment = Assignment(
+            weights,
+            # Not a method: the two objects would keep each other, and the weights, until the cyclic collector runs.
+            make_reader or partial(_follow, member, weights, self.ticket, timing),
+            can_read_storage=storage is not None,
+            stall_s=stall_s,
+            timing=timing,
+            provenance=self.provenance,
+        )
+        self._claims: ClaimLoop | None = None
+        self.hub = HubPoller(
+            member,
+            weights,
+            self._assignment,
+            self.ticket,
+            self.provenance,
+            stall_s=stall_s,
+            timing=timing,
+            away=away if storage is not None else None,
+        )
+        if storage is not None:
+            self._claims = ClaimLoop(
+                member,
+                weights,
+                self._assignment,
+                self.hub,
+                storage=storage,
+                reads=self._storage_reads,
+                ticket=self.ticket,
+                provenance=self.provenance,
+                starved=self._starved,
+                before_read=self.note_first_read,
+                add_received=self.add_received,
+                stall_s=stall_s,
+                timing=timing,
+            )
 
         # The lock guards what follows.
         self._lock = threading.Lock()
-        self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._choice = ChunkChoice(weights.have, self._flying)
-        self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
-        self._retries = RetryTimes(stall_s)
+        self.state = FetchState.NEW
         self._received: deque[ReceivedChunks] = deque()
         self._reading: set[ReadFromUpstream] = set()
         self._read_bytes = 0
-        self._failed_since_progress: set[str] = set()
-        self._reported: set[str] = set()
-        """Those of them that the hub took a complaint of: it no longer counts what they have."""
-        self._on_first = [on_first]
 
-        self._closing = threading.Event()
-        self._hub_now = threading.Event()
-        self._claim_wanted = threading.Event()
-        self._hub_answered = threading.Event()
-        self._first_claim: ClaimReply | None = None
-        self._hub_answer = "not asked yet"
-        self._others_read_until = 0.0
-        # Two clocks beside the ticket's. The first stands still while something feeds the fetch, and says when to read
-        # storage without a claim; the second does not stand still, and is reported to the hub.
-        self._hunger = StallTimer()
-        self._quiet = StallTimer()
-        self._is_storage_out = False
-        self._is_alone = storage is not None and away is not None
-        self._is_refused = False
-        self._is_hub_away = False
-        if storage is not None and away is not None:
-            self.provenance.read_without_hub(away.message)
+    def _become(self, state: FetchState) -> bool:
+        """Change the state. Return False and change nothing if `state` cannot follow the present one."""
+        with self._lock:
+            if state not in _NEXT[self.state]:
+                return False
+            self.state = state
+            return True
 
     def start(self) -> None:
         """Begin to ask the hub for upstreams, to connect to them, and to read."""
+        if not self._become(FetchState.STARTED):
+            raise RuntimeError("a fetch is started once")
         if self._weights.is_whole:
             self.ticket.finish()
-        self._start(self._poll_upstreams, "penstock-flight")
-        if self._storage is not None:
-            self._start(self._poll_claims, "penstock-claims")
+        self._start(self.hub.run, "penstock-flight")
+        if self._claims is not None:
+            self._start(self._claims.run, "penstock-claims")
 
     def run(self) -> Provenance:
         """Return once every chunk is verified. Order: after `start`.
@@ -163,12 +206,14 @@ class FetchRun(Run):
             if self._weights.damage is not None:
                 self.ticket.fail(self._weights.damage)
             self._look_at_reads()
-            self._leave_unneeded()
+            # Other members need their places more.
+            for reader in self._assignment.pop_unneeded():
+                reader.close()
             if self.ticket.look() > self.stall_s:
-                kind = SourceStalled if self._choice.readers or self._failed_since_progress else SourceUnavailable
+                kind = SourceStalled if self._assignment.has_sources else SourceUnavailable
                 what = f"no progress for {self.stall_s} s with {int((~self._weights.have).sum())} chunks missing"
                 last_resort = "storage" if self._storage is not None else "no fallback was given; the hub"
-                self.ticket.fail(self.provenance.stall_error(kind, what, f"{last_resort}: {self._hub_answer}"))
+                self.ticket.fail(self.provenance.stall_error(kind, what, f"{last_resort}: {self.hub.answer}"))
         self.ticket.check()
         return self.provenance
 
@@ -177,261 +222,6 @@ class FetchRun(Run):
         start_thread(thread)
         # Once it runs: `close` joins only threads that were started.
         self._threads.append(thread)
-
-    # -- Requests to the hub; upstreams and claims in a thread each: after the first answer neither waits for the other.
-
-    def _poll_upstreams(self) -> None:
-        while not self._closing.is_set():
-            wait_s, full_s = 0.5, math.inf
-            self._hub_now.clear()
-            self._drop_failed()
-            try:
-                is_first = not self._hub_answered.is_set()
-                reply = self._member.upstreams(
-                    self._weights, can_read_storage=self._can_read_storage, is_first=is_first
-                )
-                if is_first:
-                    self._first_claim = reply.claim
-                wait_s = reply.ask_again_s
-                self._is_alone = self._is_refused = False
-                self._note_storage_readers(reply)
-                if self._storage is None:
-                    self._hub_answer = f"named {len(reply.upstreams)} members to take from"
-                full_s = self._follow(reply)
-            except PenstockError as error:
-                # Known upstreams stay in use: running transfers do not need the hub.
-                self._note_hub_failure(error)
-            self._hub_answered.set()
-            self._closing.wait(self._rest_s)
-            if full_s < wait_s:
-                # With a new grant: the holder has used up the present one, though it refused.
-                self._hub_now.wait(full_s)
-            elif not self._hub_now.wait(rest_s := max(wait_s / 4, LEAST_WAIT_S)):
-                self._wait_while_fed(wait_s - rest_s)
-
-    def _wait_while_fed(self, wait_s: float) -> None:
-        """Wait until the hub is wanted, or no upstream has a chunk for us; at most `wait_s`."""
-        # Not looked at once only: of members that start together the first ones know few of the others, and have read
-        # all that these have long before the next request.
-        until = time.monotonic() + wait_s
-        while not self._is_idle() and (left_s := until - time.monotonic()) > 0:
-            if self._hub_now.wait(min(TURN_S, left_s)):
-                return
-
-    @property
-    def _rest_s(self) -> float:
-        """Pause before the next request to a slow hub; well below `stall_s`, so that a stall is noticed in time."""
-        return min(self._member.hub.rest_s, self.stall_s / 8)
-
-    def _note_hub_failure(self, error: PenstockError) -> None:
-        """Record that the hub did not answer or refused us. A refusal is final: retrying cannot change it."""
-        self._is_refused = isinstance(error, PermissionDenied)
-        self._is_hub_away = not self._is_refused
-        self._hub_answer = f"it refused: {error.message}" if self._is_refused else error.message
-        if self._is_refused and self._storage is None and not self._choice.readers:
-            self.ticket.fail(error)
-
-    def _is_idle(self) -> bool:
-        """Return True if no upstream has a chunk for us now; the hub is then polled sooner."""
-        with self._lock:
-            return self._choice.is_idle()
-
-    def _make_reader(self, upstream: Upstream, ranks: tuple[int, ...]) -> UpstreamReader:
-        """Start a reader for one upstream."""
-        member = self._member
-        return UpstreamReader(
-            member.peer(upstream, self._weights.key),
-            ranks,
-            self._weights,
-            member.links,
-            self.ticket,
-            min_bytes_per_s=member.min_bytes_per_s,
-        )
-
-    def _follow(self, reply: UpstreamsReply) -> float:
-        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last.
-
-        Returns the seconds until a parent that is full may be tried again; inf if none is full.
-        """
-        now = time.monotonic()
-        with self._lock:
-            if self._closing.is_set():
-                return math.inf
-            ranks = self._choice.ranks(reply)
-            known = {reader.upstream.member: reader for reader in self._choice.readers}
-            for upstream in reply.upstreams:
-                member = upstream.member
-                if member in known:
-                    known[member].renew(upstream)
-                elif self._retries.may_try(member, now):
-                    self._choice.readers.append(self._make_reader(upstream, ranks[member]))
-            self._choice.rank(ranks)
-            for reader in self._choice.readers:
-                if reader.is_connected:
-                    self._retries.note_place(reader.upstream.member)
-                if reader.is_parent:
-                    # It may have been a spare, which nothing is asked of.
-                    reader.request_news()
-            parents = self._parents(reply, now)
-            if reply.is_placed:
-                # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
-                self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
-            return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
-
-    def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
-        """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
-        # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
-        # good, though the place of the first one is free again a moment later.
-        names = [upstream.member for upstream in reply.upstreams]
-        orders = reply.orders or (tuple(range(len(names))),)
-        may_be = {name for name in names if self._retries.may_be_parent(name, now)}
-        firsts = (next((names[i] for i in order if names[i] in may_be), None) for order in orders)
-        return [name for name in firsts if name is not None]
-
-    def _leave_unneeded(self) -> None:
-        """Leave upstreams whose places other members need more."""
-        with self._lock:
-            unneeded = self._choice.pop_unneeded()
-        for reader in unneeded:
-            reader.close()
-
-    def _drop_failed(self) -> None:
-        """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
-        now = time.monotonic()
-        with self._lock:
-            failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
-            for reader in failed:
-                self._choice.readers.remove(reader)
-                member = reader.upstream.member
-                assert reader.error is not None
-                # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
-                # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
-                if isinstance(reader.error, SourceBusy):
-                    self._retries.note_full(member, now)
-                    self.provenance.full[member] = str(reader.error)
-                    continue
-                self._retries.note_failure(
-                    member, reader.error, now, can_read_storage=self._can_read_storage, is_too_slow=reader.is_too_slow
-                )
-                self.provenance.faults.append(f"{member[:8]}: {reader.fault}")
-        for reader in failed:
-            assert reader.error is not None
-            if not isinstance(reader.error, SourceBusy):
-                member = reader.upstream.member
-                if self._member.complain(member, self._weights.key, reader.error):
-                    with self._lock:
-                        self._reported.add(member)
-            reader.close()
-
-    def _poll_claims(self) -> None:
-        assert self._storage is not None
-        # The first answer has the first claim. Otherwise each of 1,000 members that start together would send two
-        # requests at once; and a member sends one claim at a time.
-        while not (self._hub_answered.wait(TURN_S) or self._should_skip_claims()):
-            pass
-        first, self._first_claim = self._first_claim, None
-        while not (self._closing.is_set() or self._weights.is_whole or self._is_storage_out):
-            wait_s = 0.5
-            ranges: Ranges = ()
-            try:
-                if first is None and self._should_skip_claims():
-                    ranges, wait_s = to_ranges(self._next_missing()), TURN_S
-                else:
-                    reply, first = first or self._member.claim(self._weights), None
-                    ranges, wait_s, self._hub_answer = reply.ranges, reply.ask_again_s, reply.why
-                    self._is_hub_away = False
-                if ranges:
-                    wait_s = 0.0 if self._read_claim(ranges) else TURN_S
-            except PenstockError as error:
-                self._note_hub_failure(error)
-                wait_s = 0.0 if self._is_refused and not self._is_alone else wait_s
-            self._closing.wait(wait_s if ranges else max(wait_s, self._rest_s))
-        while self._is_storage_out and not self._closing.is_set():
-            try:
-                # Give the claim back, so that others read its chunks.
-                self._member.claim(self._weights, ask=False)
-                return
-            except PenstockError:
-                self._closing.wait(0.5)
-
-    def _note_storage_readers(self, reply: UpstreamsReply) -> None:
-        """Record whether other members read storage and make progress; waiting for their chunks is then no stall."""
-        is_alive = 0 <= reply.reader_silent_s < self.stall_s / 2
-        valid_s = 2 * max(reply.ask_again_s, 1.0) + HEARD_S
-        self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
-
-    def _should_skip_claims(self) -> bool:
-        """Return True if storage must be read without a claim: the hub refused us, or no byte came for too long.
-
-        In the second case the hub is unreachable, or members that have the missing chunks live but send nothing.
-        """
-        # Later than `read_stall_s`, after which a holder that gives nothing is reported: the hub then gives claims on
-        # what only that holder has, and the starters read storage once together instead of once each.
-        patience_s = self.stall_s / 2 if self._is_hub_away else 0.75 * self.stall_s
-        if not self._is_alone and (self._is_refused or self._hunger.seconds > patience_s):
-            self._is_alone = True
-            self.provenance.read_without_claim(self._hub_answer)
-        return self._is_alone
-
-    def _next_missing(self) -> I64:
-        with self._lock:
-            return np.flatnonzero(~self._weights.have & ~self._flying)[:ALONE_CHUNKS]
-
-    def _read_claim(self, ranges: tuple[tuple[int, int], ...]) -> bool:
-        """Start reading claimed chunks from storage, and wait until the next claim should be made.
-
-        Returns False if none of the chunks is missing any more.
-        """
-        assert self._storage is not None
-        chunks = np.concatenate([np.arange(start, stop) for start, stop in ranges])
-        with self._lock:
-            chunks = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
-            if self._closing.is_set() or not len(chunks):
-                return False
-            self._flying[chunks] = self._claimed[chunks] = True
-            self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
-            self._claim_wanted.clear()
-            first = int(chunks[0])
-            self._storage_reads.post(
-                Item(first, f"storage {first}", self.nbytes_of(chunks), start=partial(self._read_storage, chunks))
-            )
-        # No deadline here: storage has its own, and its end sets the event.
-        while not (self._claim_wanted.wait(self.stall_s) or self._closing.is_set()):
-            pass
-        return True
-
-    def _read_storage(self, chunks: I64) -> None:
-        """Read claimed chunks from storage, and pass on those that are complete."""
-        assert self._storage is not None
-        left = set(chunks.tolist())
-        # Once for each claim: a second time would end the wait for the next claim's reads, which has begun by then.
-        has_asked = threading.Event()
-
-        def near_end() -> None:
-            has_asked.set()
-            self._claim_wanted.set()
-
-        self.note_first_read()
-        try:
-            for some in self._storage.read(chunks, near_end):
-                self.is_touched = True
-                left -= set(some.tolist())
-                self.add_received(
-                    ReceivedChunks(chunks=some, wanted=None, path=f"storage {self._storage.uri}", upstream_reader=None)
-                )
-                if self.ticket.done:
-                    break
-        except PenstockError as error:
-            if error.blame != "source":
-                raise
-            self._storage_failed(error, np.array(sorted(left), np.int64))
-        if not has_asked.is_set():
-            self._claim_wanted.set()
-
-    def _clear_flags(self, chunks: I64) -> None:
-        """Clear the flags of chunks that are no longer under way. The caller holds the lock."""
-        self._flying[chunks] = self._claimed[chunks] = False
-        self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
     # -- Progress and deadlines.
 
@@ -455,8 +245,8 @@ class FetchRun(Run):
             or (self._storage is not None and self._member.hub.is_busy)
         ):
             return True
-        has_silent_holder = bool(self._failed_since_progress - self._reported)
-        return time.monotonic() < self._others_read_until and not has_silent_holder and self._is_idle()
+        given = self._assignment
+        return self.hub.do_others_read() and not given.has_unreported_failure() and given.is_idle()
 
     def is_busy(self) -> bool:
         """Return True if an operation is under way that has its own deadline.
@@ -465,18 +255,17 @@ class FetchRun(Run):
         one stall, not one for each retry.
         """
         with self._lock:
-            is_new = any(
-                read.upstream_reader.upstream.member not in self._failed_since_progress for read in self._reading
-            )
+            is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)
         return is_new or self._is_feeding()
 
     def _look_at_reads(self) -> None:
         """Measure the time without bytes, and end reads that receive less than `LEAST_BYTES` within their deadline."""
         moved, received = self.ticket.moved_bytes, self.received_bytes()
-        self._hunger.look(moved, received, is_paused=self._is_feeding)
-        self._weights.silent_s = self._quiet.look(moved, received)
+        self._starved.look(moved, received, is_paused=self._is_feeding)
+        self._weights.silent_s = self._no_progress.look(moved, received)
+        with self._assignment.held():
+            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._assignment.readers}
         with self._lock:
-            reading: dict[UpstreamReader, list[ReadFromUpstream]] = {reader: [] for reader in self._choice.readers}
             for read in self._reading:
                 reading.setdefault(read.upstream_reader, []).append(read)
         for reader, reads in reading.items():
@@ -489,60 +278,29 @@ class FetchRun(Run):
     @property
     def read_stall_s(self) -> float:
         """Seconds to wait for an upstream that sends nothing: half a stall if storage can be read instead."""
-        return self.stall_s / 2 if self._can_read_storage else self.stall_s
+        return self.stall_s / 2 if self._assignment.can_read_storage else self.stall_s
 
-    @property
-    def _can_read_storage(self) -> bool:
-        return self._storage is not None and not self._is_storage_out
-
-    # -- Assignment of chunks to upstreams.
+    # -- Reads.
 
     def assign(self) -> float:
         """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
-        items, pause_s = [], TURN_S
-        with self._lock:
-            for reader in self._choice.readers:
-                if reader.error is not None and not reader.num_flying:
-                    self._hub_now.set()
-                if (early_s := reader.not_before - time.monotonic()) > 0:
-                    pause_s = min(pause_s, early_s)
-                gathers = False
-                while (
-                    reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
-                ):
-                    chunks = self._choice.next_chunks(reader)
-                    gathers = self._should_gather(reader, len(chunks))
-                    if gathers or not len(chunks):
-                        break
-                    self._flying[chunks] = True
-                    reader.num_flying += 1
-                    reader.charge(self.nbytes_of(chunks))
-                    items.append(ReadFromUpstream(self, reader, chunks))
-                if not gathers and self._choice.wants_news(reader):
-                    reader.request_news()
-            if items and not self._closing.is_set():
-                self._peer_reads.post(*items)
-        if pause_s < TURN_S:
+        pause_s, has_failed = self._assignment.next_reads(
+            self._post_reads, is_storage_read=self._storage_reads.is_busy()
+        )
+        if has_failed:
+            self.hub.wanted.set()
+        if pause_s < self._timing.fetch_turn_s:
             # For `run` to look again when it is time, if another thread called.
             self.ticket.wake()
         return pause_s
 
-    def _should_gather(self, reader: UpstreamReader, num_chunks: int) -> bool:
-        """Return True if a read of so few chunks should wait for more. The caller holds the lock."""
-        return (
-            num_chunks < reader.step_chunks
-            and time.monotonic() - reader.last_read < GATHERED_S
-            and self._storage_reads.is_busy()
-        )
-
-    # -- Called by work items.
+    def _post_reads(self, reads: list[assignment.Read]) -> None:
+        self._peer_reads.post(*(ReadFromUpstream(self, reader, chunks) for reader, chunks in reads))
 
     def note_first_read(self) -> None:
         """Call `on_first`, at the first call only: a byte is about to be requested."""
-        with self._lock:
-            callbacks, self._on_first = self._on_first, []
-        for callback in callbacks:
-            callback()
+        if self.state is FetchState.STARTED and self._become(FetchState.MOVING):
+            self._on_first()
 
     def nbytes_of(self, chunks: I64) -> int:
         """Return the number of bytes of these chunks."""
@@ -552,6 +310,26 @@ class FetchRun(Run):
         """Return the leaf digests of chunks that an upstream has: all sources state the same, see `UpstreamReader`."""
         digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
         return digests
+
+    def begin_read(self, read: ReadFromUpstream) -> None:
+        """Register a read of an upstream that begins now."""
+        with self._lock:
+            self._reading.add(read)
+
+    def end_read(self, read: ReadFromUpstream) -> None:
+        """Unregister a read of an upstream that ended or never began."""
+        with self._lock:
+            if read in self._reading:
+                self._reading.discard(read)
+                self._read_bytes += read.received_bytes
+        self._assignment.note_read_end(read.upstream_reader)
+
+    def release_chunks(self, chunks: I64) -> None:
+        """Make chunks available for assignment again after a failed read."""
+        self._assignment.release(chunks)
+        self.ticket.wake()
+
+    # -- Verification.
 
     def add_received(self, arrival: ReceivedChunks) -> None:
         """Queue chunks whose bytes are in place, to be verified."""
@@ -580,12 +358,9 @@ class FetchRun(Run):
     def _note(self, good: Sequence[tuple[ReceivedChunks, int]]) -> None:
         """Account for verified chunks: progress, provenance and pace."""
         weights = self._weights
-        with self._lock:
-            if good:
-                self._failed_since_progress.clear()
-                self._reported.clear()
+        with self._assignment.held():
             for entry, nbytes in good:
-                self._clear_flags(entry.chunks)
+                self._assignment.note_verified(entry.chunks)
                 self.provenance.add_bytes(entry.path, nbytes)
                 self.ticket.moved_bytes += nbytes
                 if entry.upstream_reader is not None:
@@ -597,53 +372,26 @@ class FetchRun(Run):
         """Reject chunks with a wrong digest: they are read again, and the source is not used any more."""
         message = f"chunk {wrong} differs from its digest"
         self.provenance.num_wrong += 1
-        if arrival.upstream_reader is None:
+        reader = arrival.upstream_reader
+        if reader is None:
+            assert self._claims is not None
             bad = IntegrityError(f"{message} in storage", uri=arrival.path, hint="download the files again")
-            self._storage_failed(bad, arrival.chunks)
+            self._claims.fail(bad, arrival.chunks)
             return
-        arrival.upstream_reader.note_wrong_chunk(wrong)
-        arrival.upstream_reader.fail(IntegrityError(message, uri=f"penstock:{arrival.upstream_reader.upstream.member}"))
+        reader.note_wrong_chunk(wrong)
+        reader.fail(IntegrityError(message, uri=f"penstock:{reader.upstream.member}"))
         self.release_chunks(arrival.chunks)
-
-    def release_chunks(self, chunks: I64) -> None:
-        """Make chunks available for assignment again after a failed read."""
-        with self._lock:
-            self._clear_flags(chunks)
-        self.ticket.wake()
-
-    def _storage_failed(self, error: PenstockError, chunks: I64) -> None:
-        """Stop reading storage. The fetch fails unless it has an upstream to continue with."""
-        self.provenance.faults.append(f"storage: {error}")
-        self._is_storage_out = True
-        if not self._choice.readers:
-            self.ticket.fail(error)
-        self.release_chunks(chunks)
-
-    def begin_read(self, read: ReadFromUpstream) -> None:
-        """Register a read of an upstream that begins now."""
-        with self._lock:
-            self._reading.add(read)
-
-    def end_read(self, read: ReadFromUpstream) -> None:
-        """Unregister a read of an upstream that ended or never began."""
-        reader = read.upstream_reader
-        with self._lock:
-            reader.num_flying -= 1
-            if read in self._reading:
-                self._reading.discard(read)
-                self._read_bytes += read.received_bytes
-            if reader.error is not None:
-                self._failed_since_progress.add(reader.upstream.member)
 
     def close(self) -> None:
         """End every thread and close every upstream. Idempotent."""
-        with self._lock:
-            # Under the lock: answers of the hub must not start readers from now on.
-            self._closing.set()
-        for event in (self._hub_now, self._claim_wanted, self._hub_answered):
-            event.set()
+        self._become(FetchState.CLOSED)
         if not self.ticket.done:
             self.ticket.cancel()
+        # Answers of the hub must not start readers from now on.
+        readers = self._assignment.close()
+        self.hub.close()
+        if self._claims is not None:
+            self._claims.close()
         with self._lock:
             reading = list(self._reading)
         # Else the executors would wait for reads of peers until these time out.
@@ -652,10 +400,129 @@ class FetchRun(Run):
         super().close()
         for thread in self._threads:
             # Bounded: the thread may be waiting for the hub. It touches no weights.
-            thread.join(timeout=END_S)
-        with self._lock:
-            readers, self._choice.readers = self._choice.readers, []
+            thread.join(timeout=self._timing.fetch_end_s)
+        # It has methods of this object: the two would keep each other, and the weights.
+        self._claims = None
         for reader in readers:
             reader.close()
             if reader.error is not None and not isinstance(reader.error, SourceBusy):
                 self.provenance.faults.append(f"{reader.upstream.member[:8]}: {reader.error.message}")
+
+
+def _follow(
+    member: Member,
+    weights: LocalWeights,
+    ticket: RunState,
+    timing: Timing,
+    upstream: Upstream,
+    ranks: tuple[int, ...],
+) -> UpstreamReader:
+    """Start to follow an upstream; see `MakeReader`."""
+    reader = UpstreamReader(
+        member.peer(upstream, weights.key),
+        ranks,
+        weights,
+        member.links,
+        ticket,
+        min_bytes_per_s=member.min_bytes_per_s,
+        timing=timing,
+    )
+    reader.start()
+    return reader
+
+
+class ReadFromUpstream:
+    """A work item that reads chunks from an upstream's memory into ours.
+
+    A class, for the reads that it posted: they are measured and may be stopped while it runs.
+    """
+
+    __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
+
+    def __init__(self, fetch: FetchRun, reader: UpstreamReader, chunks: I64) -> None:
+        self.priority = int(chunks[0])
+        self.name = f"{reader.path} {self.priority}"
+        self.nbytes = fetch.nbytes_of(chunks)
+        self.upstream_reader = reader
+        self._fetch = fetch
+        self._chunks = chunks
+        self._posted: list[PendingRead] = []
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes received so far, verified or not."""
+        return sum(read.moved_bytes for read in self._posted)
+
+    def stop(self, error: PenstockError) -> None:
+        """End the read early if its transport supports that; nothing is written once this item has ended."""
+        # A copy: the item's own thread may be posting.
+        for read in list(self._posted):
+            if isinstance(read, Stoppable):
+                read.fail(error)
+
+    def start(self) -> None:
+        """Read the chunks. A failure ends the use of this upstream, not the fetch."""
+        reader, fetch, begun = self.upstream_reader, self._fetch, time.monotonic()
+        fetch.begin_read(self)
+        try:
+            self._read()
+        except (Cancelled, DestinationError):
+            raise
+        # Also PlanError, where no transport connects the two memories: other upstreams may work.
+        except PenstockError as error:
+            reader.fail(error)
+            fetch.release_chunks(self._chunks)
+            fetch.end_read(self)
+            return
+        reader.note_read(self._chunks, self.nbytes, time.monotonic() - begun)
+        fetch.end_read(self)
+        # The next read starts before these bytes are verified, so that the link stays busy.
+        fetch.assign()
+        wanted = fetch.stated_digests(self._chunks)
+        fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
+
+    def _read(self) -> None:
+        fetch, reads = self._fetch, self.upstream_reader.reads_of(self._chunks)
+        fetch.note_first_read()
+        failed, is_touched = wait_all(self._posting(reads), stall_s=fetch.read_stall_s)
+        if is_touched:
+            fetch.is_touched = True
+        if failed is not None:
+            raise failed
+        for transport, _, source, _ in reads:
+            self.upstream_reader.note_transport_used(transport, source)
+
+    def _posting(self, reads: list[Read]) -> Iterator[tuple[Transport, PendingRead]]:
+        for transport, into, source, rows in reads:
+            read = transport.post_read(into, source, rows)
+            self._posted.append(read)
+            yield transport, read
+
+    def finish(self) -> None:
+        """See `WorkItem.finish`: `start` has passed the chunks on."""
+
+    def abandon(self) -> None:
+        """Unregister the read: the fetch has ended."""
+        self._fetch.end_read(self)
+
+
+class VerifyReceived:
+    """A work item that verifies a batch of received chunks; which ones, and so its bytes, are decided when it runs."""
+
+    __slots__ = ("_fetch", "name", "nbytes", "priority")
+
+    def __init__(self, fetch: FetchRun, first_chunk: int) -> None:
+        self.priority = first_chunk
+        self.name = f"verify {first_chunk}"
+        self.nbytes = 0
+        self._fetch = fetch
+
+    def start(self) -> None:
+        """Verify; see `FetchRun.verify`."""
+        self.nbytes = self._fetch.verify()
+
+    def finish(self) -> None:
+        """See `WorkItem.finish`: `start` has accounted for the chunks."""
+
+    def abandon(self) -> None:
+        """See `WorkItem.abandon`: it holds nothing."""

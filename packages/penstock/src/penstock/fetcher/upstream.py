@@ -31,21 +31,12 @@ from penstock.peer.client import PeerClient
 from penstock.peer.local_weights import LocalWeights, decode_column, decode_digests, locate_rows
 from penstock.plan.relay_parents import NUM_TREES
 from penstock.segments import Segments
+from penstock.timing import Timing
 from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Coding, Descriptor, Handle, Reaching, Transport, decode
 from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
 
-NEWS_S = 1.0
-"""Time that a log request waits for news at the peer; each request also renews the lease."""
-GATHER_S = 0.002
-"""Shortest time between two log requests: chunks verified in between come in one answer and cause one wake-up."""
-PLENTY_S = 0.02
-"""Longest pause of log requests while more chunks are known than one read takes; else the next request is immediate."""
-SPARE_S = 0.25
-"""Delay before a later upstream is connected to, and pause between its log requests: most fetches never need it. Of two
-trees only parents are connected to before one is needed (but see `PROBE_S`): a member has two children in a tree, whose
-own children would take all of its readers' places."""
 UNNAMED = 1 << 16
 """Rank of an upstream in an order of the hub that it is not in."""
 PATIENCE_S = 0.5
@@ -71,8 +62,6 @@ left at once if it is not much faster."""
 MUCH_FASTER = 4.0
 """A later upstream is used together with an earlier one once it is this many times as fast: well above the difference
 of two upstreams that share a link."""
-END_S = 0.5
-"""Time that closing waits for threads that only send requests; they touch no memory, so they may end later."""
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
@@ -93,6 +82,7 @@ class UpstreamReader:
 
     Args:
         min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less; 0: no minimum.
+        timing: waiting times.
     """
 
     def __init__(
@@ -104,8 +94,10 @@ class UpstreamReader:
         ticket: RunState,
         *,
         min_bytes_per_s: float = 0.0,
+        timing: Timing,
     ) -> None:
         self.peer = peer
+        self._timing = timing
         self.ranks = ranks
         self.upstream = peer.upstream
         self._weights = weights
@@ -137,6 +129,9 @@ class UpstreamReader:
         self._row_region: I64 = np.zeros(0, np.int64)
         self._row_offset: I64 = np.zeros(0, np.int64)
         self.thread = threading.Thread(target=guarded, args=(ticket, self._follow), name="penstock-follow", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread that follows the upstream."""
         start_thread(self.thread)
 
     @property
@@ -211,13 +206,13 @@ class UpstreamReader:
 
     def _wait_for_news(self) -> None:
         """Wait until the next log request is useful."""
-        self._news_wanted.wait(PLENTY_S if self.is_parent else SPARE_S)
+        self._news_wanted.wait(self._timing.log_pause_s if self.is_parent else self._timing.spare_pause_s)
         self._news_wanted.clear()
 
     def _wait_until_needed(self) -> None:
-        """Wait until a lease may be needed: of a parent it is now, of the others see `SPARE_S` and `PROBE_S`."""
+        """Wait until a lease may be needed. A parent's is needed now; see `Timing.spare_pause_s` and `PROBE_S`."""
         begun = time.monotonic()
-        while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(SPARE_S)):
+        while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(self._timing.spare_pause_s)):
             if len(self.ranks) == 1 or (1 in self.ranks and time.monotonic() - begun >= 2 * PROBE_S):
                 return
         self._news_wanted.clear()
@@ -311,12 +306,12 @@ class UpstreamReader:
         self._ticket.wake()
 
     def close(self) -> None:
-        """Stop following the log; the thread releases the lease. Waits for the thread `END_S` at most."""
+        """Stop following the log; the thread releases the lease. Waits for the thread `Timing.fetch_end_s` at most."""
         self._closing.set()
         self._news_wanted.set()
         # A log request may be waiting at the peer for news.
         self.peer.interrupt()
-        self.thread.join(timeout=END_S)
+        self.thread.join(timeout=self._timing.fetch_end_s)
 
     def _follow(self) -> None:
         """Get a lease, connect, and follow the log: the body of the thread."""
@@ -379,7 +374,7 @@ class UpstreamReader:
         """Follow the log until this reader is closed."""
         serial = 0
         while not self._closing.is_set():
-            reply = peer.log(serial, NEWS_S)
+            reply = peer.log(serial, self._timing.log_wait_s)
             self._apply_limit(reply.max_bytes_per_s)
             if reply.generation != self._generation or reply.state == "damaged":
                 raise StaleDescriptor("its weights changed", uri=f"penstock:{self.upstream.member}")
@@ -391,9 +386,9 @@ class UpstreamReader:
             self._note_alive(chunks)
             if reply.state != "filling" and reply.serial == serial:
                 # Nothing more will come; only the lease is renewed.
-                self._closing.wait(NEWS_S)
+                self._closing.wait(self._timing.log_wait_s)
             elif len(chunks):
-                self._closing.wait(GATHER_S)
+                self._closing.wait(self._timing.log_gather_s)
                 self._wait_for_news()
             serial = reply.serial
 

@@ -1,0 +1,272 @@
+"""The assignment of a fetch: which chunks are on their way, and which upstream is read for which chunks next.
+
+In: the hub's answers, the chunks that upstreams have, the ends of reads. Out: chunks to read from each upstream or from
+storage; upstreams to leave; the parents to report.
+Not here: the order of upstreams and their chunks (`choice`), the reads (`run`), requests to the hub (`hub_poller`).
+
+Every method takes the lock. Threads of the hub, of claims and of reads call them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from penstock.errors import SourceBusy
+from penstock.fetcher.choice import ChunkChoice
+from penstock.fetcher.report import Provenance
+from penstock.fetcher.retries import RetryTimes
+from penstock.fetcher.upstream import UpstreamReader
+from penstock.hub.messages import Upstream, UpstreamsReply
+from penstock.peer.local_weights import LocalWeights
+from penstock.plan.schedule import to_ranges
+from penstock.timing import Timing
+from penstock.types import I64
+
+READS_OF_ONE = 3
+"""Concurrent reads of one upstream: its link has work while one read ends and the next is posted."""
+
+MakeReader = Callable[[Upstream, tuple[int, ...]], UpstreamReader]
+"""Starts to follow an upstream that has these ranks."""
+Read = tuple[UpstreamReader, I64]
+"""An upstream, and the chunks to read from it."""
+
+
+class Assignment:
+    """The chunks of a fetch that are read, and its upstreams.
+
+    Args:
+        weights: the weights to fill.
+        make_reader: see `MakeReader`.
+        can_read_storage: whether chunks can be read from storage, too.
+        stall_s: the longest pause before a failed upstream is tried again.
+        timing: waiting times.
+        provenance: gets the faults of upstreams.
+
+    Attributes:
+        can_read_storage: see above; becomes False once storage failed.
+    """
+
+    def __init__(
+        self,
+        weights: LocalWeights,
+        make_reader: MakeReader,
+        *,
+        can_read_storage: bool,
+        stall_s: float,
+        timing: Timing,
+        provenance: Provenance,
+    ) -> None:
+        self._weights = weights
+        self._make_reader = make_reader
+        self.can_read_storage = can_read_storage
+        self._timing = timing
+        self._provenance = provenance
+        self._lock = threading.Lock()
+        self._flying = np.zeros(weights.layout.chunks.num_chunks, bool)
+        self._claimed = np.zeros(weights.layout.chunks.num_chunks, bool)
+        self._choice = ChunkChoice(weights.have, self._flying)
+        self._retries = RetryTimes(stall_s, timing)
+        self._is_closed = False
+        self._failed_since_progress: set[str] = set()
+        self._reported: set[str] = set()
+        """Those of them that the hub took a complaint of: it no longer counts what they have."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock of the assignment: no chunk changes hands inside."""
+        with self._lock:
+            yield
+
+    @property
+    def readers(self) -> list[UpstreamReader]:
+        """The upstreams in use, those with the best ranks first."""
+        return self._choice.readers
+
+    @property
+    def has_sources(self) -> bool:
+        """Return whether there is an upstream, or was one since the last progress."""
+        return bool(self._choice.readers or self._failed_since_progress)
+
+    # -- Upstreams.
+
+    def follow(self, reply: UpstreamsReply) -> float:
+        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last.
+
+        Returns the seconds until a parent that is full may be tried again; inf if none is full.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._is_closed:
+                return math.inf
+            ranks = self._choice.ranks(reply)
+            known = {reader.upstream.member: reader for reader in self._choice.readers}
+            for upstream in reply.upstreams:
+                member = upstream.member
+                if member in known:
+                    known[member].renew(upstream)
+                elif self._retries.may_try(member, now):
+                    self._choice.readers.append(self._make_reader(upstream, ranks[member]))
+            self._choice.rank(ranks)
+            for reader in self._choice.readers:
+                if reader.is_connected:
+                    self._retries.note_place(reader.upstream.member)
+                if reader.is_parent:
+                    # It may have been a spare, which nothing is asked of.
+                    reader.request_news()
+            parents = self._parents(reply, now)
+            if reply.is_placed:
+                # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
+                self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
+            return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
+
+    def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
+        """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
+        # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
+        # good, though the place of the first one is free again a moment later.
+        names = [upstream.member for upstream in reply.upstreams]
+        orders = reply.orders or (tuple(range(len(names))),)
+        may_be = {name for name in names if self._retries.may_be_parent(name, now)}
+        firsts = (next((names[i] for i in order if names[i] in may_be), None) for order in orders)
+        return [name for name in firsts if name is not None]
+
+    def pop_unneeded(self) -> list[UpstreamReader]:
+        """Remove and return upstreams whose places other members need more."""
+        with self._lock:
+            return self._choice.pop_unneeded()
+
+    def pop_failed(self) -> list[UpstreamReader]:
+        """Remove and return upstreams that failed or are full, and note when they may be tried again."""
+        now = time.monotonic()
+        with self._lock:
+            failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
+            for reader in failed:
+                self._choice.readers.remove(reader)
+                member = reader.upstream.member
+                assert reader.error is not None
+                # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
+                # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
+                if isinstance(reader.error, SourceBusy):
+                    self._retries.note_full(member, now)
+                    self._provenance.full[member] = str(reader.error)
+                    continue
+                self._retries.note_failure(
+                    member, reader.error, now, can_read_storage=self.can_read_storage, is_too_slow=reader.is_too_slow
+                )
+                self._provenance.faults.append(f"{member[:8]}: {reader.fault}")
+        return failed
+
+    def close(self) -> list[UpstreamReader]:
+        """Start no more readers, and take no more chunks. Remove and return the upstreams."""
+        with self._lock:
+            self._is_closed = True
+            readers, self._choice.readers = self._choice.readers, []
+        return readers
+
+    # -- Chunks.
+
+    def is_idle(self) -> bool:
+        """Return True if nothing is read and no upstream has a chunk for us now; the hub is then polled sooner."""
+        with self._lock:
+            return self._choice.is_idle()
+
+    def next_reads(self, post: Callable[[list[Read]], None], *, is_storage_read: bool) -> tuple[float, bool]:
+        """Take chunks for every upstream with a free slot, and post their reads.
+
+        Args:
+            post: begins these reads; called at most once, with the lock held, and not after `close`.
+            is_storage_read: whether storage is being read, so that reads of few chunks should wait for more.
+
+        Returns:
+            Seconds until the next round, and whether an upstream failed, so that the hub should be asked.
+        """
+        pause_s, has_failed, reads = self._timing.fetch_turn_s, False, list[Read]()
+        with self._lock:
+            for reader in self._choice.readers:
+                has_failed |= reader.error is not None and not reader.num_flying
+                if (early_s := reader.not_before - time.monotonic()) > 0:
+                    pause_s = min(pause_s, early_s)
+                gathers = False
+                while (
+                    reader.error is None and reader.num_flying < READS_OF_ONE and time.monotonic() >= reader.not_before
+                ):
+                    chunks = self._choice.next_chunks(reader)
+                    gathers = is_storage_read and self._should_gather(reader, len(chunks))
+                    if gathers or not len(chunks) or self._is_closed:
+                        break
+                    self._flying[chunks] = True
+                    reader.num_flying += 1
+                    reader.charge(int(self._weights.layout.chunks.nbytes[chunks].sum()))
+                    reads.append((reader, chunks))
+                if not gathers and self._choice.wants_news(reader):
+                    reader.request_news()
+            if reads:
+                post(reads)
+        return pause_s, has_failed
+
+    def _should_gather(self, reader: UpstreamReader, num_chunks: int) -> bool:
+        """Return True if a read of so few chunks should wait for more, while storage is read."""
+        return num_chunks < reader.step_chunks and time.monotonic() - reader.last_read < self._timing.gather_s
+
+    def missing(self, at_most: int) -> I64:
+        """Return chunks that are neither here nor on their way."""
+        with self._lock:
+            return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
+
+    def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
+        """Take those of these chunks that are missing, and have them read from storage; return False if none is.
+
+        Args:
+            post: begins to read these chunks; called with the lock held, and not after `close`.
+        """
+        with self._lock:
+            free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
+            if self._is_closed or not len(free):
+                return False
+            self._flying[free] = self._claimed[free] = True
+            self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
+            post(free)
+        return True
+
+    def release(self, chunks: I64) -> None:
+        """Make chunks available for assignment again after a failed read."""
+        with self._lock:
+            self._clear(chunks)
+
+    def _clear(self, chunks: I64) -> None:
+        """Clear the flags of chunks that are no longer under way. The caller holds the lock."""
+        self._flying[chunks] = self._claimed[chunks] = False
+        self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
+
+    # -- Progress, and who failed since.
+
+    def note_verified(self, chunks: I64) -> None:
+        """Note that these chunks are here. Upstreams that failed before may cost one stall again. Order: in `held`."""
+        self._clear(chunks)
+        self._failed_since_progress.clear()
+        self._reported.clear()
+
+    def note_read_end(self, reader: UpstreamReader) -> None:
+        """Note the end of a read, and whether its upstream failed."""
+        with self._lock:
+            reader.num_flying -= 1
+            if reader.error is not None:
+                self._failed_since_progress.add(reader.upstream.member)
+
+    def note_reported(self, member: str) -> None:
+        """Note that the hub took a complaint of a failed upstream."""
+        with self._lock:
+            self._reported.add(member)
+
+    def has_failed(self, reader: UpstreamReader) -> bool:
+        """Return whether this upstream failed since the last verified byte."""
+        return reader.upstream.member in self._failed_since_progress
+
+    def has_unreported_failure(self) -> bool:
+        """Return whether an upstream failed since the last verified byte, and the hub does not know it."""
+        return bool(self._failed_since_progress - self._reported)

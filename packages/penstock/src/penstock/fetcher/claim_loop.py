@@ -1,0 +1,193 @@
+"""The thread of a fetch that claims chunks at the hub, and has them read from storage.
+
+In: the hub's claims. Out: chunks read from storage, not yet verified.
+Not here: the reads (`storage_reader`), the state of the hub (`hub_poller`).
+
+Without the hub, chunks are read without a claim once nothing feeds the fetch any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from penstock.engine.run import Executor, Item, RunState, StallTimer
+from penstock.errors import PenstockError
+from penstock.fetcher.assignment import Assignment
+from penstock.fetcher.hub_poller import HubPoller, HubState
+from penstock.fetcher.report import Provenance
+from penstock.fetcher.storage_reader import StorageReader
+from penstock.fetcher.verify import ReceivedChunks
+from penstock.hub.messages import Ranges
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.member import Member
+from penstock.plan.schedule import to_ranges
+from penstock.timing import Timing
+from penstock.types import I64
+
+ALONE_CHUNKS = 16
+"""Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
+
+
+class ClaimLoop:
+    """Claims chunks and reads them from storage, until all are here or storage fails.
+
+    Args:
+        member: this process's member.
+        weights: the weights to fill.
+        assignment: gives out the chunks.
+        hub: the state of the hub, and the first claim.
+        storage: reads chunks.
+        reads: the executor of reads of storage.
+        ticket: fails with an error of storage if there is no upstream.
+        provenance: gets the faults of storage.
+        starved: seconds without anything that feeds the fetch; `run` looks at it.
+        before_read: called before a byte is requested.
+        add_received: takes chunks whose bytes are in place.
+        stall_s: seconds without progress after which the fetch fails.
+        timing: waiting times.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        weights: LocalWeights,
+        assignment: Assignment,
+        hub: HubPoller,
+        *,
+        storage: StorageReader,
+        reads: Executor,
+        ticket: RunState,
+        provenance: Provenance,
+        starved: StallTimer,
+        before_read: Callable[[], None],
+        add_received: Callable[[ReceivedChunks], None],
+        stall_s: float,
+        timing: Timing,
+    ) -> None:
+        self._member = member
+        self._weights = weights
+        self._assignment = assignment
+        self._hub = hub
+        self._storage = storage
+        self._reads = reads
+        self._ticket = ticket
+        self._provenance = provenance
+        self._starved = starved
+        self._before_read = before_read
+        self._add_received = add_received
+        self._stall_s = stall_s
+        self._timing = timing
+        self._closing = threading.Event()
+        self._wanted = threading.Event()
+        self._path = f"storage {storage.uri}"
+
+    def run(self) -> None:
+        """Claim and read until all chunks are here: the body of the thread."""
+        # The first answer has the first claim. Otherwise each of 1,000 members that start together would send two
+        # requests at once; and a member sends one claim at a time.
+        while not (self._hub.answered.wait(self._timing.fetch_turn_s) or self.should_skip_claims()):
+            pass
+        first = self._hub.pop_first_claim()
+        while not (self._closing.is_set() or self._weights.is_whole) and self._assignment.can_read_storage:
+            wait_s = self._timing.hub_retry_s
+            ranges: Ranges = ()
+            try:
+                if first is None and self.should_skip_claims():
+                    ranges = to_ranges(self._assignment.missing(ALONE_CHUNKS))
+                    wait_s = self._timing.fetch_turn_s
+                else:
+                    reply, first = first or self._member.claim(self._weights), None
+                    ranges, wait_s, self._hub.answer = reply.ranges, reply.ask_again_s, reply.why
+                    if self._hub.state is HubState.AWAY:
+                        self._hub.become(HubState.ANSWERS)
+                if ranges:
+                    wait_s = 0.0 if self._read(ranges) else self._timing.fetch_turn_s
+            except PenstockError as error:
+                self._hub.note_failure(error)
+                wait_s = 0.0 if self._hub.state is HubState.REFUSES else wait_s
+            self._closing.wait(wait_s if ranges else max(wait_s, self._hub.rest_s))
+        self._give_claim_back()
+
+    def _give_claim_back(self) -> None:
+        """After storage failed, give the claim back, so that others read its chunks."""
+        while not self._assignment.can_read_storage and not self._closing.is_set():
+            try:
+                self._member.claim(self._weights, ask=False)
+                return
+            except PenstockError:
+                self._closing.wait(self._timing.hub_retry_s)
+
+    def should_skip_claims(self) -> bool:
+        """Return True if storage must be read without a claim: the hub refused us, or no byte came for too long.
+
+        In the second case the hub is unreachable, or members that have the missing chunks live but send nothing.
+        """
+        state = self._hub.state
+        # Later than `read_stall_s`, after which a holder that gives nothing is reported: the hub then gives claims on
+        # what only that holder has, and the starters read storage once together instead of once each.
+        patience_s = self._stall_s / 2 if state is HubState.AWAY else 0.75 * self._stall_s
+        must_skip = state is HubState.REFUSES or self._starved.seconds > patience_s
+        if must_skip and self._hub.become(HubState.UNUSED):
+            self._provenance.read_without_claim(self._hub.answer)
+        return self._hub.state is HubState.UNUSED
+
+    def _read(self, ranges: Ranges) -> bool:
+        """Start reading claimed chunks, and wait until the next claim should be made.
+
+        Returns False if none of the chunks is missing any more.
+        """
+        if not self._assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
+            return False
+        # No deadline here: storage has its own, and its end sets the event.
+        while not (self._wanted.wait(self._stall_s) or self._closing.is_set()):
+            pass
+        return True
+
+    def _post(self, chunks: I64) -> None:
+        """Begin to read these chunks."""
+        self._wanted.clear()
+        first, nbytes = int(chunks[0]), int(self._weights.layout.chunks.nbytes[chunks].sum())
+        self._reads.post(Item(first, f"storage {first}", nbytes, start=partial(self._read_storage, chunks)))
+
+    def _read_storage(self, chunks: I64) -> None:
+        """Read claimed chunks from storage, and pass on those that are complete: a work item."""
+        left = set(chunks.tolist())
+        # Once for each claim: a second time would end the wait for the next claim's reads, which has begun by then.
+        has_asked = threading.Event()
+
+        def near_end() -> None:
+            has_asked.set()
+            self._wanted.set()
+
+        self._before_read()
+        try:
+            for some in self._storage.read(chunks, near_end):
+                left -= set(some.tolist())
+                self._add_received(ReceivedChunks(chunks=some, wanted=None, path=self._path, upstream_reader=None))
+                if self._ticket.done:
+                    break
+        except PenstockError as error:
+            if error.blame != "source":
+                raise
+            self.fail(error, np.array(sorted(left), np.int64))
+        if not has_asked.is_set():
+            self._wanted.set()
+
+    def fail(self, error: PenstockError, chunks: I64) -> None:
+        """Stop reading storage, and free these chunks. The fetch fails unless it has an upstream to continue with."""
+        self._provenance.faults.append(f"storage: {error}")
+        # For good: storage is not tried again.
+        self._assignment.can_read_storage = False
+        if not self._assignment.readers:
+            self._ticket.fail(error)
+        self._assignment.release(chunks)
+        self._ticket.wake()
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._closing.set()
+        self._wanted.set()

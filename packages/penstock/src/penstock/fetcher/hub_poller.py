@@ -1,0 +1,192 @@
+"""The thread of a fetch that asks the hub for upstreams, and what is known of the hub.
+
+In: a member, the assignment. Out: upstreams in the assignment, the first claim, the state of the hub.
+Not here: claims (`claim_loop`), the hub's requests (`peer.member`).
+
+Known upstreams stay in use while the hub is away: running transfers do not need it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from enum import Enum, auto
+
+from penstock.engine.run import RunState
+from penstock.errors import HubUnavailable, PenstockError, PermissionDenied, SourceBusy
+from penstock.fetcher.assignment import Assignment
+from penstock.fetcher.report import Provenance
+from penstock.hub.messages import ClaimReply, UpstreamsReply
+from penstock.peer.local_weights import LocalWeights
+from penstock.peer.member import Member
+from penstock.timing import Timing
+
+
+class HubState(Enum):
+    """What a fetch knows of the hub, and so whether it reads storage by claims."""
+
+    UNKNOWN = auto()
+    """It was not asked yet."""
+    ANSWERS = auto()
+    AWAY = auto()
+    """The last request failed. Claims are still tried."""
+    REFUSES = auto()
+    """It refused this member. Retrying cannot change that, so storage is about to be read without claims."""
+    UNUSED = auto()
+    """Storage is read without claims, until the hub names upstreams again."""
+
+
+_NEXT = {
+    HubState.UNKNOWN: {HubState.ANSWERS, HubState.AWAY, HubState.REFUSES, HubState.UNUSED},
+    HubState.ANSWERS: {HubState.AWAY, HubState.REFUSES, HubState.UNUSED},
+    HubState.AWAY: {HubState.ANSWERS, HubState.REFUSES, HubState.UNUSED},
+    HubState.REFUSES: {HubState.ANSWERS, HubState.AWAY, HubState.UNUSED},
+    # Another failure changes nothing: only an answer ends it.
+    HubState.UNUSED: {HubState.ANSWERS},
+}
+"""The states that may follow each state. Others are ignored."""
+
+
+class HubPoller:
+    """Asks for upstreams until it is closed.
+
+    Args:
+        member: this process's member.
+        weights: the weights to fill.
+        assignment: gets the upstreams.
+        ticket: fails if the hub refuses a fetch that has nothing else.
+        provenance: gets the reason if storage is read without claims.
+        stall_s: seconds without progress after which the fetch fails.
+        timing: waiting times.
+        away: why the member has not joined; storage is then read without claims from the start.
+
+    Attributes:
+        state: changed by `become` only.
+        answer: the hub's last answer or failure, in words.
+        answered: set after the first request; it has the first claim.
+        wanted: set to ask the hub soon.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        weights: LocalWeights,
+        assignment: Assignment,
+        ticket: RunState,
+        provenance: Provenance,
+        *,
+        stall_s: float,
+        timing: Timing,
+        away: HubUnavailable | None,
+    ) -> None:
+        self._member = member
+        self._weights = weights
+        self._assignment = assignment
+        self._ticket = ticket
+        self._provenance = provenance
+        self._stall_s = stall_s
+        self._timing = timing
+        self.state = HubState.UNKNOWN
+        self.answer = "not asked yet"
+        self.answered = threading.Event()
+        self.wanted = threading.Event()
+        self._closing = threading.Event()
+        self._changing = threading.Lock()
+        self._first_claim: ClaimReply | None = None
+        self._others_read_until = 0.0
+        if assignment.can_read_storage and away is not None and self.become(HubState.UNUSED):
+            provenance.read_without_hub(away.message)
+
+    def become(self, state: HubState) -> bool:
+        """Change the state. Return False and change nothing if `state` cannot follow the present one."""
+        with self._changing:
+            if state not in _NEXT[self.state]:
+                return False
+            self.state = state
+            return True
+
+    def run(self) -> None:
+        """Ask for upstreams again and again: the body of the thread."""
+        while not self._closing.is_set():
+            self.wanted.clear()
+            self.drop_failed()
+            wait_s, full_s = self._ask()
+            self.answered.set()
+            self._closing.wait(self.rest_s)
+            if full_s < wait_s:
+                # With a new grant: the holder has used up the present one, though it refused.
+                self.wanted.wait(full_s)
+            elif not self.wanted.wait(rest_s := max(wait_s / 4, self._timing.hub_pause_s)):
+                self.wait_while_fed(wait_s - rest_s)
+
+    def _ask(self) -> tuple[float, float]:
+        """Ask once; return the seconds until the next request, and until a full parent may be tried again."""
+        is_first = not self.answered.is_set()
+        try:
+            reply = self._member.upstreams(
+                self._weights, can_read_storage=self._assignment.can_read_storage, is_first=is_first
+            )
+            if is_first:
+                self._first_claim = reply.claim
+            self.become(HubState.ANSWERS)
+            self._note_storage_readers(reply)
+            if not self._assignment.can_read_storage:
+                self.answer = f"named {len(reply.upstreams)} members to take from"
+            return reply.ask_again_s, self._assignment.follow(reply)
+        except PenstockError as error:
+            self.note_failure(error)
+            return self._timing.hub_retry_s, math.inf
+
+    def wait_while_fed(self, wait_s: float) -> None:
+        """Wait until the hub is wanted, or no upstream has a chunk for us; at most `wait_s`."""
+        # Not looked at once only: of members that start together the first ones know few of the others, and have read
+        # all that these have long before the next request.
+        until = time.monotonic() + wait_s
+        while not self._assignment.is_idle() and (left_s := until - time.monotonic()) > 0:
+            if self.wanted.wait(min(self._timing.fetch_turn_s, left_s)):
+                return
+
+    @property
+    def rest_s(self) -> float:
+        """Pause before the next request to a slow hub; well below `stall_s`, so that a stall is noticed in time."""
+        return min(self._member.hub.rest_s, self._stall_s / 8)
+
+    def note_failure(self, error: PenstockError) -> None:
+        """Record that the hub did not answer or refused us."""
+        is_refused = isinstance(error, PermissionDenied)
+        self.answer = f"it refused: {error.message}" if is_refused else error.message
+        self.become(HubState.REFUSES if is_refused else HubState.AWAY)
+        if is_refused and not self._assignment.can_read_storage and not self._assignment.readers:
+            self._ticket.fail(error)
+
+    def drop_failed(self) -> None:
+        """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
+        for reader in self._assignment.pop_failed():
+            assert reader.error is not None
+            member = reader.upstream.member
+            is_fault = not isinstance(reader.error, SourceBusy)
+            if is_fault and self._member.complain(member, self._weights.key, reader.error):
+                self._assignment.note_reported(member)
+            reader.close()
+
+    def _note_storage_readers(self, reply: UpstreamsReply) -> None:
+        """Record whether other members read storage and make progress; waiting for their chunks is then no stall."""
+        is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
+        valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
+        self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
+
+    def do_others_read(self) -> bool:
+        """Return whether other members read the missing chunks from storage, by the hub's last word."""
+        return time.monotonic() < self._others_read_until
+
+    def pop_first_claim(self) -> ClaimReply | None:
+        """Return the claim that came with the first answer, once."""
+        first, self._first_claim = self._first_claim, None
+        return first
+
+    def close(self) -> None:
+        """Let the thread end, and every wait for this object."""
+        self._closing.set()
+        self.wanted.set()
+        self.answered.set()
