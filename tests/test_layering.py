@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +16,27 @@ from typing import TypeGuard
 
 import pytest
 
-PACKAGES = Path(__file__).resolve().parent.parent / "packages"
+from penstock.exports import MODULES, PUBLIC, SPI
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ROOT / "packages"
 SRC = PACKAGES / "penstock" / "src" / "penstock"
+
+# Adapters import the public names and modules, the errors and the interface for adapters. These packages may import
+# rooms of the core, too.
+MAY_IMPORT_ROOMS: dict[str, frozenset[str]] = {
+    # A bundle is a signed checkpoint: it is written, placed, uploaded and verified as the core does it.
+    "penstock_compile_cache": frozenset(
+        {"arguments", "config", "entry_points", "exports", "lifecycle", "logs", "report", "types", "waits"}
+        | {"storage", "loader", "fetcher", "cuda", "cli"}
+    ),
+    # Simulations, calibration and benches look at the parts of the core one by one.
+    "penstock_tools": frozenset(
+        {"arguments", "config", "report", "segments", "totals", "types", "waits", "logs"}
+        | {"cli", "cuda", "digest", "engine", "hub", "http", "jobs", "loader", "memory", "plan", "storage"}
+        | {"testing", "transform", "transport"}
+    ),
+}
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
@@ -107,7 +128,7 @@ IMPURE = frozenset(
 PICKLES = frozenset({"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"})
 
 # `config` reads the environment; `penstock run` hands it, changed, to the process that it starts.
-ENVIRONMENT = frozenset({"config.py", "cli/run.py", "cli/bench_boot.py"})
+ENVIRONMENT = frozenset({"config.py", "cli/bench_boot.py", "penstock_hf/run_command.py"})
 
 # The only places that may hold on to any exception: the CLI's entry, and the first function of each thread (which hands
 # the exception to whoever waits). Cleaning up and re-raising at the end of the handler is allowed everywhere.
@@ -116,6 +137,7 @@ BROAD_EXCEPT = frozenset(
         ("cli/main.py", "run"),
         # A hook in programs that are not ours: an exception there would end an engine.
         ("spi/host_plugin.py", "register"),
+        ("penstock_hf/startup/sitecustomize.py", "_begin"),
         ("dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
         ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
@@ -160,7 +182,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Module:
-    """One parsed file of the package; `path` is relative to the package's directory, `name` is dotted."""
+    """One parsed file; `path` is below the core's directory, or begins with an adapter's package. `name` is dotted."""
 
     path: str
     tree: ast.Module
@@ -175,7 +197,9 @@ class Module:
 
     @property
     def name(self) -> str:
-        parts = ["penstock", *self.path.removesuffix(".py").split("/")]
+        parts = self.path.removesuffix(".py").split("/")
+        if not parts[0].startswith("penstock_"):
+            parts = ["penstock", *parts]
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
     @property
@@ -187,10 +211,12 @@ class Module:
 
 @pytest.fixture(scope="module")
 def modules() -> list[Module]:
-    return [
-        Module(path=path.relative_to(SRC).as_posix(), tree=ast.parse(path.read_text(encoding="utf-8")))
-        for path in sorted(SRC.rglob("*.py"))
-    ]
+    return parse(SRC)
+
+
+@pytest.fixture(scope="module")
+def adapters() -> list[Module]:
+    return [module for root in sorted(PACKAGES.glob("penstock-*/src/penstock_*")) for module in parse(root)]
 
 
 def imports(module: Module, nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
@@ -342,6 +368,31 @@ def cycles(modules: list[Module]) -> set[tuple[str, ...]]:
     }
 
 
+def parse(root: Path) -> list[Module]:
+    """Return the files below a package's directory."""
+    prefix = "" if root == SRC else f"{root.name}/"
+    return [
+        Module(path=prefix + path.relative_to(root).as_posix(), tree=ast.parse(path.read_text(encoding="utf-8")))
+        for path in sorted(root.rglob("*.py"))
+    ]
+
+
+def core_imports(module: Module) -> list[str]:
+    """Return an adapter's imports of the core beside its public names and the interface for adapters."""
+    rooms = MAY_IMPORT_ROOMS.get(module.name.partition(".")[0], frozenset())
+    tables = {"spi": SPI, **MODULES}
+    found = []
+    for line, name in module.imported:
+        parts = name.split(".")
+        if parts[0] != "penstock" or len(parts) == 1 or parts[1] in {"errors", *PUBLIC, *rooms}:
+            continue
+        # `penstock.spi.a`: a name of the table, and not a file below.
+        names = tables.get(parts[1])
+        if names is None or len(parts) > 3 or (len(parts) == 3 and parts[2] not in names):
+            found.append(f"{module.path}:{line}: imports {name}; an adapter imports penstock.spi and public names")
+    return found
+
+
 RULES = [upward_imports, torch_at_import, impurities, environment_reads, pickles, broad_excepts, foreign_imports]
 
 
@@ -349,6 +400,54 @@ RULES = [upward_imports, torch_at_import, impurities, environment_reads, pickles
 def test_the_package_keeps_the_rule(rule, modules: list[Module]) -> None:
     broken = [fault for module in modules for fault in rule(module)]
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    "rule", [core_imports, environment_reads, pickles, broad_excepts], ids=lambda rule: rule.__name__
+)
+def test_adapters_keep_the_rule(rule, adapters: list[Module]) -> None:
+    broken = [fault for module in adapters for fault in rule(module)]
+    assert not broken, "\n".join(broken)
+
+
+def test_core_imports_no_adapter(modules: list[Module]) -> None:
+    found = [f"{m.path}:{line}: {name}" for m in modules for line, name in m.imported if name.startswith("penstock_")]
+    assert not found
+
+
+def test_names_for_adapters_are_used(adapters: list[Module]) -> None:
+    """A name that no adapter, test, example or page uses is none of the interface."""
+    places = [*PACKAGES.glob("penstock-*/src/**/*.py"), *ROOT.glob("examples/**/*.py"), *ROOT.glob("docs/*.md")]
+    texts = "\n".join(path.read_text(encoding="utf-8") for path in places)
+    assert [name for name in SPI if not re.search(rf"\b{name}\b", texts)] == []
+
+
+def test_each_engine_is_plugged_in_by_its_own_package() -> None:
+    owners = {"vllm": "penstock-vllm", "sglang": "penstock-sglang"}
+    found = {}
+    for file in PACKAGES.glob("*/pyproject.toml"):
+        for group in tomllib.loads(file.read_text())["project"].get("entry-points", {}):
+            engine = group.partition(".")[0]
+            assert engine == "penstock" or owners.get(engine) == file.parent.name, (file, group)
+            found[engine] = file.parent.name
+    assert found.items() >= owners.items()
+
+
+def test_package_depends_on_packages_that_it_imports(adapters: list[Module]) -> None:
+    for file in sorted(PACKAGES.glob("penstock-*/pyproject.toml")):
+        project = tomllib.loads(file.read_text())["project"]
+        own = file.parent.name.replace("-", "_")
+        wanted = {
+            name.partition(".")[0]
+            for module in adapters
+            if module.path.startswith(f"{own}/")
+            for _, name in module.imported
+            if name.startswith("penstock") and name.partition(".")[0] != own
+        }
+        given = {re.match(r"[\w-]+", text).group().replace("-", "_") for text in project["dependencies"]}  # type: ignore[union-attr]
+        for extra in project.get("optional-dependencies", {}).values():
+            given |= {re.match(r"[\w-]+", text).group().replace("-", "_") for text in extra}  # type: ignore[union-attr]
+        assert wanted <= given, (file.parent.name, wanted - given)
 
 
 def test_no_files_import_each_other(modules: list[Module]) -> None:
@@ -396,6 +495,12 @@ def test_a_cycle_is_found_through_functions_and_type_checking() -> None:
         (broad_excepts, "engine/run.py", "def f():\n    try:\n        g()\n    except Exception:\n        pass"),
         (broad_excepts, "engine/run.py", "try:\n    g()\nexcept (OSError, BaseException) as e:\n    raise X from e"),
         (broad_excepts, "cli/load.py", "def run():\n    try:\n        g()\n    except:\n        return 1"),
+        (core_imports, "penstock_x/a.py", "from penstock.storage import Source"),
+        (core_imports, "penstock_x/a.py", "def f():\n    import penstock.peer.member"),
+        (core_imports, "penstock_x/a.py", "from penstock.spi.host_plugin import HostPlugin"),
+        (core_imports, "penstock_x/a.py", "from penstock.spi import NoSuchName"),
+        (core_imports, "penstock_compile_cache/a.py", "from penstock.hub.client import HubClient"),
+        (environment_reads, "penstock_x/config.py", "import os\nos.environ.get('A')"),
     ],
 )
 def test_the_rule_bites(rule, path: str, text: str) -> None:
@@ -417,6 +522,8 @@ def test_the_rule_bites(rule, path: str, text: str) -> None:
         (foreign_imports, "storage/io_uring.py", "import ctypes"),
         (foreign_imports, "loader/load.py", "from penstock.http.pool import Pool\nfrom http import HTTPStatus"),
         (broad_excepts, "cli/main.py", "def run():\n    try:\n        g()\n    except Exception:\n        return 3"),
+        (core_imports, "penstock_x/a.py", "import penstock\nfrom penstock import load\nfrom penstock.spi import Log"),
+        (core_imports, "penstock_x/a.py", "from penstock.cache import attach\nfrom penstock.errors import PeerLost"),
     ],
 )
 def test_the_rule_lets_pass(rule, path: str, text: str) -> None:

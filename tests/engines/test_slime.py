@@ -79,7 +79,7 @@ class Engine:
 
     def update_weights_from_disk(self, model_path: str, weight_version: str) -> None:
         from penstock.config import ConnectionSettings
-        from penstock.spi.received import VersionReceiver
+        from penstock.spi.version_receiver import VersionReceiver
 
         assert model_path.startswith(SYNC)
         name, _, version = model_path.removeprefix(SYNC).partition("/")

@@ -11,8 +11,8 @@ import torch
 
 import penstock as ps
 from penstock.config import ConnectionSettings
-from penstock.spi.received import VersionReceiver
-from penstock.spi.sender import TrainerPublisher, WholeTensorShares
+from penstock.spi.trainer_publisher import TrainerPublisher, WholeTensorShares
+from penstock.spi.version_receiver import VersionReceiver
 
 SHAPES = {"up.weight": (7, 4), "norm.weight": (3,), "bias": (1, 4), "scale": ()}
 HERE = ConnectionSettings(stall_s=10.0)

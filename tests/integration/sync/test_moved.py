@@ -18,7 +18,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError, PlanError
-from penstock.spi.sender import TrainerPublisher
+from penstock.spi.trainer_publisher import TrainerPublisher
 
 
 @pytest.fixture

@@ -34,17 +34,17 @@ from penstock.spi import (
     Closeable,
     OutputSet,
     Target,
+    TensorSpec,
     UpdateMode,
     dtype_of,
+    lay_out_tensors,
     private_directory,
     read_object,
     require_name,
     text_of,
     write_object,
+    wrong_argument,
 )
-from penstock.spi import TensorSpec as Spec
-from penstock.spi import lay_out_tensors as lay_out
-from penstock.spi import wrong_argument as wrong
 from penstock.sync import Publisher, Subscriber
 
 BASE = "adapter.base"
@@ -100,7 +100,9 @@ def base_identity(base: Base) -> str:
     else:
         identity = ""
     if not isinstance(identity, str) or not identity:
-        raise wrong("base", base, "a text, a report with a revision, or the Publisher or Subscriber of the base")
+        raise wrong_argument(
+            "base", base, "a text, a report with a revision, or the Publisher or Subscriber of the base"
+        )
     return identity
 
 
@@ -353,8 +355,10 @@ class AdapterDirectory(Closeable):
         if into in self._versions:
             return into
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in received.tensors.items()}
-        specs = [Spec(name=name, dtype=dtype_of(one.dtype), shape=tuple(one.shape)) for name, one in tensors.items()]
-        files = lay_out(specs, shard_bytes=1 << 62)
+        specs = [
+            TensorSpec(name=name, dtype=dtype_of(one.dtype), shape=tuple(one.shape)) for name, one in tensors.items()
+        ]
+        files = lay_out_tensors(specs, shard_bytes=1 << 62)
         growing = into.with_name(f"{into.name}.penstock-{secrets.token_hex(4)}")
         out = OutputSet(growing, files.table, files.body_nbytes, {"format": "pt"})
         out.names = [WEIGHTS_FILE]

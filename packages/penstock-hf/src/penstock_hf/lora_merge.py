@@ -35,18 +35,18 @@ from penstock.spi import (
     PublishMode,
     Recipe,
     RegisteredStorages,
+    ShardRow,
     Strips,
     TensorTable,
     Transforms,
+    declared_shards,
     dtype_of,
     regions_of,
     require_same,
     tabulate,
     unwrapped,
+    wrong_argument,
 )
-from penstock.spi import ShardRow as Row
-from penstock.spi import declared_shards as declared
-from penstock.spi import wrong_argument as wrong
 from penstock.sync import Publisher
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_subscriber
 
@@ -95,7 +95,7 @@ class AdapterMerge:
                 raise PlanError(f"the adapter resizes it to {list(spec.shape)}", tensor=name)
         self.changed = frozenset(self._recipes)
 
-    def merged(self, row: Row, values: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def merged(self, row: ShardRow, values: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a box of a merged tensor.
 
         Args:
@@ -141,7 +141,7 @@ def _tied(model: torch.nn.Module) -> bool | None:
 class _Made:
     """A box of a merged tensor, and the buffer that is published in its place."""
 
-    row: Row
+    row: ShardRow
     buffer: torch.Tensor
 
 
@@ -174,8 +174,8 @@ class MergedTensors:
         )
         self._placed = Placed(self._state.tensors)
         base, self._adapter = self._parts()
-        self._rows = declared(base)
-        self._storages = RegisteredStorages(regions_of((*self._rows, *declared(self._adapter))))
+        self._rows = declared_shards(base)
+        self._storages = RegisteredStorages(regions_of((*self._rows, *declared_shards(self._adapter))))
         self._merge = AdapterMerge(self._config, base, self._adapter, tied=self._tie)
         self._made: list[_Made] = []
         self._make(base)
@@ -197,7 +197,7 @@ class MergedTensors:
                 self.published[name] = tensor
                 continue
             shards = []
-            for row in declared({name: tensor}):
+            for row in declared_shards({name: tensor}):
                 buffer = buffers.get((name, row.form.box, row.tensor.device))
                 if buffer is None:
                     buffer = torch.empty_like(row.tensor, memory_format=torch.contiguous_format)
@@ -215,9 +215,9 @@ class MergedTensors:
         if self._storages.are_there() and self._placed.is_same():
             return
         base, adapter = self._parts()
-        rows = declared(base)
+        rows = declared_shards(base)
         require_same(self._rows, rows)
-        storages = RegisteredStorages(regions_of((*rows, *declared(adapter))))
+        storages = RegisteredStorages(regions_of((*rows, *declared_shards(adapter))))
         # The adapter's own dtype does not show in the result.
         merge = AdapterMerge(self._config, base, adapter, tied=self._tie)
         if merge.changed != self._merge.changed:
@@ -346,7 +346,7 @@ class MergingSubscriber(Closeable):
         self._merge: tuple[str, AdapterMerge] | None = None
         self._base = ""
         # By name: the rows of each tensor that a version has changed, with their values before the first.
-        self._pristine: dict[str, list[tuple[Row, torch.Tensor]]] = {}
+        self._pristine: dict[str, list[tuple[ShardRow, torch.Tensor]]] = {}
         # Digests of these rows as they were left.
         self._left: dict[str, list[int]] = {}
         self._digesters: dict[str, Digester] = {}
@@ -384,7 +384,7 @@ class MergingSubscriber(Closeable):
         """
         state = self._state()
         for name, kept in self._pristine.items():
-            rows = declared({name: state[name]}) if name in state else ()
+            rows = declared_shards({name: state[name]}) if name in state else ()
             if [row.form.values for row in rows] != [row.form.values for row, _ in kept]:
                 message = "the model does not have it any more as it was when a version was merged into it"
                 raise PlanError(message, tensor=name, hint="load the base again, and subscribe again")
@@ -400,7 +400,7 @@ class MergingSubscriber(Closeable):
             self._merge = key, AdapterMerge(config, state, adapter, tied=_tied(self._model))
         merge = self._merge[1]
         for name in sorted(merge.changed - self._pristine.keys()):
-            rows = declared({name: state[name]})
+            rows = declared_shards({name: state[name]})
             self._pristine[name] = [(row, self._kept(row.tensor)) for row in rows]
         return {
             name: [
@@ -492,7 +492,7 @@ def merging_subscriber(
     Cost: the changed tensors' size once for the pristine values, and once more during an update.
     """
     if pristine not in ("device", "cpu"):
-        raise wrong("pristine", pristine, "device or cpu")
+        raise wrong_argument("pristine", pristine, "device or cpu")
     hooks = hooks or Hooks()
     # The pause is for the model: the adapter's own tensors arrive beside it.
     received = adapter_subscriber(name, base=base, connection=connection, hooks=Hooks(before_read=hooks.before_read))

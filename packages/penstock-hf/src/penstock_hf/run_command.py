@@ -15,9 +15,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.terminal import examples
 from penstock.errors import ConfigError
-from penstock.spi import Settings
+from penstock.spi import Settings, command_examples
 
 STARTUP = Path(__file__).resolve().parent / "startup"
 """The directory of the `sitecustomize` that each Python process of the program runs first."""
@@ -62,6 +61,8 @@ def add(commands: typer.Typer) -> None:
     # Everything from the program on is the program's, options too.
     commands.command(
         "run",
-        epilog=examples("penstock run -- python main.py", "penstock run --verbose -- accelerate launch train.py"),
+        epilog=command_examples(
+            "penstock run -- python main.py", "penstock run --verbose -- accelerate launch train.py"
+        ),
         context_settings={"allow_interspersed_args": False},
     )(run)

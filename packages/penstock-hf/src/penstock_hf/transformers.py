@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra, NotFound, PenstockError, SourceChanged
 from penstock.spi import (
-    INDEX_SUFFIX,
-    SUFFIX,
     ProgressOption,
     Settings,
     is_remote,
@@ -34,10 +32,10 @@ from penstock.spi import (
     model_name,
     open_weights,
     parse_bytes,
+    parse_repository,
     read_small,
     texts_of,
 )
-from penstock.spi import parse_repository as parse
 from penstock_hf.patched_libraries import (
     directory,
     patched_libraries,  # its name for users of transformers
@@ -49,8 +47,7 @@ if TYPE_CHECKING:
 
     from penstock import Shard
     from penstock.modules import BackgroundLoad as BackgroundLoad
-    from penstock.spi import LoadFunction as Load
-    from penstock.spi import TensorTable
+    from penstock.spi import LoadFunction, TensorTable
     from penstock_compile_cache.key import Key
 
 _logger = log_named("penstock.transformers")
@@ -193,7 +190,7 @@ def start_from_pretrained(
     return under_way[0]
 
 
-def weights_loader(model: Any) -> Load:
+def weights_loader(model: Any) -> LoadFunction:
     """Return a function that loads weights into a transformers model as transformers does: `load=` of `subscriber`.
 
     Experts are merged, names changed and values cast as from_pretrained does for this class. The results are copied
@@ -250,8 +247,7 @@ def checkpoint_shards(
     from torch.distributed.fsdp import FSDPModule
     from transformers import initialization
 
-    from penstock.spi import layout as rename
-    from penstock.spi import record
+    from penstock.spi import layout, record
 
     # `fully_shard` replaces a model's class by a subclass, which cannot be created from a config.
     own: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
@@ -259,7 +255,7 @@ def checkpoint_shards(
         empty = own._from_config(copy.deepcopy(model.config), dtype=model.dtype)
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         table = weights.manifest.tensors
-    return rename.checkpoint_shards(model, record(empty, table, load=weights_loader(empty)))
+    return layout.checkpoint_shards(model, record(empty, table, load=weights_loader(empty)))
 
 
 def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
@@ -481,10 +477,10 @@ def _by_transformers(
 
 def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name and the options by which transformers loads a URI of the hub. ConfigError: it can not."""
-    where = parse(uri, "hf")
+    where = parse_repository(uri, "hf")
     if where.kind != "model":
         raise ConfigError(f"a {where.kind} is no model", uri=uri, hint="write hf://org/name[@revision][/folder]")
-    if where.path.endswith((SUFFIX, INDEX_SUFFIX)):
+    if where.path.endswith((".safetensors", ".safetensors.index.json")):
         raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="name the folder of the file")
     named = {key: value for key, value in (("revision", where.revision), ("subfolder", where.path)) if value}
     twice = [key for key, value in named.items() if options.get(key, value) != value]

@@ -43,7 +43,6 @@ from penstock.spi import (
     WholeTensorShares,
     connection_of,
     declared_shards,
-    group_of_all,
     log_named,
     patch_once,
 )
@@ -191,7 +190,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 transforms=_tags(self._transforms),
                 rank=(rank, world_size),
                 # The workers of one replica.
-                group=group_of_all(),
+                group=_group_of_replica(),
             )
 
     def finalize(self) -> None:
@@ -265,6 +264,13 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         _LOGGER.info("penstock: step %s: %s", global_steps, self._receiver.report)
         for name, tensor in received.items():
             yield name, tensor
+
+
+def _group_of_replica() -> torch.distributed.ProcessGroup | None:
+    """Return torch.distributed's default group; None: it is not initialised, or has one rank."""
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return None
+    return torch.distributed.group.WORLD
 
 
 def _why_whole(weights: object) -> str | None:

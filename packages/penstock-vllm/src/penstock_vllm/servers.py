@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from penstock.errors import ConfigError, VersionRefused
-from penstock.spi import Stragglers
-from penstock.spi import wrong_argument as wrong
+from penstock.spi import Stragglers, wrong_argument
 
 
 class FleetClient:
@@ -48,7 +47,7 @@ class FleetClient:
         if not clients:
             raise ConfigError("a fleet without servers has nothing to update", hint="pass one client for each server")
         if laggards not in ("leave_out", "withdraw"):
-            raise wrong("laggards", laggards, "'leave_out' or 'withdraw'")
+            raise wrong_argument("laggards", laggards, "'leave_out' or 'withdraw'")
         self._clients = dict(clients)
         self._laggards = laggards
         self._init_info = dict(init_info or {})

@@ -359,13 +359,13 @@ def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable
 
 def _cause(error: BaseException) -> PenstockError | None:
     """Return the typed error that led to another one; None if none did."""
-    from penstock.spi import typed_error_of_hub as typed_error
+    from penstock.spi import typed_error_of_hub
 
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, PenstockError):
             return seen
-        typed = typed_error(seen)
+        typed = typed_error_of_hub(seen)
         if typed is not None:
             return typed
         seen = seen.__cause__ or (None if seen.__suppress_context__ else seen.__context__)

@@ -28,8 +28,16 @@ from typing import Any
 from urllib.parse import quote
 
 from penstock.errors import FormatError, PenstockError
-from penstock.spi import Settings, is_remote, list_uris, local_path, open_weights, read_small, release_after_fork
-from penstock.spi import pinned_uri as pinned
+from penstock.spi import (
+    Settings,
+    is_remote,
+    list_uris,
+    local_path,
+    open_weights,
+    pinned_uri,
+    read_small,
+    release_after_fork,
+)
 from penstock_hf.patched_libraries.views import make_directory, views
 
 POINTER = b"penstock"
@@ -122,7 +130,7 @@ class HubFiles:
             return local_path(uri)
         if uri.startswith(("http://", "https://")):
             return str(self._directory_of_urls(uri.rstrip("/")))
-        root = pinned(uri, settings=settings, storage_options=options).rstrip("/")
+        root = pinned_uri(uri, settings=settings, storage_options=options).rstrip("/")
         uris = list_uris(f"{root}/**", settings=settings, storage_options=options)
         # Named by its content's URI, so that a second call for it finds the files.
         place = self._make_root() / _short_name(root)
@@ -240,7 +248,7 @@ class HubFiles:
             ).resolved
         if commit is None:
             with _library_errors():
-                at = pinned(f"{uri}@{quote(revision, safe='')}", settings=self._settings, storage_options=options)
+                at = pinned_uri(f"{uri}@{quote(revision, safe='')}", settings=self._settings, storage_options=options)
             commit = at.rpartition("@")[2]
         self._commits[cache_dir, folder, str(revision)] = commit
         return _Repository(f"{uri}@{commit}", commit, cache_dir, folder, options, self._settings)

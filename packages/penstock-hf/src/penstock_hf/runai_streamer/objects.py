@@ -20,10 +20,7 @@ from types import TracebackType
 from typing import IO, Self
 
 from penstock.errors import NotFound, PenstockError, also
-from penstock.spi import Settings, list_uris, runai_settings
-from penstock.spi import download_files as download
-from penstock.spi import path_inside as inside
-from penstock.spi import typed_errors_of_writing as typed
+from penstock.spi import Settings, download_files, list_uris, path_inside, runai_settings, typed_errors_of_writing
 
 _SCHEMES = ("s3://", "gs://", "az://")
 
@@ -142,15 +139,15 @@ def pull_files(
     root = model_path.rstrip("/") + "/"
     with raising_value_errors():
         for uri in list_objects(root, s3_credentials, recursive=True, allow=allow_pattern, ignore=ignore_pattern):
-            _download(uri, inside(Path(dst), uri.removeprefix(root), uri=uri), options)
+            _download(uri, path_inside(Path(dst), uri.removeprefix(root), uri=uri), options)
 
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
     """Download one object to a path, where it appears complete or not at all."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     try:
-        download({uri: part}, settings=Settings.read(), storage_options=options)
-        with typed(place):
+        download_files({uri: part}, settings=Settings.read(), storage_options=options)
+        with typed_errors_of_writing(place):
             os.replace(part, place)
     finally:
         part.unlink(missing_ok=True)

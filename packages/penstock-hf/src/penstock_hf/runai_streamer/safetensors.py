@@ -32,9 +32,9 @@ from penstock.spi import (
     resolve_device,
     runai_settings,
     text_of,
+    timed_source,
     torch_dtype,
 )
-from penstock.spi import timed_source as timed
 from penstock_hf.runai_streamer.objects import S3Credentials, is_object, raising_value_errors, storage_options
 
 
@@ -248,7 +248,7 @@ def _header(path: str, settings: Settings, options: dict[str, str] | None) -> He
     """Read the header of a file. An error has the words of the original in front of our own."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
-        return read_header(timed(source, path, settings))
+        return read_header(timed_source(source, path, settings))
     except (FormatError, SourceTruncated) as error:
         _word_as_original(error, path)
         raise

@@ -10,7 +10,6 @@ Not here: receiving only what a model needs, into the model (`penstock.subscribe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -124,10 +123,3 @@ class _Ranks(GroupCollectives):
         others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if others and not why:
             raise PeerLost("; ".join(others), hint="the engine was not touched; send the weights again")
-
-
-def group_of_all() -> Any | None:
-    """Return torch.distributed's default group; None: it is not initialised, or has one rank."""
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        return None
-    return torch.distributed.group.WORLD
