@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from penstock.hub.directory import Directory
+from penstock.hub.limits import Capacity
 from penstock.hub.messages import (
     Beat,
     ClaimReply,
@@ -60,9 +61,10 @@ class HubBench:
     def __post_init__(self) -> None:
         self.store = MemoryStore(clock=lambda: self.now)
 
-    def hub(self, *, fresh: bool = True) -> Directory:
+    def hub(self, *, fresh: bool = True, **capacity: int) -> Directory:
         """Return a directory: beats of 2 s, members gone after 10 s."""
-        return Directory(self.store, fresh=fresh, clock=lambda: self.now, timer=lambda: self.now)
+        limits = Capacity(**capacity)
+        return Directory(self.store, fresh=fresh, clock=lambda: self.now, timer=lambda: self.now, capacity=limits)
 
     def join(self, hub: Directory, *members: str, host: str = "", rack: str = "") -> None:
         """Say hello for each; hosts of their own if none is given."""

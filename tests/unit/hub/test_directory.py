@@ -757,8 +757,8 @@ def test_the_state_of_a_conversion_is_bounded(bench, hub) -> None:
     assert [entry.job for entry in hub.status().jobs] == ["a"]
 
 
-def test_the_hub_keeps_a_bounded_number_of_conversions(bench, hub, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.conversions.MAX_JOBS", 3)
+def test_the_hub_keeps_a_bounded_number_of_conversions(bench) -> None:
+    hub = bench.hub(conversions=3)
     for name, phase in (("a", "running"), ("b", "done"), ("c", "running")):
         bench.now += 1
         hub.job(name, job(phase))

@@ -53,8 +53,8 @@ def job(name: str) -> JobState:
     )  # fmt: skip
 
 
-def test_flood_of_failures_hides_no_other_failure(bench, hub, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.failures.MAX_FAILING", 20)
+def test_flood_of_failures_hides_no_other_failure(bench) -> None:
+    hub = bench.hub(failing_members=20)
     for number in range(25):
         bench.now += 0.01
         join(hub, f"f{number}", FLOOD)
@@ -69,8 +69,8 @@ def test_flood_of_failures_hides_no_other_failure(bench, hub, monkeypatch) -> No
     assert len(shown) == 20 and {"the failure of q", "the failure of r", "nothing 49"} <= set(shown)
 
 
-def test_flood_of_conversions_hides_no_other_conversion(bench, hub, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.conversions.MAX_JOBS", 5)
+def test_flood_of_conversions_hides_no_other_conversion(bench) -> None:
+    hub = bench.hub(conversions=5)
     for number in range(5):
         hub.job(f"f{number}", job("other-a"), FLOOD)
     with pytest.raises(SourceBusy):
@@ -81,9 +81,8 @@ def test_flood_of_conversions_hides_no_other_conversion(bench, hub, monkeypatch)
     assert "q" in {entry.job for entry in hub.status().jobs}
 
 
-def test_members_of_one_caller_are_bounded_by_its_share(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 10 * MEMBER_BYTES)
-    hub = bench.hub()
+def test_members_of_one_caller_are_bounded_by_its_share(bench) -> None:
+    hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
     for number in range(10):
         join(hub, f"f{number}", FLOOD)
     with pytest.raises(SourceBusy):
@@ -100,9 +99,8 @@ def test_members_of_one_caller_are_bounded_by_its_share(bench, monkeypatch) -> N
     join(hub, "q6", QUIET)
 
 
-def test_hubs_on_one_store_count_members_together(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 10 * MEMBER_BYTES)
-    hubs = [bench.hub() for _ in range(3)]
+def test_hubs_on_one_store_count_members_together(bench) -> None:
+    hubs = [bench.hub(members_bytes=10 * MEMBER_BYTES) for _ in range(3)]
 
     def beat() -> None:
         bench.now += 2.0
@@ -132,9 +130,8 @@ def test_hubs_on_one_store_count_members_together(bench, monkeypatch) -> None:
     assert sum(name.startswith("q") for name in left) == 5 and len(left) == 10
 
 
-def test_syncs_of_members_of_other_hubs_count(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 4 * MEMBER_BYTES)
-    one, other = bench.hub(), bench.hub()
+def test_syncs_of_members_of_other_hubs_count(bench) -> None:
+    one, other = bench.hub(members_bytes=4 * MEMBER_BYTES), bench.hub(members_bytes=4 * MEMBER_BYTES)
     join(other, "f", FLOOD)
     many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(16))
     other.beat("f", Beat(syncs=many), FLOOD)
@@ -153,18 +150,16 @@ def test_hub_with_few_members_does_not_look_at_others(bench, hub, monkeypatch) -
     hub.begin()
 
 
-def test_members_that_fell_silent_free_their_share(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 3 * MEMBER_BYTES)
-    hub = bench.hub()
+def test_members_that_fell_silent_free_their_share(bench) -> None:
+    hub = bench.hub(members_bytes=3 * MEMBER_BYTES)
     for number in range(3):
         join(hub, f"f{number}", FLOOD)
     bench.now += 11
     join(hub, "f3", FLOOD)
 
 
-def test_large_heartbeats_count_for_their_caller(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MEMBERS_BYTES", 10 * MEMBER_BYTES)
-    hub = bench.hub()
+def test_large_heartbeats_count_for_their_caller(bench) -> None:
+    hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
     join(hub, "f", FLOOD)
     named = [Identity(model=f"other-{number}") for number in range(200)]
     large = tuple(HoldingState(key=of.key(), identity=of, num_chunks=1, nbytes=1) for of in named)
@@ -177,9 +172,8 @@ def test_large_heartbeats_count_for_their_caller(bench, monkeypatch) -> None:
     join(hub, "q", QUIET)
 
 
-def test_claims_of_invented_models_leave_others_alone(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.TABLES_BYTES", 100_000)
-    hub = bench.hub()
+def test_claims_of_invented_models_leave_others_alone(bench) -> None:
+    hub = bench.hub(tables_bytes=100_000)
     join(hub, "f", FLOOD)
     join(hub, "q", QUIET)
     ours = key_state()
@@ -192,8 +186,8 @@ def test_claims_of_invented_models_leave_others_alone(bench, monkeypatch) -> Non
     assert len(tables) < 30 and any(name.startswith(IDENTITY.key()) for name in tables)
 
 
-def test_one_member_names_bounded_number_of_models(bench, hub, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.directory.MAX_KEYS", 3)
+def test_one_member_names_bounded_number_of_models(bench) -> None:
+    hub = bench.hub(member_models=3)
     join(hub, "f", FLOOD)
     states = [key_state(identity=Identity(model=f"other-{number}")) for number in range(4)]
     for state in states[:3]:
@@ -202,9 +196,8 @@ def test_one_member_names_bounded_number_of_models(bench, hub, monkeypatch) -> N
         hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOOD)
 
 
-def test_decisions_of_one_caller_are_bounded(bench, monkeypatch) -> None:
-    monkeypatch.setattr("penstock.hub.limits.MAX_DECISIONS", 4)
-    hub = bench.hub()
+def test_decisions_of_one_caller_are_bounded(bench) -> None:
+    hub = bench.hub(decisions=4)
     join(hub, "f", FLOOD)
     hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOOD)
     for version in range(10):

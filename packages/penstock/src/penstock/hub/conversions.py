@@ -16,8 +16,6 @@ from penstock.net.shares import Shares
 
 JOB_TTL_S = 3600.0
 """After its last report a conversion is shown for as long as the page's charts go back."""
-MAX_JOBS = 256
-"""Conversions that are shown."""
 MAX_JOB_BYTES = 256 << 10
 """The state of one. Reason: with 256 workers it is about 60 KB, with the errors of as many lost ones some 200 KB; all
 conversions take 64 MB of the hub at most."""
@@ -36,7 +34,9 @@ class JobEntry(msgspec.Struct, frozen=True, array_like=True):
 _ENTRY = msgspec.msgpack.Decoder(JobEntry)
 
 
-def record_job(store: Store, job: str, state: JobState, caller: str, now: float, *, ttl_s: float) -> None:
+def record_job(
+    store: Store, job: str, state: JobState, caller: str, now: float, *, ttl_s: float, max_jobs: int
+) -> None:
     """Record the state of a conversion, in place of its earlier one.
 
     Args:
@@ -46,6 +46,7 @@ def record_job(store: Store, job: str, state: JobState, caller: str, now: float,
         caller: `Caller.name` of the process that reports it.
         now: the hub's clock.
         ttl_s: a conversion silent for this long may be forgotten for another one.
+        max_jobs: conversions that are shown.
 
     Raises:
         SourceBusy: too many conversions are running, and no other caller has more of them than this one.
@@ -54,7 +55,7 @@ def record_job(store: Store, job: str, state: JobState, caller: str, now: float,
     name = f"job/{job}"
     entry = store.read(name)
     if entry is None:
-        _make_room(store, job, caller, now, ttl_s)
+        _make_room(store, job, caller, now, ttl_s, max_jobs)
     since = now if entry is None else _ENTRY.decode(entry.value).since
     raw = msgspec.msgpack.encode(JobEntry(state, since, now, caller))
     if len(raw) > MAX_JOB_BYTES:
@@ -62,14 +63,14 @@ def record_job(store: Store, job: str, state: JobState, caller: str, now: float,
     store.write(name, raw, ttl_s=JOB_TTL_S)
 
 
-def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float) -> None:
-    """Forget a conversion if there are `MAX_JOBS`: one that ended or fell silent, else one of the greediest caller.
+def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, max_jobs: int) -> None:
+    """Forget a conversion if there are `max_jobs`: one that ended or fell silent, else one of the greediest caller.
 
     Raises:
         SourceBusy: all run, and no other caller has more of them than this one.
     """
     jobs = _entries(store)
-    if len(jobs) < MAX_JOBS:
+    if len(jobs) < max_jobs:
         return
     by_age = sorted(jobs, key=lambda name: jobs[name].seen)
     over = [name for name in by_age if jobs[name].state.is_over or now - jobs[name].seen > ttl_s]

@@ -26,7 +26,7 @@ from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
 from penstock.hub.failures import record_failed_calls, record_lost
 from penstock.hub.grants import GrantSigner
-from penstock.hub.limits import CLAIMS_TTL_S, MAX_KEYS, Limits, remove_member
+from penstock.hub.limits import CLAIMS_TTL_S, Capacity, Limits, remove_member
 from penstock.hub.messages import (
     Beat,
     BeatReply,
@@ -111,6 +111,7 @@ class Directory:
         timer: monotonic seconds of this process.
         seed: 32 bytes that grants are signed with; None: the first directory on the store draws them.
         look_share: largest share of the time for costly snapshots of one key; between them the last one is used.
+        capacity: the most that is kept of each kind; None: the default values.
 
     Order: every method from any thread.
     """
@@ -126,14 +127,16 @@ class Directory:
         timer: Callable[[], float] = time.perf_counter,
         seed: bytes | None = None,
         look_share: float = 0.1,
+        capacity: Capacity | None = None,
     ) -> None:
         self.store = store
+        self.capacity = capacity or Capacity()
         self.beat_s = beat_s
         self.ttl_s = ttl_s
         # Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._complaints = Complaints(store, self.counts, timer=timer)
-        self._limits = Limits(store, ttl_s=ttl_s, timer=timer, look_share=look_share)
+        self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
         # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
         self._marked = float("-inf")
@@ -253,7 +256,7 @@ class Directory:
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
             self._renew(member, entry, msgspec.structs.replace(latest, boot=boot, nbytes=nbytes))
-        record_failed_calls(self.store, known.hello, beat.failures, now, caller)
+        record_failed_calls(self.store, known.hello, beat.failures, now, caller, self.capacity.failing_members)
         return BeatReply(drain=known.drain)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
@@ -509,7 +512,7 @@ class Directory:
         by = (caller or Caller()).name
         if not self._limits.may_report(by):
             raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
-        record_job(self.store, job, state, by, self._clock(), ttl_s=self.ttl_s)
+        record_job(self.store, job, state, by, self._clock(), ttl_s=self.ttl_s, max_jobs=self.capacity.conversions)
 
     # For people.
 
@@ -619,8 +622,8 @@ class Directory:
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
-            if len(keys) > MAX_KEYS:
-                raise SourceBusy(f"a member fetches and holds {MAX_KEYS} models at most", hint="use another member")
+            if len(keys) > (limit := self.capacity.member_models):
+                raise SourceBusy(f"a member fetches and holds {limit} models at most", hint="use another member")
             if self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys)):
                 break
         return self._hold(known, holding, reads_storage=reads_storage)

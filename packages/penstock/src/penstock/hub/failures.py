@@ -17,11 +17,6 @@ from penstock.net.shares import Shares
 
 FAILURE_TTL_S = 3600.0
 """A failure is shown for as long as the page's charts go back."""
-MAX_FAILING = 500
-"""Members whose failures are kept for `FAILURE_TTL_S`: with four failures of 2 KB each, 4 MB at most. For more members
-the oldest failures of the caller that has the most are forgotten."""
-
-
 MAX_LOST = 8
 """Models of a lost member, and failures that it reported, that are kept."""
 
@@ -40,7 +35,7 @@ _ENTRY = msgspec.msgpack.Decoder(FailuresEntry)
 
 
 def record_failed_calls(
-    store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller | None
+    store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller | None, max_members: int
 ) -> None:
     """Keep the failures of a member's process, which may end before anybody looks.
 
@@ -50,6 +45,7 @@ def record_failed_calls(
         failures: as its heartbeat reports them.
         now: the hub's clock.
         caller: failures with models that it may not ask for are left out; None: it may ask for all.
+        max_members: members whose failures are kept. Above it, the caller that has the most loses its oldest.
     """
     # Of an hour, since the process repeats them for as long as it lives.
     listed = tuple(
@@ -63,17 +59,17 @@ def record_failed_calls(
     before = store.read(name)
     by = (caller or Caller()).name
     if before is None:
-        for member in _giving_way(store, hello.member, by):
+        for member in _giving_way(store, hello.member, by, max_members):
             store.write(f"failure/{member}", None)
     # Not with each beat: their ages grow by themselves.
     if before is None or _without_ages(_ENTRY.decode(before.value).failures) != _without_ages(listed):
         store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now, by)), ttl_s=FAILURE_TTL_S)
 
 
-def _giving_way(store: Store, member: str, caller: str) -> tuple[str, ...]:
+def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tuple[str, ...]:
     """Return the members whose failures are forgotten, so that those of another member can be kept."""
     stored = store.scan("failure/")
-    if len(stored) < MAX_FAILING:
+    if len(stored) < max_members:
         return ()
     entries = {name: _ENTRY.decode(entry.value) for name, entry in stored.items()}
     shares = Shares[str](len(entries))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from penstock.errors import SourceBusy
 from penstock.hub.auth import RateLimit
@@ -24,16 +25,8 @@ from penstock.types import MIB
 
 MEMBER_BYTES = 32 << 10
 """The least that a member counts. Reason: a look at the status takes time for each member, however small."""
-MEMBERS_BYTES = 640 * MIB
-"""For all members with their holdings and syncs: 20,000 members that each hold a few models."""
-TABLES_BYTES = 256 * MIB
-"""For tables of claims, which stay for a day. One of 60 GB that 1,000 members read takes some 50 KB."""
 CLAIMS_TTL_S = 86400.0
 """How long a table of claims stays after the last claim: longer than a piece takes from any storage."""
-MAX_KEYS = 1024
-"""Models that one member may fetch and hold: as many as a heartbeat lists."""
-MAX_DECISIONS = 20_000
-"""Decisions on versions that are published together. They stay for an hour: five a second."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
 """Of one caller, which reports each of its conversions once a second."""
 LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
@@ -44,11 +37,30 @@ _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
 _BUSY_HINT = "end processes of this token that are not needed; the hub keeps what it knows already"
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most that a hub keeps of each kind, for all callers together."""
+
+    members_bytes: int = 640 * MIB
+    """Bytes of all members with their holdings and syncs: 20,000 members that each hold a few models."""
+    tables_bytes: int = 256 * MIB
+    """Bytes of tables of claims, which stay for a day. One of 60 GB that 1,000 members read takes some 50 KB."""
+    member_models: int = 1024
+    """Models that one member may fetch and hold: as many as a heartbeat lists."""
+    decisions: int = 20_000
+    """Decisions on versions that are published together. They stay for an hour: five a second."""
+    failing_members: int = 500
+    """Members whose failures are kept for an hour: with four failures of 2 KB each, 4 MB at most."""
+    conversions: int = 256
+    """Conversions that the hub shows."""
+
+
 class Limits:
     """The shares of one hub process. Any thread.
 
     Args:
         store: of the hub.
+        capacity: the most that is kept.
         ttl_s: a member silent for this long is gone.
         timer: monotonic seconds of this process.
         look_share: largest part of the time that goes to looks at the members of all hubs.
@@ -57,18 +69,20 @@ class Limits:
     def __init__(
         self,
         store: Store,
+        capacity: Capacity,
         *,
         ttl_s: float,
         timer: Callable[[], float] = time.perf_counter,
         look_share: float = 0.1,
     ) -> None:
         self._store = store
+        self._capacity = capacity
         self._timer = timer
         self._look_share = look_share
         self._next_look = float("-inf")
-        self._members = Shares[str](MEMBERS_BYTES, ttl_s=ttl_s, clock=timer)
-        self._tables = Shares[str](TABLES_BYTES, ttl_s=CLAIMS_TTL_S, clock=timer)
-        self._decisions = Shares[str](MAX_DECISIONS, ttl_s=DECISION_TTL_S, clock=timer)
+        self._members = Shares[str](capacity.members_bytes, ttl_s=ttl_s, clock=timer)
+        self._tables = Shares[str](capacity.tables_bytes, ttl_s=CLAIMS_TTL_S, clock=timer)
+        self._decisions = Shares[str](capacity.decisions, ttl_s=DECISION_TTL_S, clock=timer)
         self._job_reports = RateLimit(JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE, clock=timer)
         self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
@@ -99,7 +113,7 @@ class Limits:
         Order: once a beat.
         """
         begun = self._timer()
-        if self._members.used * MANY_HUBS < MEMBERS_BYTES or begun < self._next_look:
+        if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_look:
             return
         found = self._store.scan("member/")
         known = {member: MEMBER_DECODER.decode(entry.value) for member, entry in found.items()}
