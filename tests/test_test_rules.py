@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
 ALLOWED = TESTS / "test_rules_allowed.txt"
 CONSTANT = re.compile(r"penstock\w*(\.\w+)+\.[A-Z][A-Z0-9_]+")
+PRIVATE = re.compile(r"_(?!_|replace$|asdict$|fields$)\w*(?<!_)")
+"""Without names of Python's own protocols, such as `_repr_html_` and `namedtuple._replace`."""
 OVERWRITERS = {"setattr", "patch", "setitem"}
 
 
@@ -50,7 +52,7 @@ def private_attributes(tree: ast.AST) -> Iterator[int]:
         if not alias.name.startswith(("penstock", "tests"))
     }
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr.startswith("__"):
+        if not isinstance(node, ast.Attribute) or not PRIVATE.fullmatch(node.attr):
             continue
         owner: ast.expr = node.value
         if isinstance(owner, ast.Name) and owner.id in {"self", "cls"}:
@@ -117,6 +119,8 @@ def test_list_of_old_places_shrinks() -> None:
         ("private", "import torch\ntorch.cuda._sleep(1)", 0),
         ("private", "from penstock import loader\nloader._gather()", 1),
         ("private", "value.__dict__", 0),
+        ("private", "report._repr_html_()", 0),
+        ("private", "parts._replace(scheme='')", 0),
     ],
 )
 def test_rule_finds_its_places(rule: str, source: str, count: int) -> None:

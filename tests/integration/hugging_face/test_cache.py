@@ -274,7 +274,7 @@ def test_a_cache_that_cannot_be_written(
 
 
 def test_a_gated_repository_is_named(hub: HuggingFaceServer) -> None:
-    hub._gated = ("org/tiny",)
+    hub.gated = ("org/tiny",)
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         filled(hub, "org/tiny")
     with pytest.raises(LocalEntryNotFoundError):

@@ -219,7 +219,7 @@ def test_a_link_that_cannot_be_renewed(hub: HuggingFaceServer) -> None:
 
 
 def test_gated_repositories_say_what_to_do(hub: HuggingFaceServer) -> None:
-    hub._gated = ("org/tiny",)
+    hub.gated = ("org/tiny",)
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
     weights = load(hub, "hf://org/tiny", storage_options={"token": "secret"})
@@ -243,7 +243,7 @@ def test_what_is_not_there(hub: HuggingFaceServer, uri: str, match: str) -> None
 
 
 def test_a_private_repository_is_found_with_a_token(hub: HuggingFaceServer) -> None:
-    hub._private = ("org/tiny",)
+    hub.private = ("org/tiny",)
     with pytest.raises(NotFound, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
     assert_same(load(hub, "hf://org/tiny", storage_options={"token": "secret"}), TENSORS)
@@ -251,7 +251,7 @@ def test_a_private_repository_is_found_with_a_token(hub: HuggingFaceServer) -> N
 
 def test_an_empty_token_sends_none(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    hub._private = ("org/tiny",)
+    hub.private = ("org/tiny",)
     assert_same(load(hub, "hf://org/tiny"), TENSORS)
     with pytest.raises(NotFound):
         load(hub, "hf://org/tiny", storage_options={"token": ""})
@@ -260,7 +260,7 @@ def test_an_empty_token_sends_none(hub: HuggingFaceServer, monkeypatch: pytest.M
 def test_a_listing_is_not_shown_without_the_token_it_was_made_with(
     hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hub._private = ("org/tiny",)
+    hub.private = ("org/tiny",)
     commit = hub.files_of("org/tiny", "main")[0]
     monkeypatch.setenv("HF_TOKEN", "secret")
     assert_same(load(hub, f"hf://org/tiny@{commit}"), TENSORS)
@@ -370,7 +370,7 @@ def test_offline_the_local_cache_is_listed_once_a_load(hub: HuggingFaceServer, m
 
 def test_the_environment_is_huggingface_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:
     """`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`, in a process of its own, by the command."""
-    hub._private = ("org/tiny",)
+    hub.private = ("org/tiny",)
     environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     environ["HF_HUB_OFFLINE"] = "0"
 

@@ -145,7 +145,7 @@ def test_content_that_is_not_the_hubs(hub: ModelScopeServer) -> None:
 
 
 def test_private_and_gated_repositories(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub._private, hub._gated = ("org/tiny",), ("org/sharded",)
+    hub.private, hub.gated = ("org/tiny",), ("org/sharded",)
     with pytest.raises(NotFound, match="MODELSCOPE_API_TOKEN"):
         ps.load("ms://org/tiny")
     with pytest.raises(PermissionDenied, match="MODELSCOPE_API_TOKEN"):

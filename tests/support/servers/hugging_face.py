@@ -78,8 +78,8 @@ class HuggingFaceServer:
     ) -> None:
         self._host = host
         self._token = token
-        self._private = private
-        self._gated = gated
+        self.private = private
+        self.gated = gated
         self.signed_s = signed_s
         self._commits: dict[tuple[str, str], dict[str, bytes]] = {}
         self._heads: dict[str, dict[str, str]] = {}
@@ -145,9 +145,9 @@ class HuggingFaceServer:
     def refusal(self, name: str, authorization: str, *, is_file: bool) -> tuple[int, str, str] | None:
         """Return the status, code and message for a repository that this request may not see; None: it may."""
         may = bool(self._token) and authorization == f"Bearer {self._token}"
-        if name not in self._heads or (name in self._private and not may):
+        if name not in self._heads or (name in self.private and not may):
             return 401 if not authorization else 404, "RepoNotFound", "Repository not found"
-        if is_file and name in self._gated and not may:
+        if is_file and name in self.gated and not may:
             message = f"Access to model {name} is restricted."
             return 403 if authorization else 401, "GatedRepo", message
         return None

@@ -139,15 +139,15 @@ def test_a_changed_description_is_refused(packed: tuple[Path, dict[str, bytes]],
 def test_a_description_of_another_format_is_refused() -> None:
     for raw in (b"", b"\xff", b"[" * 100_000, b'{"format": "penstock-artifacts-2"}'):
         with pytest.raises(FormatError):
-            describe(raw, sign(bundle._PURPOSE + raw, PRIVATE), [PUBLIC])
+            describe(raw, sign(bundle.PURPOSE + raw, PRIVATE), [PUBLIC])
 
 
 def made(path: str = "inductor/a", data: bytes = b"code", **changes: object) -> tuple[Description, bytes]:
     """Return a bundle of one file, changed: as a signer would make that means harm, or errs."""
     content = zstandard.ZstdCompressor().compress(data)
-    file = bundle._File(path, len(data), False, blake3(data).hexdigest())
+    file = bundle.BundledFile(path, len(data), False, blake3(data).hexdigest())
     file = msgspec.structs.replace(file, **{name: text for name, text in changes.items() if name != "frames"})
-    frames = (bundle._Frame(len(content), (file,)),)
+    frames = (bundle.BundleFrame(len(content), (file,)),)
     frames = changes.get("frames", lambda frames: frames)(frames)  # type: ignore[operator]
     return Description(format="penstock-artifacts-1", key=KEY, directory="/caches", frames=frames), content
 
@@ -171,7 +171,9 @@ BAD: dict[str, Callable[[], tuple[Description, bytes]]] = {
     "negative": lambda: made(nbytes=-4),
     "huge": lambda: made(nbytes=1 << 40),
     "frame longer": lambda: made(frames=lambda frames: (msgspec.structs.replace(frames[0], nbytes=999),)),
-    "frame negative": lambda: made(frames=lambda frames: (*frames, bundle._Frame(-1, ()), bundle._Frame(1, ()))),
+    "frame negative": lambda: made(
+        frames=lambda frames: (*frames, bundle.BundleFrame(-1, ()), bundle.BundleFrame(1, ()))
+    ),
     "no zstd": lambda: (made()[0], b"x" * len(made()[1])),
     "cut": lambda: (made()[0], made()[1][:-1]),
     "twice": lambda: (

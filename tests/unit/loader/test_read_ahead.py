@@ -45,7 +45,7 @@ class Counted(MemorySource):
         with self._lock:
             self.num_reads += 1
             self.read_bytes += nbytes
-            self.most_bytes = max(self.most_bytes, module._pool.nbytes)
+            self.most_bytes = max(self.most_bytes, module.shared_pool.nbytes)
         self.before(offset, offset + nbytes)
         path = super().readv(offset, buffers)
         self.received_bytes += nbytes
@@ -67,8 +67,8 @@ def file(source: Counted) -> Iterator[ReadAhead]:
     yield reader
     reader.close()
     wait_until(lambda: source.is_closed)
-    assert not module._pool.nbytes
-    assert not module._pool.queue
+    assert not module.shared_pool.nbytes
+    assert not module.shared_pool.queue
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

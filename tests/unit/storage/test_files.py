@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import mmap
 import os
 import socket
@@ -62,9 +64,21 @@ def aligned(nbytes: int, shift: int = 0) -> memoryview:
     return memoryview(mmap.mmap(-1, nbytes + PAGE))[shift : shift + nbytes]
 
 
-def needs_direct(source: FileSource) -> None:
-    if source._open_direct() < 0:
-        pytest.skip(source.why)
+def needs_direct(path: str) -> None:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError as error:
+        pytest.skip(f"this file system has no direct I/O: {error}")
+
+
+def is_direct(fd: int) -> bool:
+    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def num_resident(path: str, offset: int, nbytes: int) -> int | None:
+    """Pages of a range in the page cache; None: this kernel does not say."""
+    with open(path, "rb") as file:
+        return local.resident_pages(file.fileno(), offset, nbytes)
 
 
 @pytest.mark.parametrize("state", ["cached", "absent", "head cached", "tail cached", "islands"])
@@ -130,15 +144,15 @@ def test_cached_bytes_come_from_the_page_cache(source: FileSource) -> None:
 
 
 def test_absent_bytes_come_by_direct_io_and_leave_the_page_cache_as_it_was(source: FileSource, path: str) -> None:
-    needs_direct(source)
+    needs_direct(path)
     evict(path)
     assert source.readv(0, [aligned(8 * MIB)]) == "direct"
-    assert local.resident_pages(source._fd, 0, NBYTES) == 0
+    assert num_resident(path, 0, NBYTES) == 0
     assert source.why == ""
 
 
 def test_a_cached_head_does_not_draw_the_rest_through_the_page_cache(source: FileSource, path: str) -> None:
-    needs_direct(source)
+    needs_direct(path)
     evict(path)
     with open(path, "rb", buffering=0) as reader:
         # Without readahead, which some disks set to 8 MiB: all of the file would be cached.
@@ -167,9 +181,9 @@ def test_buffers_that_do_not_fit_direct_io_are_read_buffered(path: str, body: by
     assert source.readv(0, [buffer]) == "buffered"
     assert buffer == body[: 2 * MIB]
     assert "not aligned" in source.why
-    if source._direct_fd >= 0:
-        evict(path)
-        assert source.readv(0, [aligned(2 * MIB)]) == "direct"
+    needs_direct(path)
+    evict(path)
+    assert source.readv(0, [aligned(2 * MIB)]) == "direct"
     source.close()
 
 
@@ -194,12 +208,12 @@ def test_direct_io_refused_at_open_is_reported(
 def test_direct_io_refused_at_the_first_read_is_reported(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_direct(source)
+    needs_direct(path)
     evict(path)
     real = os.preadv
 
     def refuse(fd: int, *rest: object) -> int:
-        if fd == source._direct_fd:
+        if is_direct(fd):
             raise OSError(95, "Operation not supported")
         return real(fd, *rest)  # type: ignore[arg-type]
 
@@ -214,12 +228,12 @@ def test_direct_io_refused_at_the_first_read_is_reported(
 def test_short_direct_reads_are_finished(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_direct(source)
+    needs_direct(path)
     evict(path)
     real = os.preadv
 
     def shorten(fd: int, buffers: list[memoryview], *rest: int) -> int:
-        short = [buffers[0][:4096]] if buffers[0].nbytes > 4096 and fd == source._direct_fd else buffers
+        short = [buffers[0][:4096]] if buffers[0].nbytes > 4096 and is_direct(fd) else buffers
         return real(fd, short, *rest)
 
     monkeypatch.setattr(os, "preadv", shorten)
@@ -233,9 +247,15 @@ def test_without_cachestat_the_cache_is_sampled(
     path: str, body: bytes, nowait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "resident_pages", lambda *_: None)
+    real = os.preadv
+
+    def refuse_nowait(fd: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        if flags and not nowait:
+            raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+        return real(fd, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", refuse_nowait)
     source = FileSource(path)
-    if not nowait:
-        source._nowait = 0
     buffer = aligned(8 * MIB)
     for _ in range(2):
         assert source.readv(0, [buffer]) == ("page-cache" if nowait else "buffered")

@@ -51,11 +51,11 @@ _FRAME_BYTES = 4 * MIB
 """Files are compressed together until they have this many bytes: most have a few kB, and resemble each other."""
 _LEVEL = 3
 """Of zstd: its default."""
-_PURPOSE = b"penstock artifacts 1\n"
+PURPOSE = b"penstock artifacts 1\n"
 """Before the description in what is signed: a signature for another purpose must not hold for a bundle."""
 
 
-class _File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A file of a frame: after the one before it."""
 
     path: str
@@ -66,12 +66,12 @@ class _File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """BLAKE3."""
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class BundleFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Files that are compressed together; after the frame before it."""
 
     nbytes: int
     """Compressed."""
-    files: tuple[_File, ...]
+    files: tuple[BundledFile, ...]
 
 
 class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,7 +81,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: Key
     directory: str
     """Where the caches were when they were packed."""
-    frames: tuple[_Frame, ...]
+    frames: tuple[BundleFrame, ...]
 
     @property
     def is_tied(self) -> bool:
@@ -144,7 +144,7 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
         with open(path, "wb", opener=_opener(0o600)) as file:
             file.write(encode_header(entries, {"format": description.format}, uri=str(path)))
             file.write(raw)
-            file.write(sign(_PURPOSE + raw, private_key_pem))
+            file.write(sign(PURPOSE + raw, private_key_pem))
             content.seek(0)
             shutil.copyfileobj(content, file, MIB)
             file.flush()
@@ -166,7 +166,7 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
         raise ConfigError("no public key is trusted", hint="set PENSTOCK_ARTIFACT_KEYS, or give public_keys=")
     for pem in public_keys_pem:
         try:
-            check_signature(_PURPOSE + raw, signature, pem)
+            check_signature(PURPOSE + raw, signature, pem)
             break
         except IntegrityError:
             continue
@@ -257,13 +257,13 @@ def _groups(root: Path) -> Iterator[list[tuple[str, bytes, bool]]]:
         yield group
 
 
-def _compressed(group: list[tuple[str, bytes, bool]]) -> tuple[_Frame, bytes]:
+def _compressed(group: list[tuple[str, bytes, bool]]) -> tuple[BundleFrame, bytes]:
     data = zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(data for _, data, _ in group))
-    files = tuple(_File(path, len(data), mode, blake3(data).hexdigest()) for path, data, mode in group)
-    return _Frame(len(data), files), data
+    files = tuple(BundledFile(path, len(data), mode, blake3(data).hexdigest()) for path, data, mode in group)
+    return BundleFrame(len(data), files), data
 
 
-_Placed = tuple[memoryview, list[tuple[_File, PurePosixPath]]]
+_Placed = tuple[memoryview, list[tuple[BundledFile, PurePosixPath]]]
 
 
 def _placed(description: Description, content: memoryview) -> list[_Placed]:

@@ -238,12 +238,12 @@ class _Pool:
                 owner.source.close()
 
 
-_pool = _Pool()
+shared_pool = _Pool()
 
 
 def _forked() -> None:
     # The threads that read are the parent's, and one of them may have held the lock.
-    _pool.__init__()  # type: ignore[misc]
+    shared_pool.__init__()  # type: ignore[misc]
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -321,8 +321,8 @@ class ReadAhead:
 
     def close(self) -> None:
         """Drop all blocks, and close the source once no read of it is under way. Returns at once; idempotent."""
-        _pool.closing.append(self)
-        _pool.close_files()
+        shared_pool.closing.append(self)
+        shared_pool.close_files()
 
     # -- hints
 
@@ -349,14 +349,14 @@ class ReadAhead:
                 cut = min(stop, start + self._block_bytes)
                 planned.append((start, cut))
                 start = cut
-        with _pool.locked():
+        with shared_pool.locked():
             self._expected = planned
             self._next_expected = 0
             self._places = sorted((start, index) for index, (start, _) in enumerate(planned))
 
     def is_ahead(self, start: int, stop: int) -> bool:
         """Return whether any of `[start, stop)` is in memory, under way or expected."""
-        with _pool.locked():
+        with shared_pool.locked():
             return bool(self.blocks.within(start, stop)) or self._index_of(start, stop) is not None
 
     # -- one request
@@ -366,29 +366,29 @@ class ReadAhead:
         if (found := self.small(start, stop)) is not None:
             buffer[:] = found
             return
-        with _pool.locked():
+        with shared_pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)
             blocks = self.blocks.within(start, stop)
             for block in blocks:
                 block.users += 1
                 if block.state is _State.READY:
-                    _pool.ready.move_to_end(block)
-                elif block.state is _State.QUEUED and len(_pool.queue) > 1:
+                    shared_pool.ready.move_to_end(block)
+                elif block.state is _State.QUEUED and len(shared_pool.queue) > 1:
                     # Someone waits for this one: it goes before all that nobody waits for yet.
-                    _pool.queue.remove(block)
-                    _pool.queue.appendleft(block)
+                    shared_pool.queue.remove(block)
+                    shared_pool.queue.appendleft(block)
             pieces = self._pieces(start, stop, blocks)
             # By this thread itself, if that cannot hang and saves handing a small read to another one.
             own = pieces.pop(0) if pieces and self._stall_s is None else None
             direct = [_Block(self, at, end, buffer[at - start : end - start]) for at, end in pieces]
-            _pool.queue.extendleft(reversed(direct))
+            shared_pool.queue.extendleft(reversed(direct))
             self._given.add(start, stop)
             self._note(start, stop)
             self._queue_ahead(start, stop)
         try:
-            with _pool.locked():
-                _pool.start_threads(self.num_reads)
+            with shared_pool.locked():
+                shared_pool.start_threads(self.num_reads)
             if own is not None:
                 self._read_here(own[0], buffer[own[0] - start : own[1] - start])
             for block in direct:
@@ -396,12 +396,12 @@ class ReadAhead:
             for block in blocks:
                 self._copy(block, start, buffer)
         finally:
-            with _pool.locked():
+            with shared_pool.locked():
                 self._release(blocks, start, stop)
                 for block in direct:
                     # After an error: nobody wants these any more. One that is being read keeps its memory alive.
                     if block.state is _State.QUEUED:
-                        _pool.queue.remove(block)
+                        shared_pool.queue.remove(block)
 
     def small(self, start: int, stop: int) -> memoryview | None:
         """Return the bytes of a small request if all of them are in one block; None, and nothing is done, if not.
@@ -411,7 +411,7 @@ class ReadAhead:
         """
         if stop - start > _SMALL_BYTES:
             return None
-        with _pool.lock:
+        with shared_pool.lock:
             block = self.blocks.block_at(start)
             run = self._runs[-1] if self._runs else None
             if block is None or block.stop < stop or block.target is None or run is None:
@@ -427,21 +427,21 @@ class ReadAhead:
             run.num_requests += 1
             block.left -= stop - start
             if block.left <= 0 and not block.users:
-                _pool.forget(block)
-        if _pool.closing:
-            _pool.close_files()
+                shared_pool.forget(block)
+        if shared_pool.closing:
+            shared_pool.close_files()
         return found
 
     def _read_here(self, offset: int, buffer: memoryview) -> None:
         """Read on this thread. The source stays open for it: its descriptor may be another file's once it is closed."""
-        with _pool.locked():
+        with shared_pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)
             self.under_way += 1
         try:
             self.source.readv(offset, [buffer])
         finally:
-            with _pool.locked():
+            with shared_pool.locked():
                 self.under_way -= 1
                 is_last = self.is_closed and not self.under_way
             if is_last:
@@ -480,11 +480,11 @@ class ReadAhead:
             return
         received, since = -1, time.monotonic()
         look_s = _LOOK_S if self._stall_s is None else min(_LOOK_S, self._stall_s / 2)
-        with _pool.changed:
+        with shared_pool.changed:
             while block.state in {_State.QUEUED, _State.READING}:
-                if not _pool.changed.wait(lifecycle.longest_wait_s(look_s)) and block.state is _State.QUEUED:
+                if not shared_pool.changed.wait(lifecycle.longest_wait_s(look_s)) and block.state is _State.QUEUED:
                     # Those that were started may be slow by now.
-                    _pool.start_threads(self.num_reads)
+                    shared_pool.start_threads(self.num_reads)
                 lifecycle.raise_if_noted()
                 now_received = getattr(self.source, "received_bytes", 0)
                 if now_received != received:
@@ -508,7 +508,7 @@ class ReadAhead:
             block.users -= 1
             block.left -= min(stop, block.stop) - max(start, block.start)
             if block.left <= 0 and not block.users and block.state is _State.READY and block in self.blocks:
-                _pool.forget(block)
+                shared_pool.forget(block)
 
     # -- what is read ahead
 
@@ -565,7 +565,7 @@ class ReadAhead:
                 return
             place = self._index_of(block.start, block.stop)
             if block.state is _State.READY and not block.users and (place is None or place < index):
-                _pool.forget(block)
+                shared_pool.forget(block)
 
     def _index_of(self, start: int, stop: int) -> int | None:
         """Return the index of what is expected that `[start, stop)` overlaps; None: nothing."""
@@ -595,12 +595,12 @@ class ReadAhead:
         """Queue a block, or leave out a small hole; False: there is no room. `spared_from`: see `_Pool.make_room`."""
         if stop - start < _GAP_BYTES and self._given.next_start(start) == stop:
             return True
-        if not _pool.make_room(stop - start, self._limit, self, spared_from):
+        if not shared_pool.make_room(stop - start, self._limit, self, spared_from):
             return False
         block = _Block(self, start, stop)
         self.blocks.add(block)
-        _pool.nbytes += block.nbytes
-        _pool.queue.append(block)
+        shared_pool.nbytes += block.nbytes
+        shared_pool.queue.append(block)
         return True
 
     # -- for the pool, under its lock
@@ -613,14 +613,14 @@ class ReadAhead:
     def drop_all(self) -> None:
         """Close for requests: drop every block, and what is queued."""
         self.is_closed = True
-        for block in [each for each in _pool.queue if each.owner is self]:
-            _pool.queue.remove(block)
+        for block in [each for each in shared_pool.queue if each.owner is self]:
+            shared_pool.queue.remove(block)
             # A request of another thread may wait for it.
             block.error = ConfigError("file is closed", uri=self.uri)
             block.state = _State.FAILED
-        _pool.changed.notify_all()
+        shared_pool.changed.notify_all()
         for block in list(self.blocks):
-            _pool.forget(block)
+            shared_pool.forget(block)
 
     def let_go(self) -> None:
         """In a forked child: forget the parent's blocks and reads."""

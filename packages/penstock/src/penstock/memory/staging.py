@@ -120,6 +120,11 @@ class StagingPool:
         self._num_warming = 0
         self.peak_bytes = 0
 
+    @property
+    def num_free(self) -> int:
+        """Buffers that nobody holds."""
+        return len(self._free)
+
     def warm(self, num_threads: int) -> None:
         """Begin to touch and pin every buffer with `num_threads` threads; return at once. Costs no Python per page.
 
