@@ -83,7 +83,7 @@ class HuggingFaceServer:
         self.signed_s = signed_s
         self._commits: dict[tuple[str, str], dict[str, bytes]] = {}
         self._heads: dict[str, dict[str, str]] = {}
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self.storage: RangeServer = _Storage({}, host=host)
         self.requests: list[str] = []
         self.status = 0
@@ -123,7 +123,7 @@ class HuggingFaceServer:
     def commit(self, name: str, files: Mapping[str, bytes], *, branch: str = "") -> str:
         """Make `files` the whole content of a branch; return the commit, which stays readable for ever."""
         branch = branch or self.default_branch
-        with self._lock:
+        with self.lock:
             content = {path: sha256_of(data) for path, data in sorted(files.items())}
             sha = hashlib.sha1(
                 json.dumps([name, content, len(self._commits)]).encode(), usedforsecurity=False
@@ -137,7 +137,7 @@ class HuggingFaceServer:
 
     def files_of(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
         """Return the commit of a revision and its files; None if there is none."""
-        with self._lock:
+        with self.lock:
             sha = self._heads.get(name, {}).get(revision, revision)
             files = self._commits.get((name, sha))
         return None if files is None else (sha, files)
@@ -154,7 +154,7 @@ class HuggingFaceServer:
 
     def fault(self) -> int:
         """Return the status that this request is answered with; 0: as usual."""
-        with self._lock:
+        with self.lock:
             if not self.num_status:
                 return 0
             self.num_status -= 1
@@ -190,7 +190,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         hub = self.server.owner
-        with hub._lock:
+        with hub.lock:
             hub.requests.append(f"{self.command} {self.path}")
         status = hub.fault()
         if status:
