@@ -522,7 +522,8 @@ class Directory:
 
     def note_gone(self, member: MemberStatus) -> None:
         """Keep that a member which was there is not any more, unless it signed off."""
-        record_lost(self.store, member, self._limits.caller_of(member.member), self._clock())
+        by = self._limits.caller_of(member.member)
+        record_lost(self.store, member, by, self._clock(), self.capacity.failing_members)
 
     def why(self, request: WhyRequest) -> Why:
         """Explain the upstreams of one member, of all fetching members, or of an identity."""

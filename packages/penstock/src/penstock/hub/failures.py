@@ -80,7 +80,7 @@ def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tup
     return shares.enter(member, caller) or (by_age[0],)
 
 
-def record_lost(store: Store, member: MemberStatus, caller: str, now: float) -> None:
+def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max_members: int) -> None:
     """Keep that a member fell silent, unless it signed off, with what it held: a process that was killed says nothing.
 
     Args:
@@ -88,6 +88,7 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float) -> 
         member: as it was seen last.
         caller: `Caller.name` of its hello.
         now: the hub's clock.
+        max_members: as `record_failed_calls` takes it.
     """
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
         return
@@ -111,7 +112,7 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float) -> 
     entry = store.read(f"failure/{member.member}")
     before = None if entry is None else _ENTRY.decode(entry.value)
     if before is None:
-        for name in _giving_way(store, member.member, caller):
+        for name in _giving_way(store, member.member, caller, max_members):
             store.write(f"failure/{name}", None)
     earlier = () if before is None else _aged(before.failures, now - before.at)
     kept = FailuresEntry((*lost, *earlier)[:MAX_LOST], now, caller)
