@@ -126,14 +126,27 @@ def root_of(path: Path) -> Path:
     return Path(*parts[: parts.index("root", 4) + 1])
 
 
-@pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+def require_container() -> None:
     if (why := container.missing()) is not None:
         pytest.skip(why)
     if shutil.which("python", path=f"{sys.base_prefix}/bin") is None:
         pytest.skip("the interpreter of this host has no `python` beside it, as the base image has")
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    require_container()
     with ExitStack() as stack:
         yield build(tmp_path_factory.mktemp("build"), {}, stack)
+
+
+def test_image_has_the_adapters_asked_for(tmp_path: Path) -> None:
+    require_container()
+    with ExitStack() as stack:
+        asked = {"EXTRAS": "metrics", "ADAPTERS": "penstock-tools penstock-compile-cache"}
+        image = build(tmp_path, asked, stack)
+        done = image.run(*image.entrypoint, "--help")
+        assert done.returncode == 0 and {"simulate", "artifacts", "load"} <= {*done.stdout.split()}, done.stderr
 
 
 def test_the_image_runs_the_command_as_a_user_without_rights(image: Stage) -> None:
