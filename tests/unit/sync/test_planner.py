@@ -13,9 +13,11 @@ from penstock.hub.messages import FleetDecision, SyncMember, SyncState
 from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan
 from penstock.sync.local_version import VersionStatus
-from penstock.sync.messages import PartReply, PartRequest
+from penstock.sync.messages import PartRequest
+from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, Withdrawn
 from penstock.sync.planner import Planner
 from penstock.sync.shards import Shard, declared, layout_of, regions_of
+from penstock.timing import Timing
 
 
 def layout(
@@ -31,6 +33,7 @@ class Group:
     """Members and their layouts, as a roster has them."""
 
     key = "0" * 32
+    timing = Timing()
 
     def __init__(self, us: str) -> None:
         self.member, self.id = self, us
@@ -90,7 +93,7 @@ def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Gro
     want = layout("s0")
     group.add(want, side="subscriber")
     first = planner.part("s0", PartRequest(version=-1, digest=want.digest()))
-    assert first.needs_layout and first.part is None
+    assert first == LayoutNeeded()
     reply = ask(planner, want)
     assert (reply.version, reply.run) == (3, "p0")
     part = decode(reply.part, ReceiverPlan)
@@ -105,9 +108,9 @@ def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
     group.add(want, side="subscriber")
     for held in ("p0", "p1"):
         group.add(group.layouts[held], side="publisher", run="p0", rank=int(held[1]), world_size=2)
-    assert ask(planner, want).not_yet
+    assert isinstance(ask(planner, want), NotYet)
     ahead = ask(planner, want, is_ahead=True)
-    assert (ahead.version, ahead.run, ahead.not_yet) == (-1, "p0", "")
+    assert isinstance(ahead, Granted) and (ahead.version, ahead.run) == (-1, "p0")
     assert decode(ahead.part, ReceiverPlan).nbytes == 128
     # The version's own part is the same, and is not sent again.
     planner._version_status.post("p0", 3, is_open=True)
@@ -115,7 +118,7 @@ def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
     assert (reply.version, reply.key, reply.part) == (3, ahead.key, None)
     # A rank that is missing may hold what others do not.
     del group.members["p1"]
-    assert "missing" in ask(planner, want, is_ahead=True).not_yet
+    assert "missing" in ask(planner, want, is_ahead=True).why
 
 
 def test_a_receiver_that_an_old_list_lacks_is_not_forgotten(
@@ -128,12 +131,12 @@ def test_a_receiver_that_an_old_list_lacks_is_not_forgotten(
         group.add(want, side="subscriber")
         ask(planner, want)
     # Its layout is still known, and it is in the second one's plan.
-    assert not planner.part("s0", PartRequest(version=3, digest=wants[0].digest())).needs_layout
+    assert isinstance(planner.part("s0", PartRequest(version=3, digest=wants[0].digest())), Granted)
     assert [plan.plan.receivers for plan in planner._plans.values()] == [("s0",), ("s0", "s1")]
     # One that left is dropped.
     del group.members["s0"]
     ask(planner, layout("s1", start=0, stop=4))
-    assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())).needs_layout
+    assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())) == LayoutNeeded()
 
 
 def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: Group) -> None:
@@ -163,17 +166,21 @@ def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
 ) -> None:
     decision = FleetDecision(run="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
 
-    def terms(asker: str, request: PartRequest, run: str, version: int) -> PartReply:
-        return PartReply(version=version, run=run, refused=decision if version == 4 else None)
+    def terms(asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
+        return (
+            Withdrawn(version=version, run=run, decision=decision)
+            if version == 4
+            else Granted(version=version, run=run)
+        )
 
     planner = Planner(group, version_status, lambda: group.layouts["p0"], terms=terms)  # type: ignore[arg-type]
     group.add(layout("s9"), side="subscriber", run="p0", version=4, state="idle")
     joins = layout("s0")
     group.add(joins, side="subscriber")
     reply = ask(planner, joins)
-    assert (reply.version, reply.refused) == (3, None) and decode(reply.part, ReceiverPlan).nbytes == 128
+    assert isinstance(reply, Granted) and reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # Requested by its number, it is refused.
-    assert ask(planner, joins, 4).refused == decision
+    assert ask(planner, joins, 4) == Withdrawn(run="p0", version=4, decision=decision)
 
 
 def test_a_receiver_that_plans_passes_over_a_version_that_the_other_knows_to_be_withdrawn(
@@ -188,7 +195,7 @@ def test_a_receiver_that_plans_passes_over_a_version_that_the_other_knows_to_be_
     planner = Planner(group, version_status, lambda: group.layouts["s1"])  # type: ignore[arg-type]
     joins = layout("s0")
     group.add(joins, side="subscriber")
-    assert ask(planner, joins, without=("p0",)).not_yet == "version 4 is not published yet"
+    assert ask(planner, joins, without=("p0",)).why == "version 4 is not published yet"
     reply = ask(planner, joins, without=("p0",), refused=(4,))
     assert reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # A version that this receiver has is live here, whatever the other says: it is committed, or for each by itself.
@@ -203,10 +210,10 @@ def test_a_layout_of_another_member_is_refused(planner: Planner) -> None:
 
 def test_a_rank_that_is_missing_is_waited_for(planner: Planner, group: Group) -> None:
     del group.members["p1"]
-    assert "ranks 1 of 2" in ask(planner, layout("s0")).not_yet
+    assert "ranks 1 of 2" in ask(planner, layout("s0")).why
     with pytest.raises(NotFound, match="ranks 1 of 2"):
         planner.table()
-    assert "not published yet" in ask(planner, layout("s0"), 4).not_yet
+    assert "not published yet" in ask(planner, layout("s0"), 4).why
 
 
 def test_a_version_that_is_past_is_of_receivers_that_have_it(
@@ -235,7 +242,7 @@ def test_a_version_that_is_past_is_of_receivers_that_have_it(
 def test_one_that_is_taking_it_is_waited_for(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
     group.add(layout("s1"), side="subscriber", run="p0", version=2, state="updating")
-    assert "other receivers" in ask(planner, layout("s0")).not_yet
+    assert "other receivers" in ask(planner, layout("s0")).why
 
 
 def test_a_lost_publisher_is_made_up_for_by_receivers(planner: Planner, group: Group) -> None:

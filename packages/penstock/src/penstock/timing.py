@@ -22,7 +22,7 @@ class Timing:
     """Pause between two attempts to find a version. It is short compared with a training step, and long compared with
     the request to the hub that each attempt costs."""
     member_list_s: float = 0.5
-    """Maximum age of the member list from which an update chooses its planner."""
+    """Maximum age of the member list from which an update chooses its planner, and a planner its sources."""
     retry_pause_s: float = 0.05
     """Pause before an update is tried again without a lost source. The member list changes within one heartbeat, so a
     back-off would gain nothing."""

@@ -13,9 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import NotFound, PeerLost, PlanError, SourceStalled, StaleDescriptor
 from penstock.hub.messages import SyncMember
@@ -23,20 +21,19 @@ from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import BUCKET_BYTES, SyncPlan, plan_sync
 from penstock.sync.local_version import VersionStatus
 from penstock.sync.membership import Membership
-from penstock.sync.messages import PartReply, PartRequest, TableReply
+from penstock.sync.messages import PartRequest, TableReply
+from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 
-LOOK_S = 0.5
-"""Maximum age of the member list that the planner uses."""
 # A plan belongs to one set of sources and receivers. A few are kept because the set changes while one version is read:
 # publishers serve first, receivers after the fence. More would only keep old layouts in memory.
 _KEPT_PLANS = 4
 
-Terms = Callable[[str, PartRequest, str, int], PartReply]
-"""Returns the reply to a receiver, without a part. Its arguments: the receiver, its request, the run, the version."""
+Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
+"""Returns the terms of a version, without a part. Its arguments: the receiver, its request, the run, the version."""
 
 
-def _no_terms(asker: str, request: PartRequest, run: str, version: int) -> PartReply:
-    return PartReply(version=version, run=run)
+def _no_terms(asker: str, request: PartRequest, run: str, version: int) -> Granted:
+    return Granted(version=version, run=run)
 
 
 LayoutToken = tuple[str, ...]
@@ -49,6 +46,14 @@ class _Plan:
 
     plan: SyncPlan
     parts: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The members to read a version from."""
+
+    run: str
+    members: list[SyncMember]
 
 
 class Planner:
@@ -88,7 +93,7 @@ class Planner:
         self._wants: dict[str, tuple[str, Layout]] = {}
         self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _Plan] = OrderedDict()
 
-    def part(self, asker: str, request: PartRequest) -> PartReply:
+    def part(self, asker: str, request: PartRequest) -> PartOutcome:
         """Return the part that a receiver reads, and its sources.
 
         Raises:
@@ -98,38 +103,38 @@ class Planner:
         """
         # Before anything that may fail: the layout stays known, and the receiver need not send it again.
         if not self._learn(asker, request):
-            return PartReply(needs_layout=True)
+            return LayoutNeeded()
         # A source that registers its memory again reports the new layout first.
-        members = self._membership.look(max_age_s=0.0 if request.is_outdated else LOOK_S)
+        members = self._membership.look(max_age_s=0.0 if request.is_outdated else self._membership.timing.member_list_s)
         run = self._run(members)
         ranks = _ranks(members, run)
         if request.is_ahead and ranks and not _missing(ranks):
             # Layouts do not change between versions, so the plan of the next one is known before it is published.
             plan, raw = self._planned(asker, members, ranks)
-            return PartReply(run=run, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
+            return Granted(run=run, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
         versions = [request.version] if request.version >= 0 else self._newest_first(members, request.refused)
         if not versions:
-            return PartReply(not_yet="no version is published yet")
+            return NotYet(why="no version is published yet")
         for version in versions:
             terms = self._terms(asker, request, run, version)
             # A member's last heartbeat may name a version that was withdrawn since: the one before it is the newest.
-            if terms.refused is None:
+            if not isinstance(terms, Withdrawn):
                 break
-        if terms.not_yet or terms.refused is not None:
+        if not isinstance(terms, Granted):
             return terms
         try:
-            run, holders = self._holders(members, asker, version, request)
+            sources = self._sources(members, asker, version, request)
         except StaleDescriptor:
             # The list may be half a second old, and a receiver may have finished this version since: look again
             # before the version is declared lost.
             members = self._membership.look()
-            run, holders = self._holders(members, asker, version, request)
-        if isinstance(holders, str):
-            return PartReply(version=version, run=run, not_yet=holders)
+            sources = self._sources(members, asker, version, request)
+        if isinstance(sources, NotYet):
+            return sources
         try:
-            plan, raw = self._planned(asker, members, holders)
+            plan, raw = self._planned(asker, members, sources.members)
         except PlanError as error:
-            if not _missing(holders) and holders[0].state.side == "publisher":
+            if not _missing(sources.members) and sources.members[0].state.side == "publisher":
                 raise
             # Receivers serve the tensors that they received themselves, which may be fewer than this one needs: that
             # is a lost version for this receiver, not an error in its request.
@@ -137,7 +142,7 @@ class Planner:
             raise StaleDescriptor(message) from error
         # Megabytes, and the same for every version of a plan: sent once.
         has_part = request.have_key == plan.plan.key
-        return msgspec.structs.replace(terms, run=run, key=plan.plan.key, part=None if has_part else raw)
+        return replace(terms, run=sources.run, key=plan.plan.key, part=None if has_part else raw)
 
     def table(self) -> TableReply:
         """Return names, dtypes and shapes of all publishers' tensors together; on a receiver, as it received them.
@@ -148,7 +153,7 @@ class Planner:
         known = self._checkpoint()
         if known is not None:
             return known
-        members = self._membership.look(max_age_s=LOOK_S)
+        members = self._membership.look(max_age_s=self._membership.timing.member_list_s)
         holders = _ranks(members, self._run(members))
         if not holders or _missing(holders):
             raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
@@ -205,9 +210,9 @@ class Planner:
         theirs -= {version for version in refused if version > ours}
         return sorted({version for version in (ours, *theirs) if version >= 0}, reverse=True)
 
-    def _holders(
+    def _sources(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
-    ) -> tuple[str, list[SyncMember] | str]:
+    ) -> _Sources | NotYet:
         """Return the run of a version and its sources, or the reason to wait.
 
         Sources are the publishers while they serve the version, else the receivers that have it.
@@ -219,7 +224,8 @@ class Planner:
         )
         # The publishers are complete and consistent: prefer them until the receiver reports that one of them failed.
         if is_ours and not request.without:
-            return run, _missing(ranks) or ranks
+            why = _missing(ranks)
+            return NotYet(version=version, run=run, why=why) if why else _Sources(run, ranks)
         having = [
             member
             for member in members
@@ -229,12 +235,13 @@ class Planner:
         ]
         available = having + (ranks if is_ours else [])
         if available:
-            return run, available
+            return _Sources(run, available)
         # No source now. A reason to wait is worth a wait: an error would end the receiver's update.
         if version > now.version:
-            return run, f"version {version} is not published yet"
+            return NotYet(version=version, run=run, why=f"version {version} is not published yet")
         if any(member.state.state == "updating" and member.member != asker for member in members):
-            return run, f"other receivers are reading version {version} now, and may serve it afterwards"
+            why = f"other receivers are reading version {version} now, and may serve it afterwards"
+            return NotYet(version=version, run=run, why=why)
         raise StaleDescriptor(f"no member has version {version} any more; update to the next one")
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:

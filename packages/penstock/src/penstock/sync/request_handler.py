@@ -50,11 +50,11 @@ from penstock.sync.messages import (
     PackLeases,
     PackReply,
     PackRequest,
-    PartReply,
     PartRequest,
     RankProgress,
     TableReply,
 )
+from penstock.sync.part_outcome import PartOutcome, encode_outcome
 
 SESSION_S = 600.0
 """A session not used for this long ends: longer than a training step, so that steps go on without the hub."""
@@ -67,7 +67,7 @@ MAX_STRIPS = 4 << 20
 class Plans(Protocol):
     """A planner for other members: a sync's `Planner`, or among publishers a `BoundaryPlanner`."""
 
-    def part(self, asker: str, request: PartRequest) -> PartReply:
+    def part(self, asker: str, request: PartRequest) -> PartOutcome:
         """Return the part that the requester reads."""
         ...
 
@@ -214,7 +214,7 @@ class SyncHandler:
             # A live publish counts its deadline from the last sign of life: planning may take longer than that.
             if self._subscriber_progress is not None:
                 self._subscriber_progress.note_request(member)
-            return self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest))
+            return encode_outcome(self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
         if route == "digests":
             return self._digests(msgspec.msgpack.decode(raw, type=DigestRequest))
         if route == "pack":

@@ -26,7 +26,8 @@ from penstock.plan.layout import Layout, decode, encode
 from penstock.plan.sync import ReceiverPlan, SyncPlan, plan_sync
 from penstock.sync.local_version import LocalVersion, VersionRegions, VersionStatus
 from penstock.sync.membership import Membership
-from penstock.sync.messages import Decision, PartReply, PartRequest, RankProgress, TableReply
+from penstock.sync.messages import Decision, PartRequest, RankProgress, TableReply
+from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, decode_outcome
 from penstock.sync.planner import layout_in
 from penstock.sync.publish.rank_group import SubscriberProgress, decided
 from penstock.sync.receive.sources import LinkRequests, LocalLink, SourceFailed
@@ -83,7 +84,7 @@ class BoundaryPlanner:
         with self._lock:
             return [rank for rank in self._ranks if self._asked.get(rank.member) != self._version]
 
-    def part(self, asker: str, request: PartRequest) -> PartReply:
+    def part(self, asker: str, request: PartRequest) -> PartOutcome:
         """See `Planner.part`.
 
         Raises:
@@ -96,14 +97,14 @@ class BoundaryPlanner:
             known = self._wants.get(asker)
             if known is None or known[0] != request.digest:
                 if request.layout is None:
-                    return PartReply(needs_layout=True)
+                    return LayoutNeeded()
                 self._wants[asker] = request.digest, layout_in(request, asker)
                 # Its tensors have moved, so its rows have too. Rank 0 makes a new planner when its own have.
                 if known is not None and asker != self._membership.member.id:
                     self._layouts.pop(asker, None)
             self._asked[asker] = request.version
             if request.version != self._version:
-                return PartReply(not_yet=f"rank 0 has not begun version {request.version}")
+                return NotYet(why=f"rank 0 has not begun version {request.version}")
             if self._why:
                 raise StaleDescriptor(self._why)
             ranks = self._ranks
@@ -112,15 +113,15 @@ class BoundaryPlanner:
                 raise StaleDescriptor("another process has this rank now")
         # A plan without one rank would have to be made again when it comes, and every rank would drop its part.
         if lacking := self.lacking():
-            return PartReply(not_yet=f"rank {lacking[0].state.rank} has not reported its requirements")
+            return NotYet(why=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:
             plan = self._planned(ranks)
         # A rank whose shards end at blocks needs nothing, and still takes part as a source.
         if asker not in plan.receivers:
-            return PartReply(version=request.version, key=plan.key)
+            return Granted(run="", version=request.version, key=plan.key)
         same = request.have_key == plan.key
         part = None if same else encode(plan.part(plan.receivers.index(asker)))
-        return PartReply(version=request.version, key=plan.key, part=part)
+        return Granted(run="", version=request.version, key=plan.key, part=part)
 
     def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
         """Return the plan for these ranks, made again only after a change. Order: one thread at a time."""
@@ -315,13 +316,14 @@ class BoundaryExchange:
         nap_s = self._timing.exchange_first_pause_s
         while True:
             request = PartRequest(version=version, digest=self._digest, layout=layout, have_key=have)
-            reply = self._request_part(request, run)
-            if reply.needs_layout:
-                layout = encode(self._want)
-            elif not reply.not_yet:
+            outcome = self._request_part(request, run)
+            if isinstance(outcome, Granted):
                 break
+            if isinstance(outcome, LayoutNeeded):
+                layout = encode(self._want)
             elif time.monotonic() - begun > self._stall_s:
-                raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {reply.not_yet}")
+                why = outcome.why if isinstance(outcome, NotYet) else outcome.decision.why
+                raise SourceStalled(f"version {version} was not exchanged in {self._stall_s:g} s: {why}")
             else:
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, self._timing.exchange_pause_s)
@@ -331,20 +333,20 @@ class BoundaryExchange:
                 for rank in self._planner.lacking():
                     if self._is_gone(rank.member):
                         raise PeerLost(f"rank {rank.state.rank} is gone", uri=f"penstock:{rank.member}")
-        if reply.part is not None:
-            part = decode(reply.part, ReceiverPlan)
+        if outcome.part is not None:
+            part = decode(outcome.part, ReceiverPlan)
             names = self._want.names
             self._transfer = Transfer(part, self._into, names=names, stall_s=self._stall_s, threads=self._threads)
-        if self._want.names and (self._transfer is None or self._transfer.part.key != reply.key):
+        if self._want.names and (self._transfer is None or self._transfer.part.key != outcome.key):
             raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
         return bool(self._want.names)
 
-    def _request_part(self, request: PartRequest, run: str) -> PartReply:
+    def _request_part(self, request: PartRequest, run: str) -> PartOutcome:
         """Request this rank's part; rank 0 asks its own planner."""
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
-            return self._membership.ask(run, lambda sync_client: sync_client.part(request))
+            return decode_outcome(self._membership.ask(run, lambda sync_client: sync_client.part(request)))
         except StaleDescriptor as error:
             # The planner's word for a failed version. For the trainer it is the loss of a rank, not of a descriptor.
             raise PeerLost(error.message, uri=f"penstock:{run}") from error

@@ -41,7 +41,8 @@ from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
 from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
-from penstock.sync.messages import Decision, PartReply, PartRequest
+from penstock.sync.messages import Decision, PartRequest
+from penstock.sync.part_outcome import Granted, NotYet, Withdrawn
 from penstock.sync.planner import Planner
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.announcements import Announcements
@@ -473,20 +474,20 @@ class Publisher(Closeable):
             failed=decision.failed,
         )
 
-    def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+    def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> NotYet | Withdrawn | Granted:
         """Return the terms of a version for a receiver; see `Planner`."""
         progress = self._progress
         refused = progress.refused(version)
         if refused is not None:
-            return PartReply(version=version, run=run, refused=refused)
+            return Withdrawn(version=version, run=run, decision=refused)
         decide_s = progress.decide_s(version)
         if decide_s is not None and not request.can_wait:
             progress.cannot_wait(asker, version)
-            return PartReply(version=version, run=run, not_yet=f"version {version} is not decided yet")
+            return NotYet(version=version, run=run, why=f"version {version} is not decided yet")
         check = progress.check_of(version) if request.wants_check else b""
         later = self._announcements.status.now.withdrawn
-        withdrawn = later if later is not None and later.version > version else None
-        return PartReply(version=version, run=run, decide_s=decide_s, check=check, withdrawn=withdrawn)
+        later = later if later is not None and later.version > version else None
+        return Granted(version=version, run=run, decide_s=decide_s, check=check, later=later)
 
     def wait_ranks(self) -> None:
         """Wait until all ranks of this trainer take part. Until then a rank that joins may find a version of theirs.

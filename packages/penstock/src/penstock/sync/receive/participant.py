@@ -20,7 +20,8 @@ from penstock.hub.messages import FleetDecision
 from penstock.report import names_text
 from penstock.sync.check import Check, fault_of, staged_version
 from penstock.sync.membership import Membership
-from penstock.sync.messages import Decision, PartReply, PartRequest
+from penstock.sync.messages import Decision, PartRequest
+from penstock.sync.part_outcome import Granted, Withdrawn
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
@@ -180,10 +181,11 @@ class Participant:
             return DecisionReply(at=time.monotonic(), kind="silent")
         return DecisionReply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
 
-    def terms(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
+    def terms(self, asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
         """Return the terms of a version that this subscriber plans for another receiver; see `Planner`."""
         known = self._update_loop.decisions.get((run, version))
-        refused = known if known is not None and known.outcome == "withdrawn" else None
+        if known is not None and known.outcome == "withdrawn":
+            return Withdrawn(version=version, run=run, decision=known)
         # Live here, so it is committed; the values of its check are kept for others that check it.
         check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
-        return PartReply(version=version, run=run, refused=refused, check=check)
+        return Granted(version=version, run=run, check=check)

@@ -1,0 +1,97 @@
+"""The outcomes of a receiver's request for its part of the plan, one class each.
+
+In: a `PartReply` as it came, or the planner's outcome. Out: the other of the two.
+Not here: planning (`planner`), the use of a part (`receive.update`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.hub.messages import FleetDecision
+from penstock.sync.messages import PartReply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutNeeded:
+    """The planner does not know the receiver's layout, which the receiver must send."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotYet:
+    """There is no part yet, and the receiver asks again."""
+
+    why: str
+    run: str = ""
+    version: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withdrawn:
+    """The version was withdrawn, and must not go live."""
+
+    run: str
+    version: int
+    decision: FleetDecision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Granted:
+    """The terms on which a receiver may read a version, and its part of the plan."""
+
+    run: str
+    version: int = -1
+    """-1: the publishers' next one."""
+    key: str = ""
+    """Key of the part; empty: it is not planned yet."""
+    part: bytes | None = None
+    """None: the part that the receiver has already, or needs none."""
+    decide_s: float | None = None
+    """Seconds until the fleet's decision at the latest. None: the version may go live at once."""
+    later: FleetDecision | None = None
+    """The decision by which a later version was withdrawn, so that this one is the newest."""
+    check: bytes = b""
+    """Values for a check of the version, as the trainer gave them; see `sync.check`."""
+
+
+PartOutcome = LayoutNeeded | NotYet | Withdrawn | Granted
+
+
+def encode_outcome(outcome: PartOutcome) -> PartReply:
+    """Return the message for an outcome."""
+    match outcome:
+        case LayoutNeeded():
+            return PartReply(needs_layout=True)
+        case NotYet(why=why, run=run, version=version):
+            return PartReply(version=version, run=run, not_yet=why)
+        case Withdrawn(run=run, version=version, decision=decision):
+            return PartReply(version=version, run=run, refused=decision)
+        case Granted():
+            return PartReply(
+                version=outcome.version,
+                run=outcome.run,
+                key=outcome.key,
+                part=outcome.part,
+                decide_s=outcome.decide_s,
+                withdrawn=outcome.later,
+                check=outcome.check,
+            )
+
+
+def decode_outcome(reply: PartReply) -> PartOutcome:
+    """Return the outcome that a message stands for."""
+    if reply.needs_layout:
+        return LayoutNeeded()
+    if reply.refused is not None:
+        return Withdrawn(run=reply.run, version=reply.version, decision=reply.refused)
+    if reply.not_yet:
+        return NotYet(why=reply.not_yet, run=reply.run, version=reply.version)
+    return Granted(
+        run=reply.run,
+        version=reply.version,
+        key=reply.key,
+        part=reply.part,
+        decide_s=reply.decide_s,
+        later=reply.withdrawn,
+        check=reply.check,
+    )

@@ -1,0 +1,44 @@
+"""The outcomes of a request for a part, and the message that carries each."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from penstock.hub.messages import FleetDecision
+from penstock.sync.messages import PartReply
+from penstock.sync.part_outcome import (
+    Granted,
+    LayoutNeeded,
+    NotYet,
+    PartOutcome,
+    Withdrawn,
+    decode_outcome,
+    encode_outcome,
+)
+
+DECISION = FleetDecision(run="r", version=4, outcome="withdrawn", why="not finite")
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reply"),
+    [
+        (LayoutNeeded(), PartReply(needs_layout=True)),
+        (NotYet(why="soon", run="r", version=3), PartReply(not_yet="soon", run="r", version=3)),
+        (Withdrawn(run="r", version=4, decision=DECISION), PartReply(refused=DECISION, run="r", version=4)),
+        (
+            Granted(run="r", version=3, key="k", part=b"p", decide_s=1.5, later=DECISION, check=b"c"),
+            PartReply(run="r", version=3, key="k", part=b"p", decide_s=1.5, withdrawn=DECISION, check=b"c"),
+        ),
+        (Granted(run="r"), PartReply(run="r")),
+    ],
+)
+def test_outcome_has_one_message(outcome: PartOutcome, reply: PartReply) -> None:
+    raw = msgspec.msgpack.encode(encode_outcome(outcome))
+    assert raw == msgspec.msgpack.encode(reply)
+    assert decode_outcome(msgspec.msgpack.decode(raw, type=PartReply)) == outcome
+
+
+def test_withdrawal_outranks_a_reason_to_wait() -> None:
+    reply = PartReply(run="r", version=4, refused=DECISION, not_yet="soon", part=b"p")
+    assert decode_outcome(reply) == Withdrawn(run="r", version=4, decision=DECISION)
