@@ -13,8 +13,6 @@ verl="verl==0.9.1"
 trl="trl==0.27.0"
 # What verl's trainer keeps samples in, and reads prompts with; the rest of verl's tests do without.
 trainer="TransferQueue==0.1.11 torchdata==0.11.0"
-# For their source alone, to which the patches in examples/rl/patches must apply.
-patched="openrlhf==0.11.2 areal==1.0.4"
 # The packages of that environment are for its own release of Python.
 PYTHON="$engines/bin/python"
 . scripts/environment.sh
@@ -30,8 +28,6 @@ build() {
         antlr4-python3-runtime==4.9.3
     # shellcheck disable=SC2086
     install --no-deps $trainer
-    # shellcheck disable=SC2086
-    install --no-deps $patched || echo "$patched do not install here: their patches are not tested" >&2
     # Wheels of both kinds bring a package named `tests`, which would hide ours.
     rm -rf "$site/tests"
     install --no-deps $(workspace torch)
@@ -43,7 +39,7 @@ if [ ! -f "$engines/.ready" ]; then
     echo "verl's tests use the environment of scripts/test_engines.sh, which is not there: they are skipped" >&2
     exit 0
 fi
-build_once "$verl $trl $trainer $patched 1" build
+build_once "$verl $trl $trainer 2" build
 
 unset PYTHONDONTWRITEBYTECODE
 export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0

@@ -10,11 +10,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +62,6 @@ def experts(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in (*dense.glob("tokenizer*"), *dense.glob("*.jinja")):
         (directory / file.name).write_bytes(file.read_bytes())
     return directory
-
-
-@pytest.mark.small
-@pytest.mark.parametrize(("package", "release"), [("openrlhf", "0.11.2"), ("areal", "1.0.4")])
-def test_a_patch_applies_to_the_released_package(package: str, release: str, tmp_path: Path) -> None:
-    spec = importlib.util.find_spec(package)
-    if spec is None or spec.submodule_search_locations is None:
-        pytest.skip(f"{package} is not installed")
-    assert metadata.version(package) == release
-    shutil.copytree(spec.submodule_search_locations[0], tmp_path / package)
-    patch = EXAMPLES / "patches" / f"{package}-{release}.patch"
-    done = subprocess.run(["patch", "-p1", "-i", str(patch)], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "fuzz" not in done.stdout
-    for line in done.stdout.splitlines():
-        compile((tmp_path / line.removeprefix("patching file ")).read_text(), line, "exec")
 
 
 def run(program: str, runtime: str, *arguments: str) -> dict[str, list[dict[str, Any]]]:
