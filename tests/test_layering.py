@@ -40,7 +40,9 @@ MAY_IMPORT_ROOMS: dict[str, frozenset[str]] = {
 
 # Rooms of one floor do not import each other, save by SAME_FLOOR.
 FLOORS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle", "timing"}),
+    frozenset(
+        {"types", "errors", "arguments", "config", "entry_points", "report", "lifecycle", "interrupts", "timing"}
+    ),
     frozenset({"descriptors", "exports", "logs", "phases", "segments", "totals", "waits"}),
     frozenset({"cuda", "net"}),
     frozenset({"digest", "transform", "http"}),
@@ -48,8 +50,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"storage", "memory", "transport"}),
     frozenset({"engine"}),
     frozenset({"telemetry"}),
-    frozenset({"loader", "jobs"}),
-    frozenset({"hub"}),
+    frozenset({"loader", "hub"}),
+    frozenset({"jobs"}),
     frozenset({"peer"}),
     frozenset({"fetcher"}),
     frozenset({"cache", "dcp"}),
@@ -71,8 +73,6 @@ SAME_FLOOR |= {("config", "arguments")}
 SAME_FLOOR |= {("transport", "memory")}
 # The tier on disk writes and reads files as storage does.
 SAME_FLOOR |= {("memory", "storage")}
-# Tensors over bytes: the two journeys on the engine share them.
-SAME_FLOOR |= {("jobs", "loader")}
 
 # Where torch may not be imported at module level: these run on machines without it, and start quickly.
 NO_TORCH = (

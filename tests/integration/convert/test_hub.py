@@ -22,9 +22,9 @@ import penstock as ps
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
 from penstock.hub.job_reporter import HubReporter
+from penstock.hub.job_state import JobState
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.jobs.observer import JobState
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 

@@ -18,6 +18,7 @@ from penstock.hub.conversions import JOB_TTL_S
 from penstock.hub.directory import Directory
 from penstock.hub.failures import FAILURE_TTL_S
 from penstock.hub.grants import Grant, GrantChecker
+from penstock.hub.job_state import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.hub.messages import (
     Beat,
     FailureReport,
@@ -30,7 +31,6 @@ from penstock.hub.messages import (
     WhyRequest,
 )
 from penstock.hub.store import ANY, MemoryStore
-from penstock.jobs.observer import MAX_TEXT, MAX_WORKERS, JobState, WorkerState
 from penstock.phases import Boot, BootError, Phase
 
 WHOLE = ((0, 100),)

@@ -9,6 +9,7 @@ from tests.support.hubs import IDENTITY, HubBench, key_state
 from penstock.errors import PermissionDenied, SourceBusy, UnknownMember
 from penstock.hub.auth import Caller
 from penstock.hub.directory import Directory
+from penstock.hub.job_state import JobState
 from penstock.hub.limits import LEAVES_AT_ONCE, MEMBER_BYTES
 from penstock.hub.messages import (
     Beat,
@@ -23,7 +24,6 @@ from penstock.hub.messages import (
     SyncState,
     UpstreamsRequest,
 )
-from penstock.jobs.observer import JobState
 
 FLOOD, QUIET = Caller(models=("other-*",), name="token:flood"), Caller(name="token:quiet")
 

@@ -23,6 +23,7 @@ from penstock.hub import page
 from penstock.hub.auth import Auth, Caller
 from penstock.hub.client import HubClient
 from penstock.hub.directory import Directory
+from penstock.hub.job_state import JobState, WorkerState
 from penstock.hub.messages import (
     Beat,
     FaultReport,
@@ -39,7 +40,6 @@ from penstock.hub.page import FleetFeed, row_of, shares, totals
 from penstock.hub.routes import HubApp
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.jobs.observer import JobState, WorkerState
 
 TOKEN, LIMITED = "a-token-of-this-hub", "a-token-for-one-model"
 ALL = Caller()

@@ -224,7 +224,7 @@ SPI = {
     "Summarised": "penstock.report",
     "Threads": "penstock.waits",
     "bytes_text": "penstock.report",
-    "deferred": "penstock.lifecycle",
+    "deferred": "penstock.interrupts",
     "parse_bytes": "penstock.config",
     "release_after_fork": "penstock.lifecycle",
     "require_name": "penstock.arguments",

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from penstock import lifecycle
+from penstock import interrupts
 from penstock.errors import Cancelled, DestinationError, SourceStalled
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def require_wanted() -> None:
     scope = current()
     if scope is not None and scope.is_left:
         raise Cancelled("the call was left")
-    lifecycle.raise_if_noted()
+    interrupts.raise_if_noted()
 
 
 @contextlib.contextmanager
@@ -125,14 +125,14 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
     """
     scope = current()
     if scope is None:
-        with lifecycle.allow_interrupts():
+        with interrupts.allow_interrupts():
             yield
         return
     number = scope.add(end)
     if number is None:
         raise Cancelled("the call was left")
     try:
-        with lifecycle.allow_interrupts():
+        with interrupts.allow_interrupts():
             yield
     except Exception as error:
         if scope.is_left and not isinstance(error, Cancelled):
@@ -150,7 +150,7 @@ def pause(seconds: float) -> None:
         until_s = time.monotonic() + seconds
         while (left_s := until_s - time.monotonic()) > 0:
             require_wanted()
-            over.wait(lifecycle.longest_wait_s(left_s))
+            over.wait(interrupts.longest_wait_s(left_s))
     finally:
         if scope is not None:
             scope.remove(number)
@@ -210,7 +210,7 @@ def in_helper(function: Callable[[], T]) -> T:
     try:
         while not done.done():
             require_wanted()
-            over.wait(lifecycle.longest_wait_s(3600.0))
+            over.wait(interrupts.longest_wait_s(3600.0))
     finally:
         if scope is not None:
             scope.remove(number)
@@ -226,9 +226,9 @@ class _Result(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """See `Future.result`."""
-        while lifecycle.is_deferring() and timeout is None and not self.done():
-            wait((self,), lifecycle.LOOK_S)
-            lifecycle.raise_if_noted()
+        while interrupts.is_deferring() and timeout is None and not self.done():
+            wait((self,), interrupts.LOOK_S)
+            interrupts.raise_if_noted()
         return super().result(timeout)
 
 

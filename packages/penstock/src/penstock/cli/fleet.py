@@ -42,8 +42,8 @@ from penstock.report import bytes_text, plain
 
 if TYPE_CHECKING:
     import penstock
+    from penstock.hub.job_state import JobState
     from penstock.hub.messages import HoldingState, MemberStatus, Status
-    from penstock.jobs.observer import JobState
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
 _HEADER = [

@@ -21,7 +21,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from penstock import lifecycle
+from penstock import interrupts
 from penstock.dcp.checkpoint import table_of
 from penstock.dcp.parts import FilePart
 from penstock.engine.check import Checker
@@ -129,8 +129,8 @@ class LocalFill:
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
         """Wait for the threads; raise what the first of them raised, or a noted interrupt, once the others stop."""
         try:
-            while wait(jobs, lifecycle.longest_wait_s(_LOOK_S)).not_done:
-                lifecycle.raise_if_noted()
+            while wait(jobs, interrupts.longest_wait_s(_LOOK_S)).not_done:
+                interrupts.raise_if_noted()
             for job in jobs:
                 job.result()
         except BaseException:
@@ -179,7 +179,7 @@ class LocalFill:
         source, array = self._sources[part.row.file], memory.numpy()
         path, view = "", array.data
         for at in range(0, len(array), _READ_BYTES):
-            lifecycle.raise_if_noted()
+            interrupts.raise_if_noted()
             if self._is_stopped:
                 return path
             path = source.read_through(offset + at, view[at : at + _READ_BYTES])
@@ -190,7 +190,7 @@ class LocalFill:
 
     def _copy(self, mapped: _Mapped, number: int, part: FilePart, offset: int, nbytes: int) -> str:
         """Copy a box that is no run, or of another dtype or stride, from a mapping of its file; return the path."""
-        lifecycle.raise_if_noted()
+        interrupts.raise_if_noted()
         row = part.row
         # Pages that cannot be read are an error here, and would be SIGBUS in the copy.
         for at in range(offset, offset + nbytes, _READ_BYTES):

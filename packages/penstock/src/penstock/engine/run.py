@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from penstock import lifecycle
+from penstock import interrupts, lifecycle
 from penstock.engine.threads import Joinable, KeptThreads, start_call
 from penstock.engine.trace import Trace
 from penstock.errors import Cancelled, DestinationError, PenstockError, SourceStalled
@@ -283,7 +283,7 @@ class RunState:
         Raises:
             PenstockError: whatever stopped the work.
             SourceStalled: see `stall_s`.
-            KeyboardInterrupt: SIGINT came, inside `lifecycle.deferred`.
+            KeyboardInterrupt: SIGINT came, inside `interrupts.deferred`.
         """
         with self.changed:
             # Silence counts from here on: the consumer of a stream may have done other things for long.
@@ -294,8 +294,8 @@ class RunState:
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
                 # Never longer: progress by bytes alone wakes no waiter, and an interrupt must be seen soon.
-                self.changed.wait(lifecycle.longest_wait_s(min(stall_s, LOOK_S)))
-                lifecycle.raise_if_noted()
+                self.changed.wait(interrupts.longest_wait_s(min(stall_s, LOOK_S)))
+                interrupts.raise_if_noted()
         self.check()
 
     def wait(self, *, stall_s: float) -> None:

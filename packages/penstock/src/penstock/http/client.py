@@ -23,7 +23,7 @@ from functools import partial
 from penstock import descriptors, waits
 from penstock.http.connection import HttpConnection
 from penstock.http.head import MalformedMessage, MessageParser, ResponseHead, request_head
-from penstock.lifecycle import is_of_handler
+from penstock.interrupts import is_of_handler
 from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 

@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from penstock.http.client import ClientConnection, connect_tcp
 from penstock.http.head import MalformedMessage
-from penstock.lifecycle import Closeable, is_of_handler
+from penstock.interrupts import is_of_handler
+from penstock.lifecycle import Closeable
 from penstock.net.unix_sockets import connect_unix
 
 MAX_ANSWER_BYTES = 256 << 20

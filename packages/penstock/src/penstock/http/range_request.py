@@ -42,7 +42,7 @@ from penstock.http.client import HttpReply, TooLong
 from penstock.http.head import MalformedMessage
 from penstock.http.network import CERTIFICATE_HINT
 from penstock.http.pool import Pool, PooledConnection, wrong_proxy_user
-from penstock.lifecycle import is_of_handler
+from penstock.interrupts import is_of_handler
 from penstock.totals import Total
 
 retried_requests = Total()

@@ -26,6 +26,7 @@ from penstock.hub.audit import CALLER, stranger
 from penstock.hub.auth import CERTIFICATE, LIFE_HEADER, OPERATOR, Auth, Caller, member_of
 from penstock.hub.connection import UNAUTHORIZED
 from penstock.hub.directory import Directory
+from penstock.hub.job_state import JobState
 from penstock.hub.messages import (
     PROTOCOL_HEADER,
     UNANNOUNCED,
@@ -55,7 +56,6 @@ from penstock.hub.messages import (
 )
 from penstock.hub.routes import Handler, HubApp, Lifespan, RouteRefused
 from penstock.hub.store import MemoryStore
-from penstock.jobs.observer import JobState
 from penstock.logs import log_named
 from penstock.types import MIB
 

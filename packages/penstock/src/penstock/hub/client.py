@@ -40,6 +40,7 @@ from penstock.errors import (
 from penstock.http.client import connect_tcp
 from penstock.http.control import ControlPool, MalformedAnswer, NoAnswer, PoolClosed, over_tcp, over_unix
 from penstock.hub.auth import LIFE_HEADER, first_token, member_of
+from penstock.hub.job_state import JobState
 from penstock.hub.messages import (
     PROTOCOL,
     PROTOCOL_HEADER,
@@ -65,8 +66,8 @@ from penstock.hub.messages import (
     WhyRequest,
     version_fault,
 )
-from penstock.jobs.observer import JobState
-from penstock.lifecycle import Closeable, is_of_handler
+from penstock.interrupts import is_of_handler
+from penstock.lifecycle import Closeable
 
 TIMEOUT_S = 10.0
 """Deadline of a request with all its retries; known peers stay usable meanwhile."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import PlanError, SourceBusy
+from penstock.hub.job_state import JobState
 from penstock.hub.messages import JobStatus
 from penstock.hub.store import Store
-from penstock.jobs.observer import JobState
 from penstock.net.shares import Shares
 
 JOB_TTL_S = 3600.0

@@ -26,6 +26,7 @@ from penstock.hub.conversions import record_job
 from penstock.hub.explain import explain_lines
 from penstock.hub.failures import record_failed_calls, record_lost
 from penstock.hub.grants import GrantSigner
+from penstock.hub.job_state import JobState
 from penstock.hub.limits import CLAIMS_TTL_S, Capacity, Limits, remove_member
 from penstock.hub.messages import (
     Beat,
@@ -70,7 +71,6 @@ from penstock.hub.snapshot import (
     sync_members,
 )
 from penstock.hub.store import ABSENT, Store, StoreEntry
-from penstock.jobs.observer import JobState
 from penstock.logs import log_named
 
 # Added to a beat: members that could not reach the hub try again within half of this.

@@ -1,6 +1,6 @@
 """Reports conversions to a hub, which shows them in `status` and on the fleet page.
 
-In: the states of a conversion (`jobs.observer`). Out: requests of the hub, from a thread of its own.
+In: the states of a conversion (`job_state`). Out: requests of the hub, from a thread of its own.
 Not here: the states (`jobs.watch`), the hub's list of conversions (`conversions`).
 """
 
@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from penstock.config import ConnectionSettings
 from penstock.errors import HubUnavailable, PenstockError, SourceBusy
 from penstock.hub.client import HubClient, resolve_connection
+from penstock.hub.job_state import JobState
 from penstock.logs import log_named
 from penstock.waits import start_thread
-
-if TYPE_CHECKING:
-    from penstock.jobs.observer import JobState
 
 ATTEMPT_S = 2.0
 """Deadline of one report. Also the longest time that the end of a conversion waits for its last report."""
@@ -43,7 +40,7 @@ class HubReporter:
         self._connection = resolve_connection(connection)
 
     def begin(self) -> Callable[[JobState], None]:
-        """Return the function that reports the states of one conversion; see `penstock.jobs.observer.JobObserver`."""
+        """Return the function that reports the states of one conversion; see `penstock.hub.job_state.JobObserver`."""
         return _Sender(self._connection).put
 
 

@@ -21,8 +21,8 @@ from blake3 import blake3
 from msgspec import Meta
 
 from penstock.hub.address import PEER_URL_PATTERN
+from penstock.hub.job_state import JobState
 from penstock.hub.summary import summary_of
-from penstock.jobs.observer import JobState
 from penstock.phases import Boot
 from penstock.plan.relay_parents import NUM_TREES
 from penstock.report import Readable

@@ -36,10 +36,10 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
+from penstock.hub.job_state import JobObserver
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, ConversionJob, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec
-from penstock.jobs.observer import JobObserver
 from penstock.jobs.operations.spec import COPIES, Operations, is_copy
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.request import ConvertRequest, plan_request, uris_of

@@ -29,6 +29,7 @@ from penstock.errors import (
     PlanError,
     class_named,
 )
+from penstock.hub.job_state import MAX_WORKERS, WorkerState, cut
 from penstock.jobs.job import ConversionJob
 from penstock.jobs.messages import (
     HELLO_BYTES,
@@ -48,7 +49,6 @@ from penstock.jobs.messages import (
     end_with_peer,
     listen,
 )
-from penstock.jobs.observer import MAX_WORKERS, WorkerState, cut
 from penstock.jobs.report import WorkerStats, WorkerTrace
 from penstock.jobs.result import Journal
 from penstock.jobs.workers.launch import Launcher

@@ -1,7 +1,7 @@
 """Shows an observer how a conversion goes: its states, at most one a second, and one at each change of its phase.
 
 In: the planned job, the coordinator while it runs, the error or the revision at the end. Out: calls of the observer.
-Not here: the states themselves (`observer`), what a worker does (`coordinator`).
+Not here: the states themselves (`hub.job_state`), what a worker does (`coordinator`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from penstock.errors import PenstockError, sendable
+from penstock.hub.job_state import SHOW_S, JobError, JobObserver, JobPhase, JobState, cut
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import ConversionJob
-from penstock.jobs.observer import SHOW_S, JobError, JobObserver, JobPhase, JobState, cut
 from penstock.types import GB
 
 RATE_S = 10.0

@@ -9,18 +9,16 @@ Not here: the steps of a load (`session`), live parameters (`into`), the exchang
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock import lifecycle
+from penstock import interrupts, lifecycle
 from penstock.arguments import require_type
 from penstock.config import Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
@@ -42,9 +40,6 @@ from penstock.types import Box, Manifest, TensorTable
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-_Params = ParamSpec("_Params")
-_Result = TypeVar("_Result")
 
 SHOWN_ROWS = 20
 """Tensors that a notebook shows; a model with experts has 30,000."""
@@ -123,7 +118,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         try:
             name, tensor = next(self._tensors)
             # Ctrl-C during the wait was only noted; here nothing is half done.
-            lifecycle.raise_if_noted()
+            interrupts.raise_if_noted()
         except StopIteration:
             self._end()
             raise
@@ -180,7 +175,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     def __del__(self) -> None:
         # `getattr`: the constructor may have failed before it set the attribute.
         if getattr(self, "_session", None) is not None and not lifecycle.is_ending():
-            with lifecycle.defer_in_finalizer():
+            with interrupts.defer_in_finalizer():
                 self.close()
 
 
@@ -255,43 +250,39 @@ def _load(
         return Weights(tensors, report, session.manifest)
 
 
-def _called_as(model: Callable[_Params, object]) -> Callable[[Callable[..., _Result]], Callable[_Params, _Result]]:
-    """Declare a function with the parameters and defaults of `model`, for type checkers and `help` too."""
-    # `stream` takes what `load` takes: a second list of parameters would drift from the first.
-    parameters = inspect.signature(model)
-
-    def declare(function: Callable[..., _Result]) -> Callable[_Params, _Result]:
-        @wraps(function)
-        def called(*args: _Params.args, **named: _Params.kwargs) -> _Result:
-            arguments = parameters.bind(*args, **named)
-            arguments.apply_defaults()
-            return function(*arguments.args, **arguments.kwargs)
-
-        returns = inspect.signature(function).return_annotation
-        called.__signature__ = parameters.replace(return_annotation=returns)  # type: ignore[attr-defined]
-        return called
-
-    return declare
-
-
-@_called_as(load)
 def stream(
     uri: Uris,
-    device: str | int | torch.device,
+    device: str | int | torch.device = "cpu",
     *,
-    group: ProcessGroup | None,
-    memory_bytes: int | str | None,
-    **options: Any,
+    names: Names = None,
+    boxes: Boxes = None,
+    verify: bool | None = None,
+    group: ProcessGroup | None = None,
+    copy: bool | None = None,
+    memory_bytes: int | str | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    progress: ProgressOption = None,
+    trace: str | os.PathLike[str] | None = None,
+    cache: bool = False,
 ) -> TensorStream:
     """Yield each tensor as soon as its bytes have arrived; reads run at most `memory_bytes` ahead. Arguments as `load`.
 
     Raises:
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
     """
-    # Defaults are filled in by `_called_as`, so `options` has every field of `ReadOptions`.
-    wanted = ReadOptions(device=resolve_device(device), **options)
+    options = ReadOptions(
+        device=resolve_device(device),
+        names=names,
+        boxes=boxes,
+        verify=verify,
+        copy=copy,
+        storage_options=storage_options,
+        progress=progress,
+        trace=trace,
+        cache=cache,
+    )
     with deferred_interrupts(group):
-        return open_stream(uri, wanted, group, lambda: open_session(uri, wanted, memory_bytes, group))
+        return open_stream(uri, options, group, lambda: open_session(uri, options, memory_bytes, group))
 
 
 def open_stream(
@@ -309,7 +300,7 @@ def open_stream(
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
     """Return a block inside which Ctrl-C takes effect only where nothing is left behind; in a group, an empty one."""
     # A group's collectives do not look for a noted signal, so a deferred one would never take effect.
-    return lifecycle.deferred() if group is None else nullcontext()
+    return interrupts.deferred() if group is None else nullcontext()
 
 
 def open_session(

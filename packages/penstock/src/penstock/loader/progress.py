@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from penstock import lifecycle
+from penstock import interrupts, lifecycle
 from penstock.arguments import wrong
 from penstock.config import Settings
 from penstock.errors import printable
@@ -168,7 +168,7 @@ class Progress:
             with ticket.changed:
                 ticket.changed.wait_for(lambda: ticket.done or is_over(), _REDRAW_S)
             # Ctrl-C is only noted inside a load: without this look it would have to wait for the last byte.
-            lifecycle.raise_if_noted()
+            interrupts.raise_if_noted()
         ticket.wait_until(is_over, stall_s=stall_s)
         if reached is None:
             # Once more, so that the bar ends at 100 % and the function sees the total.

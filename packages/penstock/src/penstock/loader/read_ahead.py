@@ -46,7 +46,7 @@ from enum import Enum, auto
 
 import numpy as np
 
-from penstock import lifecycle
+from penstock import interrupts, lifecycle
 from penstock.config import Settings
 from penstock.errors import ConfigError, PenstockError, SourceStalled
 from penstock.loader.byte_ranges import ByteBlocks, RangeSet
@@ -482,10 +482,10 @@ class ReadAhead:
         look_s = _LOOK_S if self._stall_s is None else min(_LOOK_S, self._stall_s / 2)
         with shared_pool.changed:
             while block.state in {_State.QUEUED, _State.READING}:
-                if not shared_pool.changed.wait(lifecycle.longest_wait_s(look_s)) and block.state is _State.QUEUED:
+                if not shared_pool.changed.wait(interrupts.longest_wait_s(look_s)) and block.state is _State.QUEUED:
                     # Those that were started may be slow by now.
                     shared_pool.start_threads(self.num_reads)
-                lifecycle.raise_if_noted()
+                interrupts.raise_if_noted()
                 now_received = getattr(self.source, "received_bytes", 0)
                 if now_received != received:
                     received, since = now_received, time.monotonic()

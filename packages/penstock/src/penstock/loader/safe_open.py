@@ -25,7 +25,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from penstock import lifecycle
+from penstock import interrupts, lifecycle
 from penstock.config import Settings
 from penstock.engine.place import place_on, registrar_of
 from penstock.engine.trace import Trace
@@ -106,7 +106,7 @@ class FileReader:
         first, last = int(plan.read_offset[0]), int(plan.read_offset[-1] + plan.read_nbytes[-1])
         if isinstance(self._source, ReadAhead) and self._source.is_ahead(first, last):
             return _read_here(plan, self._source, device)
-        with self._turn, lifecycle.deferred():
+        with self._turn, interrupts.deferred():
             return self._read_on_engine(plan, device)
 
     def _read_on_engine(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
@@ -236,7 +236,7 @@ class safe_open:
                 name = text_of(filename)
             except ConfigError as error:
                 raise also(error, TypeError) from None
-            with lifecycle.deferred():
+            with interrupts.deferred():
                 settings = Settings.read(memory_bytes=memory_bytes)
                 self._file: _File | None = _File(
                     name, place, settings, mapped=backend == "mmap", storage_options=storage_options
@@ -250,7 +250,7 @@ class safe_open:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         # Not closed: slices that were taken before stay usable, and the last of them closes the file.
-        with lifecycle.deferred():
+        with interrupts.deferred():
             self._file = None
 
     def keys(self) -> list[str]:
@@ -381,7 +381,7 @@ class _File:
         self.device = device
         self._mapping: MappedFile | None = None
         # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
-        with lifecycle.allow_interrupts() if is_remote(path) else nullcontext():
+        with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
             source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
             self.source: Source = source
             if isinstance(source, ReadAhead):
@@ -401,7 +401,7 @@ class _File:
         # `hasattr`: the constructor may have failed before it set the attribute. Postponed: Ctrl-C between two of these
         # calls would leave the source open.
         if hasattr(self, "_reader") and not lifecycle.is_ending():
-            with lifecycle.defer_in_finalizer():
+            with interrupts.defer_in_finalizer():
                 self.close()
 
     def close(self) -> None:

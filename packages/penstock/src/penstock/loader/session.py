@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock import lifecycle
+from penstock import interrupts, lifecycle
 from penstock.config import Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
@@ -283,7 +283,7 @@ class LoadSession(Closeable):
                 self.intake.warm(uri)
             # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
             # interrupt must end it.
-            opening = lifecycle.allow_interrupts() if any(map(is_remote, texts_of(uri))) else nullcontext()
+            opening = interrupts.allow_interrupts() if any(map(is_remote, texts_of(uri))) else nullcontext()
             self._is_owner = weights is None
             with opening:
                 if options.cache:

@@ -22,7 +22,8 @@ import torch
 
 from penstock.arguments import require_type
 from penstock.errors import Cancelled, ConfigError, DestinationError, OperationFailed, PenstockError
-from penstock.lifecycle import Closeable, deferred, is_ending
+from penstock.interrupts import deferred
+from penstock.lifecycle import Closeable, is_ending
 from penstock.loader.into import (
     Place,
     device_of,

@@ -41,7 +41,8 @@ from penstock.hub.messages import (
     Upstream,
     version_fault,
 )
-from penstock.lifecycle import Closeable, is_of_handler
+from penstock.interrupts import is_of_handler
+from penstock.lifecycle import Closeable
 from penstock.net.unix_sockets import private_socket_fault
 from penstock.peer.local_weights import TableMessage
 from penstock.transport.http import LOOPBACK, data_port

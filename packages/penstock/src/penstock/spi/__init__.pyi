@@ -14,9 +14,9 @@ from penstock.fetcher.storage_initializer import copy_other_files as copy_other_
 from penstock.http.control import ControlConnection as ControlConnection
 from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
+from penstock.interrupts import deferred as deferred
 from penstock.jobs.operations.lora import LoraMerge as LoraMerge
 from penstock.lifecycle import Closeable as Closeable
-from penstock.lifecycle import deferred as deferred
 from penstock.lifecycle import release_after_fork as release_after_fork
 from penstock.loader.load import open_stream as open_stream
 from penstock.loader.progress import ProgressOption as ProgressOption

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from penstock import lifecycle
+from penstock import interrupts
 from penstock.errors import SourceChanged, SourceError, SourceTruncated, SourceUnavailable
 from penstock.storage.local import (
     MAX_BUFFERS,
@@ -305,7 +305,7 @@ class FileSource(LocalFile):
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
         # Deferred: Ctrl-C between the open and the line that stores the descriptor would leave it open.
-        with self._lock, lifecycle.deferred():
+        with self._lock, interrupts.deferred():
             # Looked at again: another thread may have opened or refused it while this one waited.
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock import descriptors, lifecycle
+from penstock import descriptors, interrupts
 from penstock.errors import (
     FormatError,
     NotFound,
@@ -160,7 +160,7 @@ class LocalFile:
         # By getattr: where opening failed, there is no descriptor.
         if getattr(self, "_fd", -1) >= 0:
             # A finalizer runs between any two instructions, and Python drops what it raises: Ctrl-C would be lost here.
-            with lifecycle.defer_in_finalizer():
+            with interrupts.defer_in_finalizer():
                 self.close()
 
 

@@ -1,7 +1,7 @@
 """The state of a conversion as others see it, and the protocol of an object that is shown it.
 
 In: what a coordinator knows at one moment. Out: frozen, bounded values that can be sent in JSON.
-Not here: when they are made (`convert`, `coordinator`), sending them to a hub (`hub.job_reporter`).
+Not here: when they are made (`jobs.watch`), sending them to a hub (`job_reporter`).
 """
 
 from __future__ import annotations
