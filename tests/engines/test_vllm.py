@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import ConfigError
-from penstock.spi.engine_weights import read_options
+from penstock.spi import read_options
 
 pytestmark = [
     pytest.mark.engines,

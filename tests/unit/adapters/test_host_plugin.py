@@ -17,7 +17,6 @@ from penstock.spi.host_plugin import HostPlugin
 
 VLLM = {
     "vllm/__init__.py": "",
-    "vllm/envs.py": "",
     "vllm/compilation/__init__.py": "",
     "vllm/compilation/decorators.py": "def _try_load_aot_compiled_fn(model, path): return path\n",
     "vllm/config.py": "class VllmConfig:\n    def try_verify_and_update_config(self): return 'own'\n",
@@ -91,14 +90,16 @@ SGLANG = {
 }
 
 CHILD = """
-import importlib, json, logging, os, sys
+import importlib, importlib.metadata, json, logging, os, sys, types
 from types import SimpleNamespace
-from penstock_sglang import plugin as sglang
-from penstock_vllm import plugin as vllm
 
-entry, cases = sys.argv[1], json.loads(sys.argv[2])
-if entry == "vllm:register":
+group, name, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+# As the host finds it.
+(point,) = importlib.metadata.entry_points(group=group, name=name)
+register = point.load()
+if name == "penstock" and group.startswith("vllm"):
     import penstock_hf.runai_streamer  # once for all children
+host = group.partition(".")[0]
 
 def look(module, *names):
     try:
@@ -108,6 +109,35 @@ def look(module, *names):
     for name in names:
         found = getattr(found, name, None)
     return found
+
+def record(files):
+    # Each module and class of the host notes the names that are looked for in it while the plug-in is registered.
+    used = set()
+
+    class Module(types.ModuleType):
+        def __getattribute__(self, name):
+            if not name.startswith("__") or name == "__version__":
+                used.add((object.__getattribute__(self, "__name__"), "", name))
+            return super().__getattribute__(name)
+
+    class Class(type):
+        def __getattribute__(cls, name):
+            if not name.startswith("__") or name == "__version__":
+                used.add((type.__getattribute__(cls, "__module__"), type.__getattribute__(cls, "__qualname__"), name))
+            return super().__getattribute__(name)
+
+    for file in files:
+        module = importlib.import_module(file)
+        for name, found in list(vars(module).items()):
+            if isinstance(found, type) and found.__module__ == file:
+                fields = {k: v for k, v in vars(found).items() if k not in ("__dict__", "__weakref__")}
+                setattr(module, name, Class(name, (), fields))
+        module.__class__ = Module
+    used.clear()
+    register()
+    names = {case for case in used if f"{case[0]}.{case[2]}" not in sys.modules}
+    # An import statement does not look for a submodule that is imported already: all of them count as used.
+    return sorted(names) + [(file, "", "") for file in files]
 
 def answer(module, owner, name):
     lines = []
@@ -119,8 +149,6 @@ def answer(module, owner, name):
         delattr(look(module, *filter(None, [owner])), name)
     elif module:
         sys.modules[module] = None
-    host, _, function = entry.partition(":")
-    register = getattr({"vllm": vllm, "sglang": sglang}[host], function)
     try:
         register()
         register()
@@ -140,23 +168,30 @@ def answer(module, owner, name):
 results = []
 for case in cases:
     reader, writer = os.pipe()
-    if os.fork() == 0:
-        os.write(writer, json.dumps(answer(*case)).encode())
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        with open(writer, "w") as file:
+            file.write(json.dumps(record(case["record"]) if isinstance(case, dict) else answer(*case)))
         os._exit(0)
     os.close(writer)
     results.append(json.loads(open(reader).read()))
-    os.wait()
+    os.waitpid(pid, 0)
 print(json.dumps(results))
 """
 
 
-def run_register(tree: dict[str, str], directory: Path, entry: str, cases: list[tuple[str, str, str]]) -> Any:
-    """Call a plug-in in a process for each case: with a module, or an attribute of a module or class, taken away."""
+Case = tuple[str, str, str]
+"""A module, a class of it or "", and an attribute that is taken away; no attribute: the module is."""
+
+
+def run_register(tree: dict[str, str], directory: Path, entry: str, cases: list[Any]) -> Any:
+    """Call a plug-in, by its entry point, in a process for each case."""
     for name, text in tree.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH"), *sys.path])])
-    command = [sys.executable, "-c", CHILD, entry, json.dumps(cases)]
+    command = [sys.executable, "-c", CHILD, *entry.split(":"), json.dumps(cases)]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": path}, cwd=directory
     )
@@ -164,68 +199,67 @@ def run_register(tree: dict[str, str], directory: Path, entry: str, cases: list[
     return json.loads(done.stdout)
 
 
-CORE, EXECUTOR = "vllm.v1.engine.core", "vllm.v1.executor.abstract"
-LACKING = [
-    *[(CORE, "EngineCore", name) for name in ("preprocess_add_request", "add_request", "get_weight_version")],
-    *[(CORE, "EngineCore", name) for name in ("set_weight_version", "sleep", "resume_scheduler")],
-    (CORE, "", "EngineCore"),
-    (EXECUTOR, "Executor", "compile_or_warm_up_model"),
-    (EXECUTOR, "", "Executor"),
-    ("vllm.v1.executor.multiproc_executor", "MultiprocExecutor", "collective_rpc"),
-    ("vllm.v1.executor.multiproc_executor", "", "MultiprocExecutor"),
-    ("vllm.v1.worker.worker_base", "", "WorkerBase"),
-    ("vllm.distributed.weight_transfer", "WeightTransferEngineFactory", "_registry"),
-    ("vllm.distributed.weight_transfer", "WeightTransferEngineFactory", "register_engine"),
-    ("vllm.distributed.weight_transfer", "", "WeightTransferEngineFactory"),
-    ("vllm.model_executor.model_loader", "", "register_model_loader"),
-    ("vllm.model_executor.model_loader.default_loader", "", "DefaultModelLoader"),
-    ("vllm.config", "", "VllmConfig"),
-    ("vllm.entrypoints.openai.models.serving", "OpenAIServingModels", "load_lora_adapter"),
-    ("vllm.entrypoints.openai.models.serving", "", "OpenAIServingModels"),
-    *[(name, "", "") for name in (CORE, EXECUTOR, "vllm.distributed", "vllm.model_executor", "vllm.compilation")],
-    *[(name, "", "") for name in ("vllm.transformers_utils", "vllm.v1", "vllm")],
-]
+def used_by(tree: dict[str, str], directory: Path, entry: str) -> list[Case]:
+    """Return every module, class and attribute of a host that a plug-in looks for while it is registered."""
+    files = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in tree]
+    (found,) = run_register(tree, directory, entry, [{"record": files}])
+    return [(module, owner, name) for module, owner, name in found]
+
+
+def exists(case: Case, tree: dict[str, str]) -> bool:
+    """Return whether the host has it at all: some names are only looked for."""
+    module, _, name = case
+    path = module.replace(".", "/")
+    text = tree.get(f"{path}.py", tree.get(f"{path}/__init__.py", ""))
+    return not name or name in text
+
+
+NOT_NEEDED = {
+    # A version of vLLM without these has nothing to change.
+    "_try_load_aot_compiled_fn",
+    "runai_list_safetensors",
+    "runai_pull_files",
+    "try_verify_and_update_config",
+}
 
 
 def test_vllm_lacking_anything_starts(tmp_path: Path) -> None:
-    whole, *found = run_register(VLLM, tmp_path, "vllm:register", [("", "", ""), *LACKING])
+    lacking = [case for case in used_by(VLLM, tmp_path, "vllm.general_plugins:penstock") if exists(case, VLLM)]
+    assert len(lacking) > 40
+    whole, *found = run_register(VLLM, tmp_path, "vllm.general_plugins:penstock", [("", "", ""), *lacking])
     assert whole == {"lines": [], "sleep": 2, "call": ["name", [1]], "load": True}
-    for case, answer in zip(LACKING, found, strict=True):
+    silent = set()
+    for case, answer in zip(lacking, found, strict=True):
         # One line for all that is missing, however often vLLM calls the plug-in.
-        assert "raised" not in answer and len(answer["lines"]) == 1, (case, answer)
-        assert (case[2] or "ModuleNotFoundError") in answer["lines"][0]
-        assert answer["load"] == (not case[0].startswith("vllm.model_executor") and case[0] != "vllm"), (case, answer)
+        assert "raised" not in answer and len(answer["lines"]) <= 1, (case, answer)
+        if not answer["lines"]:
+            silent.add(case)
+            continue
+        assert (case[2] or "ModuleNotFoundError") in answer["lines"][0], (case, answer)
+        is_loader = case[0].startswith("vllm.model_executor") or case[0] == "vllm"
+        assert answer["load"] == (not is_loader), (case, answer)
         # Engines that do not use Penstock get their own calls, whatever arguments their version has.
         assert answer["sleep"] in (2, None) and answer["call"] in (["name", [1]], None)
+    # The routes of HTTP are in one process only.
+    routes = {case[0] for case in lacking if case[0].startswith("vllm.entrypoints") and not case[2]}
+    assert {case[2] or case[0] for case in silent} <= NOT_NEEDED | routes
 
 
-def test_sglang_lacking_anything_starts(tmp_path: Path) -> None:
-    choices, hooks = "sglang.srt.arg_groups.choices", "sglang.srt.plugins.hook_registry"
-    lacking = [
-        ("sglang.version", "", "__version__"),
-        (choices, "", "LOAD_FORMAT_CHOICES"),
-        (choices, "", "add_load_format_choices"),
-        ("sglang.srt.arg_groups.resolution_hooks", "", "register_resolution_hook"),
-        (hooks, "HookRegistry", "register"),
-        (hooks, "HookType", "AROUND"),
-        *[(name, "", "") for name in (choices, hooks, "sglang.srt", "sglang")],
-    ]
-    whole, *found = run_register(SGLANG, tmp_path, "sglang:register", [("", "", ""), *lacking])
-    assert (whole["lines"], whole["load"]) == ([], True)
+@pytest.mark.parametrize("entry", ["sglang.srt.plugins:penstock", "sglang.srt.plugins:penstock_runai"])
+def test_sglang_lacking_anything_starts(entry: str, tmp_path: Path) -> None:
+    lacking = [case for case in used_by(SGLANG, tmp_path, entry) if exists(case, SGLANG)]
+    used = {module for module, _, name in lacking if name}
+    whole, *found = run_register(SGLANG, tmp_path, entry, [("", "", ""), *lacking])
+    assert (whole["lines"], whole["load"]) == ([], entry.endswith(":penstock"))
     for case, answer in zip(lacking, found, strict=True):
-        assert "raised" not in answer and len(answer["lines"]) == 1 and not answer["load"], (case, answer)
-
-
-def test_sglang_without_its_settings_starts(tmp_path: Path) -> None:
-    settings = "sglang.srt.environ"
-    lacking = [(settings, "", "envs"), (settings, "envs", "SGLANG_PLUGINS"), (settings, "", "")]
-    for answer in run_register(SGLANG, tmp_path, "sglang:register_runai", lacking):
-        assert "raised" not in answer and len(answer["lines"]) == 1, answer
+        assert "raised" not in answer and len(answer["lines"]) <= 1, (case, answer)
+        is_used = any(f"{module}.".startswith(f"{case[0]}.") for module in used)
+        assert len(answer["lines"]) == is_used and not (is_used and answer["load"]), (case, answer)
 
 
 def test_untried_sglang_starts_without_penstock(tmp_path: Path) -> None:
     tree = {**SGLANG, "sglang/version.py": "__version__ = '0.6.0'\n"}
-    [answer] = run_register(tree, tmp_path, "sglang:register", [("", "", "")])
+    [answer] = run_register(tree, tmp_path, "sglang.srt.plugins:penstock", [("", "", "")])
     assert "raised" not in answer and not answer["load"]
     assert "0.6.0" in answer["lines"][0] and "0.5.23" in answer["lines"][0]
 

