@@ -358,7 +358,7 @@ def test_a_pinned_version_stays_until_its_lease_ends() -> None:
         with ThreadPoolExecutor(1) as other:
             with subscriber.pinned(3):
                 updating = pool.submit(subscriber.update)
-                while not subscriber._leases._is_flipping:
+                while not subscriber._leases._is_closed_to_readers:
                     time.sleep(0.01)
                 late = other.submit(lambda: subscriber.pinned().__enter__())
             assert (updating.result().version, late.result()) == (4, 4)

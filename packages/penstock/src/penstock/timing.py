@@ -40,8 +40,6 @@ class Timing:
     digest_wait_s: float = 0.5
     """How long one request for digests or packed rows waits at the source. A run that has ended stops within this
     time."""
-    packed_lease_s: float = 0.75
-    """Interval at which a receiver renews its leases of packed rows: a quarter of `sync.packer.LEASE_S`."""
     progress_interval_s: float = 0.5
     """Interval of progress reports to the planner. It is well below the smallest stall deadline, and cheap for a rank 0
     with hundreds of receivers."""
@@ -134,3 +132,7 @@ class Timing:
     children would take all of its readers' places."""
     fetch_end_s: float = 0.5
     """How long closing waits for threads that only send requests. They touch no memory, so they may end later."""
+
+
+DEFAULT = Timing()
+"""The times outside of tests."""

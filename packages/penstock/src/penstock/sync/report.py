@@ -106,6 +106,8 @@ class UpdateReport(Summarised):
     """How much of the version was read, and why no less."""
     attempts: int = 1
     """Above 1: a source failed, or a newer version came, during the update."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Member that failed during the update, and was left out -> the reason."""
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
     """Path (`shm <- MEMBER`) -> bytes that came by it."""
     packed_bytes: int = 0
@@ -125,7 +127,8 @@ class UpdateReport(Summarised):
             f"{self.plan_s:.3f} s, wire {self.wire_s:.3f} s ({self.gb_per_s:.1f} GB/s), "
             f"install {self.install_s:.3f} s, pause {self.pause_s:.3f} s ({self.mode})",
         ]
-        return "\n".join([*lines, *filter(None, (self.path, self.delta)), *self.why])
+        lost = [f"without {member[:8]}: {why}" for member, why in self.lost.items()]
+        return "\n".join([*lines, *filter(None, (self.path, self.delta)), *self.why, *lost])
 
 
 def publish_outcome(report: PublishReport) -> Outcome:

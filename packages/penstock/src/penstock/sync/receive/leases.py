@@ -2,7 +2,7 @@
 
 In: readers, which name the version they need; the flip of an update. Out: a reader sees one version from its begin to
 its end, or an error.
-Not here: the flip itself (`subscriber`).
+Not here: the flip itself (`flip`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Leases:
         self._numbers = itertools.count()
         # By number: when the lease ends, whatever its reader does.
         self._ends: dict[int, float] = {}
-        self._is_flipping = False
+        self._is_closed_to_readers = False
 
     @contextlib.contextmanager
     def lease(self, version: int | None, ttl_s: float) -> Iterator[int]:
@@ -37,11 +37,11 @@ class Leases:
         deadline = time.monotonic() + ttl_s
         with self._changed:
             # A new reader must not hold up a flip that others are waiting for.
-            while self._is_flipping and (left := deadline - time.monotonic()) > 0:
+            while self._is_closed_to_readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             live = self._live()
-            if self._is_flipping or live < 0 or (version is not None and version != live):
-                why = "another version is being installed" if self._is_flipping else _named(live)
+            if self._is_closed_to_readers or live < 0 or (version is not None and version != live):
+                why = "another version is being installed" if self._is_closed_to_readers else _named(live)
                 wanted = "a version" if version is None else f"version {version}"
                 raise VersionNotLive(f"{wanted} is not live: {why}", live=live, hint="update, or ask another replica")
             number = next(self._numbers)
@@ -59,10 +59,10 @@ class Leases:
                 hint="discard what was computed; pass a longer ttl_s",
             )
 
-    def begin_flip(self) -> None:
-        """Wait until no reader has a lease, or their leases have ended; new readers wait until `end_flip`."""
+    def close_to_readers(self) -> None:
+        """Wait until no reader has a lease, or their leases have ended; new readers wait until `open_to_readers`."""
         with self._changed:
-            self._is_flipping = True
+            self._is_closed_to_readers = True
             while self._ends:
                 left = max(self._ends.values()) - time.monotonic()
                 if left <= 0:
@@ -71,10 +71,10 @@ class Leases:
                     return
                 self._changed.wait(left)
 
-    def end_flip(self) -> None:
+    def open_to_readers(self) -> None:
         """Let readers in again. Idempotent."""
         with self._changed:
-            self._is_flipping = False
+            self._is_closed_to_readers = False
             self._changed.notify_all()
 
 

@@ -26,11 +26,7 @@ from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.together import MAX_REASON_CHARS, DecisionReply, Undecided, learn, refusal
-
-ASK_S = 1.0
-"""How long one request for a decision waits at rank 0."""
-# Between two questions: short beside a training step, long beside the request to the hub that it costs.
-_PAUSE_S = 0.1
+from penstock.timing import Timing
 
 
 class Participant:
@@ -43,6 +39,7 @@ class Participant:
         check: of `Hooks`; None: versions are not checked here.
         check_open: raises Cancelled once the subscriber is closed.
         stall_s: the deadline for progress.
+        timing: the waiting times.
     """
 
     def __init__(
@@ -54,7 +51,9 @@ class Participant:
         *,
         check_open: Callable[[], None],
         stall_s: float,
+        timing: Timing,
     ) -> None:
+        self._timing = timing
         self._membership = membership
         self._update_loop = update_loop
         self._target = target
@@ -140,7 +139,7 @@ class Participant:
                 decision: FleetDecision | Undecided = end.value
                 break
             if reply.kind != "open" or question == "hub":
-                time.sleep(_PAUSE_S)
+                time.sleep(self._timing.decision_pause_s)
         name = self._membership.name
         if isinstance(decision, Undecided):
             if decision.is_past:
@@ -158,12 +157,13 @@ class Participant:
 
     def _ask_rank_0(self, run: str, version: int) -> DecisionReply:
         """Return rank 0's answer about a version, which comes as soon as there is a decision."""
+        wait_s = self._timing.decision_wait_s
         try:
             answer: Decision = self._membership.ask(
-                run, lambda sync_client: sync_client.decision(version, ASK_S), channel="decision"
+                run, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
             )
         except PeerLost:
-            is_gone = self._membership.has_left(run, max_age_s=ASK_S)
+            is_gone = self._membership.has_left(run, max_age_s=wait_s)
             return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")

@@ -2,7 +2,7 @@
 
 In: a target with its requirements. Out: freed storages, and later the same tensors with memory again; a version's
 tensors from storage, a keeper or a fleet, in the rows that the sync would fill.
-Not here: when it happens, and what may be served (`subscriber`).
+Not here: the lock of updates (`subscriber`), the order of a flip (`flip`).
 
     storages of filled tensors --free--> no memory --take_back--> memory with any values
     tensors that no version fills, in these storages: kept on the host meanwhile
@@ -11,7 +11,7 @@ Not here: when it happens, and what may be served (`subscriber`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,20 +23,29 @@ from penstock.errors import (
     DestinationError,
     DeviceOutOfMemory,
     IntegrityError,
+    NotFound,
+    PeerLost,
     PenstockError,
     PlanError,
+    SourceError,
+    StaleDescriptor,
 )
 from penstock.loader.load import stream
 from penstock.loader.tensor import torch_dtype, torch_shape
 from penstock.memory.arena import ALIGN_BYTES
 from penstock.memory.targets import sources_differ
 from penstock.sync.memory_digests import MemoryDigests, named_tensors
+from penstock.sync.receive.leases import Leases
+from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Staged
+from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.recording.layout import cut, writing
 from penstock.sync.recording.requirements import Requirements
+from penstock.sync.report import UpdateReport
 from penstock.sync.shards import ShardRow
+from penstock.timing import Timing
 from penstock.transport.choose import PeerLinks
 from penstock.types import U64, Box, DType
 
@@ -203,7 +212,7 @@ class ReleasedVersion:
         requirements = buffers.wanted
         device = torch.device(next((memory.device for memory in buffers.memories), "cpu"))
         nbytes = fill(requirements, stored.tensors(device))
-        read_s = time.perf_counter() - begun
+        read = time.perf_counter()
         if is_same and not buffers.has(self.proven, links):
             message = f"the stored version {stored.version} of {self.name!r} is not the one that was live"
             raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored there")
@@ -212,12 +221,13 @@ class ReleasedVersion:
             version=stored.version,
             # Without the run, where nothing proves that these bytes are the trainer's: then it is not served to others.
             run=self.run if is_same else "",
-            part=None,
+            origin="restore",
             begun=begun,
             attempts=1,
             nbytes=nbytes,
             version_bytes=nbytes,
-            wire_s=read_s,
+            wire_s=read - begun,
+            install_s=time.perf_counter() - read,
             path=stored.weights if isinstance(stored.weights, str) else "given tensors",
             sources={},
             why=(f"version {stored.version} was read from outside of the sync: {error.message}",),
@@ -233,7 +243,126 @@ class ReleasedVersion:
             raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
         if update_loop.checkpoint is not None:
             update_loop.allocate_again(self.proven)
-        return Staged(version=self.version, run=self.run, part=None, begun=begun, attempts=1, sources={})
+        return Staged(version=self.version, run=self.run, origin="restore", begun=begun, attempts=1, sources={})
+
+
+class Release:
+    """The weights of a subscriber while its engine sleeps: released, and restored. One thread at a time uses it.
+
+    Args:
+        name: of the sync.
+        target, states, update_loop, leases, serving: of the subscriber.
+        links: the transports of this process.
+        timing: the waiting times.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Target,
+        states: SubscriberStates,
+        update_loop: UpdateLoop,
+        leases: Leases,
+        serving: Serving,
+        *,
+        links: PeerLinks,
+        timing: Timing,
+    ) -> None:
+        self._name = name
+        self._target = target
+        self._states = states
+        self._update_loop = update_loop
+        self._leases = leases
+        self._serving = serving
+        self._links = links
+        self._timing = timing
+        self._released: ReleasedVersion | None = None
+
+    def require_awake(self) -> None:
+        """Raise ConfigError if the weights are released."""
+        if self._states.at_rest is SubscriberState.RELEASED:
+            raise ConfigError(f"the weights of {self._name!r} are released", hint="call restore()")
+
+    def release(self, *, free: bool, returns: bool) -> int:
+        """See `Subscriber.release`."""
+        states, loop = self._states, self._update_loop
+        if states.at_rest is SubscriberState.RELEASED:
+            raise ConfigError(f"the weights of {self._name!r} are released already", hint="call restore()")
+        if free and loop.requirements is None:
+            raise ConfigError(
+                f"no version of {self._name!r} was received yet: the tensors that a version fills are unknown",
+                hint="call prepare() or update() first, or release(free=False)",
+            )
+        target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
+        if returns:
+            self._require_returnable(target, free=free)
+        self._leases.close_to_readers()
+        try:
+            digests = MemoryDigests.of_target(target) if returns and target is not None else None
+            run, version = states.live.run, states.version
+            self._serving.withdraw(run, version)
+            states.enter(SubscriberState.RELEASED)
+            # Before the memory goes: a registration of memory that is unmapped cannot be ended.
+            proven = loop.free()
+            memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
+            self._released = ReleasedVersion(
+                name=self._name, run=run, version=version, proven=proven, memory=memory, digests=digests
+            )
+        finally:
+            self._leases.open_to_readers()
+        return 0 if memory is None else memory.freed_bytes
+
+    def _require_returnable(self, target: torch.nn.Module | Mapping[str, object] | None, *, free: bool) -> None:
+        if free:
+            message = f"the weights of {self._name!r} are to be freed here, so that no engine can bring them back"
+            raise ConfigError(message, hint="call release(free=False, returns=True)")
+        if target is None:
+            raise ConfigError(
+                f"the target of {self._name!r} is a function, whose tensors are not digested",
+                hint="pass the tensors to subscriber(), or call release() without returns",
+            )
+        if self._states.at_rest is SubscriberState.DIRTY:
+            raise ConfigError(
+                f"the target of {self._name!r} has parts of several versions, which are not worth bringing back",
+                hint="call release() without returns, or update() first",
+            )
+
+    def restore(
+        self,
+        stored: StoredVersion | None,
+        timeout_s: float | None,
+        *,
+        in_place: bool,
+        update: Callable[[float | None], UpdateReport],
+        flip: Callable[[Callable[[], Staged]], UpdateReport],
+    ) -> UpdateReport:
+        """See `Subscriber.restore`.
+
+        Args:
+            stored, timeout_s, in_place: of the caller.
+            update: receives a version and makes it live, with this timeout.
+            flip: makes the version live that its argument brings to the target.
+        """
+        released = self._released
+        if released is None or self._states.at_rest is not SubscriberState.RELEASED:
+            raise ConfigError(f"the weights of {self._name!r} are not released", hint="call update()")
+        if in_place:
+            return flip(lambda: released.take_in_place(self._update_loop))
+        if released.memory is not None:
+            released.memory.take_back()
+        # A member that has the version answers at once: waiting is for callers without another source.
+        limit_s = self._timing.version_grace_s if stored is not None and timeout_s is None else timeout_s
+        try:
+            return update(limit_s)
+        except (SourceError, PeerLost, IntegrityError) as error:
+            if stored is None:
+                if isinstance(error, NotFound | PeerLost | StaleDescriptor):
+                    error.hint = "start a publisher, or a subscriber that has a version, or pass stored=StoredVersion()"
+                raise
+            # A version that is staged and not decided is given up.
+            self._states.enter(SubscriberState.RELEASED)
+            cause = error
+            return flip(lambda: released.read_stored(self._update_loop, stored, self._links, cause))
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:

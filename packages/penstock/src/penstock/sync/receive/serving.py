@@ -1,7 +1,7 @@
 """The live version of a subscriber as a source for other members: announced, served, and withdrawn before it changes.
 
 In: the run and the version that is live. Out: the status and the memory that the server's threads answer from.
-Not here: the moment of a flip (`subscriber`), the memory itself (`target`).
+Not here: the moment of a flip (`flip`), the memory itself (`target`).
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ from penstock.sync.membership import Membership, SyncClient
 from penstock.sync.messages import PackReply
 from penstock.sync.receive.packed import BufferLeases, Packing, ShortRuns
 from penstock.sync.receive.steps import Step
+from penstock.timing import DEFAULT, Timing
 from penstock.transport.protocol import Descriptor, Handle, PendingRead, Reaching, Striding, Transport, wait_all
 from penstock.types import GB, U64
 
@@ -111,9 +112,6 @@ class LocalLink:
 _fits_local: type[SourceLink] = LocalLink
 
 
-ASK_S = 1.0
-"""How long one request waits at the source for its version, before it is repeated."""
-_PAUSE_S = 0.02
 # Each source is one round trip that mostly waits: enough threads that hundreds of sources open in a few rounds.
 _AT_ONCE = 16
 
@@ -181,8 +179,8 @@ class SourceFailed(Exception):
 class LinkRequests:
     """Requests to members for their maps of a version, answered beside other work. A context manager.
 
-    Leaving it gives up what was not taken: a request under way ends within `ASK_S`, or by the stall deadline where the
-    member does not answer.
+    Leaving it gives up what was not taken: a request under way ends within `Timing.map_wait_s`, or by the stall
+    deadline where the member does not answer.
 
     Args:
         membership: the sessions with members.
@@ -190,25 +188,31 @@ class LinkRequests:
         version: the version of the maps.
         stall_s: how long a member may take to begin the version.
         threads: that send the requests.
-
-    Raises:
-        DestinationError: no thread can be started.
+        timing: the waiting times.
     """
 
     def __init__(
-        self, membership: Membership, members: Sequence[str], version: int, stall_s: float, threads: KeptThreads
+        self,
+        membership: Membership,
+        members: Sequence[str],
+        version: int,
+        stall_s: float,
+        threads: KeptThreads,
+        timing: Timing = DEFAULT,
     ) -> None:
         self._membership = membership
         self._version = version
         self._stall_s = stall_s
         self._threads = threads
+        self._timing = timing
         self._is_over = False
         self._links: dict[str, Future[SourceLink]] = {member: Future() for member in members}
         self._waiting = deque(self._links)
-        for number in range(min(_AT_ONCE, len(members))):
-            threads.start(self._open_all, "penstock-maps", is_needed=not number)
 
     def __enter__(self) -> Self:
+        """Send the requests. DestinationError: no thread can be started."""
+        for number in range(min(_AT_ONCE, len(self._links))):
+            self._threads.start(self._open_all, "penstock-maps", is_needed=not number)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,8 +226,8 @@ class LinkRequests:
         """
         if version != self._version or self._links.keys() != set(members):
             self._give_up()
-            with LinkRequests(self._membership, members, version, self._stall_s, self._threads) as anew:
-                return {member: anew._links[member].result() for member in members}
+            with LinkRequests(self._membership, members, version, self._stall_s, self._threads, self._timing) as other:
+                return {member: other._links[member].result() for member in members}
         return {member: self._links[member].result() for member in members}
 
     def _give_up(self) -> None:
@@ -247,6 +251,7 @@ class LinkRequests:
 
     def _open(self, member: str) -> SourceLink:
         deadline = time.monotonic() + self._stall_s
+        wait_s = self._timing.map_wait_s
         try:
             while True:
                 try:
@@ -254,7 +259,7 @@ class LinkRequests:
                     # begun.
                     version_map, is_on_host = self._membership.ask(
                         member,
-                        lambda sync_client: (sync_client.version_map(self._version, ASK_S), sync_client.is_on_host),
+                        lambda sync_client: (sync_client.version_map(self._version, wait_s), sync_client.is_on_host),
                         channel="map",
                     )
                     break
@@ -264,17 +269,13 @@ class LinkRequests:
                         message = f"the source did not begin version {self._version} within {self._stall_s:g} s"
                         raise SourceStalled(message, uri=f"penstock:{member}") from error
                     # A source waits before it answers so; a hub that was restarted does not.
-                    time.sleep(_PAUSE_S)
+                    time.sleep(self._timing.map_pause_s)
             return PeerLink(self._membership, member, version_map, same_host=is_on_host)
         except PenstockError as error:
             raise SourceFailed(member, error) from error
 
 
 _fits: type[SourceLink] = PeerLink
-
-
-WAIT_S = 0.5
-"""A request for digests is repeated after this time, so that a run that ended stops within half a second."""
 
 
 class SourceRead:
@@ -289,9 +290,18 @@ class SourceRead:
         link: the link to the source.
         into: the receiver's memory.
         leases: keeps the leases of the source's buffers; None: short runs are read where they lie.
+        timing: the waiting times.
     """
 
-    def __init__(self, link: SourceLink, into: VersionRegions, leases: BufferLeases | None = None) -> None:
+    def __init__(
+        self,
+        link: SourceLink,
+        into: VersionRegions,
+        leases: BufferLeases | None = None,
+        *,
+        timing: Timing = DEFAULT,
+    ) -> None:
+        self._wait_s = timing.digest_wait_s
         self.link = link
         self.member = link.member
         self.short_runs = ShortRuns()
@@ -338,7 +348,7 @@ class SourceRead:
         seen = -1
         moved = time.monotonic()
         while not is_over():
-            answer = self.link.digests(strips, wait_s=min(WAIT_S, stall_s))
+            answer = self.link.digests(strips, wait_s=min(self._wait_s, stall_s))
             if answer.digests is not None:
                 if len(answer.digests) != len(strips):
                     message = f"the source answered with {len(answer.digests)} digests for {len(strips)} strips"
@@ -483,7 +493,7 @@ class SourceRead:
         seen = -1
         moved = time.monotonic()
         while not leases.is_over():
-            reply = link.pack(strips, wait_s=min(WAIT_S, stall_s), release=tuple(release))
+            reply = link.pack(strips, wait_s=min(self._wait_s, stall_s), release=tuple(release))
             release.clear()
             if reply.regions is not None or reply.why:
                 return reply

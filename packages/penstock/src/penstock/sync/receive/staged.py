@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.plan.sync import WATERMARK_BYTES, ReceiverPlan
 from penstock.sync.messages import PartReply
@@ -19,8 +20,10 @@ class Staged:
 
     version: int
     run: str
-    part: ReceiverPlan | None
-    """The strips that were received; None: the version is live already, and nothing was read."""
+    origin: Literal["sync", "restore", "here"] = "sync"
+    """`restore`: released weights were filled from elsewhere. `here`: the version is live already, nothing was read."""
+    part: ReceiverPlan | None = None
+    """The strips that were received from the sync."""
     begun: float
     attempts: int
     nbytes: int = 0
@@ -31,6 +34,10 @@ class Staged:
     """Bytes of short runs that were packed at their sources."""
     staging_bytes: int = 0
     """Memory in addition to the target's own."""
+    install_s: float = 0.0
+    """Restore: the time after its bytes were there."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """Member that was left out -> the reason."""
     plan_s: float = 0.0
     wire_s: float = 0.0
     path: str = ""
@@ -71,4 +78,4 @@ class UpdateOptions:
 
 def nothing_read(reply: PartReply, begun: float, attempt: int) -> Staged:
     """Return the live version, of which nothing was read."""
-    return Staged(version=reply.version, run=reply.run, part=None, begun=begun, attempts=attempt, sources={})
+    return Staged(version=reply.version, run=reply.run, origin="here", begun=begun, attempts=attempt, sources={})

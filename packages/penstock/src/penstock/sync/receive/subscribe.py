@@ -15,7 +15,7 @@ from penstock.arguments import require_name, wrong
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import BudgetTooSmall, ConfigError
 from penstock.hub.client import resolve_connection
-from penstock.sync.membership import joined, rank_of
+from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.staged import UpdateOptions
 from penstock.sync.receive.subscriber import Subscriber
@@ -24,6 +24,7 @@ from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.recording.layout import Load
 from penstock.sync.report import UpdateMode
 from penstock.sync.shards import to_arenas
+from penstock.timing import DEFAULT, Timing
 from penstock.transform.formats import format_of
 
 
@@ -41,6 +42,7 @@ def subscriber(
     serve: bool = True,
     arena: bool = False,
     memory_bytes: int | str | None = None,
+    timing: Timing = DEFAULT,
 ) -> Subscriber:
     """Receive the versions published under a name into a live model; the publisher may be started later.
 
@@ -104,13 +106,13 @@ def subscriber(
         this_rank = Subscriber(
             name,
             target,
-            member,
+            Membership(member, name, stall_s),
             options,
             rank=engine_rank,
             world_size=world_size,
             hooks=hooks or Hooks(),
-            stall_s=stall_s,
-        )
+            timing=timing,
+        ).open()
         # From here on `close` leaves.
         stack.pop_all()
     return this_rank

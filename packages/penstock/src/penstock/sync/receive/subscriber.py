@@ -1,12 +1,12 @@
 """An inference rank as a subscriber: it receives version after version, each complete and verified.
 
 In: a live model or tensors, a name, a hub or none. Out: an `UpdateReport` for each update; then a source for others.
-Not here: its arguments (`subscribe`), the target's requirements and memory (`target`), reading a version (`update`),
-planning (`sync.planner`), checks and the decision of a fleet (`participant`).
+Not here: its arguments (`subscribe`), its states (`states`), reading a version (`update`), the flip (`flip`),
+released weights (`released`), checks and the decision of a fleet (`participant`), planning (`sync.planner`).
 
-    staged:  stage(): read into a staging copy, verify, check | commit(): before_pause, flip, at_commit, after_resume
-             of a version that is published together, commit() first waits for the fleet's decision
-    direct:  update(): before_pause, read into the live memory, verify, at_commit, after_resume; on failure: dirty
+    update() = stage(): receive, verify, check, vote -> staged or prepared
+             + commit(): the fleet's decision, flip -> live
+    direct:  update() = receive, whose reads are a step of the flip -> live
 
 One thread at a time updates. The server's threads read the version, the layout and the memory at any time: a version is
 withdrawn before its first byte changes, and served again after the last.
@@ -19,35 +19,32 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import replace
-
-import torch
+from functools import partial
+from typing import Self
 
 from penstock.arguments import require_seconds, require_version
 from penstock.errors import (
     Cancelled,
     ConfigError,
-    IntegrityError,
     NotFound,
     PeerLost,
-    PenstockError,
-    SourceError,
     SourceStalled,
     StaleDescriptor,
     VersionRefused,
 )
-from penstock.hub.messages import SyncState
+from penstock.hub.messages import SyncStanding, SyncState
 from penstock.lifecycle import Closeable
 from penstock.loader.progress import Progress, ProgressOption
-from penstock.peer.member import Member
 from penstock.sync.membership import Membership
-from penstock.sync.memory_digests import MemoryDigests
 from penstock.sync.planner import Planner
-from penstock.sync.receive.hooks import Around, Hooks
+from penstock.sync.receive.flip import FlipOrder, Flipped, Pause
+from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.leases import Leases
 from penstock.sync.receive.participant import Participant
-from penstock.sync.receive.released import ReleasedMemory, ReleasedVersion, StoredVersion
+from penstock.sync.receive.released import Release, StoredVersion
 from penstock.sync.receive.serving import Serving
 from penstock.sync.receive.staged import Staged, UpdateOptions
+from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
 from penstock.sync.receive.versions import each_version
@@ -56,11 +53,9 @@ from penstock.sync.report import UpdateMode, UpdateReport, received, update_outc
 from penstock.sync.request_handler import SyncHandler
 from penstock.telemetry.journey import Journey
 from penstock.telemetry.metrics import Outcome
+from penstock.timing import Timing
 
-GRACE_S = 1.0
-"""How long an update retries while a version has no source: a receiver that just finished it reports much sooner."""
-# Between two looks for a version: short beside a training step, long beside the request to the hub that it costs.
-_PAUSE_S = 0.1
+S = SubscriberState
 
 
 class Subscriber(Closeable):
@@ -68,9 +63,6 @@ class Subscriber(Closeable):
 
     Attributes:
         name: of the sync.
-        version: the live version; -1: none yet.
-        metadata: the texts that were published with the live version.
-        is_dirty: an update failed after it touched the target, which must not be used before an update succeeds.
         member: this process in the fleet.
         planner: plans for other receivers once this one has a version and no publisher lives.
     """
@@ -79,59 +71,78 @@ class Subscriber(Closeable):
         self,
         name: str,
         target: Target,
-        member: Member,
+        membership: Membership,
         options: UpdateOptions,
         *,
         rank: int,
         world_size: int,
         hooks: Hooks,
-        stall_s: float,
+        timing: Timing,
     ) -> None:
+        member, stall_s = membership.member, membership.stall_s
         self.name = name
         self.member = member
         self.mode: UpdateMode = "staged" if options.staged else "direct"
-        self.version = -1
-        self.metadata: Mapping[str, str] = {}
-        self.is_dirty = False
         self._rank = rank
         self._world_size = world_size
-        self._hooks = hooks
         self._stall_s = stall_s
-        self._run = ""
-        self._path = ""
-        self._took_s = self._pause_s = 0.0
+        self._timing = timing
         self._staged: Staged | None = None
         self._updating = threading.Lock()
-        self._is_closed = False
-        self._membership = Membership(member, name, stall_s)
+        self._membership = membership
+        self._states = states = SubscriberStates()
         self._leases = Leases(lambda: -1 if self.is_dirty else self.version)
         self._target = target
-        self._released: ReleasedVersion | None = None
-        self._update_loop = UpdateLoop(
-            self._membership, target, options, stall_s=stall_s, before_free=self._stop_serving
+        self._update_loop = loop = UpdateLoop(
+            membership, target, options, states, timing=timing, stall_s=stall_s, before_free=self._stop_serving
         )
-        self._serving = Serving(self._update_loop, serves=options.serve)
+        self._serving = Serving(loop, serves=options.serve)
         self._participant = Participant(
-            self._membership, self._update_loop, target, hooks.check, check_open=self._check_open, stall_s=stall_s
+            membership, loop, target, hooks.check, check_open=self._check_open, stall_s=stall_s, timing=timing
+        )
+        self._flip = FlipOrder(
+            states, loop, self._leases, self._serving, hooks, on_live=self._fill_empty, report_now=member.beat_now
+        )
+        self._release = Release(
+            name, target, states, loop, self._leases, self._serving, links=member.links, timing=timing
         )
         self.planner = Planner(
-            self._membership,
+            membership,
             self._serving.status,
             self._serving.layout,
             checkpoint=lambda: self._update_loop.checkpoint,
             terms=self._participant.terms,
         )
-        member.server.handlers["sync"] = SyncHandler(
+
+    def open(self) -> Self:
+        """Take part in the sync: answer other members, and be listed by the hub."""
+        self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
-            member.check_grant,
+            self.member.check_grant,
             local_version=self._serving.local_version,
             version_status=self._serving.status,
             planner=self.planner,
             check=self._check_proven,
         )
         # The handler first: a publisher that learns of this subscriber from the hub may ask it at once.
-        member.syncs.append(self._state)
-        member.report_now()
+        self.member.syncs.append(self._state)
+        self.member.report_now()
+        return self
+
+    @property
+    def version(self) -> int:
+        """Return the live version; -1: none."""
+        return self._states.version
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Return the texts that were published with the live version."""
+        return self._states.live.metadata
+
+    @property
+    def is_dirty(self) -> bool:
+        """Return whether an update failed after it wrote to the target: nothing may use it until one succeeds."""
+        return self._states.at_rest is S.DIRTY
 
     @property
     def wanted(self) -> Requirements | None:
@@ -142,28 +153,30 @@ class Subscriber(Closeable):
     @property
     def revision(self) -> str:
         """Return the publishers' run and the live version: equal revisions are equal bytes. Empty: none is live."""
-        return f"{self._run}:{self.version}" if self.version >= 0 else ""
+        return f"{self._states.live.run}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
         """Return the state of this subscriber for the hub's list."""
         is_open = self._serving.status.now.is_open
-        state = "dirty" if self.is_dirty else "open" if is_open else "updating" if self._updating.locked() else "idle"
+        is_busy = self._states.now in (S.RECEIVING, S.PREPARED, S.FLIPPING, S.WRITING)
+        live = self._states.live
+        standing: SyncStanding = "dirty" if self.is_dirty else "open" if is_open else "updating" if is_busy else "idle"
         # Read once: this runs in the member's beat, while an update may replace the buffers.
         buffers = self._update_loop.buffers
         return SyncState(
             name=self.name,
             side="subscriber",
-            run=self._run,
+            run=live.run,
             rank=self._rank,
             world_size=self._world_size,
             layout="" if buffers is None else buffers.digest,
             version=self.version,
-            state=state,  # type: ignore[arg-type]
+            state=standing,
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
             # The field's limit: the path names every source, and a large sync has hundreds.
-            path=self._path[:1024],
-            took_s=self._took_s,
-            pause_s=self._pause_s,
+            path=live.path[:1024],
+            took_s=live.took_s,
+            pause_s=live.pause_s,
             prepared=self.prepared,
             decision=self._update_loop.decision,
         )
@@ -172,7 +185,7 @@ class Subscriber(Closeable):
     def prepared(self) -> int:
         """Return the version that is staged and waits for the fleet's decision; -1: none."""
         staged = self._staged
-        return -1 if staged is None or staged.decide_by is None else staged.version
+        return staged.version if staged is not None and self._states.now is S.PREPARED else -1
 
     @property
     def is_behind(self) -> bool:
@@ -228,7 +241,7 @@ class Subscriber(Closeable):
 
         Order: like an update, one thread at a time.
         """
-        return each_version(self)
+        return each_version(self, self._timing.next_update_pause_s)
 
     def prepare(self, timeout_s: float | None = None) -> bool:
         """Do now what the first update does once, before a version is published: record, allocate, register, plan.
@@ -256,9 +269,8 @@ class Subscriber(Closeable):
             # A member that is lost may come back, or another in its place: the same wait as for one that is late.
             with self._updating, contextlib.suppress(NotFound, PeerLost, SourceStalled, StaleDescriptor):
                 self._check_open()
-                if self._released is not None:
-                    raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
-                if self._staged is not None and self._staged.part is not None:
+                self._release.require_awake()
+                if self._staged is not None and self._staged.origin == "sync":
                     raise ConfigError(
                         f"version {self._staged.version} of {self.name!r} is staged", hint="call commit() first"
                     )
@@ -268,7 +280,7 @@ class Subscriber(Closeable):
                 return True
             if time.monotonic() - begun >= limit_s:
                 return False
-            time.sleep(_PAUSE_S)
+            time.sleep(self._timing.version_pause_s)
 
     def update(
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
@@ -293,10 +305,17 @@ class Subscriber(Closeable):
             VersionRefused: its check failed, or the fleet withdrew it; the version before is still live.
         """
         require_seconds("timeout_s", timeout_s)
-        with self._updating, self._journey("update") as journey:
+        with self._updating:
+            self._check_open()
+            self._release.require_awake()
+            return self._update(version, timeout_s, progress)
+
+    def _update(self, version: int | None, timeout_s: float | None, progress: ProgressOption = None) -> UpdateReport:
+        with self._journey("update") as journey:
             with Progress(progress, self.name) as shown, shown.watching(lambda: self._update_loop.progress):
                 if self.mode == "direct":
-                    return _counted(journey, self._update_direct(version, timeout_s))
+                    with self._receiving():
+                        return _counted(journey, self._go_live(partial(self._receive, version, timeout_s)))
                 self._stage(version, timeout_s)
             # Outside the block: a caller's progress function that raises must not interrupt a flip.
             return _counted(journey, self._commit(just_checked=True))
@@ -304,7 +323,7 @@ class Subscriber(Closeable):
     @property
     def is_released(self) -> bool:
         """Return whether the weights are released, until `restore`."""
-        return self._released is not None
+        return self._states.at_rest is S.RELEASED
 
     def announced(self) -> int:
         """Return the newest version that is announced, without waiting for one; -1: none, or no planner answers."""
@@ -333,39 +352,10 @@ class Subscriber(Closeable):
         """
         with self._updating:
             self._check_open()
-            loop = self._update_loop
-            if self._released is not None:
-                raise ConfigError(f"the weights of {self.name!r} are released already", hint="call restore()")
-            if free and loop.requirements is None:
-                raise ConfigError(
-                    f"no version of {self.name!r} was received yet: the tensors that a version fills are unknown",
-                    hint="call prepare() or update() first, or release(free=False)",
-                )
-            target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
-            if returns and free:
-                message = f"the weights of {self.name!r} are to be freed here, so that no engine can bring them back"
-                raise ConfigError(message, hint="call release(free=False, returns=True)")
-            if returns and target is None:
-                raise ConfigError(
-                    f"the target of {self.name!r} is a function, whose tensors are not digested",
-                    hint="pass the tensors to subscriber(), or call release() without returns",
-                )
-            self._leases.begin_flip()
-            try:
-                digests = MemoryDigests.of_target(target) if returns and target is not None else None
-                self._serving.withdraw(self._run, self.version)
-                run, version, self.version = self._run, self.version, -1
-                self._staged = None
-                # Before the memory goes: a registration of memory that is unmapped cannot be ended.
-                proven = loop.free()
-                memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
-                self._released = ReleasedVersion(
-                    name=self.name, run=run, version=version, proven=proven, memory=memory, digests=digests
-                )
-            finally:
-                self._leases.end_flip()
+            freed_bytes = self._release.release(free=free, returns=returns)
+            self._staged = None
             self.member.beat_now()
-            return 0 if memory is None else memory.freed_bytes
+            return freed_bytes
 
     def restore(
         self,
@@ -387,35 +377,15 @@ class Subscriber(Closeable):
             ConfigError: nothing is released. IntegrityError: bytes differ from their digests. DeviceOutOfMemory: see
                 `ReleasedMemory.take_back`. Others as `update`. After each of them `version` is still -1: call it again.
         """
-        self._check_open()
-        released = self._released
-        if released is None:
-            raise ConfigError(f"the weights of {self.name!r} are not released", hint="call update()")
-        if in_place:
-            with self._updating:
-                staged = released.take_in_place(self._update_loop)
-                self._released = None
-                return self._make_live(staged, staged.begun, 0.0)
         with self._updating:
-            if released.memory is not None:
-                released.memory.take_back()
-        # A member that has the version answers at once: waiting is for callers without another source.
-        limit_s = GRACE_S if stored is not None and timeout_s is None else timeout_s
-        self._released = None
-        try:
-            return self.update(version, limit_s)
-        except (SourceError, PeerLost, IntegrityError) as error:
-            if stored is None:
-                if isinstance(error, NotFound | PeerLost | StaleDescriptor):
-                    error.hint = "start a publisher, or a subscriber that has a version, or pass stored=StoredVersion()"
-                raise
-            with self._updating:
-                staged = released.read_stored(self._update_loop, stored, self.member.links, error)
-                return self._make_live(staged, staged.begun, time.perf_counter() - staged.begun - staged.wire_s)
-        finally:
-            # A failure leaves it released: nothing in the memory may be used.
-            if self.version < 0:
-                self._released = released
+            self._check_open()
+            return self._release.restore(
+                stored,
+                timeout_s,
+                in_place=in_place,
+                update=lambda limit_s: self._update(version, limit_s),
+                flip=lambda bring: self._go_live(lambda pause: bring()),
+            )
 
     def _journey(self, kind: str) -> Journey:
         return Journey(kind, self.name, member=self.member.id[:8])
@@ -433,6 +403,8 @@ class Subscriber(Closeable):
             Progress(progress, self.name) as shown,
             shown.watching(lambda: self._update_loop.progress),
         ):
+            self._check_open()
+            self._release.require_awake()
             staged = self._stage(version, timeout_s)
             journey.received = lambda: received(staged.nbytes_by_path)
             journey.num_retries = staged.attempts - 1
@@ -466,16 +438,27 @@ class Subscriber(Closeable):
             journey.outcome = outcome
             return report
 
-    def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
+    @contextlib.contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """Look for a version in the block. What was staged before is given up: the read overwrites the staging copy."""
         self._check_open()
+        self._staged = None
+        self._states.enter(S.RECEIVING)
         # The hub lists this subscriber as updating: others then wait for it, instead of giving the version up as lost.
         self.member.beat_now()
-        # Before the read: it overwrites the staging copy, so what was staged before must not be committed any more.
-        self._staged = None
-        staged = self._receive(version, timeout_s, lambda announced: None)
-        if staged.part is not None:
-            self._participant.vote(staged)
-        self._staged = staged
+        try:
+            yield
+        finally:
+            if self._states.now is S.RECEIVING:
+                self._states.enter(self._states.at_rest)
+
+    def _stage(self, version: int | None, timeout_s: float | None) -> Staged:
+        with self._receiving():
+            staged = self._receive(version, timeout_s, lambda announced: None)
+            if staged.origin == "sync":
+                self._participant.vote(staged)
+            self._staged = staged
+            self._states.enter(S.STAGED if staged.decide_by is None else S.PREPARED)
         if staged.decide_by is not None:
             self.member.beat_now()
         return staged
@@ -485,154 +468,75 @@ class Subscriber(Closeable):
         staged = self._staged
         if staged is None:
             raise ConfigError("nothing is staged", hint="call stage() first")
-        if staged.part is None:
-            self._staged = None
-            return self._report(staged, 0.0, 0.0)
+        if staged.origin == "here":
+            self._give_up_staged()
+            return self._report(Flipped(staged=staged))
         if staged.decide_by is not None:
             self._await_commit(staged, staged.decide_by)
-        self._staged = None
         # The bytes that go live must be those that were verified. While this waited, a check's thread could write.
         if not just_checked or staged.decide_by is not None:
-            self._participant.require_unaltered(staged)
-        buffers = self._update_loop.buffers
-        assert buffers is not None and buffers.staging_copy is not None
-        self._leases.begin_flip()
-        try:
-            begun = time.perf_counter()
-            self._call("before_pause", staged.version)
-            # After the pause, so that an engine whose hook raises keeps serving; before the flip, which changes bytes
-            # that peers may be reading.
-            self._serving.withdraw(self._run, self.version)
             try:
-                # After the hook, which may bring weights back that were offloaded.
-                self._update_loop.require_in_place()
-                if buffers.staging_copy.flip(staged.part, stall_s=self._stall_s):
-                    self._update_loop.note_exchange()
-                installed = time.perf_counter()
-                buffers.install()
-            except BaseException as error:
-                if isinstance(error, PenstockError) and not error.mutated and not self.is_dirty:
-                    self._go_on_with_former(staged)
-                else:
-                    # Every exception, an interrupt too: some rows may have been copied.
-                    self.is_dirty = True
+                self._participant.require_unaltered(staged)
+            except ConfigError:
+                self._give_up_staged()
                 raise
-            return self._make_live(staged, begun, time.perf_counter() - installed)
-        finally:
-            self._leases.end_flip()
 
-    def _go_on_with_former(self, staged: Staged) -> None:
-        """Serve and resume the version before, which a flip that failed left as it was; the new one stays staged."""
-        self._staged = staged
-        if self.version >= 0:
-            self._serving.begin(self._run, self.version, self.metadata)
-            self._leases.end_flip()
-            self._call("after_resume", self.version)
+        def move_bytes(pause: Pause) -> Staged:
+            pause(staged.version)
+            self._update_loop.copy_staged(staged)
+            return staged
+
+        try:
+            return self._go_live(move_bytes)
+        finally:
+            if self._states.now not in (S.STAGED, S.PREPARED):
+                self._staged = None
+
+    def _give_up_staged(self) -> None:
+        self._staged = None
+        self._states.enter(self._states.at_rest)
 
     def _await_commit(self, staged: Staged, decide_by: float) -> None:
         try:
             self._participant.await_commit(staged, decide_by)
         except VersionRefused:
-            self._staged = None
+            self._give_up_staged()
             self.member.beat_now()
             raise
         except StaleDescriptor:
-            self._staged = None
+            self._give_up_staged()
             raise
 
-    def _update_direct(self, version: int | None, timeout_s: float | None) -> UpdateReport:
-        self._check_open()
-        paused: list[float] = []
-
-        def pause(announced: int) -> None:
-            if not paused:  # an update of several attempts pauses the engine once
-                self._leases.begin_flip()
-                at = time.perf_counter()
-                self._call("before_pause", announced)
-                # After the hook: if it raises, nothing is paused or touched.
-                paused.append(at)
-                self._serving.withdraw(self._run, self.version)
-                # The hook may have brought weights back that were offloaded.
-                self._update_loop.require_in_place()
-
-        try:
-            staged = self._receive(version, timeout_s, pause)
-            if staged.part is None:
-                return self._report(staged, 0.0, 0.0)
-            buffers = self._update_loop.buffers
-            assert buffers is not None
-            installed = time.perf_counter()
-            buffers.install()
-        except BaseException as error:
-            if paused and (self._update_loop.is_touched or not isinstance(error, PenstockError)):
-                self.is_dirty = True
-                self.member.beat_now()
-                if isinstance(error, PenstockError):
-                    error.mutated = True
-            # Not one byte was written: the version before is intact, so the engine can go on with it.
-            elif paused and not self.is_dirty and self.version >= 0:
-                self._serving.begin(self._run, self.version, self.metadata)
-                self._leases.end_flip()
-                self._call("after_resume", self.version)
-            raise
-        else:
-            return self._make_live(staged, paused[0], time.perf_counter() - installed)
-        finally:
-            self._leases.end_flip()
-
-    def _receive(
-        self,
-        version: int | None,
-        timeout_s: float | None,
-        before_read: Callable[[int], None],
-    ) -> Staged:
+    def _receive(self, version: int | None, timeout_s: float | None, pause: Pause) -> Staged:
         """Read and verify a version; wait for one as long as `timeout_s` allows."""
         require_version(version)
-        if self._released is not None:
-            raise ConfigError(f"the weights of {self.name!r} are released", hint="call restore()")
+        grace_s = self._timing.version_grace_s
         begun = time.monotonic()
-        self._update_loop.is_touched = False
         while True:
             try:
-                is_dirty = self.is_dirty or self._update_loop.is_touched
-                live = self._run, self.version
-                return self._update_loop.receive(version, live=live, is_dirty=is_dirty, before_read=before_read)
+                return self._update_loop.receive(version, pause)
             except StaleDescriptor:
                 # No member has it at the moment: a receiver that just finished it reports within a beat, and with a
                 # timeout the caller may wait for the next version.
-                if time.monotonic() - begun > (GRACE_S if version is not None or timeout_s is None else timeout_s):
+                if time.monotonic() - begun > (grace_s if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:
                 # No publisher, or no version yet: trainer and engines start in any order.
                 if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
                     raise
             self._check_open()
-            time.sleep(_PAUSE_S)
+            time.sleep(self._timing.version_pause_s)
 
-    def _make_live(self, staged: Staged, begun: float, install_s: float) -> UpdateReport:
-        """Announce the version that is now in the target, resume the engine, and return the report."""
-        self.version = staged.version
-        self.metadata = staged.metadata
-        self._run = staged.run
-        self.is_dirty = False
-        if staged.part is not None:
-            self._update_loop.note_live()
+    def _go_live(self, move_bytes: Callable[[Pause], Staged]) -> UpdateReport:
+        return self._report(self._flip.run(move_bytes))
+
+    def _fill_empty(self) -> None:
+        """Put the tensors into a target that was given empty: they appear with the first version, all or none."""
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
-            # The target was given empty: its tensors appear with the first version, all of them or none.
             self._target.update({row.name: row.tensor for row in self.wanted.rows})
-        self._path = staged.path
-        self._took_s, self._pause_s = time.perf_counter() - staged.begun, time.perf_counter() - begun
-        # Before requests resume: cache entries of the old weights must not be used with the new ones.
-        self._call("at_commit", staged.version)
-        # Before the hook, which may take long or raise: the memory has the version either way.
-        self._serving.begin(self._run, self.version, self.metadata)
-        self.member.beat_now()
-        # Before the hook, which may run requests.
-        self._leases.end_flip()
-        self._call("after_resume", staged.version)
-        return self._report(staged, time.perf_counter() - begun, install_s)
 
-    def _report(self, staged: Staged, pause_s: float, install_s: float) -> UpdateReport:
+    def _report(self, flipped: Flipped) -> UpdateReport:
+        staged = flipped.staged
         return UpdateReport(
             name=self.name,
             version=self.version,
@@ -644,24 +548,22 @@ class Subscriber(Closeable):
             wall_s=time.perf_counter() - staged.begun,
             plan_s=staged.plan_s,
             wire_s=staged.wire_s,
-            install_s=install_s,
-            pause_s=pause_s,
+            install_s=flipped.install_s,
+            pause_s=flipped.pause_s,
             path=staged.path,
             sources=staged.sources,
             nbytes_by_path=staged.nbytes_by_path,
             why=staged.why,
             attempts=staged.attempts,
+            lost=staged.lost,
             packed_bytes=staged.packed_bytes,
             staging_bytes=staged.staging_bytes,
         )
 
-    def _call(self, hook: Around, version: int) -> None:
-        self._hooks.call(hook, version, live=self.version, is_dirty=self.is_dirty)
-
     def _stop_serving(self) -> None:
         """Withdraw the live version and report it at once: planners choose sources by the hub's list."""
         if self.version >= 0:
-            self._serving.withdraw(self._run, self.version)
+            self._serving.withdraw(self._states.live.run, self.version)
             self.member.beat_now()
 
     def _check_proven(self) -> None:
@@ -677,14 +579,14 @@ class Subscriber(Closeable):
             raise
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._states.now is S.CLOSED:
             raise Cancelled("the subscriber was closed")
 
     def close(self) -> None:
         """Leave. The target keeps its version. Idempotent."""
-        if self._is_closed:
+        if self._states.now is S.CLOSED:
             return
-        self._is_closed = True
+        self._states.enter(S.CLOSED)
         # The memory first: its owner may free it once this returns, and no peer may read it then.
         self._update_loop.close()
         self.member.leave(0.0)

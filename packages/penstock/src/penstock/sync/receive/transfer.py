@@ -30,7 +30,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -55,6 +54,7 @@ from penstock.sync.messages import RankProgress
 from penstock.sync.receive.packed import BufferLeases
 from penstock.sync.receive.sources import SourceLink, SourceRead, TransferReport, TransferStats
 from penstock.sync.receive.steps import Step, StepDigests, Windows, cut, some_of
+from penstock.timing import DEFAULT, Timing
 from penstock.types import GB, I64, MIB, U64
 
 CUT_S = 50e-6
@@ -183,6 +183,7 @@ class Transfer:
         trace: records spans.
         delta: skips strips that did not change since the last version; None: everything is read.
         threads: of the runs; None: each starts its own.
+        timing: the waiting times.
 
     Raises:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
@@ -199,6 +200,7 @@ class Transfer:
         trace: Trace | None = None,
         delta: ChangedRanges | None = None,
         threads: KeptThreads | None = None,
+        timing: Timing = DEFAULT,
     ) -> None:
         if watermark_bytes < LEAST_BYTES:
             raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes", minimum_bytes=LEAST_BYTES)
@@ -209,6 +211,7 @@ class Transfer:
         self.watermark_bytes = watermark_bytes
         self.delta = delta
         self.threads = threads
+        self.timing = timing
         self._other_delta: ChangedRanges | None = None
         self._trace = Trace(enabled=False) if trace is None else trace
         self._windows: Windows | None = None
@@ -326,7 +329,7 @@ class _TransferRun(Run):
         ticket = self.ticket
         self._leases = BufferLeases(lambda: ticket.stopped, transfer.threads)
         self._reads = {
-            i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases)
+            i: SourceRead(sources[transfer.part.sources[i]], transfer.into, self._leases, timing=transfer.timing)
             for i in dict.fromkeys(step.source for step in windows.steps)
         }
         self._queues = self._queued(windows.steps)
@@ -574,28 +577,16 @@ class _TransferRun(Run):
 
 # -- Progress reports to the planner of the part.
 
-REPORT_S = 0.5
-"""Interval of reports: well below the smallest stall deadline, and cheap for a rank 0 with hundreds of receivers."""
-
-
-class Moving(Protocol):
-    """A transfer under way."""
-
-    @property
-    def moved_bytes(self) -> int:
-        """Return the bytes verified so far."""
-        ...
-
 
 @contextlib.contextmanager
 def reporting_progress(
-    membership: Membership, planner: str, version: int, transfer: Moving, threads: KeptThreads
+    membership: Membership, planner: str, version: int, transfer: Transfer, threads: KeptThreads
 ) -> Iterator[None]:
     """Report progress while the body runs, by one of `threads`; the outcome is reported by `report`."""
     over = threading.Event()
 
     def work() -> None:
-        while not over.wait(REPORT_S):
+        while not over.wait(transfer.timing.progress_interval_s):
             report(membership, planner, RankProgress(version=version, moved_bytes=transfer.moved_bytes))
 
     # A thread of its own: the transfer's threads wait for the wire, and a silent receiver would count as late.

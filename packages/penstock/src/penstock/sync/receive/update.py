@@ -1,10 +1,13 @@
 """Update loop of a receiver: find a planner, request the part, read it from its sources, and retry after a loss.
 
 In: the members of the sync, a target, a version. Out: the version verified in memory, as `Staged`; or a typed error.
-Not here: making it live, serving it, and the engine's hooks (`subscriber`).
+Not here: making it live and the engine's hooks (`flip`), serving it (`serving`).
 
     planner: checkpoint's table (once per run) -> requirements -> layout -> part -> links to its sources -> transfer
        source lost: retry without it | fenced: retry with the newest version | planner lost: use the next one
+
+After a loss the plan is another, and all bytes are read again. After a fence the plan may be the same: steps that were
+verified are kept where their digests still are those of the source.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import msgspec
@@ -31,6 +35,7 @@ from penstock.errors import (
     StaleDescriptor,
 )
 from penstock.hub.messages import FleetDecision, SyncMember, layout_digest
+from penstock.logs import log_named
 from penstock.plan.layout import decode, encode
 from penstock.plan.sync import ReceiverPlan
 from penstock.sync.membership import Membership
@@ -39,6 +44,7 @@ from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
 from penstock.sync.receive.staged import Staged, UpdateOptions, nothing_read
+from penstock.sync.receive.states import SubscriberState, SubscriberStates
 from penstock.sync.receive.target import ReceiveBuffers, Selection, Target, shown
 from penstock.sync.receive.tied import TiedRows
 from penstock.sync.receive.transfer import (
@@ -51,19 +57,14 @@ from penstock.sync.receive.transfer import (
 )
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.together import MAX_REASON_CHARS, refusal
+from penstock.timing import Timing
 from penstock.transport.storages import RegisteredStorages
 from penstock.types import U64
 
+log = log_named("penstock")
+
 TRIES = 8
 """Attempts at one update: each one leaves out one more source, or is for a newer version."""
-_LOOK_S = 0.5
-"""Maximum age of the member list that planners are chosen from."""
-# After a loss the member list changes within one beat of the hub: a short pause, not a back-off.
-_PAUSE_S = 0.05
-# How long one request for a newer version waits at the planner.
-_NEWS_S = 1.0
-# Between two looks for a planner: short beside a training step, long beside the request to the hub that it costs.
-_NO_NEWS_S = 0.1
 _KEPT_DECISIONS = 64
 """Decisions that are remembered: a version that was withdrawn is past long before it is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
@@ -78,16 +79,16 @@ class UpdateLoop:
             run has another checkpoint.
         requirements: of the target; None before `prepare` and the first update, and after the target has moved. They
             outlive `buffers`.
-        is_elsewhere: whether the target has moved since a version became live, so that it may not have the version.
         checkpoint: the checkpoint's table from the planner; None before `prepare` and the first update.
-        is_touched: whether a transfer wrote to the target itself, since this was set to False.
         decisions: the decisions of the fleet that are known here, by run and version, the oldest first.
         decision: the newest of them.
 
     Args:
         membership: the members of the sync.
         target, options: the target to fill, and how.
+        states: of the subscriber; `writing` is entered when a transfer wrote to the target itself.
         stall_s: the deadline for progress.
+        timing: the waiting times.
         before_free: called before the buffers' memory is unregistered, from which others may read the live version.
     """
 
@@ -96,7 +97,9 @@ class UpdateLoop:
         membership: Membership,
         target: Target,
         options: UpdateOptions,
+        states: SubscriberStates,
         *,
+        timing: Timing,
         stall_s: float,
         before_free: Callable[[], None],
     ) -> None:
@@ -105,7 +108,8 @@ class UpdateLoop:
         self._target = target
         self._followed = FollowedTarget(target, options.load, strict=options.strict)
         self._storages = RegisteredStorages(())
-        self.is_elsewhere = False
+        self._states = states
+        self._timing = timing
         # Whether the part was planned for memory that a source has registered again since.
         self._is_outdated = False
         self._options = options
@@ -114,7 +118,6 @@ class UpdateLoop:
         self._threads = KeptThreads()
         self.buffers: ReceiveBuffers | None = None
         self.checkpoint: TableReply | None = None
-        self.is_touched = False
         self.decisions: dict[tuple[str, int], FleetDecision] = {}
         self.decision: FleetDecision | None = None
         # The verified strips of the live version.
@@ -130,6 +133,8 @@ class UpdateLoop:
         self._announced = -1
         # The planner and version of the request under way, to report a failure to.
         self._asking: tuple[str, int] | None = None
+        # The last warning about an attempt.
+        self._told = ""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -165,19 +170,14 @@ class UpdateLoop:
 
     def note_live(self) -> None:
         """Note that the version of the last transfer is live now."""
+        self._told = ""
         # Not the transfer's own list: a version that is only staged must not be compared with the live memory.
         self._live_proven = [] if self._transfer is None else self._transfer.proven
-        self.is_elsewhere = False
 
     def altered(self) -> list[str]:
         """Return the names of the staged tensors that have changed since they were verified; see `ReceiveBuffers`."""
         assert self.buffers is not None and self._transfer is not None
         return self.buffers.altered(self._transfer.proven)
-
-    def note_exchange(self) -> None:
-        """Note that the flip gave the staging copy the memory, and the bytes, of the version before."""
-        if self._transfer is not None:
-            self._transfer.note_exchange()
 
     def report(self, outcome: Literal["committed", "prepared", "refused", "failed"], why: str = "") -> None:
         """Report the outcome of the last transfer to the planner that was asked; see `hub.messages.Progress`."""
@@ -209,7 +209,7 @@ class UpdateLoop:
         after = version - 1
         while True:
             check_open()
-            news = self.news(after, _NEWS_S)
+            news = self.news(after, self._timing.news_wait_s)
             now = time.monotonic()
             if news is not None:
                 # A trainer may take hours per version: without a timeout only the silence of every planner counts.
@@ -221,7 +221,7 @@ class UpdateLoop:
                     after = news.withdrawn.version
                     self._tell_withdrawn(news)
             else:
-                time.sleep(_NO_NEWS_S)
+                time.sleep(self._timing.no_planner_pause_s)
             waited = now - (last_answer if timeout_s is None else begun)
             if waited > (self._stall_s if timeout_s is None else timeout_s):
                 message = f"version {version} of {self._membership.name!r} was not announced in {waited:.1f} s"
@@ -249,34 +249,27 @@ class UpdateLoop:
     def receive(
         self,
         version: int | None,
-        *,
-        live: tuple[str, int],
-        is_dirty: bool,
-        before_read: Callable[[int], None],
+        pause: Callable[[int], None],
     ) -> Staged:
         """Read and verify a version.
 
         Args:
             version: the version to read; None: the newest.
-            live: the run and version that the target has.
-            is_dirty: whether the target has a mix of versions.
-            before_read: called with the version before the first byte of each attempt is read to its place.
+            pause: called with the version before the first byte of each attempt is read to its place.
 
         Raises:
             NotFound: nothing can be read yet. Other errors as `Subscriber.update`.
         """
         begun = time.perf_counter()
         self.follow()
-        # A target that has moved may have any values: the live version is read again.
-        is_dirty = is_dirty or self.is_elsewhere
         # Without a request: the answer is known, and a planner need not be there.
-        if version is not None and version <= live[1]:
-            wanted = PartReply(version=version, run=live[0])
-            if _is_live(wanted, live, is_dirty=is_dirty):
+        if version is not None and version <= self._states.version:
+            wanted = PartReply(version=version, run=self._states.live.run)
+            if self._is_live(wanted):
                 return nothing_read(wanted, begun, 0)
         self._asking = None
         try:
-            return self._attempts(version, live, is_dirty=is_dirty, before_read=before_read, begun=begun)
+            return self._attempts(version, pause, begun)
         except NotFound:
             # The caller waits and calls again: that is no failure of the version.
             raise
@@ -287,10 +280,7 @@ class UpdateLoop:
     def _attempts(
         self,
         version: int | None,
-        live: tuple[str, int],
-        *,
-        is_dirty: bool,
-        before_read: Callable[[int], None],
+        pause: Callable[[int], None],
         begun: float,
     ) -> Staged:
         """Try to read a version until it succeeds or `TRIES` is used up, each time without the members that failed."""
@@ -305,10 +295,11 @@ class UpdateLoop:
                 with self._link_requests(planner, version, lost) as requests:
                     reply = self._request_part(planner, buffers, version, lost)
                     self._asking = planner.member, reply.version
-                    if _is_live(reply, live, is_dirty=is_dirty):
+                    if self._is_live(reply):
                         self._tell_withdrawn(reply)
                         return nothing_read(reply, begun, attempt)
-                    return self._read(planner, buffers, reply, requests, begun, attempt, before_read)
+                    staged = self._read(planner, buffers, reply, requests, begun, attempt, pause)
+                    return replace(staged, lost={member: error.summary for member, error in lost.items()})
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
@@ -326,11 +317,35 @@ class UpdateLoop:
                 damaged.add(planner.state.run)
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
                 raise error
-            time.sleep(_PAUSE_S)
+            left_out = f" without {member[:8]}" if member in lost else ""
+            text = f"update of {self._membership.name!r}: attempt {attempt} failed, reading again{left_out}: "
+            text += error.summary
+            # A caller that waits for a source repeats the same attempts many times a second.
+            if text != self._told:
+                log.warning("%s", text)
+                self._told = text
+            time.sleep(self._timing.retry_pause_s)
         raise AssertionError("unreachable")
 
-    def _planners(self, *, max_age_s: float = _LOOK_S) -> list[SyncMember]:
+    def _is_live(self, reply: PartReply) -> bool:
+        """Return whether there is nothing to do. ConfigError: the version is not above the live one."""
+        version = self._states.version
+        if reply.version > version:
+            return False
+        if reply.version == version:
+            # A target that is dirty or has moved may read the live version again: that is the way to repair it.
+            if not self._states.is_current:
+                return False
+            # By the run too: the same number of another run has other bytes.
+            if reply.run == self._states.live.run:
+                return True
+        message = f"version {reply.version} is not above {version}, which is live"
+        hint = "versions grow, over restarts of the trainer too: number on from Publisher.latest"
+        raise ConfigError(message, hint=hint)
+
+    def _planners(self, *, max_age_s: float | None = None) -> list[SyncMember]:
         """Return the members that may plan for us: publishers' rank 0, then receivers with the newest version."""
+        max_age_s = self._timing.member_list_s if max_age_s is None else max_age_s
         members = self._membership.look(max_age_s=max_age_s)
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
         # After a restart the hub lists the earlier process for a while: the one that published last comes first.
@@ -345,9 +360,7 @@ class UpdateLoop:
     def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
         # After a loss look at the hub again: a process may have been started in place of the one that was lost, and
         # receivers that still answer know only its earlier versions.
-        candidates = [
-            member for member in self._planners(max_age_s=0.0 if lost else _LOOK_S) if member.member not in lost
-        ]
+        candidates = [member for member in self._planners(max_age_s=0.0 if lost else None) if member.member not in lost]
         if not candidates:
             if lost:
                 raise next(reversed(lost.values()))
@@ -396,7 +409,9 @@ class UpdateLoop:
             self.requirements = None
         # Freed or moved by torch: the tensors are the same, so the requirements are too.
         if moved or (self.buffers is not None and not self._storages.are_there()):
-            self.is_elsewhere = True
+            if self._states.at_rest is SubscriberState.LIVE:
+                # The tensors may have any values at the new places: the live version is read again.
+                self._states.enter(SubscriberState.MOVED)
             self._give_up_buffers()
         return moved
 
@@ -434,7 +449,7 @@ class UpdateLoop:
         if self._transfer is not None and not lost and expected >= 0 and self._run == planner.state.run:
             assert self._tied is not None
             members = self._tied.sources
-        return LinkRequests(self._membership, members, expected, self._stall_s, self._threads)
+        return LinkRequests(self._membership, members, expected, self._stall_s, self._threads, self._timing)
 
     def _request_part(
         self,
@@ -487,6 +502,7 @@ class UpdateLoop:
                 stall_s=self._stall_s,
                 delta=ChangedRanges(),
                 threads=self._threads,
+                timing=self._timing,
             )
         if self._transfer is None or self._transfer.part.key != reply.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
@@ -500,7 +516,7 @@ class UpdateLoop:
         requests: LinkRequests,
         begun: float,
         attempt: int,
-        before_read: Callable[[int], None],
+        pause: Callable[[int], None],
     ) -> Staged:
         """Read the part from its sources, and report progress to the planner meanwhile."""
         transfer, tied = self._transfer, self._tied
@@ -517,23 +533,29 @@ class UpdateLoop:
             self._is_outdated = False
             metadata = _metadata_of(links)
             if self._options.accept is not None:
-                touched = "the target may have bytes of it" if self.is_touched else "the target was not touched"
+                touched = (
+                    "the target may have bytes of it"
+                    if self._states.now is SubscriberState.WRITING
+                    else "the target was not touched"
+                )
                 with noted("before_read", reply.version, touched):
                     self._options.accept(reply.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
-            before_read(reply.version)
+            pause(reply.version)
             plan_s = time.perf_counter() - begun
             try:
                 moved = transfer.run(links)
             except PenstockError as error:
-                # The transfer's memory is the staging copy in staged mode, which the user never sees. `mutated` is
-                # about the target: the subscriber sets it from `is_touched`.
-                self.is_touched |= error.mutated and not self._options.staged
+                if error.mutated and not self._options.staged:
+                    self._states.enter(SubscriberState.WRITING)
+                # The transfer wrote to the staging copy, which the user never sees; or the state says it, and the flip
+                # sets `mutated` in the end.
                 error.mutated = False
                 if transfer.lost is not None:
                     raise SourceFailed(transfer.lost, error) from error
                 raise
-        self.is_touched |= not self._options.staged
+        if not self._options.staged:
+            self._states.enter(SubscriberState.WRITING)
         if reply.decide_s is None and not self._options.has_check:
             # Before the flip: a live publish waits for the bytes alone.
             self.report("committed")
@@ -606,8 +628,19 @@ class UpdateLoop:
         if self.buffers is None:
             self.buffers = self._allocate(self.requirements)
         self._live_proven = proven
-        self.is_elsewhere = False
         return self.buffers
+
+    def install(self) -> None:
+        """Finish the update once all bytes are in the target's memory and scratch."""
+        assert self.buffers is not None
+        self.buffers.install()
+
+    def copy_staged(self, staged: Staged) -> None:
+        """Copy or exchange the staging copy into the target. Errors as `StagingCopy.flip`."""
+        assert self.buffers is not None and self.buffers.staging_copy is not None and staged.part is not None
+        if self.buffers.staging_copy.flip(staged.part, stall_s=self._stall_s) and self._transfer is not None:
+            # The staging copy has the memory, and the bytes, of the version before.
+            self._transfer.note_exchange()
 
     def close(self) -> None:
         """End the registrations and the threads. Idempotent."""
@@ -629,19 +662,6 @@ def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
                 hint="all ranks of the trainer publish a version with the same metadata",
             )
     return metadata[0][1] if metadata else {}
-
-
-def _is_live(reply: PartReply, live: tuple[str, int], *, is_dirty: bool) -> bool:
-    """Return whether there is nothing to do. ConfigError: the version is not above the live one."""
-    # A dirty target may read the live version again: that is the way to repair it.
-    run, version = live
-    if reply.version > version or (is_dirty and reply.version == version):
-        return False
-    # By the run too: the same number of another run has other bytes.
-    if reply.version == version and reply.run == run:
-        return True
-    message = f"version {reply.version} is not above {version}, which is live"
-    raise ConfigError(message, hint="versions grow, over restarts of the trainer too: number on from Publisher.latest")
 
 
 def _path_of(report: TransferReport) -> str:

@@ -15,15 +15,16 @@ from penstock.sync.report import UpdateReport
 
 log = log_named("penstock")
 
-_PAUSE_S = 1.0
-"""Pause after an update that failed: a source that was lost is replaced within some beats of the hub."""
-
 
 class Waiting(Protocol):
     """What the loop needs of a subscriber."""
 
     name: str
-    version: int
+
+    @property
+    def version(self) -> int:
+        """Return the live version."""
+        ...
 
     @property
     def revision(self) -> str:
@@ -39,8 +40,13 @@ class Waiting(Protocol):
         ...
 
 
-def each_version(subscriber: Waiting) -> Iterator[UpdateReport]:
-    """Yield a report for each new version; see `Subscriber.__iter__`."""
+def each_version(subscriber: Waiting, pause_s: float) -> Iterator[UpdateReport]:
+    """Yield a report for each new version; see `Subscriber.__iter__`.
+
+    Args:
+        subscriber: waits and updates.
+        pause_s: pause after an update that failed.
+    """
     after, told = -1, ""
     while True:
         before = subscriber.revision
@@ -58,7 +64,7 @@ def each_version(subscriber: Waiting) -> Iterator[UpdateReport]:
             if error.message != told:
                 log.warning("%r serves version %s, and waits: %s", subscriber.name, subscriber.version, error.message)
                 told = error.message
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
             continue
         told = ""
         if subscriber.revision != before:

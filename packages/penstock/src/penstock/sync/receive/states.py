@@ -1,0 +1,146 @@
+"""The states of a subscriber, and the one function that changes them.
+
+    at rest:  idle | live | moved | dirty | released            closed (from every state, for good)
+    busy:     receiving -> staged | prepared -> flipping -> writing -> live
+
+A busy subscriber remembers its last state at rest: this is what the target has. It goes back there if it gives up
+before `writing`. After `writing` began, only a complete version makes the target usable again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class SubscriberState(Enum):
+    """A state of a subscriber."""
+
+    IDLE = "idle"
+    """No version was received yet."""
+    LIVE = "live"
+    """The target has the live version, complete and verified."""
+    MOVED = "moved"
+    """The tensors have moved since the version became live. They may have any values there."""
+    DIRTY = "dirty"
+    """An update failed after it wrote to the target. The target has parts of several versions."""
+    RELEASED = "released"
+    """The weights were released, and no version is live until a restore."""
+    RECEIVING = "receiving"
+    """A version is looked for, read and verified."""
+    STAGED = "staged"
+    """A verified version is in the staging copy, and may become live at once."""
+    PREPARED = "prepared"
+    """A verified version is in the staging copy, and waits for the decision of the fleet."""
+    FLIPPING = "flipping"
+    """The engine is paused. The target still has what it had before."""
+    WRITING = "writing"
+    """The engine is paused, and the target may have bytes of the new version."""
+    CLOSED = "closed"
+    """The subscriber has left."""
+
+
+S = SubscriberState
+AT_REST = frozenset({S.IDLE, S.LIVE, S.MOVED, S.DIRTY, S.RELEASED})
+NEXT: Mapping[SubscriberState, frozenset[SubscriberState]] = {
+    S.IDLE: frozenset({S.RECEIVING, S.RELEASED}),
+    S.LIVE: frozenset({S.RECEIVING, S.RELEASED, S.MOVED}),
+    S.MOVED: frozenset({S.RECEIVING, S.RELEASED}),
+    S.DIRTY: frozenset({S.RECEIVING, S.RELEASED}),
+    # Bytes from storage or from the engine itself need no pause, because the engine sleeps.
+    S.RELEASED: frozenset({S.RECEIVING, S.WRITING}),
+    S.RECEIVING: frozenset({S.STAGED, S.PREPARED, S.FLIPPING}),
+    S.STAGED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
+    S.PREPARED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
+    S.FLIPPING: frozenset({S.WRITING, S.STAGED, S.PREPARED}),
+    # IDLE: an engine brought back weights that were no version.
+    S.WRITING: frozenset({S.LIVE, S.IDLE, S.DIRTY}),
+    S.CLOSED: frozenset(),
+}
+"""The transitions. In addition, every state leads to CLOSED, and every busy state but WRITING back to the last state at
+rest. WRITING leads back to RELEASED alone: what released memory holds is of no version anyway."""
+
+
+class InvalidTransition(RuntimeError):
+    """A subscriber was asked for a state that its present state does not lead to. This is a bug in Penstock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveVersion:
+    """The version that a target has."""
+
+    run: str = ""
+    version: int = -1
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    path: str = ""
+    """The share of bytes per transport and source, as text."""
+    took_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class SubscriberStates:
+    """The state of one subscriber. Any thread reads it, and `enter` alone changes it.
+
+    Attributes:
+        now: the present state.
+        at_rest: the last state at rest, which says what the target has.
+        live: the version that is live, or was live before the target was released or moved.
+    """
+
+    def __init__(self) -> None:
+        self.now = S.IDLE
+        self.at_rest = S.IDLE
+        self.live = LiveVersion()
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """Return the live version, or -1. Of a dirty target it is the version before."""
+        return -1 if self.at_rest in (S.IDLE, S.RELEASED) else self.live.version
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether the target has all bytes of the live version, and nothing else."""
+        return self.at_rest is S.LIVE and self.now is not S.WRITING
+
+    @property
+    def damaged(self) -> SubscriberState:
+        """Return the state after a failure that left the target with any bytes."""
+        return S.RELEASED if self.at_rest is S.RELEASED else S.DIRTY
+
+    def enter(self, state: SubscriberState, live: LiveVersion | None = None) -> None:
+        """Change the state.
+
+        A closed subscriber stays closed, but `at_rest` follows: an update that was under way may still complete. MOVED
+        is found by busy subscribers too, and then changes only `at_rest`.
+
+        Args:
+            state: the new state; the present one again does nothing.
+            live: the version that is live from now on.
+
+        Raises:
+            InvalidTransition: the present state does not lead there. Nothing has changed.
+        """
+        with self._lock:
+            before = self.now
+            if state is before and live is None:
+                return
+            if before is not S.CLOSED and not self._leads_to(state):
+                raise InvalidTransition(f"a subscriber cannot go from {before.value} to {state.value}")
+            # A busy subscriber found that the tensors moved, and stays busy.
+            is_found = state is S.MOVED and self.at_rest is S.LIVE and before not in AT_REST
+            if state in AT_REST:
+                self.at_rest = state
+            if live is not None:
+                self.live = live
+            if before is not S.CLOSED and not is_found:
+                self.now = state
+
+    def _leads_to(self, state: SubscriberState) -> bool:
+        if state is S.CLOSED or state in NEXT[self.now]:
+            return not (state is S.DIRTY and self.at_rest is S.RELEASED)
+        if state is S.MOVED and self.at_rest is S.LIVE:
+            return True
+        return state is self.at_rest and (self.now is not S.WRITING or state is S.RELEASED)

@@ -1,0 +1,689 @@
+"""The states of a subscriber, in memory: every transition, every failure of a source, cancellation, a lost version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.support.memory_holder import MemoryHolder, MemorySync, memory_sync
+
+from penstock.errors import (
+    Cancelled,
+    ConfigError,
+    IntegrityError,
+    NotFound,
+    PeerLost,
+    PenstockError,
+    SourceStalled,
+    StaleDescriptor,
+    VersionRefused,
+)
+from penstock.hub.messages import FleetDecision
+from penstock.sync.receive.released import StoredVersion
+from penstock.sync.receive.states import (
+    AT_REST,
+    NEXT,
+    InvalidTransition,
+    LiveVersion,
+    SubscriberState,
+    SubscriberStates,
+)
+from penstock.sync.receive.subscriber import Subscriber
+
+S = SubscriberState
+MODES = pytest.mark.parametrize("mode", ["staged", "direct"])
+
+
+@pytest.fixture
+def sync() -> Iterator[MemorySync]:
+    with memory_sync() as made:
+        yield made
+
+
+@pytest.fixture
+def holder(sync: MemorySync) -> MemoryHolder:
+    made = sync.holder("p0")
+    made.publish(1, 1.0)
+    return made
+
+
+def state(subscriber: Subscriber) -> SubscriberState:
+    return subscriber._states.now
+
+
+def is_served(subscriber: Subscriber) -> bool:
+    return subscriber._serving.status.now.is_open
+
+
+def assert_live(sync: MemorySync, subscriber: Subscriber, version: int) -> None:
+    """The version is live, whole, served, reported, and readers are let in."""
+    assert (state(subscriber), subscriber.version, sync.value) == (S.LIVE, version, float(version))
+    assert is_served(subscriber) and not subscriber.is_dirty
+    assert sync.member.syncs[-1]().state == "open"
+    with subscriber.pinned(version, ttl_s=0.1):
+        pass
+
+
+# -- The table.
+
+
+def at(*path: SubscriberState) -> SubscriberStates:
+    states = SubscriberStates()
+    for one in path:
+        states.enter(one, LiveVersion(run="r", version=1) if one is S.LIVE else None)
+    return states
+
+
+LIVE_PATH = (S.RECEIVING, S.FLIPPING, S.WRITING, S.LIVE)
+PATHS: dict[SubscriberState, tuple[SubscriberState, ...]] = {
+    S.IDLE: (),
+    S.LIVE: LIVE_PATH,
+    S.MOVED: (*LIVE_PATH, S.MOVED),
+    S.DIRTY: (S.RECEIVING, S.FLIPPING, S.WRITING, S.DIRTY),
+    S.RELEASED: (*LIVE_PATH, S.RELEASED),
+    S.RECEIVING: (*LIVE_PATH, S.RECEIVING),
+    S.STAGED: (*LIVE_PATH, S.RECEIVING, S.STAGED),
+    S.PREPARED: (*LIVE_PATH, S.RECEIVING, S.PREPARED),
+    S.FLIPPING: (*LIVE_PATH, S.RECEIVING, S.FLIPPING),
+    S.WRITING: (*LIVE_PATH, S.RECEIVING, S.FLIPPING, S.WRITING),
+    S.CLOSED: (S.CLOSED,),
+}
+
+
+@pytest.mark.parametrize("before", list(S))
+@pytest.mark.parametrize("after", list(S))
+def test_only_listed_transitions_are_allowed(before: SubscriberState, after: SubscriberState) -> None:
+    states = at(*PATHS[before])
+    rest = states.at_rest
+    is_back = before not in AT_REST and before is not S.WRITING and after is rest
+    # Busy subscribers find that their tensors moved, and stay busy.
+    is_found = after is S.MOVED and rest is S.LIVE
+    if before is S.CLOSED:
+        states.enter(after)
+        assert states.now is S.CLOSED
+    elif after in (before, S.CLOSED, *NEXT[before]) or is_back or is_found:
+        states.enter(after)
+        assert states.now is (before if is_found and before not in AT_REST else after)
+        assert states.at_rest is (after if after in AT_REST else rest)
+    else:
+        with pytest.raises(InvalidTransition, match=f"from {before.value} to {after.value}"):
+            states.enter(after)
+        assert (states.now, states.at_rest) == (before, rest)
+
+
+def test_released_target_never_gets_dirty() -> None:
+    states = at(*LIVE_PATH, S.RELEASED, S.RECEIVING, S.FLIPPING, S.WRITING)
+    assert (states.version, states.damaged) == (-1, S.RELEASED)
+    with pytest.raises(InvalidTransition):
+        states.enter(S.DIRTY)
+    states.enter(S.RELEASED)
+    assert states.now is S.RELEASED
+
+
+def test_target_under_writing_has_no_current_version() -> None:
+    states = at(*LIVE_PATH)
+    assert states.is_current
+    for one in (S.RECEIVING, S.FLIPPING):
+        states.enter(one)
+        assert states.is_current
+    states.enter(S.WRITING)
+    assert not states.is_current and states.version == 1
+
+
+# -- Versions that become live.
+
+
+@MODES
+def test_each_version_becomes_live(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        assert (state(subscriber), subscriber.version, subscriber.revision) == (S.IDLE, -1, "")
+        for version in (1, 2):
+            if version > 1:
+                holder.publish(version, float(version), {"step": str(version)})
+            report = subscriber.update()
+            assert (report.version, report.attempts, report.lost) == (version, 1, {})
+            assert_live(sync, subscriber, version)
+        assert subscriber.metadata == {"step": "2"}
+        names = [name for name, _, _ in sync.calls[4:]]
+        assert names == ["before_read", "before_pause", "at_commit", "after_resume"]
+        # The target changes between the pause and the commit, and at no other time.
+        assert [value for _, _, value in sync.calls[4:]] == [1.0, 1.0, 2.0, 2.0]
+
+
+@MODES
+def test_live_version_is_not_read_again(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        sync.calls.clear()
+        assert subscriber.update().nbytes == 0
+        assert not sync.calls
+        assert_live(sync, subscriber, 1)
+
+
+def test_states_of_a_staged_update(sync: MemorySync, holder: MemoryHolder) -> None:
+    seen: list[SubscriberState] = []
+    with sync.subscriber() as subscriber:
+        holder.at["map"] = lambda: seen.append(state(subscriber))
+        sync.at = {name: lambda: seen.append(state(subscriber)) for name in ("before_pause", "at_commit")}
+        assert subscriber.stage() == 1
+        assert (state(subscriber), sync.value) == (S.STAGED, -1.0)
+        subscriber.commit()
+        assert seen == [S.RECEIVING, S.STAGED, S.LIVE]
+        with pytest.raises(ConfigError, match="nothing is staged"):
+            subscriber.commit()
+
+
+def test_staged_live_version_commits_nothing(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        subscriber.stage()
+        assert state(subscriber) is S.STAGED
+        assert subscriber.commit().nbytes == 0
+        assert_live(sync, subscriber, 1)
+
+
+def test_readers_hold_up_a_flip(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        subscriber.stage()
+        thread = threading.Thread(target=subscriber.commit)
+        with subscriber.pinned(1, ttl_s=5.0):
+            thread.start()
+            thread.join(0.1)
+            assert thread.is_alive() and sync.value == 1.0
+        thread.join(5.0)
+        assert_live(sync, subscriber, 2)
+
+
+# -- Versions that a fleet decides on.
+
+
+def together(holder: MemoryHolder, outcome: str = "") -> None:
+    holder.terms = {"decide_s": 5.0}
+    if outcome:
+        holder.decision = FleetDecision(run="p0", version=holder.status.now.version, outcome=outcome, why="so it is")  # type: ignore[arg-type]
+
+
+def test_prepared_version_waits_for_the_commit(sync: MemorySync, holder: MemoryHolder) -> None:
+    together(holder)
+    with sync.subscriber() as subscriber:
+        subscriber.stage()
+        assert (state(subscriber), subscriber.prepared, sync.value) == (S.PREPARED, 1, -1.0)
+        assert "progress prepared" in holder.asked
+        together(holder, "committed")
+        subscriber.commit()
+        assert subscriber.prepared == -1
+        assert_live(sync, subscriber, 1)
+
+
+def test_withdrawn_prepared_version_is_given_up(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        together(holder, "withdrawn")
+        with pytest.raises(VersionRefused):
+            subscriber.update()
+        assert subscriber.prepared == -1
+        assert_live(sync, subscriber, 1)
+        with pytest.raises(ConfigError, match="nothing is staged"):
+            subscriber.commit()
+
+
+def test_unknown_decision_keeps_the_version_prepared(sync: MemorySync, holder: MemoryHolder) -> None:
+    holder.terms = {"decide_s": 0.0}
+    with sync.subscriber() as subscriber:
+        subscriber.stage()
+
+        def silence() -> None:
+            raise PeerLost("silent")
+
+        holder.at["decision"] = silence
+        sync.member.decide = lambda *_: silence()  # type: ignore[method-assign, assignment, return-value]
+        with pytest.raises(SourceStalled, match="could not be learned"):
+            subscriber.commit()
+        assert (state(subscriber), subscriber.prepared, sync.value) == (S.PREPARED, 1, -1.0)
+        del holder.at["decision"]
+        together(holder, "committed")
+        subscriber.commit()
+        assert_live(sync, subscriber, 1)
+
+
+def test_version_that_fails_its_check_is_refused(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber(check=lambda version, staged: "bad" if version == 2 else "") as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        with pytest.raises(VersionRefused, match="bad"):
+            subscriber.update()
+        assert_live(sync, subscriber, 1)
+        # It is not asked for again.
+        holder.publish(3, 3.0)
+        subscriber.update()
+        assert_live(sync, subscriber, 3)
+
+
+# -- Failures of a source.
+
+
+def lose(holder: MemoryHolder) -> None:
+    holder.is_gone = True
+
+
+def stall(holder: MemoryHolder) -> None:
+    holder.silent = True
+
+
+def spoil(holder: MemoryHolder) -> None:
+    holder.spoils = True
+
+
+def heal(holder: MemoryHolder) -> None:
+    holder.is_gone = holder.silent = holder.spoils = False
+    holder.at.clear()
+
+
+FAILURES = [(lose, PeerLost), (stall, SourceStalled), (spoil, IntegrityError)]
+
+
+@MODES
+@pytest.mark.parametrize(("fail", "kind"), FAILURES)
+def test_failed_source_without_another(
+    sync: MemorySync,
+    holder: MemoryHolder,
+    mode: str,
+    fail: Callable[[MemoryHolder], None],
+    kind: type[PenstockError],
+) -> None:
+    """The version before goes on, or a direct update that wrote bytes is dirty until one succeeds."""
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        holder.at["digests"] = lambda: fail(holder)
+        sync.calls.clear()
+        with pytest.raises(kind) as caught:
+            subscriber.update()
+        assert "p0" in str(caught.value.uri)
+        is_touched = sync.value != 1.0
+        assert (caught.value.mutated, subscriber.is_dirty) == (is_touched, is_touched)
+        assert is_touched is False or mode == "direct"
+        if is_touched:
+            assert (state(subscriber), subscriber.version) == (S.DIRTY, 1)
+            assert not is_served(subscriber) and sync.member.reports[-1].state == "dirty"
+        else:
+            assert_live(sync, subscriber, 1)
+            if mode == "direct":
+                assert sync.calls[-1][:2] == ("after_resume", 1)
+        heal(holder)
+        subscriber.update()
+        assert_live(sync, subscriber, 2)
+
+
+def test_wrong_bytes_in_the_target_make_it_dirty(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber("direct") as subscriber:
+        holder.spoils = True
+        with pytest.raises(IntegrityError) as caught:
+            subscriber.update()
+        assert (caught.value.mutated, subscriber.is_dirty, subscriber.version) == (True, True, -1)
+        assert state(subscriber) is S.DIRTY and not is_served(subscriber)
+        assert [name for name, _, _ in sync.calls] == ["before_read", "before_pause"]
+        holder.spoils = False
+        # The version that is in the target in part is read again.
+        subscriber.update()
+        assert_live(sync, subscriber, 1)
+
+
+@MODES
+def test_source_lost_before_the_pause_leaves_the_engine(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        sync.calls.clear()
+        holder.at["map"] = lambda: lose(holder)
+        with pytest.raises(PeerLost) as caught:
+            subscriber.update()
+        assert not caught.value.mutated and not sync.calls
+        assert_live(sync, subscriber, 1)
+
+
+@MODES
+@pytest.mark.parametrize(("fail", "kind"), FAILURES)
+def test_failed_source_is_replaced_and_reported(
+    sync: MemorySync,
+    holder: MemoryHolder,
+    caplog: pytest.LogCaptureFixture,
+    mode: str,
+    fail: Callable[[MemoryHolder], None],
+    kind: type[PenstockError],
+) -> None:
+    """A trainer that was restarted is listed after its former life, which does not answer any more."""
+    with sync.subscriber(mode) as subscriber:
+        other = sync.holder("p1")
+        other.publish(1, 1.0)
+        holder.at["digests"] = lambda: fail(holder)
+        with caplog.at_level("WARNING", logger="penstock"):
+            report = subscriber.update()
+        assert report.attempts == 2 and dict(report.sources) == {"p1": report.nbytes}
+        assert list(report.lost) == ["p0"] and "p0" in report.lost["p0"]
+        assert "without p0" in report.summary()
+        assert len([one for one in caplog.records if "attempt 1" in one.message and "p0" in one.message]) == 1
+        # Several attempts pause the engine once.
+        assert [name for name, _, _ in sync.calls].count("before_pause") == 1
+        assert_live(sync, subscriber, 1)
+
+
+def test_half_written_target_is_not_taken_for_the_live_version(sync: MemorySync, holder: MemoryHolder) -> None:
+    """The source of version 2 is lost after its first bytes; what is left is the version that was live before."""
+    with sync.subscriber("direct") as subscriber:
+        subscriber.update()
+        former = sync.holder("p1")
+        former.is_listed = False
+        holder.publish(2, 2.0)
+
+        def replace() -> None:
+            holder.spoils = former.is_listed = True
+            holder.is_listed = False
+            former.publish(1, 1.0)
+            former.status.post("p0", 1, is_open=True)
+
+        holder.at["digests"] = replace
+        report = subscriber.update()
+        assert report.nbytes > 0
+        assert_live(sync, subscriber, 1)
+
+
+# -- A version that is withdrawn at each step.
+
+
+@MODES
+@pytest.mark.parametrize("step", ["part", "map", "digests"])
+def test_replaced_version_gives_way_to_the_next(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        left = [3]
+
+        def replace() -> None:
+            if left:
+                holder.publish(left[0], float(left.pop()))
+
+        holder.at[step] = replace
+        report = subscriber.update()
+        assert report.version == 3 and not report.lost
+        assert_live(sync, subscriber, 3)
+
+
+@MODES
+@pytest.mark.parametrize("step", ["part", "map", "before_read", "before_pause", "digests"])
+def test_version_withdrawn_at_a_step_leaves_the_one_before(
+    sync: MemorySync, holder: MemoryHolder, mode: str, step: str
+) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        sync.calls.clear()
+        (sync.at if step.startswith("before") else holder.at)[step] = holder.withdraw
+        if mode == "staged" and step == "before_pause":
+            # All bytes are here and verified.
+            assert subscriber.update().version == 2
+            assert_live(sync, subscriber, 2)
+            return
+        with pytest.raises(StaleDescriptor):
+            subscriber.update()
+        if subscriber.is_dirty:
+            # Loopback reads before it compares: the digests come after the bytes.
+            assert (mode, step, state(subscriber)) == ("direct", "digests", S.DIRTY)
+            return
+        assert_live(sync, subscriber, 1)
+        if ("before_pause", 2, 1.0) in sync.calls:
+            assert sync.calls[-1] == ("after_resume", 1, 1.0)
+
+
+def test_version_withdrawn_by_the_fleet_is_not_read(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        decision = FleetDecision(run="p0", version=2, outcome="withdrawn", why="a check failed")
+        holder.terms = {"refused": decision}
+        with pytest.raises(VersionRefused, match="a check failed"):
+            subscriber.update()
+        assert_live(sync, subscriber, 1)
+
+
+# -- Cancellation.
+
+
+@MODES
+def test_update_without_a_publisher_ends_at_its_timeout(sync: MemorySync, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        with pytest.raises(NotFound):
+            subscriber.update(timeout_s=0.02)
+        assert (state(subscriber), sync.value) == (S.IDLE, -1.0)
+        assert subscriber.prepare(timeout_s=0.02) is False
+
+
+def test_past_version_ends_at_the_timeout(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        holder.withdraw()
+        with pytest.raises(StaleDescriptor):
+            subscriber.update(timeout_s=0.02)
+        assert state(subscriber) is S.IDLE
+
+
+@MODES
+def test_closed_subscriber_ends_its_update(sync: MemorySync, mode: str) -> None:
+    subscriber = sync.subscriber(mode)
+    raised: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            subscriber.update(timeout_s=30.0)
+        except Cancelled as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    thread.join(0.05)
+    subscriber.close()
+    thread.join(5.0)
+    assert len(raised) == 1 and state(subscriber) is S.CLOSED and sync.member.has_left
+    calls: tuple[Callable[[], Any], ...] = (subscriber.update, subscriber.commit, subscriber.release)
+    for call in calls:
+        with pytest.raises(Cancelled):
+            call()
+
+
+@MODES
+def test_subscriber_closed_while_it_flips_keeps_the_version(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    subscriber = sync.subscriber(mode)
+    sync.at["at_commit"] = subscriber.close
+    subscriber.update()
+    assert (state(subscriber), subscriber.version, sync.value) == (S.CLOSED, 1, 1.0)
+
+
+# -- Hooks and errors on the way.
+
+
+@MODES
+@pytest.mark.parametrize("hook", ["before_read", "before_pause"])
+def test_hook_that_raises_before_the_flip_changes_nothing(
+    sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
+) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        sync.calls.clear()
+        sync.fails[hook] = ValueError("not now")
+        with pytest.raises(ValueError, match="not now"):
+            subscriber.update()
+        assert sync.calls[-1][0] == hook and sync.value == 1.0
+        assert is_served(subscriber) and not subscriber.is_dirty
+        with subscriber.pinned(1, ttl_s=0.1):
+            pass
+        sync.fails.clear()
+        subscriber.update()
+        assert_live(sync, subscriber, 2)
+
+
+@MODES
+@pytest.mark.parametrize("hook", ["at_commit", "after_resume"])
+def test_hook_that_raises_after_the_flip_leaves_it_live(
+    sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
+) -> None:
+    with sync.subscriber(mode) as subscriber:
+        sync.fails[hook] = ValueError("too late")
+        with pytest.raises(ValueError, match="too late"):
+            subscriber.update()
+        assert (state(subscriber), subscriber.version, sync.value, subscriber.is_dirty) == (S.LIVE, 1, 1.0, False)
+        with subscriber.pinned(1, ttl_s=0.1):
+            pass
+
+
+@pytest.mark.parametrize("error", [PeerLost("a device", mutated=True), KeyboardInterrupt()])
+def test_broken_copy_makes_the_target_dirty(sync: MemorySync, holder: MemoryHolder, error: BaseException) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        subscriber.stage()
+        copy = subscriber._update_loop.copy_staged
+
+        def broken(staged: object) -> None:
+            raise error
+
+        subscriber._update_loop.copy_staged = broken  # type: ignore[method-assign]
+        with pytest.raises(type(error)):
+            subscriber.commit()
+        assert (state(subscriber), subscriber.version, is_served(subscriber)) == (S.DIRTY, 1, False)
+        with pytest.raises(ConfigError, match="nothing is staged"):
+            subscriber.commit()
+        subscriber._update_loop.copy_staged = copy  # type: ignore[method-assign]
+        subscriber.update()
+        assert_live(sync, subscriber, 2)
+
+
+def test_refused_copy_keeps_the_version_staged(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        subscriber.stage()
+        copy = subscriber._update_loop.copy_staged
+
+        def refused(staged: object) -> None:
+            raise PeerLost("the driver refused")
+
+        subscriber._update_loop.copy_staged = refused  # type: ignore[method-assign]
+        with pytest.raises(PeerLost) as caught:
+            subscriber.commit()
+        assert not caught.value.mutated and state(subscriber) is S.STAGED
+        assert (subscriber.version, sync.value, is_served(subscriber)) == (1, 1.0, True)
+        assert sync.calls[-1] == ("after_resume", 1, 1.0)
+        subscriber._update_loop.copy_staged = copy  # type: ignore[method-assign]
+        subscriber.commit()
+        assert_live(sync, subscriber, 2)
+
+
+@MODES
+def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        sync.target["b"] = torch.full((32,), 9.0)
+        holder.at["part"] = lambda: lose(holder)
+        with pytest.raises(PeerLost):
+            subscriber.update()
+        assert (state(subscriber), subscriber.version, is_served(subscriber)) == (S.MOVED, 1, False)
+        heal(holder)
+        assert subscriber.update().nbytes > 0
+        assert_live(sync, subscriber, 1)
+
+
+# -- Released weights.
+
+
+@MODES
+def test_released_version_comes_back(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        subscriber.release(free=False)
+        assert (state(subscriber), subscriber.version, subscriber.is_released) == (S.RELEASED, -1, True)
+        assert not is_served(subscriber)
+        calls: tuple[Callable[[], Any], ...] = (subscriber.update, subscriber.prepare, subscriber.release)
+        for call in calls:
+            with pytest.raises(ConfigError, match="released"):
+                call()
+        subscriber.restore()
+        assert_live(sync, subscriber, 1)
+        with pytest.raises(ConfigError, match="not released"):
+            subscriber.restore()
+
+
+@MODES
+def test_failed_restore_stays_released(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        subscriber.release(free=False)
+        holder.spoils = True
+        with pytest.raises(IntegrityError):
+            subscriber.restore()
+        assert (state(subscriber), subscriber.version, subscriber.is_dirty) == (S.RELEASED, -1, False)
+        heal(holder)
+        subscriber.restore()
+        assert_live(sync, subscriber, 1)
+
+
+@MODES
+def test_stored_version_replaces_lost_members(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        subscriber.release(free=False)
+        lose(holder)
+        stored = {"a": torch.full((64, 8), 1.0), "b": torch.full((32,), 1.0)}
+        report = subscriber.restore(stored=StoredVersion(version=1, weights=lambda: iter(stored.items())))
+        assert "outside of the sync" in report.why[0]
+        assert_live(sync, subscriber, 1)
+
+
+@MODES
+def test_wrong_stored_version_stays_released(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+    with sync.subscriber(mode) as subscriber:
+        subscriber.update()
+        subscriber.release(free=False)
+        lose(holder)
+        stored = {"a": torch.full((64, 8), 7.0), "b": torch.full((32,), 1.0)}
+        with pytest.raises(IntegrityError, match="not the one that was live"):
+            subscriber.restore(stored=StoredVersion(version=1, weights=lambda: iter(stored.items())))
+        assert (state(subscriber), subscriber.version) == (S.RELEASED, -1)
+
+
+def test_bytes_that_the_engine_brought_back_are_verified(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.update()
+        subscriber.release(free=False, returns=True)
+        sync.target["a"][3, 3] = 5.0
+        with pytest.raises(IntegrityError):
+            subscriber.restore(in_place=True)
+        assert state(subscriber) is S.RELEASED
+        sync.target["a"][3, 3] = 1.0
+        subscriber.restore(in_place=True)
+        assert_live(sync, subscriber, 1)
+
+
+def test_dirty_target_is_not_brought_back(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber("direct") as subscriber:
+        holder.spoils = True
+        with pytest.raises(IntegrityError):
+            subscriber.update()
+        with pytest.raises(ConfigError, match="parts of several versions"):
+            subscriber.release(free=False, returns=True)
+        assert state(subscriber) is S.DIRTY
+
+
+def test_staged_version_is_dropped_by_release(sync: MemorySync, holder: MemoryHolder) -> None:
+    with sync.subscriber() as subscriber:
+        subscriber.stage()
+        subscriber.release(free=False)
+        with pytest.raises(ConfigError, match="nothing is staged"):
+            subscriber.commit()
+        subscriber.restore()
+        assert_live(sync, subscriber, 1)
