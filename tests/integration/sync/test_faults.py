@@ -109,6 +109,19 @@ def test_a_publisher_lost_under_a_read(host: Host, mode: str, number: int) -> No
     holds(subscriber, step(again, [subscriber], 3)[0], 3)
 
 
+def test_rank_lost_before_the_first_update_is_named(host: Host) -> None:
+    """Rank 0 plans, lives, and cannot reach rank 1: the error is about rank 1."""
+    publishers = host.start_ranks("publisher", 2, mode="snapshot", **hasty(8.0))
+    step(publishers, [], 1)
+    publishers[1].kill(signal.SIGKILL)
+    subscriber = host.start_ranks("subscriber", 1, **hasty(8.0))[0]
+    said = subscriber.ask("update 1")
+    assert said["error"] == "PeerLost", said
+    assert publishers[1].said["joined"]["member"] in said["message"]
+    assert publishers[0].said["joined"]["member"] not in said["message"]
+    assert publishers[0].process.poll() is None
+
+
 def test_a_direct_update_that_was_cut_off_is_dirty_until_a_version_is_whole(host: Host) -> None:
     task = SyncTask(side="subscriber")
     mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}

@@ -582,6 +582,10 @@ class Why(Readable, msgspec.Struct, frozen=True, kw_only=True):
         return "\n".join(self.lines)
 
 
+MEMBER_PREFIX = "penstock:"
+"""Before a member's id in the `uri` of an error."""
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """The body of every answer that is not 2xx, of the hub and of members."""
 
@@ -591,6 +595,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Of a refusal: other members that may accept."""
     kind: str | msgspec.UnsetType = msgspec.UNSET
     """Name of the error's class, where the status alone does not say it."""
+    member: MemberId | msgspec.UnsetType = msgspec.UNSET
+    """The member that the error is about, where it is not the one that answers."""
 
 
 # Messages between two members, in msgpack.

@@ -30,6 +30,7 @@ from penstock.http.control import Connect, ControlConnection, over_tcp
 from penstock.hub.address import PeerAddress, connect_peer_socket, parse_peer_url
 from penstock.hub.auth import certificate_names
 from penstock.hub.messages import (
+    MEMBER_PREFIX,
     UPGRADE_HINT,
     AnnouncedVersion,
     Fault,
@@ -263,10 +264,11 @@ class PeerClient(Closeable):
             return SourceBusy(fault.error, uri=self._uri(), hint=f"read from one of its readers instead: {others}")
         kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
         kind = kinds.get(code, PeerLost)
-        return kind(fault.error, uri=self._uri(), hint=fault.hint or None)
+        uri = self._uri() if fault.member is msgspec.UNSET else MEMBER_PREFIX + fault.member
+        return kind(fault.error, uri=uri, hint=fault.hint or None)
 
     def _uri(self) -> str:
-        return f"penstock:{self.upstream.member}"
+        return MEMBER_PREFIX + self.upstream.member
 
     def interrupt(self) -> None:
         """Abort a request of another thread, which raises PeerLost there; the release in `close` is not aborted."""

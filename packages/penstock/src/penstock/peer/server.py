@@ -42,15 +42,18 @@ from penstock.errors import (
     ConfigError,
     FormatError,
     NotFound,
+    PeerLost,
     PenstockError,
     PermissionDenied,
     PlanError,
     SourceBusy,
+    SourceStalled,
     StaleDescriptor,
 )
 from penstock.http.phases import PhasesHandler, answer_ready
 from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.hub.messages import (
+    MEMBER_PREFIX,
     UNANNOUNCED,
     UPGRADE_HINT,
     AnnouncedVersion,
@@ -505,7 +508,10 @@ def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
 
 
 def _fault(error: PenstockError) -> Fault:
-    return Fault(error=error.message, hint=error.hint or "")
+    fault = Fault(error=error.message, hint=error.hint or "")
+    # A planner that cannot reach a rank lives: the rank is to be named, and not the planner.
+    is_about_member = isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX)
+    return msgspec.structs.replace(fault, member=str(error.uri)[len(MEMBER_PREFIX) :]) if is_about_member else fault
 
 
 def _send_malformed(exchange: ServerExchange, error: Exception) -> None:

@@ -34,7 +34,7 @@ from penstock.errors import (
     SourceStalled,
     StaleDescriptor,
 )
-from penstock.hub.messages import FleetDecision, SyncMember, layout_digest
+from penstock.hub.messages import MEMBER_PREFIX, FleetDecision, SyncMember, layout_digest
 from penstock.logs import log_named
 from penstock.plan.layout import decode, encode
 from penstock.plan.sync import ReceiverPlan
@@ -303,8 +303,11 @@ class UpdateLoop:
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # Not from a source, which `_read` would have named: from the planner itself.
-                member, error = planner.member, failed
+                # Not from a source, which `_read` would have named: from the planner, about itself or about a member
+                # that it could not reach. If it cannot do without that member, it is left out too.
+                about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
+                is_other = failed.uri != about and about not in lost
+                member, error = about if is_other else planner.member, failed
             except (PlanError, StaleDescriptor) as failed:
                 # A trainer that was restarted is whole, whatever its former process does.
                 if planner.state.run not in damaged:

@@ -1,0 +1,35 @@
+"""An answer about a member that the answering one could not reach names that member."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from penstock.errors import PeerLost, PenstockError, SourceStalled, SourceUnavailable
+from penstock.hub.messages import Fault
+from penstock.peer.client import PeerClient
+from penstock.peer.server import _fault
+
+
+def received(error: PenstockError) -> PenstockError:
+    """Return what a client of the member `planner` raises for this error there."""
+    client = cast("Any", SimpleNamespace(upstream=SimpleNamespace(member="planner"), _uri=lambda: "penstock:planner"))
+    return PeerClient._refusal(client, 503, msgspec.msgpack.encode(_fault(error)))
+
+
+@pytest.mark.parametrize("kind", [PeerLost, SourceStalled])
+def test_lost_member_is_named(kind: type[PenstockError]) -> None:
+    error = received(kind("reset by peer", uri="penstock:rank-1"))
+    assert isinstance(error, PeerLost) and error.uri == "penstock:rank-1"
+
+
+@pytest.mark.parametrize("error", [PeerLost("gone"), SourceUnavailable("no file", uri="s3://bucket/key")])
+def test_other_error_names_the_answering_member(error: PenstockError) -> None:
+    assert received(error).uri == "penstock:planner"
+
+
+def test_fault_without_a_member_keeps_its_bytes() -> None:
+    assert b"member" not in msgspec.msgpack.encode(Fault(error="busy"))
