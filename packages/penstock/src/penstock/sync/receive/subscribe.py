@@ -106,7 +106,7 @@ def subscriber(
         this_rank = Subscriber(
             name,
             target,
-            Membership(member, name, stall_s),
+            Membership(member, name, stall_s, timing=timing),
             options,
             rank=engine_rank,
             world_size=world_size,
