@@ -103,6 +103,7 @@ MESSAGES = {
     "peer.session_request/msgpack": "penstock.hub.messages:SessionRequest",
     "peer.session/msgpack": "penstock.hub.messages:MemberSession",
     "peer.fault/msgpack": "penstock.hub.messages:Fault",
+    "peer.member_fault/msgpack": "penstock.hub.messages:MemberFault",
     "peer.table/msgpack": "penstock.peer.local_weights:TableMessage",
     "peer.grant/msgpack": "penstock.hub.grants:Grant",
     "sync.part_request/msgpack": "penstock.sync.messages:PartRequest",

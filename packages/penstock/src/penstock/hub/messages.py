@@ -595,8 +595,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Of a refusal: other members that may accept."""
     kind: str | msgspec.UnsetType = msgspec.UNSET
     """Name of the error's class, where the status alone does not say it."""
+
+
+class MemberFault(Fault, frozen=True, kw_only=True):
+    """A fault about another member than the one that answers. Readers that know only `Fault` ignore the name."""
+
     member: MemberId | msgspec.UnsetType = msgspec.UNSET
-    """The member that the error is about, where it is not the one that answers."""
 
 
 # Messages between two members, in msgpack.

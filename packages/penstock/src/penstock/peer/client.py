@@ -33,11 +33,11 @@ from penstock.hub.messages import (
     MEMBER_PREFIX,
     UPGRADE_HINT,
     AnnouncedVersion,
-    Fault,
     HoldingMap,
     Lease,
     LeaseRequest,
     LogReply,
+    MemberFault,
     MemberSession,
     Upstream,
     version_fault,
@@ -255,9 +255,9 @@ class PeerClient(Closeable):
     def _refusal(self, code: int, raw: bytes) -> PenstockError:
         """Return the error that an answer of another status than 200 stands for."""
         try:
-            fault = msgspec.msgpack.decode(raw, type=Fault)
+            fault = msgspec.msgpack.decode(raw, type=MemberFault)
         except MALFORMED:
-            fault = Fault(error=f"HTTP {code}")
+            fault = MemberFault(error=f"HTTP {code}")
         fault = msgspec.structs.replace(fault, error=printable(fault.error), hint=printable(fault.hint))
         if code == 429:
             others = ", ".join(reader[:8] for reader in fault.alternatives)

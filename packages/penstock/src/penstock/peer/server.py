@@ -61,6 +61,7 @@ from penstock.hub.messages import (
     HoldingMap,
     Lease,
     LeaseRequest,
+    MemberFault,
     version_fault,
 )
 from penstock.net.listener import bound_socket
@@ -508,10 +509,12 @@ def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
 
 
 def _fault(error: PenstockError) -> Fault:
-    fault = Fault(error=error.message, hint=error.hint or "")
+    message, hint = error.message, error.hint or ""
     # A planner that cannot reach a rank lives: the rank is to be named, and not the planner.
     is_about_member = isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX)
-    return msgspec.structs.replace(fault, member=str(error.uri)[len(MEMBER_PREFIX) :]) if is_about_member else fault
+    if is_about_member:
+        return MemberFault(error=message, hint=hint, member=str(error.uri).removeprefix(MEMBER_PREFIX))
+    return Fault(error=message, hint=hint)
 
 
 def _send_malformed(exchange: ServerExchange, error: Exception) -> None:
