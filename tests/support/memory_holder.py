@@ -26,6 +26,7 @@ from penstock.hub.messages import DecideReply, FleetDecision, SyncMember, SyncSt
 from penstock.sync.local_version import Answer, LocalVersion, VersionMap, VersionStatus
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartReply, PartRequest
+from penstock.sync.part_outcome import Granted, Withdrawn, encode_outcome
 from penstock.sync.planner import Planner
 from penstock.sync.receive.hooks import Hooks
 from penstock.sync.receive.sources import PeerLink
@@ -65,7 +66,8 @@ class MemoryHolder:
         spoils: the digests that it sends are those of other bytes.
         silent: it never has digests.
         is_listed: whether the hub lists it.
-        terms: of each version; see `PartReply`.
+        decide_s: of versions that are published together; see `Granted`.
+        refused: the decision by which its versions are withdrawn.
         decision: of the fleet, on a version that is published together.
     """
 
@@ -75,7 +77,8 @@ class MemoryHolder:
         self.asked: list[str] = []
         self.is_gone = self.spoils = self.silent = False
         self.is_listed = True
-        self.terms: dict[str, Any] = {}
+        self.decide_s: float | None = None
+        self.refused: FleetDecision | None = None
         self.decision: FleetDecision | None = None
         self.tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         rows = declared(self.tensors)
@@ -87,8 +90,10 @@ class MemoryHolder:
         membership = cast("Membership", MemoryMembership(sync, SimpleNamespace(id=name)))
         self.planner = Planner(membership, self.status, lambda: self.layout, terms=self._terms)
 
-    def _terms(self, asker: str, request: PartRequest, run: str, version: int) -> PartReply:
-        return PartReply(version=version, run=run, **self.terms)
+    def _terms(self, asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
+        if self.refused is not None:
+            return Withdrawn(version=version, run=run, decision=self.refused)
+        return Granted(version=version, run=run, decide_s=self.decide_s)
 
     @property
     def state(self) -> SyncState:
@@ -146,7 +151,7 @@ class MemoryClient:
 
     def part(self, request: PartRequest) -> PartReply:
         self._holder.answer("part")
-        return self._holder.planner.part(self._asker, request)
+        return encode_outcome(self._holder.planner.part(self._asker, request))
 
     def news(self, after: int, wait_s: float) -> Any:
         self._holder.answer("news")
@@ -188,6 +193,7 @@ class MemoryMembership:
     name = "policy"
     key = "0" * 32
     stall_s = STALL_S
+    timing = QUICK
 
     def __init__(self, sync: MemorySync, member: Any) -> None:
         self.member = member

@@ -215,7 +215,7 @@ def test_readers_hold_up_a_flip(sync: MemorySync, holder: MemoryHolder) -> None:
 
 
 def together(holder: MemoryHolder, outcome: str = "") -> None:
-    holder.terms = {"decide_s": 5.0}
+    holder.decide_s = 5.0
     if outcome:
         holder.decision = FleetDecision(run="p0", version=holder.status.now.version, outcome=outcome, why="so it is")  # type: ignore[arg-type]
 
@@ -246,7 +246,7 @@ def test_withdrawn_prepared_version_is_given_up(sync: MemorySync, holder: Memory
 
 
 def test_unknown_decision_keeps_the_version_prepared(sync: MemorySync, holder: MemoryHolder) -> None:
-    holder.terms = {"decide_s": 0.0}
+    holder.decide_s = 0.0
     with sync.subscriber() as subscriber:
         subscriber.stage()
 
@@ -457,8 +457,7 @@ def test_version_withdrawn_by_the_fleet_is_not_read(sync: MemorySync, holder: Me
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
-        decision = FleetDecision(run="p0", version=2, outcome="withdrawn", why="a check failed")
-        holder.terms = {"refused": decision}
+        holder.refused = FleetDecision(run="p0", version=2, outcome="withdrawn", why="a check failed")
         with pytest.raises(VersionRefused, match="a check failed"):
             subscriber.update()
         assert_live(sync, subscriber, 1)
