@@ -255,22 +255,6 @@ def attach(
         return attached
 
 
-def kept_here(
-    model: str, *, device: str | int | torch.device, connection: ConnectionSettings | str | None = None
-) -> list[HoldingState]:
-    """Return everything that keepers of this host have under a model's name on a device, in other tiers too.
-
-    Raises:
-        HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
-    """
-    connection = resolve_connection(connection)
-    wanted = _Wanted(model=model, device=resolve_device(device))
-    with HubClient.connect(connection.hub, connection.token) as hub:
-        members = hub.status(model).members
-    here = host_id()
-    return [h for member in members if member.host == here for h in member.holdings if wanted.is_ready(h)]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
     """The weights that a process looks for."""
