@@ -7,7 +7,6 @@ from scripts.source_roots import ROOT
 
 ALLOWED = {
     # Journeys and the hub's server, whose I/O is still to move to `open`.
-    "penstock.cache.weight_cache.WeightCache": "joins the fleet",
     "penstock.hub.auth.TokenFile": "reads the tokens once, so that a faulty file fails at the start",
     "penstock.hub.local_hub._Hosting": "binds the socket of this host's hub",
     "penstock.jobs.coordinator.Coordinator": "binds the socket for its workers",
@@ -15,7 +14,6 @@ ALLOWED = {
     "penstock.loader.verify._SidecarFile": "looks for the file",
     "penstock.memory.tier_disk.SpillTier": "makes its directory",
     "penstock.storage.place.DestinationClaim": "claims the directory",
-    "penstock.sync.receive.sources.LinkRequests": "starts a request to each source",
     "penstock.telemetry.endpoint.MetricsEndpoint": "listens",
     "penstock_hf.runai_streamer.objects.ObjectStorageModel": "the replaced class opens the bucket there too",
     # Objects that are one resource of the operating system, and exist while it does.

@@ -210,7 +210,7 @@ def engine(told: dict[str, Any]) -> int:
             found = {"digests": digests(dict(attached)), "revision": attached.report.revision}
             time.sleep(told["hold_s"])
             found["again"] = digests(dict(attached))
-            return found | {"standing": attached.standing}
+            return found | {"standing": attached.lease_state}
 
     say("ready")
     for _ in sys.stdin:

@@ -61,7 +61,7 @@ def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> N
             ps.cache.attach("llama", device="cpu", timeout_s=0.0)
         keeper.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 20
-        while attached.standing != "draining":
+        while attached.lease_state != "draining":
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert keeper.process.poll() is None
@@ -108,7 +108,7 @@ def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> Non
         for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
         deadline = time.monotonic() + 60
-        while attached.standing != "damaged":
+        while attached.lease_state != "damaged":
             assert time.monotonic() < deadline
             time.sleep(0.05)
         with pytest.raises(ps.IntegrityError):

@@ -154,7 +154,8 @@ def attach(name: str, model: str, hub: str | None = None) -> dict[str, Any]:
 
 
 def standing(name: str) -> str:
-    return _open[name].standing
+    attached = _open[name]
+    return attached.lease_state if hasattr(attached, "lease_state") else attached.standing
 
 
 def check(name: str) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import msgspec
 import pytest
 
 from penstock.errors import PeerLost, PenstockError, SourceStalled, SourceUnavailable
 from penstock.hub.messages import Fault
-from penstock.peer.client import PeerClient
-from penstock.peer.server import _fault
+from penstock.peer.client import refusal_of
+from penstock.peer.server import fault_of
 
 
 def received(error: PenstockError) -> PenstockError:
     """Return what a client of the member `planner` raises for this error there."""
-    client = cast("Any", SimpleNamespace(upstream=SimpleNamespace(member="planner"), _uri=lambda: "penstock:planner"))
-    return PeerClient._refusal(client, 503, msgspec.msgpack.encode(_fault(error)))
+    return refusal_of("penstock:planner", 503, msgspec.msgpack.encode(fault_of(error)))
 
 
 @pytest.mark.parametrize("kind", [PeerLost, SourceStalled])

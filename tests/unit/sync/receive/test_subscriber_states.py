@@ -50,7 +50,7 @@ def holder(sync: MemorySync) -> MemoryHolder:
 
 
 def state(subscriber: Subscriber) -> SubscriberState:
-    return subscriber._states.now
+    return subscriber.state
 
 
 def is_served(subscriber: Subscriber) -> bool:

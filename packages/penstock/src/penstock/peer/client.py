@@ -218,7 +218,7 @@ class PeerClient(Closeable):
         """
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
-            raise self._refusal(code, raw)
+            raise refusal_of(self._uri(), code, raw)
 
     def _path(self) -> str:
         """Return the path of our lease at the server."""
@@ -233,7 +233,7 @@ class PeerClient(Closeable):
                 return self._decode(raw, kind)
             except MALFORMED as error:
                 raise FormatError(f"the answer to {verb} {path} is malformed: {error}", uri=self._uri()) from error
-        raise self._refusal(code, raw)
+        raise refusal_of(self._uri(), code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         """Send a request on the one connection, which is opened first if it is not; return status and body."""
@@ -251,21 +251,6 @@ class PeerClient(Closeable):
             raise PeerLost(f"the connection to the member's server failed: {error}", uri=self._uri()) from error
         finally:
             self._is_asking = False
-
-    def _refusal(self, code: int, raw: bytes) -> PenstockError:
-        """Return the error that an answer of another status than 200 stands for."""
-        try:
-            fault = msgspec.msgpack.decode(raw, type=MemberFault)
-        except MALFORMED:
-            fault = MemberFault(error=f"HTTP {code}")
-        fault = msgspec.structs.replace(fault, error=printable(fault.error), hint=printable(fault.hint))
-        if code == 429:
-            others = ", ".join(reader[:8] for reader in fault.alternatives)
-            return SourceBusy(fault.error, uri=self._uri(), hint=f"read from one of its readers instead: {others}")
-        kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
-        kind = kinds.get(code, PeerLost)
-        uri = self._uri() if fault.member is msgspec.UNSET else MEMBER_PREFIX + fault.member
-        return kind(fault.error, uri=uri, hint=fault.hint or None)
 
     def _uri(self) -> str:
         return MEMBER_PREFIX + self.upstream.member
@@ -301,3 +286,25 @@ class PeerClient(Closeable):
         except OSError:
             return False
         return True
+
+
+def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
+    """Return the error that a member's answer of another status than 200 stands for.
+
+    Args:
+        uri: the member that answered, unless the answer names another one.
+        code: the status.
+        raw: the body.
+    """
+    try:
+        fault = msgspec.msgpack.decode(raw, type=MemberFault)
+    except MALFORMED:
+        fault = MemberFault(error=f"HTTP {code}")
+    fault = msgspec.structs.replace(fault, error=printable(fault.error), hint=printable(fault.hint))
+    if code == 429:
+        others = ", ".join(reader[:8] for reader in fault.alternatives)
+        return SourceBusy(fault.error, uri=uri, hint=f"read from one of its readers instead: {others}")
+    kinds: dict[int, type[PenstockError]] = {403: PermissionDenied, 404: NotFound, 426: PlanError}
+    kind = kinds.get(code, PeerLost)
+    named = uri if fault.member is msgspec.UNSET else MEMBER_PREFIX + fault.member
+    return kind(fault.error, uri=named, hint=fault.hint or None)

@@ -382,20 +382,20 @@ class PeerServer:
         except RefusedVersion as error:
             _send(exchange, HTTPStatus.UPGRADE_REQUIRED, Fault(error=str(error), hint=UPGRADE_HINT))
         except PermissionDenied as error:
-            _send(exchange, HTTPStatus.FORBIDDEN, _fault(error))
+            _send(exchange, HTTPStatus.FORBIDDEN, fault_of(error))
         except NotFound as error:
             _send(exchange, HTTPStatus.NOT_FOUND, Fault(error=error.message))
         except SourceBusy as error:
-            _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, _fault(error))
+            _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, fault_of(error))
         except PlanError as error:
-            _send(exchange, HTTPStatus.CONFLICT, _fault(error))
+            _send(exchange, HTTPStatus.CONFLICT, fault_of(error))
         except StaleDescriptor as error:
-            _send(exchange, HTTPStatus.GONE, _fault(error))
+            _send(exchange, HTTPStatus.GONE, fault_of(error))
         except (FormatError, *MALFORMED) as error:
             _send_malformed(exchange, error)
         except PenstockError as error:
             # Before ValueError, which ConfigError is too.
-            _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, _fault(error))
+            _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, fault_of(error))
         except ValueError as error:
             _send_malformed(exchange, error)
         else:
@@ -508,7 +508,7 @@ def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
     return exchange.read_body(max_bytes)
 
 
-def _fault(error: PenstockError) -> Fault:
+def fault_of(error: PenstockError) -> Fault:
     message, hint = error.message, error.hint or ""
     # A planner that cannot reach a rank lives: the rank is to be named, and not the planner.
     is_about_member = isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX)

@@ -130,6 +130,11 @@ class Subscriber(Closeable):
         return self
 
     @property
+    def state(self) -> SubscriberState:
+        """Return what this subscriber does now."""
+        return self._states.now
+
+    @property
     def version(self) -> int:
         """Return the live version; -1: none."""
         return self._states.version
