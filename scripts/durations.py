@@ -1,4 +1,4 @@
-"""Record how long each test file took: `python -m scripts.durations [.cache/tests-0.xml ...]`, after `make test`.
+"""Record how long each test file took: `python -m scripts.durations [.cache/tests-0-unit.xml ...]`, after `make test`.
 
 In: reports in JUnit's form, by default those that `scripts.run_tests` left. Out: `tests/durations.json`.
 Files that no report has keep their seconds. Files that are gone lose them.

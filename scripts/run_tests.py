@@ -33,13 +33,15 @@ UNKNOWN_S = 15.0
 QUICK_ROOTS = ("tests/unit", "tests/wire", "tests/api", "tests/hostile", "tests/conformance")
 """Folders of `--quick`, beside the files directly in `tests`."""
 QUICK_FILE_S = 10.0
+WHOLE = ("tests/integration/", "tests/benchmarks/", "tests/chaos/")
+"""Folders whose tests run in a pytest process of their own, beside no unit test."""
 NO_TESTS = 5
 """The exit status of pytest if nothing was collected. A group of files that the options deselect is no failure."""
 
 
 @dataclass
 class Group:
-    """Files of one pytest process and the seconds that they are expected to take."""
+    """Files that run one after the other, and the seconds that they are expected to take."""
 
     files: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -83,15 +85,18 @@ def divide(files: Iterable[str], durations: Mapping[str, float], count: int, bef
 
 
 def command_of(group: Group, number: int) -> str:
-    """Return the shell command of a group. Its status is that of the last part that failed, or 0."""
-    report = LOGS / f"tests-{number}.xml"
-    pytest = [sys.executable, "-m", "pytest", "-m", "not engines"]
-    pytest += ["-o", "junit_family=xunit1", f"--junitxml={report}", *group.files]
+    """Return the shell command of a group, which runs its parts in turn. Its status is the last failure's, or 0."""
     parts = ["status=0"]
     if group.before:
         parts.append(f"{{ {group.before}; }} || status=$?")
-    if group.files:
-        parts.append(f"{shlex.join(pytest)} || {{ code=$?; [ $code = {NO_TESTS} ] || status=$code; }}")
+    # Tests of whole journeys leave members and their threads to the end of the process. Unit tests count threads.
+    whole = [file for file in group.files if file.startswith(WHOLE)]
+    for kind, files in (("whole", whole), ("unit", [file for file in group.files if file not in whole])):
+        if files:
+            report = LOGS / f"tests-{number}-{kind}.xml"
+            pytest = [sys.executable, "-m", "pytest", "-m", "not engines"]
+            pytest += ["-o", "junit_family=xunit1", f"--junitxml={report}", *files]
+            parts.append(f"{shlex.join(pytest)} || {{ code=$?; [ $code = {NO_TESTS} ] || status=$code; }}")
     return "; ".join([*parts, "exit $status"])
 
 

@@ -78,7 +78,7 @@ def test_reports_of_a_run_become_durations(tree: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(module, "DURATIONS", recorded_at)
     monkeypatch.setattr(durations, "ROOT", tree)
     assert run_tests.run([Group(["test_slow.py"])]) == 0
-    assert durations.main([str(run_tests.LOGS / "tests-0.xml")]) == 0
+    assert durations.main([str(run_tests.LOGS / "tests-0-unit.xml")]) == 0
     found = recorded()
     assert set(found) == {"test_slow.py", "before"}
     assert 0.3 <= found["test_slow.py"] < 30

@@ -24,7 +24,7 @@ import json, sys
 
 arguments = json.loads(sys.argv[1])
 if arguments.pop("install_compat", False):
-    from penstock.compat import runai_streamer
+    from penstock_hf import runai_streamer
     runai_streamer.install()
 
 from vllm import LLM, SamplingParams

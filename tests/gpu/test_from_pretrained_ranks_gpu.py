@@ -83,5 +83,5 @@ def test_a_file_that_one_rank_cannot_read_fails_all(models: dict[str, Path], tmp
     outcomes = run_ranks(truncated_on_one_rank, 2, directories, backend="nccl", timeout_s=100, environ=environ)
     assert [outcome.ended for outcome in outcomes] == ["raised"] * 2, outcomes
     for outcome in outcomes:
-        assert issubclass(getattr(penstock, outcome.error, Exception), penstock.PenstockError), outcome
+        assert issubclass(getattr(penstock.errors, outcome.error, Exception), penstock.PenstockError), outcome
         assert outcome.seconds < 40

@@ -92,7 +92,7 @@ def run(body: Callable[..., Any], world_size: int, *args: Any) -> list[Outcome]:
 def assert_all_raised(outcomes: list[Outcome]) -> None:
     assert [outcome.ended for outcome in outcomes] == ["raised"] * len(outcomes), outcomes
     for outcome in outcomes:
-        assert issubclass(getattr(penstock, outcome.error, Exception), penstock.PenstockError), outcome
+        assert issubclass(getattr(penstock.errors, outcome.error, Exception), penstock.PenstockError), outcome
         assert outcome.seconds < BOUND_S
 
 

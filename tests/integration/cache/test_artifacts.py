@@ -93,7 +93,7 @@ def test_what_one_home_compiled_is_in_another(homes: Homes) -> None:
 
 
 RESTORE_WITHOUT_TORCH = """
-import sys, penstock as ps
+import sys, penstock_compile_cache
 options = {"engine": "mine", "config": {"dtype": "bf16"}, "public_keys": [sys.argv[2]]}
 restored = penstock_compile_cache.restore(sys.argv[1], **options)
 print(restored.key.id, restored.num_files, "torch" in sys.modules)

@@ -153,7 +153,7 @@ def test_workers_whose_fork_server_is_killed_end_with_it_and_others_come_of_a_ne
 
 COORDINATOR = """
 import sys
-from penstock import api
+import penstock
 penstock.convert(sys.argv[1:3], sys.argv[3], operations=[{"op": "linear"}], to="cast:F32", workers=2)
 assert "torch" not in sys.modules
 """

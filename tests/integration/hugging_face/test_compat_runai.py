@@ -292,7 +292,7 @@ class TestFiles:
 class TestInstall:
     def test_the_engines_import_finds_it(self, model: Path) -> None:
         code = (
-            "from penstock.compat import runai_streamer; runai_streamer.install(); runai_streamer.install();"
+            "from penstock_hf import runai_streamer; runai_streamer.install(); runai_streamer.install();"
             "from runai_model_streamer import SafetensorsStreamer, list_safetensors, pull_files, ObjectStorageModel;"
             "from runai_model_streamer.s3_utils.s3_utils import S3Credentials;"
             "from runai_model_streamer.file_streamer.requests_iterator import FileChunks;"

@@ -26,7 +26,7 @@ ABOUT_THE_RING = (
 """Tests of the log line and the internals of the original's ring of buffers, which does not exist here."""
 PASSED = 33
 
-CONFTEST = "from penstock.compat import runai_streamer\n\nrunai_streamer.install()\n"
+CONFTEST = "from penstock_hf import runai_streamer\n\nrunai_streamer.install()\n"
 
 
 def suite() -> Path:

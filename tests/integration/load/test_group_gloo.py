@@ -122,7 +122,7 @@ def run(body: Callable[..., Any], world_size: int, *args: Any, **environ: str) -
 def assert_all_raised(outcomes: list[Outcome], *, within_s: float = BOUND_S) -> None:
     assert [outcome.ended for outcome in outcomes] == ["raised"] * len(outcomes), outcomes
     for outcome in outcomes:
-        assert issubclass(getattr(penstock, outcome.error, Exception), penstock.PenstockError), outcome
+        assert issubclass(getattr(penstock.errors, outcome.error, Exception), penstock.PenstockError), outcome
         assert outcome.seconds < within_s
         assert not outcome.mutated
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from examples.log_prob_check import log_prob_check
+from examples.rl.log_prob_check import log_prob_check
 from tests.integration.conftest import Host
 from tests.integration.sync.test_faults import hasty, holds, members
 from tests.support.sync import SyncWorker, truth

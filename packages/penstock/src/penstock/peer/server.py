@@ -509,6 +509,7 @@ def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
 
 
 def fault_of(error: PenstockError) -> Fault:
+    """Return the answer that stands for an error; of a lost member it names that one."""
     message, hint = error.message, error.hint or ""
     # A planner that cannot reach a rank lives: the rank is to be named, and not the planner.
     is_about_member = isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX)

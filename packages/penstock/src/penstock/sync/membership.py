@@ -41,7 +41,7 @@ from penstock.errors import (
 )
 from penstock.hub.client import TIMEOUT_S, HubClient
 from penstock.hub.messages import Fault, MemberSession, SessionRequest, SyncMember, Upstream, sync_key
-from penstock.peer.client import PeerClient
+from penstock.peer.client import PeerClient, refusal_of
 from penstock.peer.member import Member
 from penstock.plan.layout import Layout, decode
 from penstock.sync.local_version import Answer, VersionMap
@@ -436,7 +436,7 @@ class SyncClient(PeerClient):
             fault = _fault(raw)
             raise _KINDS[code](fault.error, uri=self._uri(), hint=fault.hint or None)
         if code != 200:
-            raise self._refusal(code, raw)
+            raise refusal_of(self._uri(), code, raw)
         try:
             return self._decode(raw, kind)
         except MALFORMED as error:
