@@ -31,7 +31,15 @@ from penstock.cache.engine_parameters import ACCEPTS, HANDLER, HandOver, HandOve
 from penstock.cache.resident_model import ConvertedModel, ResidentModel, ResidentState
 from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.engine.place import CudaRegistrar
-from penstock.errors import BudgetTooSmall, ConfigError, IntegrityError, NotFound, PenstockError, SourceBusy
+from penstock.errors import (
+    BudgetTooSmall,
+    ConfigError,
+    IntegrityError,
+    NotFound,
+    PenstockError,
+    SourceBusy,
+    SourceUnavailable,
+)
 from penstock.fetcher.join import Fleet
 from penstock.fetcher.report import FetchReport
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
@@ -349,7 +357,7 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back from its tier; see `Recall`. Raises SourceBusy if models in use leave no room."""
+        """Bring a model back from its tier; see `Recall`. Raises SourceUnavailable if models in use leave no room."""
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
             yield ""
@@ -366,7 +374,8 @@ class WeightCache:
         except NotYet:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
         except BudgetTooSmall as error:
-            raise SourceBusy(f"{resident.name!r} cannot be brought back now: {error.message}") from error
+            # Not busy either: whether there will be room depends on engines, not on this keeper.
+            raise SourceUnavailable(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
             # Until the lease is granted: another model could push it out again meanwhile.
             with self.tiers.pin(resident.block):
