@@ -52,7 +52,7 @@ class IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
 
 
-class Location(ctypes.Structure):
+class DeviceLocation(ctypes.Structure):
     """CUmemLocation."""
 
     _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
@@ -61,7 +61,7 @@ class Location(ctypes.Structure):
 class CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
-    _fields_ = (("order", ctypes.c_int), ("src", Location), ("dst", Location), ("flags", ctypes.c_uint))
+    _fields_ = (("order", ctypes.c_int), ("src", DeviceLocation), ("dst", DeviceLocation), ("flags", ctypes.c_uint))
 
 
 class PitchedCopy(ctypes.Structure):
@@ -90,7 +90,7 @@ class PitchedCopy(ctypes.Structure):
 class AccessDesc(ctypes.Structure):
     """CUmemAccessDesc."""
 
-    _fields_ = (("location", Location), ("flags", ctypes.c_int))
+    _fields_ = (("location", DeviceLocation), ("flags", ctypes.c_int))
 
 
 class AllocationProp(ctypes.Structure):
@@ -99,7 +99,7 @@ class AllocationProp(ctypes.Structure):
     _fields_ = (
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("location", Location),
+        ("location", DeviceLocation),
         ("win32", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     )
@@ -365,7 +365,7 @@ class CudaDriver:
 
     def _properties(self, device: int) -> AllocationProp:
         properties = AllocationProp(
-            type=_PINNED, handle_types=_POSIX_FD, location=Location(_ON_DEVICE, self._ordinal(device))
+            type=_PINNED, handle_types=_POSIX_FD, location=DeviceLocation(_ON_DEVICE, self._ordinal(device))
         )
         # Else no network adapter can be given the memory.
         properties.flags[_RDMA_FLAG] = bool(self._attribute(_RDMA_OF_VIRTUAL, device))
@@ -393,7 +393,7 @@ class CudaDriver:
 
     def allow(self, address: int, nbytes: int, device: int) -> None:
         """Let a device use mapped addresses."""
-        access = AccessDesc(Location(_ON_DEVICE, self._ordinal(device)), _READ_WRITE)
+        access = AccessDesc(DeviceLocation(_ON_DEVICE, self._ordinal(device)), _READ_WRITE)
         self._do("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:

@@ -1,7 +1,7 @@
 """The target of a subscriber: the tensors that it fills, as rows of the checkpoint on offer, and the memory for them.
 
 In: a module with or without a loader, or tensors by name; the publishers' table, with tags; the requested tags.
-Out: `Selection`, the checkpoint as this receiver reads it; its `Requirements`; `ReceiveBuffers`.
+Out: `TensorSelection`, the checkpoint as this receiver reads it; its `Requirements`; `ReceiveBuffers`.
 Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.publish.transformed`), reading a version
 (`update`).
 
@@ -46,7 +46,7 @@ Target = torch.nn.Module | Mapping[str, Declarable] | TargetFunction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class TensorSelection:
     """The checkpoint as one receiver reads it."""
 
     table: TensorTable
@@ -56,7 +56,7 @@ class Selection:
 
 def shown(
     checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None
-) -> Selection:
+) -> TensorSelection:
     """Return the checkpoint's table, with tensors of the requested tags in the place of their plain sources.
 
     Args:
@@ -88,7 +88,7 @@ def shown(
                 raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
             rows[name] = dtype, shape, tag
     table = tabulate(tuple(rows), [DType(dtype) for dtype, _, _ in rows.values()], [row[1] for row in rows.values()])
-    return Selection(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})
+    return TensorSelection(table=table, tags={name: tag for name, (_, _, tag) in rows.items() if tag})
 
 
 def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, tuple[int, ...], str]]:

@@ -45,7 +45,7 @@ from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
 from penstock.sync.receive.staged import Staged, UpdateOptions, nothing_read
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
-from penstock.sync.receive.target import ReceiveBuffers, Selection, Target, shown
+from penstock.sync.receive.target import ReceiveBuffers, Target, TensorSelection, shown
 from penstock.sync.receive.tied import TiedRows
 from penstock.sync.receive.transfer import (
     ChangedRanges,
@@ -398,7 +398,7 @@ class UpdateLoop:
         self.checkpoint = checkpoint
         return buffers
 
-    def _shown(self, checkpoint: TableReply) -> Selection:
+    def _shown(self, checkpoint: TableReply) -> TensorSelection:
         model = self._target if isinstance(self._target, torch.nn.Module) else None
         return shown(checkpoint, self._options.transforms, model)
 
