@@ -117,7 +117,9 @@ class Names:
             return resolve(found, port, *args, **options)
 
         def connected(sock: socket.socket, address: Any) -> None:
-            self.connected.append(address[0])
+            # Members of earlier tests, which end with the process, talk to their hub by Unix sockets.
+            if sock.family != socket.AF_UNIX:
+                self.connected.append(address[0])
             connect(sock, address)
 
         patch.setattr(socket, "getaddrinfo", getaddrinfo)
@@ -155,7 +157,8 @@ def test_redirect_connects_to_address_that_was_checked(monkeypatch: pytest.Monke
         with RangeServer({"m.safetensors": b""}, faults=faults) as server, pytest.raises(PenstockError) as caught:
             penstock.load(f"{server.url}/m.safetensors")
         assert other.seen
-    assert isinstance(caught.value, NotFound)
+    # A connection that is lost is opened again, after another look-up, and refused there.
+    assert isinstance(caught.value, NotFound | SourceUnavailable)
     assert set(names.connected) == {"127.0.0.1"}
 
 
