@@ -178,7 +178,9 @@ def recall(cache: WeightCache, member: Member) -> str:
 
 def test_constructor_neither_joins_nor_serves() -> None:
     cache = WeightCache()
-    assert cache.state is CacheState.NEW and not hasattr(cache, "member")
+    assert cache.state is CacheState.NEW
+    with pytest.raises(ConfigError, match="not open"):
+        _ = cache.member
     cache.leave()
     assert cache.state is CacheState.LEFT
     with pytest.raises(ConfigError, match="opened before"):
@@ -328,3 +330,10 @@ def test_leave_ends_a_reload_without_a_verdict(cache: WeightCache, member: Membe
     assert cache.state is CacheState.LEFT and cache.models() == []
     # The models are gone: their damage is no news any more.
     cache.check()
+
+
+def test_cache_that_is_not_open_says_so() -> None:
+    cache = WeightCache(memory_bytes="64M")
+    for use in (cache.stats, lambda: cache.tiers, lambda: cache.member):
+        with pytest.raises(ConfigError, match="not open"):
+            use()

@@ -176,12 +176,28 @@ class WeightCache:
         if disk_bytes is not None and disk is None:
             raise ConfigError("disk_bytes was given without disk", hint="give disk, a directory")
         self._disk = disk
+        self._tiers: Tiers | None = None
+        self._member: Member | None = None
         self._bounds = [
             None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)
         ]
         if host_bytes is not None and self.device.type == "cpu":
             message = "host_bytes is only for models on a GPU: this keeper's models are in host memory already"
             raise ConfigError(message, hint="limit host memory with memory_bytes")
+
+    @property
+    def tiers(self) -> Tiers:
+        """Return the tiers that the models are in. ConfigError: the cache is not open."""
+        if self._tiers is None:
+            raise _not_open()
+        return self._tiers
+
+    @property
+    def member(self) -> Member:
+        """Return this process as a member of the fleet. ConfigError: the cache is not open."""
+        if self._member is None:
+            raise _not_open()
+        return self._member
 
     def open(self) -> WeightCache:
         """Take the memory for idle models, join the fleet and serve; return this object. `with` calls it.
@@ -218,8 +234,7 @@ class WeightCache:
         """Serve with this memory as this member, both of which the keeper closes; return this object. See `open`."""
         self._become(CacheState.SERVING)
         self._timing = timing or self._timing
-        self.tiers = tiers
-        self.member = member
+        self._tiers, self._member = tiers, member
         self.member.server.recall = self._recalled
         self.member.on_damaged = self._damaged
         if self._accept:
@@ -570,6 +585,10 @@ class _KeeperDestination:
     def take(self, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
         """Run the conversion into the keeper's memory; see `MemoryDestination.take`."""
         self._keeper._convert(self._model, job, fill)
+
+
+def _not_open() -> ConfigError:
+    return ConfigError("this cache is not open", hint="use `with WeightCache(...) as cache:`, or call open() first")
 
 
 def _levels(
