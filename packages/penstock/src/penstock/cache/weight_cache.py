@@ -135,9 +135,6 @@ class WeightCache:
         ConfigError: the tiers for idle models contradict each other.
     """
 
-    tiers: Tiers
-    member: Member
-
     def __init__(
         self,
         *,
