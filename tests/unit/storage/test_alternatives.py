@@ -47,7 +47,7 @@ def files_of(place: object) -> list[str]:
         ".model-backup.safetensors",
     ],
 )
-def test_alternative_beside_the_model_is_left_out(tmp_path: Path, other: str) -> None:
+def test_alternative_next_to_model_is_ignored(tmp_path: Path, other: str) -> None:
     write(tmp_path, PLAIN, other)
     # Of other names too: nothing is merged into the model.
     write(tmp_path, other, tensor="only in the other")
@@ -57,18 +57,18 @@ def test_alternative_beside_the_model_is_left_out(tmp_path: Path, other: str) ->
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "x.fp16.safetensors", "consolidated.safetensors"])
-def test_alternative_alone_is_the_model(tmp_path: Path, name: str) -> None:
+def test_alternative_without_model_is_loaded(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     assert files_of(tmp_path) == [name]
 
 
-def test_parts_with_dots_in_their_names_belong_together(tmp_path: Path) -> None:
+def test_dotted_part_names_form_one_model(tmp_path: Path) -> None:
     write(tmp_path, PLAIN, tensor="a")
     write(tmp_path, "model.vision.safetensors", tensor="b")
     assert files_of(tmp_path) == [PLAIN, "model.vision.safetensors"]
 
 
-def test_several_variants_without_a_plain_file_are_named(tmp_path: Path) -> None:
+def test_several_variants_without_plain_file_raise(tmp_path: Path) -> None:
     write(tmp_path, "unet.fp16.safetensors", "unet.bf16.safetensors")
     with pytest.raises(ConfigError, match=r"unet\.bf16\.safetensors, unet\.fp16\.safetensors") as caught:
         ps.inspect(tmp_path)
@@ -79,7 +79,7 @@ def test_several_variants_without_a_plain_file_are_named(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "index", ["consolidated.safetensors.index.json", "model.fp16.safetensors.index.json", "._x.safetensors.index.json"]
 )
-def test_index_of_an_alternative_does_not_choose(tmp_path: Path, index: str) -> None:
+def test_index_of_alternative_is_ignored(tmp_path: Path, index: str) -> None:
     other = index.removesuffix(".index.json")
     write(tmp_path, PLAIN, other)
     write_index(tmp_path, {"w": other}, index)
@@ -89,19 +89,19 @@ def test_index_of_an_alternative_does_not_choose(tmp_path: Path, index: str) -> 
         assert files_of(tmp_path) == [other]
 
 
-def test_only_hidden_weights_are_not_found(tmp_path: Path) -> None:
+def test_directory_with_only_hidden_weights_raises(tmp_path: Path) -> None:
     write(tmp_path, ".hidden.safetensors")
     with pytest.raises(NotFound):
         ps.inspect(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["MODEL.SAFETENSORS", "Model.SafeTensors"])
-def test_upper_case_ending_is_found(tmp_path: Path, name: str) -> None:
+def test_uppercase_extension_is_found(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     assert files_of(tmp_path) == [name]
 
 
-def test_index_decides_about_a_name_in_two_shards(tmp_path: Path) -> None:
+def test_index_selects_shard_for_duplicate_tensor(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     save_file({"a": np.zeros(2, np.float32), "b": np.ones(2, np.float32)}, str(tmp_path / "1.safetensors"))
     save_file({"a": np.full(2, 5, np.float32), "c": np.ones(2, np.float32)}, str(tmp_path / "2.safetensors"))
@@ -118,7 +118,7 @@ def test_index_decides_about_a_name_in_two_shards(tmp_path: Path) -> None:
         manifest.unlink()
 
 
-def test_index_of_other_files_is_explained(tmp_path: Path) -> None:
+def test_index_for_different_files_raises_with_hint(tmp_path: Path) -> None:
     write(tmp_path, PLAIN)
     for weight_map, fault in (
         ({"w": PLAIN, "gone": PLAIN}, "does not hold it"),
@@ -131,7 +131,7 @@ def test_index_of_other_files_is_explained(tmp_path: Path) -> None:
     assert files_of(f"{tmp_path}/*.safetensors") == [PLAIN]
 
 
-def test_names_that_an_index_has_right_are_read(tmp_path: Path) -> None:
+def test_stale_index_allows_valid_tensors(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     write(tmp_path, PLAIN)
     write_index(tmp_path, {"w": PLAIN, "gone": PLAIN})
@@ -140,14 +140,14 @@ def test_names_that_an_index_has_right_are_read(tmp_path: Path) -> None:
         ps.load(tmp_path, names=["w", "gone"], progress=False)
 
 
-def test_index_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+def test_index_with_byte_order_mark_is_read(tmp_path: Path) -> None:
     write(tmp_path, "a.safetensors")
     index = tmp_path / f"{PLAIN}.index.json"
     index.write_bytes(b"\xef\xbb\xbf" + json.dumps({"weight_map": {"w": "a.safetensors"}}).encode())
     assert files_of(tmp_path) == ["a.safetensors"]
 
 
-def test_cache_of_a_repository_names_its_snapshots(tmp_path: Path) -> None:
+def test_repository_cache_error_names_snapshots(tmp_path: Path) -> None:
     place = tmp_path / "models--org--some--name"
     (place / "snapshots" / "abc").mkdir(parents=True)
     with pytest.raises(NotFound) as caught:
@@ -155,7 +155,7 @@ def test_cache_of_a_repository_names_its_snapshots(tmp_path: Path) -> None:
     assert f"{place}/snapshots/COMMIT" in str(caught.value.hint) and "org/some--name" in str(caught.value.hint)
 
 
-def test_names_with_a_question_mark_are_kept(tmp_path: Path) -> None:
+def test_names_with_question_mark_or_hash_are_kept(tmp_path: Path) -> None:
     write(tmp_path, "what?.safetensors", "a#b.safetensors")
     assert files_of(tmp_path / "what?.safetensors") == ["what?.safetensors"]
     assert files_of(tmp_path / "a#b.safetensors") == ["a#b.safetensors"]
@@ -172,5 +172,5 @@ def test_names_with_a_question_mark_are_kept(tmp_path: Path) -> None:
         ("a#b", "a#b"),
     ],
 )
-def test_scheme_in_upper_case_and_fragment_are_understood(given: str, read: str) -> None:
+def test_uppercase_scheme_and_fragment_are_accepted(given: str, read: str) -> None:
     assert text_of(given) == read

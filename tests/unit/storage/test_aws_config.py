@@ -51,7 +51,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         (None, {"AWS_CONFIG_FILE": "/nowhere"}, ("default", False, False, "", "", "")),
     ],
 )
-def test_profile_settings_are_found(
+def test_profile_settings_are_read(
     environ: dict[str, str], name: str | None, more: dict[str, str], found: tuple[str, bool, bool, str, str, str]
 ) -> None:
     profile = read_profile(name, environ | more)

@@ -58,7 +58,7 @@ def files() -> Iterator[None]:
     BROKEN.clear()
 
 
-def test_names_that_lead_out_are_left_out() -> None:
+def test_names_outside_model_directory_are_skipped() -> None:
     found = files_beside("shelf://m", ["model.safetensors"], settings=Settings.read())
     assert set(found.files) == {"config.json", "1_Pooling/config.json"}
     out = "its name leads out of the directory"
@@ -71,7 +71,7 @@ def test_names_that_lead_out_are_left_out() -> None:
     }
 
 
-def test_folders_that_cannot_be_listed_are_named() -> None:
+def test_unlistable_folders_are_reported() -> None:
     BROKEN.append("the store is away")
     del FILES["shelf://m/../evil.json"]
     found = files_beside("shelf://m", ["model.safetensors"], settings=Settings.read())

@@ -65,7 +65,7 @@ def chunk_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def test_second_reader_reads_nothing(tmp_path: Path) -> None:
+def test_second_reader_uses_cache_only(tmp_path: Path) -> None:
     first, second = CountingSource(), CountingSource()
     source = cached(first, tmp_path)
     assert read(source, 0, [NBYTES]) == (DATA, "memory")
@@ -77,7 +77,7 @@ def test_second_reader_reads_nothing(tmp_path: Path) -> None:
     assert source.why is None and again.why is None
 
 
-def test_a_part_brings_its_whole_chunk(tmp_path: Path) -> None:
+def test_partial_read_caches_whole_chunk(tmp_path: Path) -> None:
     inner = CountingSource()
     source = cached(inner, tmp_path)
     assert read(source, 12_345, [1, 0, 10])[0] == DATA[12_345:12_356]
@@ -91,14 +91,14 @@ def test_a_part_brings_its_whole_chunk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"uri": "s3://b/other"}, {"identity": '"new"'}, {"data": DATA[:-1]}], ids=["uri", "identity", "size"]
 )
-def test_another_object_is_another(tmp_path: Path, other: dict[str, object]) -> None:
+def test_changed_identity_misses_cache(tmp_path: Path, other: dict[str, object]) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     inner = CountingSource(**other)  # type: ignore[arg-type]
     read(cached(inner, tmp_path), 0, [inner.nbytes])
     assert len(inner.reads) == 10
 
 
-def test_what_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_source_without_cache_or_identity_bypasses_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = CountingSource()
     assert open_cached(plain, settings=Settings()) is plain
     nameless = CountingSource(identity="")
@@ -107,7 +107,7 @@ def test_what_is_not_cached(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("how", ["flip", "flip digest", "truncate", "append", "empty", "another chunk"])
-def test_rot_is_seen_and_mended(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_chunk_is_detected_and_replaced(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     file, another = chunk_files(tmp_path)[3:5]
     raw = bytearray(file.read_bytes())
@@ -136,7 +136,7 @@ def test_rot_is_seen_and_mended(tmp_path: Path, how: str, caplog: pytest.LogCapt
     assert again.reads == []
 
 
-def test_size_is_bounded_and_the_oldest_goes_first(tmp_path: Path) -> None:
+def test_full_cache_evicts_oldest_chunks(tmp_path: Path) -> None:
     limit = 200_000
     for number in range(6):
         source = cached(CountingSource(uri=f"s3://b/{number}"), tmp_path, cache_bytes=limit)
@@ -151,7 +151,7 @@ def test_size_is_bounded_and_the_oldest_goes_first(tmp_path: Path) -> None:
     assert len(oldest.reads) == 10
 
 
-def test_an_object_larger_than_the_cache(tmp_path: Path) -> None:
+def test_object_larger_than_cache_is_readable(tmp_path: Path) -> None:
     for _ in range(3):
         source = cached(CountingSource(), tmp_path, cache_bytes=35_000)
         assert read(source, 0, [NBYTES])[0] == DATA
@@ -160,7 +160,7 @@ def test_an_object_larger_than_the_cache(tmp_path: Path) -> None:
     assert read(source, 0, [NBYTES])[0] == DATA
 
 
-def test_only_its_own_files_are_evicted(tmp_path: Path) -> None:
+def test_eviction_keeps_foreign_files(tmp_path: Path) -> None:
     mine = [tmp_path / "notes.txt", tmp_path / "00000001", tmp_path / "penstock-chunks" / "notes.txt"]
     mine[2].parent.mkdir()
     for path in mine:
@@ -171,7 +171,7 @@ def test_only_its_own_files_are_evicted(tmp_path: Path) -> None:
     assert all(path.read_bytes() == b"x" * 50_000 for path in mine)
 
 
-def test_abandoned_temporary_files_go(tmp_path: Path) -> None:
+def test_abandoned_temporary_files_are_removed(tmp_path: Path) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     left_over = chunk_files(tmp_path)[0].with_name(".00000000-123-0123abcd")
     left_over.write_bytes(b"half")
@@ -180,7 +180,7 @@ def test_abandoned_temporary_files_go(tmp_path: Path) -> None:
     assert not left_over.exists()
 
 
-def test_evicted_under_a_reader(tmp_path: Path) -> None:
+def test_eviction_during_reads_keeps_bytes_correct(tmp_path: Path) -> None:
     """Chunks vanish while threads read them: every byte is right all the same."""
     wrong: list[int] = []
     sources = [cached(CountingSource(uri=f"s3://b/{n}"), tmp_path, cache_bytes=60_000) for n in range(4)]
@@ -199,7 +199,7 @@ def test_evicted_under_a_reader(tmp_path: Path) -> None:
     assert all(source.why is None for source in sources)
 
 
-def test_one_thread_fetches_a_chunk(tmp_path: Path) -> None:
+def test_concurrent_threads_fetch_chunk_once(tmp_path: Path) -> None:
     inner = CountingSource()
     inner.gate.clear()
     source = cached(inner, tmp_path)
@@ -221,7 +221,7 @@ def in_a_thread(source: CachedSource) -> tuple[threading.Thread, list[bytes]]:
     return thread, got
 
 
-def test_one_process_fetches_a_chunk(tmp_path: Path) -> None:
+def test_concurrent_processes_fetch_chunk_once(tmp_path: Path) -> None:
     """Two directories of one path are as those of two processes: no lock of one is seen by the other."""
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
@@ -238,7 +238,7 @@ def test_one_process_fetches_a_chunk(tmp_path: Path) -> None:
     assert (len(inner.reads), other.reads) == (1, [])
 
 
-def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
+def test_stopped_process_does_not_block_readers(tmp_path: Path) -> None:
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
     first, _ = in_a_thread(cached(inner, tmp_path))
@@ -252,7 +252,7 @@ def test_a_process_that_stands_still_is_not_waited_for(tmp_path: Path) -> None:
     first.join()
 
 
-def test_a_read_waits_for_others_once_however_many_chunks_it_has(tmp_path, monkeypatch) -> None:
+def test_read_of_many_chunks_waits_once(tmp_path, monkeypatch) -> None:
     until, claimed = list[float](), cache_directory._claimed
 
     def noting(name: str, deadline: float) -> AbstractContextManager[None]:
@@ -264,7 +264,7 @@ def test_a_read_waits_for_others_once_however_many_chunks_it_has(tmp_path, monke
     assert len(until) == 4 and len(set(until)) == 1
 
 
-def test_who_keeps_nothing_waits_for_nobody(tmp_path: Path) -> None:
+def test_unwritable_cache_waits_for_no_reader(tmp_path: Path) -> None:
     (tmp_path / "penstock-chunks").write_bytes(b"")
     inner, other = CountingSource(), CountingSource()
     inner.gate.clear()
@@ -285,7 +285,7 @@ def test_who_keeps_nothing_waits_for_nobody(tmp_path: Path) -> None:
     assert not waited and got == [DATA[5:105]]
 
 
-def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
+def test_forked_child_holds_no_chunk_lock(tmp_path: Path) -> None:
     directory, until = cache_directory.directory_at(tmp_path, 1 << 30), time.monotonic() + 600.0
     file = directory.path / "ab" / "00000000"
     hold, go = os.pipe()
@@ -311,7 +311,7 @@ def test_a_child_holds_no_chunk_that_its_parent_fetches(tmp_path: Path) -> None:
     assert is_free
 
 
-def test_sources_share_their_scratch_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sources_share_scratch_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "CACHE_CHUNK_BYTES", 1 << 20)
     sources = [cached(CountingSource(uri=f"s3://b/{i}"), tmp_path) for i in range(8)]
     tracemalloc.start()
@@ -324,7 +324,7 @@ def test_sources_share_their_scratch_memory(tmp_path: Path, monkeypatch: pytest.
         source.close()
 
 
-def test_what_is_here_is_known_before_it_is_read(tmp_path: Path) -> None:
+def test_cached_chunks_are_known_before_reading(tmp_path: Path) -> None:
     source, again = cached(CountingSource(), tmp_path), cached(CountingSource(), tmp_path / "elsewhere")
     assert source.cached_chunks() == again.cached_chunks() == frozenset()
     read(source, 12_345, [10_000])
@@ -335,7 +335,7 @@ def test_what_is_here_is_known_before_it_is_read(tmp_path: Path) -> None:
     assert (source.stats.asked_bytes, source.stats.miss_bytes) == (10_010, 20_000)
 
 
-def test_a_failed_fetch_is_nobody_elses(tmp_path: Path) -> None:
+def test_failed_fetch_does_not_fail_other_readers(tmp_path: Path) -> None:
     class Failing(CountingSource):
         def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
             super().readv(offset, buffers)
@@ -360,7 +360,7 @@ def _read_in_a_process(folder: Path, seed: int, answers: multiprocessing.Queue[t
     answers.put((right, misses))
 
 
-def test_two_processes_share_it(tmp_path: Path) -> None:
+def test_two_processes_share_cache(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     answers: multiprocessing.Queue[tuple[bool, int]] = context.Queue()
     processes = [context.Process(target=_read_in_a_process, args=(tmp_path, seed, answers)) for seed in (1, 2)]
@@ -393,7 +393,7 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_full_disk(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_falls_back_to_source(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmpfs / "in the way").write_bytes(b"x" * 60_000)
     source = cached(CountingSource(), tmpfs)
     assert read(source, 0, [NBYTES])[0] == DATA
@@ -403,7 +403,7 @@ def test_full_disk(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert read(source, 0, [NBYTES])[0] == DATA
 
 
-def test_disk_smaller_than_the_bound_makes_room(tmpfs: Path) -> None:
+def test_full_disk_evicts_old_chunks(tmpfs: Path) -> None:
     for number in range(4):
         source = cached(CountingSource(sample(25_000, number), uri=f"s3://b/{number}"), tmpfs)
         assert read(source, 0, [25_000])[0] == sample(25_000, number)
@@ -411,7 +411,7 @@ def test_disk_smaller_than_the_bound_makes_room(tmpfs: Path) -> None:
     assert chunk_files(tmpfs)
 
 
-def test_read_only_file_system(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_read_only_file_system_falls_back_to_source(tmpfs: Path, caplog: pytest.LogCaptureFixture) -> None:
     read(cached(CountingSource(), tmpfs), 0, [15_000])
     subprocess.run(["mount", "-o", "remount,ro", str(tmpfs)], check=True)
     inner = CountingSource()
@@ -424,7 +424,7 @@ def test_read_only_file_system(tmpfs: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("depth", ["cache_dir", "below"])
-def test_directory_that_cannot_be(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_unusable_directory_warns_once(tmp_path: Path, depth: str, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "penstock-chunks" if depth == "below" else tmp_path / "file"
     file.write_bytes(b"")
     source = cached(CountingSource(), tmp_path if depth == "below" else file)
@@ -433,7 +433,7 @@ def test_directory_that_cannot_be(tmp_path: Path, depth: str, caplog: pytest.Log
     assert len([record for record in caplog.records if record.levelno == logging.WARNING]) == 1
 
 
-def test_no_permission(tmp_path: Path) -> None:
+def test_unwritable_directory_falls_back_to_source(tmp_path: Path) -> None:
     if os.getuid() == 0:
         pytest.skip("root may write everywhere")
     tmp_path.chmod(0o555)
@@ -442,7 +442,7 @@ def test_no_permission(tmp_path: Path) -> None:
     assert source.why is not None and "denied" in source.why
 
 
-def test_close_closes_the_source(tmp_path: Path) -> None:
+def test_close_closes_source(tmp_path: Path) -> None:
     inner = CountingSource()
     source = cached(inner, tmp_path)
     read(source, 5, [10])
@@ -456,7 +456,7 @@ def swap(one: Path, other: Path) -> None:
     other.write_bytes(content)
 
 
-def test_swapped_chunks_of_one_object_are_refetched(tmp_path: Path) -> None:
+def test_swapped_chunks_of_same_object_are_refetched(tmp_path: Path) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     files = chunk_files(tmp_path)
     swap(files[3], files[5])
@@ -470,7 +470,7 @@ def test_swapped_chunks_of_one_object_are_refetched(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other", [{"uri": "s3://b/other"}, {"identity": '"new"'}, {"data": DATA + b"x"}], ids=["uri", "identity", "size"]
 )
-def test_chunks_of_another_object_are_refetched(tmp_path: Path, other: dict[str, object]) -> None:
+def test_chunks_from_different_object_are_refetched(tmp_path: Path, other: dict[str, object]) -> None:
     data = bytes(other.get("data", sample(NBYTES, 7)))  # type: ignore[arg-type]
     ours = CountingSource(**{"data": data, **other})  # type: ignore[arg-type]
     read(cached(ours, tmp_path / "a"), 0, [len(data)])
@@ -482,7 +482,7 @@ def test_chunks_of_another_object_are_refetched(tmp_path: Path, other: dict[str,
     assert len(inner.reads) == 10
 
 
-def test_chunk_of_an_earlier_format_is_replaced(tmp_path: Path) -> None:
+def test_chunk_in_old_format_is_replaced(tmp_path: Path) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     file = chunk_files(tmp_path)[2]
     data = DATA[20_000:30_000]
@@ -533,7 +533,7 @@ _STRANGE = [
 
 @pytest.mark.parametrize("what", _STRANGE)
 @pytest.mark.parametrize("level", ["chunk", "object", "prefix"])
-def test_foreign_entry_is_replaced_not_followed(
+def test_foreign_entry_is_replaced_and_not_followed(
     tmp_path: Path, what: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -562,7 +562,7 @@ def test_foreign_entry_is_replaced_not_followed(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 @pytest.mark.parametrize("level", ["chunk", "object"])
-def test_entry_of_another_user_is_replaced(tmp_path: Path, level: str) -> None:
+def test_entry_owned_by_another_user_is_replaced(tmp_path: Path, level: str) -> None:
     read(cached(CountingSource(), tmp_path), 0, [NBYTES])
     file = chunk_files(tmp_path)[1]
     os.chown(file if level == "chunk" else file.parent, 12345, 12345)

@@ -96,7 +96,7 @@ def num_resident(path: str, offset: int, nbytes: int) -> int | None:
         (5 * MIB + 8, 100_000),
     ],
 )
-def test_bytes_are_the_files_in_every_state_of_the_cache(
+def test_reads_match_file_in_every_cache_state(
     path: str, body: bytes, state: str, shift: int, offset: int, nbytes: int
 ) -> None:
     ranges = {
@@ -118,7 +118,7 @@ def test_bytes_are_the_files_in_every_state_of_the_cache(
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_scatter_lists_of_any_cut_are_filled_in_order(path: str, body: bytes, cold: bool) -> None:
+def test_scatter_reads_fill_buffers_in_order(path: str, body: bytes, cold: bool) -> None:
     if cold:
         evict(path)
     source = FileSource(path)
@@ -129,7 +129,7 @@ def test_scatter_lists_of_any_cut_are_filled_in_order(path: str, body: bytes, co
     source.close()
 
 
-def test_more_buffers_than_one_system_call_takes(source: FileSource, path: str, body: bytes) -> None:
+def test_read_into_more_buffers_than_iov_max_succeeds(source: FileSource, path: str, body: bytes) -> None:
     whole = aligned(3000 * 1024)
     buffers = [whole[i * 1024 : (i + 1) * 1024] for i in range(3000)]
     for _ in range(2):
@@ -138,12 +138,12 @@ def test_more_buffers_than_one_system_call_takes(source: FileSource, path: str, 
         whole[:] = bytes(whole.nbytes)
 
 
-def test_cached_bytes_come_from_the_page_cache(source: FileSource) -> None:
+def test_cached_bytes_are_read_from_page_cache(source: FileSource) -> None:
     assert source.readv(0, [aligned(NBYTES)]) == "page-cache"
     assert source.readv(0, [aligned(NBYTES)]) == "page-cache"
 
 
-def test_absent_bytes_come_by_direct_io_and_leave_the_page_cache_as_it_was(source: FileSource, path: str) -> None:
+def test_uncached_read_uses_direct_io_without_caching(source: FileSource, path: str) -> None:
     needs_direct(path)
     evict(path)
     assert source.readv(0, [aligned(8 * MIB)]) == "direct"
@@ -151,7 +151,7 @@ def test_absent_bytes_come_by_direct_io_and_leave_the_page_cache_as_it_was(sourc
     assert source.why == ""
 
 
-def test_a_cached_head_does_not_draw_the_rest_through_the_page_cache(source: FileSource, path: str) -> None:
+def test_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
     needs_direct(path)
     evict(path)
     with open(path, "rb", buffering=0) as reader:
@@ -163,7 +163,7 @@ def test_a_cached_head_does_not_draw_the_rest_through_the_page_cache(source: Fil
     source.readv(0, [aligned(8 * MIB)])
 
 
-def test_pages_evicted_after_they_were_found_cached_are_read_all_the_same(
+def test_pages_evicted_before_read_are_read_correctly(
     source: FileSource, path: str, body: bytes
 ) -> None:
     buffer = aligned(8 * MIB)
@@ -174,7 +174,7 @@ def test_pages_evicted_after_they_were_found_cached_are_read_all_the_same(
     assert buffer == body[: 8 * MIB]
 
 
-def test_buffers_that_do_not_fit_direct_io_are_read_buffered(path: str, body: bytes) -> None:
+def test_unaligned_buffers_use_buffered_reads(path: str, body: bytes) -> None:
     evict(path)
     source = FileSource(path)
     buffer = aligned(2 * MIB, 1)
@@ -205,7 +205,7 @@ def test_direct_io_refused_at_open_is_reported(
     assert "EINVAL" in source.why
 
 
-def test_direct_io_refused_at_the_first_read_is_reported(
+def test_direct_io_refused_at_first_read_is_reported(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_direct(path)
@@ -225,7 +225,7 @@ def test_direct_io_refused_at_the_first_read_is_reported(
     assert source.readv(MIB, [buffer]) in {"buffered", "page-cache"}
 
 
-def test_short_direct_reads_are_finished(
+def test_short_direct_reads_are_completed(
     source: FileSource, path: str, body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs_direct(path)
@@ -243,7 +243,7 @@ def test_short_direct_reads_are_finished(
 
 
 @pytest.mark.parametrize("nowait", [True, False])
-def test_without_cachestat_the_cache_is_sampled(
+def test_missing_cachestat_samples_page_cache(
     path: str, body: bytes, nowait: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "resident_pages", lambda *_: None)
@@ -268,7 +268,7 @@ def test_without_cachestat_the_cache_is_sampled(
     source.close()
 
 
-def test_tmpfs(body: bytes) -> None:
+def test_tmpfs_file_is_read(body: bytes) -> None:
     if not os.path.isdir("/dev/shm"):
         pytest.skip("no /dev/shm")
     with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
@@ -286,7 +286,7 @@ def test_tmpfs(body: bytes) -> None:
         source.close()
 
 
-def test_an_empty_file_and_an_empty_request(tmp_path: Path, source: FileSource) -> None:
+def test_empty_file_and_empty_request_are_read(tmp_path: Path, source: FileSource) -> None:
     (tmp_path / "empty").touch()
     empty = FileSource(str(tmp_path / "empty"))
     empty.readv(0, [])
@@ -298,13 +298,13 @@ def test_an_empty_file_and_an_empty_request(tmp_path: Path, source: FileSource) 
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(NBYTES, 1), (NBYTES - 1, 2), (1 << 62, 1), (-1, 1)])
-def test_a_range_outside_the_file(source: FileSource, offset: int, nbytes: int) -> None:
+def test_range_outside_file_raises_source_truncated(source: FileSource, offset: int, nbytes: int) -> None:
     with pytest.raises(SourceTruncated, match=str(NBYTES)):
         source.readv(offset, [aligned(nbytes)])
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_truncated_while_open(source: FileSource, path: str, known: bool) -> None:
+def test_truncation_while_open_raises_source_truncated(source: FileSource, path: str, known: bool) -> None:
     if known:
         source.readv(0, [aligned(NBYTES)])
     os.truncate(path, 5 * MIB)
@@ -314,7 +314,7 @@ def test_truncated_while_open(source: FileSource, path: str, known: bool) -> Non
         source.check_unchanged()
 
 
-def test_modified_in_place(source: FileSource, path: str) -> None:
+def test_in_place_modification_raises_source_changed(source: FileSource, path: str) -> None:
     source.check_unchanged()
     with open(path, "r+b") as file:
         file.write(b"changed")
@@ -323,7 +323,7 @@ def test_modified_in_place(source: FileSource, path: str) -> None:
         source.check_unchanged()
 
 
-def test_replaced_by_rename_gives_the_first_files_bytes_and_says_so(source: FileSource, path: str, body: bytes) -> None:
+def test_replaced_file_is_read_and_reported(source: FileSource, path: str, body: bytes) -> None:
     Path(path + ".new").write_bytes(bytes(NBYTES))
     os.replace(path + ".new", path)
     buffer = aligned(MIB)
@@ -333,7 +333,7 @@ def test_replaced_by_rename_gives_the_first_files_bytes_and_says_so(source: File
         source.check_unchanged()
 
 
-def test_replaced_before_direct_io_was_opened(source: FileSource, path: str) -> None:
+def test_replacement_before_direct_open_raises_source_changed(source: FileSource, path: str) -> None:
     evict(path)
     Path(path + ".new").write_bytes(bytes(NBYTES))
     os.replace(path + ".new", path)
@@ -341,19 +341,19 @@ def test_replaced_before_direct_io_was_opened(source: FileSource, path: str) -> 
         source.readv(0, [aligned(MIB)])
 
 
-def test_removed(source: FileSource, path: str) -> None:
+def test_removed_file_raises_source_changed(source: FileSource, path: str) -> None:
     os.unlink(path)
     with pytest.raises(SourceChanged, match="removed"):
         source.check_unchanged()
 
 
-def test_the_identity_is_of_the_file_opened(source: FileSource, path: str) -> None:
+def test_identity_describes_opened_file(source: FileSource, path: str) -> None:
     found = os.stat(path)
     assert source.identity == f"{found.st_dev}:{found.st_ino}:{found.st_mtime_ns}:{found.st_size}"
     assert (source.uri, source.nbytes) == (path, NBYTES)
 
 
-def test_a_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     evict(path)
     monkeypatch.chdir(os.path.dirname(path))
     source = FileSource(os.path.basename(path))
@@ -365,18 +365,18 @@ def test_a_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pyt
     source.close()
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_missing_file_raises_not_found(tmp_path: Path) -> None:
     for name in ("absent", "model/../absent", "x" * 300):
         with pytest.raises(NotFound):
             FileSource(str(tmp_path / name))
 
 
-def test_a_file_where_a_directory_should_be(path: str) -> None:
+def test_file_as_parent_directory_raises_not_found(path: str) -> None:
     with pytest.raises(NotFound):
         FileSource(path + "/x")
 
 
-def test_a_directory_a_pipe_a_socket_and_a_device(tmp_path: Path) -> None:
+def test_non_regular_file_raises_source_unavailable(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
@@ -386,7 +386,7 @@ def test_a_directory_a_pipe_a_socket_and_a_device(tmp_path: Path) -> None:
             assert raised.value.uri == str(name)
 
 
-def test_permission_denied(tmp_path: Path) -> None:
+def test_unreadable_file_raises_permission_denied(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"x")
     secret.chmod(0)
@@ -402,7 +402,7 @@ def test_permission_denied(tmp_path: Path) -> None:
             os.seteuid(0)
 
 
-def test_a_read_error_of_the_kernel_is_typed() -> None:
+def test_kernel_read_error_raises_typed_error() -> None:
     try:
         source = FileSource("/proc/self/mem")  # a regular file that answers EIO at address 0
     except PermissionDenied as error:
@@ -414,7 +414,7 @@ def test_a_read_error_of_the_kernel_is_typed() -> None:
     source.close()
 
 
-def test_many_threads(source: FileSource, path: str, body: bytes) -> None:
+def test_concurrent_reads_return_correct_bytes(source: FileSource, path: str, body: bytes) -> None:
     evict(path)
 
     def read(index: int) -> bool:
@@ -427,14 +427,14 @@ def test_many_threads(source: FileSource, path: str, body: bytes) -> None:
         assert all(pool.map(read, range(200)))
 
 
-def test_close_twice_and_read_after(source: FileSource) -> None:
+def test_closed_source_refuses_reads(source: FileSource) -> None:
     source.close()
     source.close()
     with pytest.raises(SourceUnavailable):
         source.readv(0, [aligned(1)])
 
 
-def test_descriptors_are_freed(path: str) -> None:
+def test_dropped_source_frees_descriptors(path: str) -> None:
     evict(path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):

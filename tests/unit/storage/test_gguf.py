@@ -40,14 +40,14 @@ def header_of(data: bytes) -> GgufHeader:
     return header
 
 
-def test_the_table_of_types_is_the_packages() -> None:
+def test_type_table_matches_gguf_package() -> None:
     theirs = {int(kind): (kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in Type}
     ours = {number: (kind.name, kind.elements, kind.nbytes) for number, kind in BLOCK_TYPES.items()}
     ours |= {number: (dtype.value, 1, dtype.bits // 8) for number, dtype in PLAIN.items()}
     assert ours == theirs
 
 
-def test_a_file_reads_as_the_package_reads_it(tmp_path: Path) -> None:
+def test_header_matches_gguf_package(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     data = path.read_bytes()
     header, reader = header_of(data), gguf.GGUFReader(path)
@@ -62,7 +62,7 @@ def test_a_file_reads_as_the_package_reads_it(tmp_path: Path) -> None:
     assert header.data_offset == reader.data_offset and header.alignment == 32
 
 
-def test_metadata_is_kept_as_text_and_long_values_are_described(tmp_path: Path) -> None:
+def test_metadata_is_text_and_long_values_are_summarised(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=300)
     metadata = dict(header_of(path.read_bytes()).metadata)
     assert metadata.pop(TYPES).startswith('{"token_embd.weight": "Q8_0", "blk.0.attn_q.weight": "Q4_0"')
@@ -80,7 +80,7 @@ def test_metadata_is_kept_as_text_and_long_values_are_described(tmp_path: Path) 
     }
 
 
-def test_the_logical_shape_follows_from_bytes_and_type(tmp_path: Path) -> None:
+def test_logical_shape_follows_from_bytes_and_type(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     with open_weights(path, settings=Settings.read()) as weights:
         blocks = blocks_of(weights.manifest)
@@ -91,7 +91,7 @@ def test_the_logical_shape_follows_from_bytes_and_type(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("alignment", [8, 64, 4096])
-def test_another_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
+def test_custom_alignment_is_honoured(tmp_path: Path, alignment: int) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", alignment=alignment)
     header = header_of(path.read_bytes())
     assert header.alignment == alignment and not (header.tensors.offset % alignment).any()
@@ -108,7 +108,7 @@ def test_version_2_is_read(tmp_path: Path) -> None:
     assert older.tensors.offset.tolist() == newer.tensors.offset.tolist() and older.digest != newer.digest
 
 
-def test_a_large_header_takes_few_reads(tmp_path: Path) -> None:
+def test_large_header_needs_few_reads(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=150_000)
     source = Counted(path.read_bytes())
     header = read_header(source)
@@ -121,7 +121,7 @@ def test_a_large_header_takes_few_reads(tmp_path: Path) -> None:
     assert len(source.reads) == 1
 
 
-def test_a_file_of_metadata_alone_has_no_tensors(tmp_path: Path) -> None:
+def test_metadata_only_file_has_no_tensors(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -131,13 +131,13 @@ def test_a_file_of_metadata_alone_has_no_tensors(tmp_path: Path) -> None:
     assert len(header.tensors) == 0 and header.metadata["general.architecture"] == "llama"
 
 
-def test_bytes_after_the_last_tensor_are_left_alone(tmp_path: Path) -> None:
+def test_trailing_bytes_are_ignored(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf")
     data = path.read_bytes()
     assert header_of(data + bytes(100)).tensors.offset.tolist() == header_of(data).tensors.offset.tolist()
 
 
-def test_a_file_named_gguf_that_is_none_is_refused() -> None:
+def test_gguf_name_without_magic_raises_format_error() -> None:
     with pytest.raises(FormatError, match="does not begin with 'GGUF'"):
         read_header(MemorySource(b"\x02\0\0\0\0\0\0\0{}", uri="memory:x.gguf"))
     with pytest.raises(FormatError, match="does not begin with 'GGUF'"):
@@ -175,7 +175,7 @@ VALUES = st.one_of(
     ),
     fields=st.dictionaries(NAMES.map("x.{}".format), VALUES, max_size=5),
 )
-def test_any_valid_file_reads_as_the_package_reads_it(
+def test_valid_files_match_gguf_package(
     tensors: dict[str, tuple[Type, list[int]]], fields: dict[str, object]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

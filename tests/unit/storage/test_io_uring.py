@@ -16,7 +16,7 @@ from penstock.storage.io_uring import Uring
 pytestmark = pytest.mark.skipif(bool(ring_refused()), reason=f"no io_uring: {ring_refused()}")
 
 
-def test_a_read_of_more_than_four_gib_reads_what_there_is(tmp_path: Path) -> None:
+def test_read_above_4_gib_returns_available_bytes(tmp_path: Path) -> None:
     path = tmp_path / "short.bin"
     path.write_bytes(b"weights")
     # The file ends long before the memory does: the kernel writes no more than its bytes.
@@ -32,7 +32,7 @@ def test_a_read_of_more_than_four_gib_reads_what_there_is(tmp_path: Path) -> Non
     assert memory[:7].tobytes() == b"weights"
 
 
-def test_a_ring_that_cannot_be_mapped_leaves_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_ring_mapping_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
     for num_mapped in (0, 1):
         left = num_mapped
 

@@ -62,7 +62,7 @@ def num_populated_bytes(path: str) -> int:
     ("offset", "nbytes"),
     [(0, NBYTES), (8, 100), (PAGE, PAGE), (PAGE - 1, 2), (2 * MIB + 5, 4 * MIB), (NBYTES - 1, 1)],
 )
-def test_a_view_is_the_files_bytes(path: str, body: bytes, offset: int, nbytes: int, cold: bool) -> None:
+def test_view_matches_file_bytes(path: str, body: bytes, offset: int, nbytes: int, cold: bool) -> None:
     if cold:
         evict(path)
     file = MappedFile(path)
@@ -72,7 +72,7 @@ def test_a_view_is_the_files_bytes(path: str, body: bytes, offset: int, nbytes: 
     assert view == body[offset : offset + nbytes]
 
 
-def test_an_empty_view(path: str, tmp_path: Path) -> None:
+def test_empty_view_maps_nothing(path: str, tmp_path: Path) -> None:
     file = MappedFile(path)
     assert file.view(NBYTES, 0).nbytes == 0
     assert num_mapped_pages(path) == 0
@@ -82,7 +82,7 @@ def test_an_empty_view(path: str, tmp_path: Path) -> None:
     empty.prefetch(0, 0)
 
 
-def test_private_writes_reach_neither_the_file_nor_other_views(path: str, body: bytes) -> None:
+def test_private_writes_stay_in_one_view(path: str, body: bytes) -> None:
     file = MappedFile(path)
     first, second = file.view(100, MIB), file.view(100, MIB)
     first[:5] = b"local"
@@ -91,7 +91,7 @@ def test_private_writes_reach_neither_the_file_nor_other_views(path: str, body: 
     assert Path(path).read_bytes() == body
 
 
-def test_writes_survive_a_prefetch(path: str, body: bytes) -> None:
+def test_private_writes_survive_prefetch(path: str, body: bytes) -> None:
     file = MappedFile(path)
     view = file.view(0, NBYTES)
     view[MIB : MIB + 3] = b"own"
@@ -99,7 +99,7 @@ def test_writes_survive_a_prefetch(path: str, body: bytes) -> None:
     assert bytes(view[MIB - 1 : MIB + 4]) == body[MIB - 1 : MIB] + b"own" + body[MIB + 3 : MIB + 4]
 
 
-def test_a_dropped_view_is_unmapped_and_no_other(path: str, body: bytes) -> None:
+def test_dropped_view_is_unmapped_alone(path: str, body: bytes) -> None:
     file = MappedFile(path)
     views = [file.view(i * MIB, MIB) for i in range(9)]
     assert num_mapped_pages(path) == local.num_pages(0, NBYTES)
@@ -113,7 +113,7 @@ def test_a_dropped_view_is_unmapped_and_no_other(path: str, body: bytes) -> None
     assert num_mapped_pages(path) == 0
 
 
-def test_neighbours_of_a_dropped_view_keep_the_pages_they_share_with_it(path: str, body: bytes) -> None:
+def test_views_keep_pages_shared_with_dropped_view(path: str, body: bytes) -> None:
     file = MappedFile(path)
     first, middle, last = file.view(0, MIB + 100), file.view(MIB + 100, MIB), file.view(2 * MIB + 100, MIB)
     first[-1], last[0] = 7, 8
@@ -127,7 +127,7 @@ def test_neighbours_of_a_dropped_view_keep_the_pages_they_share_with_it(path: st
     assert again == body[MIB + 100 : 2 * MIB + 100]
 
 
-def test_private_writes_of_a_dropped_view_are_freed(path: str) -> None:
+def test_dropped_view_frees_private_writes(path: str) -> None:
     def private_kib() -> int:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
@@ -143,7 +143,7 @@ def test_private_writes_of_a_dropped_view_are_freed(path: str) -> None:
     assert kept.nbytes == 100
 
 
-def test_views_outlive_the_file_object_and_hold_no_descriptor(path: str, body: bytes) -> None:
+def test_views_outlive_closed_file_without_descriptors(path: str, body: bytes) -> None:
     before = len(os.listdir("/proc/self/fd"))
     file = MappedFile(path)
     views = [file.view(i * PAGE, PAGE) for i in range(500)]
@@ -154,7 +154,7 @@ def test_views_outlive_the_file_object_and_hold_no_descriptor(path: str, body: b
     assert views[499] == body[499 * PAGE : 500 * PAGE]
 
 
-def test_prefetch_fills_the_page_cache_without_a_view(path: str) -> None:
+def test_prefetch_without_views_fills_page_cache(path: str) -> None:
     evict(path)
     file = MappedFile(path)
     file.prefetch(MIB + 5, 2 * MIB)
@@ -165,7 +165,7 @@ def test_prefetch_fills_the_page_cache_without_a_view(path: str) -> None:
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_prefetch_fills_the_page_tables_of_live_views(path: str, cold: bool) -> None:
+def test_prefetch_populates_page_tables_of_live_views(path: str, cold: bool) -> None:
     if cold:
         evict(path)
     file = MappedFile(path)
@@ -176,7 +176,7 @@ def test_prefetch_fills_the_page_tables_of_live_views(path: str, cold: bool) -> 
     assert num_populated_bytes(path) >= left.nbytes + right.nbytes
 
 
-def test_prefetch_without_populate_is_still_right(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_without_populate_keeps_bytes_correct(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     evict(path)
     file = MappedFile(path)
@@ -185,7 +185,7 @@ def test_prefetch_without_populate_is_still_right(path: str, body: bytes, monkey
     assert view == body
 
 
-def test_prefetch_beyond_the_end_is_cut(path: str, body: bytes) -> None:
+def test_prefetch_beyond_end_is_clipped(path: str, body: bytes) -> None:
     file = MappedFile(path)
     view = file.view(NBYTES - 10, 10)
     file.prefetch(NBYTES, 1)
@@ -195,7 +195,7 @@ def test_prefetch_beyond_the_end_is_cut(path: str, body: bytes) -> None:
     assert view == body[-10:]
 
 
-def test_prefetch_from_many_threads_while_views_come_and_go(path: str, body: bytes) -> None:
+def test_concurrent_prefetch_and_view_changes_are_safe(path: str, body: bytes) -> None:
     evict(path)
     file = MappedFile(path)
 
@@ -212,13 +212,13 @@ def test_prefetch_from_many_threads_while_views_come_and_go(path: str, body: byt
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(NBYTES, 1), (0, NBYTES + 1), (-1, 1), (0, -1), (1 << 62, 1)])
-def test_a_range_outside_the_file(path: str, offset: int, nbytes: int) -> None:
+def test_range_outside_file_raises_source_truncated(path: str, offset: int, nbytes: int) -> None:
     with pytest.raises(SourceTruncated):
         MappedFile(path).view(offset, nbytes)
 
 
 @pytest.mark.parametrize("populate", [True, False])
-def test_prefetch_of_a_truncated_file_raises_instead_of_dying(
+def test_prefetch_of_truncated_file_raises_without_crash(
     path: str, populate: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not populate:
@@ -234,7 +234,7 @@ def test_prefetch_of_a_truncated_file_raises_instead_of_dying(
     assert view.nbytes == NBYTES
 
 
-def test_changed_replaced_and_removed(path: str) -> None:
+def test_changed_or_removed_file_raises_source_changed(path: str) -> None:
     file = MappedFile(path)
     file.check_unchanged()
     assert MappedFile(path, state=file.state).identity == file.identity
@@ -249,14 +249,14 @@ def test_changed_replaced_and_removed(path: str) -> None:
         file.check_unchanged()
 
 
-def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
+def test_missing_file_and_directory_raise(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         MappedFile(str(tmp_path / "absent"))
     with pytest.raises(SourceUnavailable, match="directory"):
         MappedFile(str(tmp_path))
 
 
-def test_no_mapping_left_is_the_destinations_fault(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -265,7 +265,7 @@ def test_no_mapping_left_is_the_destinations_fault(path: str, monkeypatch: pytes
         MappedFile(path).view(0, 1)
 
 
-def test_a_view_that_fits_where_the_file_does_not(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_view_fits_where_whole_file_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = mapped.Mapping
 
     def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:
@@ -280,7 +280,7 @@ def test_a_view_that_fits_where_the_file_does_not(path: str, body: bytes, monkey
     assert view == body[MIB + 3 : 2 * MIB + 3]
 
 
-def test_address_space_really_exhausted(path: str) -> None:
+def test_exhausted_address_space_raises_destination_error(path: str) -> None:
     file = MappedFile(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
@@ -293,7 +293,7 @@ def test_address_space_really_exhausted(path: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
+def test_forked_child_has_private_copy(path: str, body: bytes) -> None:
     file = MappedFile(path)
     view = file.view(0, NBYTES)
     view[:3] = b"mum"
@@ -309,7 +309,7 @@ def test_a_forked_child_has_its_own_copy(path: str, body: bytes) -> None:
     assert view[3:] == body[3:]
 
 
-def test_a_file_is_ready_only_when_all_of_it_is_cached(path: str, tmp_path: Path) -> None:
+def test_file_is_ready_only_when_fully_cached(path: str, tmp_path: Path) -> None:
     file = MappedFile(path)
     with open(path, "rb") as reader:
         cached = local.resident_pages(reader.fileno(), 0, NBYTES)

@@ -29,7 +29,7 @@ from penstock.storage.object_stores import locate_object
         ({"endpoint": "http://x", "endpoint_url": "http://x"}, "leave one of them out"),
     ],
 )
-def test_foreign_option_hints_at_own_name(options: dict[Any, Any], hint: str) -> None:
+def test_foreign_option_error_suggests_our_name(options: dict[Any, Any], hint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         locate_object("s3://b/k", settings=Settings(), options=options)
     assert hint in str(caught.value.hint)

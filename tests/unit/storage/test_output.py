@@ -43,7 +43,7 @@ def pieces(files: OutputFiles) -> list[tuple[int, int, bytes]]:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 8192, 100])
-def test_any_order_by_two_holders_gives_what_the_format_reads(tmp_path, shard_bytes):
+def test_two_writers_in_any_order_produce_valid_files(tmp_path, shard_bytes):
     files = laid_out(shard_bytes)
     first, second = made(tmp_path / "growing", files), made(tmp_path / "growing", files)
     first.create()
@@ -71,7 +71,7 @@ def test_any_order_by_two_holders_gives_what_the_format_reads(tmp_path, shard_by
         assert said["metadata"]["total_size"] == sum(array.nbytes for array in TENSORS.values())
 
 
-def test_a_region_is_the_bodies_of_one_file():
+def test_region_holds_bodies_of_one_file():
     files, fd = laid_out(1 << 20), os.memfd_create("region")
     nbytes = int(files.table.nbytes.sum())
     os.ftruncate(fd, nbytes)
@@ -96,7 +96,7 @@ def test_a_region_is_the_bodies_of_one_file():
         first.open()
 
 
-def test_what_is_there_stays_when_it_is_created_again(tmp_path):
+def test_second_create_keeps_written_bytes(tmp_path):
     files = laid_out()
     out = made(tmp_path / "growing", files)
     out.create()
@@ -112,7 +112,7 @@ def test_what_is_there_stays_when_it_is_created_again(tmp_path):
     again.close()
 
 
-def test_nothing_appears_where_something_is(tmp_path):
+def test_publish_onto_nonempty_directory_is_refused(tmp_path):
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "other").write_text("mine")
     out = made(tmp_path / "growing", laid_out())
@@ -125,7 +125,7 @@ def test_nothing_appears_where_something_is(tmp_path):
     assert [path.name for path in (tmp_path / "done").iterdir()] == ["other"]
 
 
-def test_an_empty_directory_is_no_hindrance(tmp_path):
+def test_publish_onto_empty_directory_succeeds(tmp_path):
     (tmp_path / "done").mkdir()
     out = made(tmp_path / "growing", laid_out())
     out.create()
@@ -135,7 +135,7 @@ def test_an_empty_directory_is_no_hindrance(tmp_path):
     assert sorted(path.name for path in (tmp_path / "done").glob("*.safetensors")) == out.names
 
 
-def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
+def test_full_disk_is_reported_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.ENOSPC)
     with pytest.raises(DiskFull) as caught:
         made(tmp_path / "growing", laid_out()).create()
@@ -143,7 +143,7 @@ def test_no_room_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
     assert not (tmp_path / "growing").exists()
 
 
-def test_where_no_room_is_promised_files_have_their_length_and_nothing_is_written(tmp_path, monkeypatch):
+def test_unsupported_fallocate_sets_length_without_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.EOPNOTSUPP)
     out = made(tmp_path / "growing", laid_out())
     out.create()
@@ -156,7 +156,7 @@ def test_where_no_room_is_promised_files_have_their_length_and_nothing_is_writte
     os.close(fd)
 
 
-def test_room_is_made_until_nobody_wants_it(tmp_path, monkeypatch):
+def test_reservation_continues_until_cancelled(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_RESERVED_BYTES", 4096)
     turns = iter([False, False, True])
     with open(tmp_path / "file", "wb") as file:
@@ -167,7 +167,7 @@ def test_room_is_made_until_nobody_wants_it(tmp_path, monkeypatch):
         assert os.fstat(file.fileno()).st_blocks * 512 >= 10_000
 
 
-def test_files_can_be_there_before_there_is_room_for_their_bodies(tmp_path):
+def test_files_exist_before_space_is_reserved(tmp_path):
     out = made(tmp_path / "growing", laid_out())
     out.make()
     out.open()
@@ -181,7 +181,7 @@ def test_files_can_be_there_before_there_is_room_for_their_bodies(tmp_path):
     out.close()
 
 
-def test_a_file_that_was_cut_short_is_said_to_be(tmp_path):
+def test_truncated_output_file_raises_destination_error(tmp_path):
     out = made(tmp_path / "growing", laid_out())
     out.create()
     out.open()

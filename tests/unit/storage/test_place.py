@@ -53,7 +53,7 @@ def value_of(directory: Path) -> float:
 
 
 @pytest.mark.parametrize("how", ["same", "link", "parent", "file link", "hidden by dots"])
-def test_destination_with_the_source_is_refused(source: Path, tmp_path: Path, how: str) -> None:
+def test_destination_overlapping_source_is_refused(source: Path, tmp_path: Path, how: str) -> None:
     to = {"same": source, "parent": tmp_path, "hidden by dots": source / "x" / ".."}.get(how, tmp_path / "to")
     read = source
     if how == "link":
@@ -76,7 +76,7 @@ def test_destination_with_the_source_is_refused(source: Path, tmp_path: Path, ho
     assert contents(tmp_path) == before
 
 
-def test_destination_in_the_source_is_free_and_not_replaced(source: Path) -> None:
+def test_destination_inside_source_is_never_replaced(source: Path) -> None:
     convert(source, source / "out")
     before = contents(source)
     with pytest.raises(ConfigError, match="the destination is in the source"):
@@ -84,7 +84,7 @@ def test_destination_in_the_source_is_free_and_not_replaced(source: Path) -> Non
     assert contents(source) == before
 
 
-def test_remote_destination_with_the_source_is_refused() -> None:
+def test_remote_destination_overlapping_source_is_refused() -> None:
     for read, to in (("s3://b/m", "s3://b/m/"), ("s3://b/m/x/", "s3://b/m"), ("s3://b/m/a.safetensors", "s3://b/m")):
         with pytest.raises(ConfigError, match=APART):
             ps.convert(read, to, progress=False)
@@ -97,7 +97,7 @@ def test_remote_destination_with_the_source_is_refused() -> None:
     "others",
     [["notes.txt"], ["other.safetensors"], ["photographs/"], ["sub/model.safetensors"], ["model.gguf", "config.json"]],
 )
-def test_force_keeps_files_of_others_and_names_them(source: Path, tmp_path: Path, others: list[str]) -> None:
+def test_replace_keeps_and_names_foreign_files(source: Path, tmp_path: Path, others: list[str]) -> None:
     out = tmp_path / "out"
     ps.convert(source / "model.safetensors", out, devices="cpu", workers=1, progress=False)
     for name in others:
@@ -110,14 +110,14 @@ def test_force_keeps_files_of_others_and_names_them(source: Path, tmp_path: Path
     assert contents(tmp_path) == before and (out / "photographs").exists() == ("photographs/" in others)
 
 
-def test_force_keeps_weights_without_a_manifest(source: Path, tmp_path: Path) -> None:
+def test_replace_keeps_weights_without_manifest(source: Path, tmp_path: Path) -> None:
     other = checkpoint(tmp_path / "other", 2.0)
     with pytest.raises(ConfigError, match=r"config\.json, model\.safetensors, tokenizer\.json"):
         convert(source, other, replace=True)
     assert value_of(other) == 2.0
 
 
-def test_force_replaces_all_that_a_conversion_wrote(source: Path, tmp_path: Path) -> None:
+def test_replace_removes_all_files_of_earlier_conversion(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(source, out)
     convert(checkpoint(tmp_path / "other", 3.0), out, replace=True)
@@ -128,7 +128,7 @@ def test_force_replaces_all_that_a_conversion_wrote(source: Path, tmp_path: Path
 # Links, the working directory
 
 
-def test_link_to_an_empty_directory_is_followed(source: Path, tmp_path: Path) -> None:
+def test_link_to_empty_directory_is_followed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     convert(source, tmp_path / "link")
@@ -137,7 +137,7 @@ def test_link_to_an_empty_directory_is_followed(source: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("to", [".", "./", "../here", ""])
-def test_working_directory_is_filled(source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_keeps_inode_when_filled(source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -152,7 +152,7 @@ def test_working_directory_is_filled(source: Path, tmp_path: Path, to: str, monk
     convert(source, to or str(here))
 
 
-def test_interrupted_filling_is_undone_and_done_again(tmp_path: Path) -> None:
+def test_interrupted_publish_is_undone_and_repeated(tmp_path: Path) -> None:
     place, staging = tmp_path / "place", tmp_path / "place" / ".place.penstock-1"
     staging.mkdir(parents=True)
     for name in ("a", "b", "c"):
@@ -171,7 +171,7 @@ def test_interrupted_filling_is_undone_and_done_again(tmp_path: Path) -> None:
     assert sorted(path.name for path in staging.iterdir()) == ["a", "b", "c"]
 
 
-def test_killed_filling_is_undone_by_the_next_claim(tmp_path: Path) -> None:
+def test_killed_publish_is_undone_by_next_claim(tmp_path: Path) -> None:
     place, staging = tmp_path / "place", tmp_path / "place" / ".place.penstock-1"
     staging.mkdir(parents=True)
     for name in ("a", "b", "c"):
@@ -193,7 +193,7 @@ def test_killed_filling_is_undone_by_the_next_claim(tmp_path: Path) -> None:
 # Other writers
 
 
-def test_second_writer_of_a_place_is_refused(tmp_path: Path) -> None:
+def test_second_writer_to_destination_is_refused(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
     with DestinationClaim(place.path, place.staging("1")):
         for token in ("1", "2"):
@@ -240,7 +240,7 @@ def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
     os.waitpid(child, 0)
 
 
-def test_two_conversions_to_one_place_do_not_mix(source: Path, tmp_path: Path) -> None:
+def test_concurrent_conversions_to_one_destination_do_not_mix(source: Path, tmp_path: Path) -> None:
     refused: list[Exception] = []
 
     def again(done: int, total: int) -> None:
@@ -299,7 +299,7 @@ def ends(done: int, total: int) -> None:
         raise RuntimeError("it ends here")
 
 
-def test_new_file_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
+def test_new_file_replaces_link_and_keeps_target(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / "link").symlink_to("target")
     with new_file(tmp_path / "link") as file:
@@ -311,7 +311,7 @@ def test_new_file_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
-def test_clear_and_unlock_leave_a_directory_without_a_lock(tmp_path: Path) -> None:
+def test_clear_and_unlock_remove_lock(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
     with DestinationClaim(place.path, place.staging("1")) as claim:
         (claim.staging / "sub").mkdir()
@@ -340,7 +340,7 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
     ["nul\0", "surrogate\ud800", "x" * 256, "é" * 200],
     ids=["nul", "surrogate", "256", "utf8"],
 )
-def test_impossible_name_is_a_typed_error(source: Path, tmp_path: Path, name: str, writer: str) -> None:
+def test_impossible_name_raises_typed_error(source: Path, tmp_path: Path, name: str, writer: str) -> None:
     before = sorted(tmp_path.iterdir())
     with pytest.raises((ConfigError, DestinationError)):
         _WRITERS[writer](source, f"{tmp_path}/{name}")
@@ -370,7 +370,7 @@ def test_conversion_to_undecodable_name_is_refused(source: Path, tmp_path: Path)
     assert initialize(str(source), tmp_path / "bytes\udcff").num_files == 3
 
 
-def test_disk_without_inodes_is_left_as_it_was(source: Path, tmp_path: Path) -> None:
+def test_disk_without_inodes_is_left_unchanged(source: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)

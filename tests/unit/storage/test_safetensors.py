@@ -49,7 +49,7 @@ def library_rows(data: bytes) -> dict[str, tuple[str, list[int], bytes]]:
     return {name: (row["dtype"], row["shape"], bytes(row["data"])) for name, row in safetensors.deserialize(data)}
 
 
-def test_reads_columns_in_file_order_with_absolute_offsets() -> None:
+def test_columns_are_in_file_order_with_absolute_offsets() -> None:
     body = bytes(range(14))
     data = file_of({"late": entry("U8", [2], 12, 14), "early": entry("F32", [3], 0, 12)}, body)
     header = header_of(data)
@@ -63,7 +63,7 @@ def test_reads_columns_in_file_order_with_absolute_offsets() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(DType))
-def test_every_dtype_reads_as_the_library_reads_it(dtype: DType, tmp_path: Path) -> None:
+def test_every_dtype_matches_safetensors_library(dtype: DType, tmp_path: Path) -> None:
     tensors = {
         "matrix": (dtype, (3, 8), bytes(range(3 * dtype.bits))),
         "empty": (dtype, (0, 6), b""),
@@ -78,7 +78,7 @@ def test_every_dtype_reads_as_the_library_reads_it(dtype: DType, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [np.bool_, np.int8, np.uint16, np.float16, np.float32, np.complex64, np.uint64])
-def test_reads_what_the_library_writes(dtype: type, tmp_path: Path) -> None:
+def test_files_written_by_safetensors_are_read(dtype: type, tmp_path: Path) -> None:
     arrays = {"b": np.ones((4, 3), dtype), "a": np.zeros((), dtype), "z": np.zeros((2, 0, 3), dtype)}
     data = safetensors.numpy.save(arrays, {"framework": "np"})
     found = rows_of(data)
@@ -97,7 +97,7 @@ NAMES = st.text(st.characters(exclude_categories=("Cs",)), max_size=8).filter(la
     metadata=st.none() | st.dictionaries(NAMES, NAMES, max_size=3),
     ascii_only=st.booleans(),
 )
-def test_any_valid_file_reads_as_the_library_reads_it(
+def test_valid_files_match_safetensors_library(
     kinds: dict[str, tuple[DType, tuple[int, ...]]], metadata: dict[str, str] | None, ascii_only: bool
 ) -> None:
     header: dict[str, object] = {}
@@ -116,7 +116,7 @@ def test_any_valid_file_reads_as_the_library_reads_it(
     assert header_of(data).metadata == (metadata or {})
 
 
-def test_empty_tensors_share_an_offset_with_their_neighbours() -> None:
+def test_empty_tensors_share_offset_with_neighbours() -> None:
     header = {
         "full": entry("U8", [2], 0, 2),
         "between": entry("F32", [0, 7], 2, 2),
@@ -140,7 +140,7 @@ def test_empty_tensors_share_an_offset_with_their_neighbours() -> None:
         b'{"a":{"dtype":"\\u00558","shape":[1],"data_offset\\u0073":[0,1]},"__metadata__":{"\\u006b":"v"}}',
     ],
 )
-def test_metadata_is_found_however_it_is_written(raw: bytes) -> None:
+def test_metadata_is_found_at_any_position(raw: bytes) -> None:
     header = header_of(file_of(raw, b"x"))
     assert header.metadata == {"k": "v"}
     assert header.tensors.names == ("a",)
@@ -153,29 +153,29 @@ def test_metadata_with_braces_and_escapes_is_kept() -> None:
 
 
 @pytest.mark.parametrize("value", ["}}", "},", "a}} b", "} , c", "}", "{}", "}}}"])
-def test_a_brace_in_a_metadata_string_does_not_end_it(value: str) -> None:
+def test_brace_in_metadata_string_is_not_end(value: str) -> None:
     data = file_of({"__metadata__": {"format": value, "k": "v"}, "a": entry("U8", [1], 0, 1)}, b"x")
     assert header_of(data).metadata == {"format": value, "k": "v"}
 
 
-def test_null_metadata_is_none() -> None:
+def test_null_metadata_is_empty() -> None:
     assert header_of(file_of({"__metadata__": None})).metadata == {}
     assert header_of(file_of(b'{"__meta\\u0064ata__":null}')).metadata == {}
 
 
-def test_unknown_fields_are_left_aside_as_the_library_does() -> None:
+def test_unknown_fields_are_ignored() -> None:
     data = file_of({"a": entry("U8", [1], 0, 1) | {"note": {"deep": [1, {"x": None}]}}}, b"x")
     assert rows_of(data) == library_rows(data)
 
 
-def test_tensors_may_be_called_as_the_fields_are() -> None:
+def test_tensors_may_have_names_of_fields() -> None:
     header = {name: entry("U8", [1], i, i + 1) for i, name in enumerate(["dtype", "shape", "data_offsets", "U8", ""])}
     data = file_of(header, b"abcde")
     assert rows_of(data) == library_rows(data)
 
 
 @pytest.mark.parametrize("guess_bytes", [1, 8, 40, 1 << 20])
-def test_a_header_longer_than_the_guess_takes_one_more_read(guess_bytes: int) -> None:
+def test_header_longer_than_guess_needs_second_read(guess_bytes: int) -> None:
     data = file_of({f"t{i}": entry("U8", [1], i, i + 1) for i in range(50)}, bytes(50))
     source = MemorySource(data)
     reads: list[int] = []
@@ -192,13 +192,13 @@ def test_a_header_longer_than_the_guess_takes_one_more_read(guess_bytes: int) ->
     assert sum(reads) <= max(header.data_offset, min(guess_bytes, len(data)))
 
 
-def test_the_digest_is_of_the_json() -> None:
+def test_digest_covers_header_json_only() -> None:
     one, two = file_of({"a": entry("U8", [1], 0, 1)}, b"x"), file_of({"a": entry("U8", [1], 0, 1)}, b"y")
     assert header_of(one).digest == header_of(two).digest
     assert header_of(one).digest != header_of(file_of({"b": entry("U8", [1], 0, 1)}, b"x")).digest
 
 
-def test_writer_keeps_order_unless_a_tensor_would_lie_unaligned(tmp_path: Path) -> None:
+def test_writer_keeps_order_unless_tensor_is_unaligned(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     kept = {"z": (DType.F32, (1,), b"1234"), "a": (DType.F32, (1,), b"5678"), "m": (DType.U8, (1,), b"9")}
     write_file(path, kept)
@@ -211,7 +211,7 @@ def test_writer_keeps_order_unless_a_tensor_would_lie_unaligned(tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_writer_refuses_bytes_that_are_not_the_shape(tmp_path: Path) -> None:
+def test_writer_refuses_bytes_that_contradict_shape(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="3 bytes"):
         write_file(tmp_path / "x", {"a": (DType.F32, (1,), b"123")})
     with pytest.raises(FormatError, match="whole bytes"):
@@ -221,13 +221,13 @@ def test_writer_refuses_bytes_that_are_not_the_shape(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_writer_says_where_it_could_not_write(tmp_path: Path) -> None:
+def test_write_error_names_path(tmp_path: Path) -> None:
     with pytest.raises(DestinationError) as caught:
         write_file(tmp_path / "absent" / "x", {})
     assert caught.value.uri == str(tmp_path / "absent" / "x")
 
 
-def test_writer_refuses_a_header_longer_than_the_format_allows(tmp_path: Path) -> None:
+def test_writer_refuses_header_above_format_limit(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="the format allows"):
         write_file(tmp_path / "x", {}, {"long": "x" * 100_000_000})
 
@@ -246,7 +246,7 @@ def test_writer_refuses_a_header_longer_than_the_format_allows(tmp_path: Path) -
         ((100).to_bytes(8, "little") + b"{", "header of 100 bytes in a file of 9", "copy it again"),
     ],
 )
-def test_what_is_no_safetensors_file_is_said(tmp_path: Path, data: bytes, message: str, hint: str) -> None:
+def test_invalid_file_raises_format_error_with_hint(tmp_path: Path, data: bytes, message: str, hint: str) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(FormatError, match=message) as caught:
@@ -254,7 +254,7 @@ def test_what_is_no_safetensors_file_is_said(tmp_path: Path, data: bytes, messag
     assert hint in str(caught.value.hint) and "secret" not in str(caught.value)
 
 
-def test_a_file_that_is_shorter_than_its_header_says(tmp_path: Path) -> None:
+def test_truncated_file_error_suggests_new_copy(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_file(path, {"a": (DType.U8, (100,), bytes(100))})
     whole = path.stat().st_size
@@ -271,16 +271,16 @@ def test_index_maps_tensors_to_shards() -> None:
     assert parse_index(raw.encode(), uri="i") == {"a": "x-1.safetensors", "é": "sub/x-2.safetensors"}
 
 
-def test_index_with_escapes_and_no_metadata() -> None:
+def test_index_with_escapes_and_no_metadata_is_parsed() -> None:
     assert parse_index(b'{"weight_map":{"a\\"b":"\\u0078.safetensors"}}', uri="i") == {'a"b': "x.safetensors"}
 
 
-def test_strings_are_counted_whatever_their_escapes() -> None:
+def test_strings_with_escapes_are_counted() -> None:
     for value in ({}, {"a": "b"}, {'"': "\\"}, {"\\": '\\"'}, {"\\\\": "\n"}, {'\\"\\': '"\\"'}):
         assert num_strings(json.dumps(value).encode()) == 2 * len(value)
 
 
-def test_uris_tell_local_from_remote() -> None:
+def test_uris_are_classified_local_or_remote() -> None:
     assert [is_remote(u) for u in ("s3://b/k", "https://h/p", "gs://b", "az://c")] == [True] * 4
     assert [is_remote(u) for u in ("/a/b", "rel", "file:///a", "C:thing")] == [False] * 4
     assert local_path("file:///a%20b") == "/a b" and local_path("/a%20b") == "/a%20b"
@@ -291,7 +291,7 @@ def test_uris_tell_local_from_remote() -> None:
 @pytest.mark.parametrize(
     "names", [["__metadata__"], ["w", "__metadata__"], ["a\ud800"], ["w", "w"]], ids=["key", "second", "utf8", "twice"]
 )
-def test_header_of_impossible_names_is_refused(names: list[str]) -> None:
+def test_header_with_impossible_names_is_refused(names: list[str]) -> None:
     entries = [(name, DType.U8, (2,), 2 * row, 2 * row + 2) for row, name in enumerate(names)]
     for metadata in (None, {"format": "pt"}):
         with pytest.raises(PlanError) as caught:

@@ -103,7 +103,7 @@ ALL = ["m.w", "a.w", "m.empty", "b.w", "a.scale", "z.w"]
 
 
 @pytest.mark.parametrize("kind", ["directory", "slash", "path", "file uri", "glob", "index", "list", "deep glob"])
-def test_every_kind_of_place_gives_the_same_weights(kind: str, tmp_path: Path) -> None:
+def test_every_location_kind_has_same_weights(kind: str, tmp_path: Path) -> None:
     folder = tmp_path / "model dir"
     folder.mkdir()
     expected = {name: body for name, (_, _, body) in shards_of(folder).items()}
@@ -130,7 +130,7 @@ def test_every_kind_of_place_gives_the_same_weights(kind: str, tmp_path: Path) -
     assert weights.why_unverified is not None and "manifest" in weights.why_unverified
 
 
-def test_single_file(tmp_path: Path) -> None:
+def test_single_file_is_opened(tmp_path: Path) -> None:
     write_file(tmp_path / "x.bin", {"a": tensor(3)})
     weights, bodies = open_all(tmp_path / "x.bin")
     assert len(bodies["a"]) == 3
@@ -138,7 +138,7 @@ def test_single_file(tmp_path: Path) -> None:
     assert list(open_all([tmp_path / "x.bin"])[1]) == ["a"]
 
 
-def test_the_only_file_of_a_directory_has_the_manifest_of_the_directory(tmp_path: Path, monkeypatch) -> None:
+def test_single_file_uses_manifest_of_directory(tmp_path: Path, monkeypatch) -> None:
     """Engines pass a model of one file as this file, or as a list of it."""
     file = tmp_path / "model.safetensors"
     write_file(file, {"a": tensor(3)})
@@ -154,7 +154,7 @@ def test_the_only_file_of_a_directory_has_the_manifest_of_the_directory(tmp_path
     assert open_all(file)[0].why_unverified == f"no manifest at {file}.penstock.manifest"
 
 
-def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards_of(tmp_path)
     monkeypatch.chdir(tmp_path)
     write_sidecar(".")
@@ -165,14 +165,14 @@ def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert list(open_all(index.name)[1]) == ALL
 
 
-def test_directory_leaves_folders_below_alone(tmp_path: Path) -> None:
+def test_directory_ignores_subdirectories(tmp_path: Path) -> None:
     shards_of(tmp_path)
     (tmp_path / "original").mkdir()
     write_file(tmp_path / "original" / "other.safetensors", {"q": tensor(1)})
     assert list(open_all(tmp_path)[1]) == ALL
 
 
-def test_index_chooses_among_the_files_of_a_directory(tmp_path: Path) -> None:
+def test_index_selects_files_in_directory(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_file(tmp_path / "consolidated.safetensors", {name: tensor(1) for name in ALL})
     write_index(tmp_path)
@@ -184,7 +184,7 @@ def test_index_chooses_among_the_files_of_a_directory(tmp_path: Path) -> None:
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_index_may_name_files_below_it(tmp_path: Path) -> None:
+def test_index_may_name_files_in_subdirectories(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write_file(tmp_path / "sub" / "a.safetensors", {"a": tensor(1)})
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map":{"a":"sub/a.safetensors"}}')
@@ -192,7 +192,7 @@ def test_index_may_name_files_below_it(tmp_path: Path) -> None:
     assert weights.manifest.files[0].name == "sub/a.safetensors"
 
 
-def test_files_of_one_name_keep_their_directories(tmp_path: Path) -> None:
+def test_files_with_same_name_keep_directories(tmp_path: Path) -> None:
     for name in ("unet", "vae"):
         (tmp_path / name).mkdir()
         write_file(tmp_path / name / "model.safetensors", {name: tensor(1)})
@@ -209,7 +209,7 @@ INDEX_LIES: dict[str, tuple[dict[str, str | None], str, str]] = {
 
 
 @pytest.mark.parametrize("lie", INDEX_LIES)
-def test_a_lying_index_is_refused(lie: str, tmp_path: Path) -> None:
+def test_wrong_index_is_refused(lie: str, tmp_path: Path) -> None:
     shards_of(tmp_path)
     changes, name, words = INDEX_LIES[lie]
     write_index(tmp_path, changes)
@@ -218,7 +218,7 @@ def test_a_lying_index_is_refused(lie: str, tmp_path: Path) -> None:
     assert caught.value.tensor == name
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_missing_shard_is_named(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_index(tmp_path, {"q": "model-9.safetensors"})
     with pytest.raises(NotFound, match=r"model-9\.safetensors") as caught:
@@ -226,7 +226,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     assert caught.value.uri == f"{tmp_path}/model-9.safetensors"
 
 
-def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_duplicate_tensor_name_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_file(tmp_path / "model-3.safetensors", {"a.w": tensor(5)})
     with pytest.raises(FormatError, match=r"'model-0\.safetensors' and 'model-3\.safetensors'") as caught:
@@ -234,7 +234,7 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     assert caught.value.tensor == "a.w"
 
 
-def test_a_file_that_went_away_is_not_found(tmp_path: Path) -> None:
+def test_missing_files_in_list_raise_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         open_weights([tmp_path / "x.safetensors", tmp_path / "y.safetensors"], settings=SETTINGS)
 
@@ -242,20 +242,20 @@ def test_a_file_that_went_away_is_not_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "said"), [("no", "no such file"), ("empty", "no \\*.safetensors"), ("", "no \\*.saf")]
 )
-def test_what_is_not_there_is_told_by_the_name_it_was_given(tmp_path: Path, path: str, said: str) -> None:
+def test_missing_path_error_shows_given_name(tmp_path: Path, path: str, said: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotFound, match=said) as caught:
         open_weights(tmp_path / path, settings=SETTINGS)
     assert caught.value.uri == str(tmp_path / path)
 
 
-def test_a_slash_too_few_is_told() -> None:
+def test_single_slash_uri_error_suggests_two() -> None:
     with pytest.raises(NotFound) as caught:
         open_weights("s3:/bucket/llama", settings=SETTINGS)
     assert caught.value.hint == "two slashes: s3://bucket/llama"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_location_without_weights_raises(tmp_path: Path) -> None:
     (tmp_path / "readme").write_text("")
     for uri in (tmp_path, tmp_path / "no", f"{tmp_path}/*.safetensors", tmp_path / "x.safetensors.index.json"):
         with pytest.raises(NotFound):
@@ -268,7 +268,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         open_weights("ftp://host/x", settings=SETTINGS)
 
 
-def test_sources_are_closed_when_one_file_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_open_closes_all_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards_of(tmp_path)
     (tmp_path / "model-1.safetensors").write_bytes(b"not a file of weights")
     opened: list[str] = []
@@ -304,7 +304,7 @@ NAME_CHOICES: list[tuple[weight_set.Names, list[str]]] = [
 
 @pytest.mark.parametrize("with_index", [True, False])
 @pytest.mark.parametrize("names, expected", NAME_CHOICES, ids=range(len(NAME_CHOICES)))
-def test_names_choose_tensors(names: weight_set.Names, expected: list[str], with_index: bool, tmp_path: Path) -> None:
+def test_names_select_tensors(names: weight_set.Names, expected: list[str], with_index: bool, tmp_path: Path) -> None:
     shards_of(tmp_path)
     if with_index:
         write_index(tmp_path)
@@ -319,7 +319,7 @@ def test_names_choose_tensors(names: weight_set.Names, expected: list[str], with
     ]
 
 
-def test_with_an_index_only_the_files_needed_are_opened(tmp_path: Path) -> None:
+def test_index_opens_only_needed_files(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_index(tmp_path)
     (tmp_path / "model-2.safetensors").unlink()
@@ -328,7 +328,7 @@ def test_with_an_index_only_the_files_needed_are_opened(tmp_path: Path) -> None:
     assert [file.name for file in weights.manifest.files] == ["model-1.safetensors"]
 
 
-def test_a_name_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_unknown_tensor_name_raises_plan_error(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with pytest.raises(PlanError, match="no such tensor: nope"):
         open_weights(tmp_path, settings=SETTINGS, names="nope")
@@ -355,7 +355,7 @@ def test_build_digests_every_leaf(
     assert made.revision == leaf.revision(made.tensors, leaf_bytes, made.leaves)
 
 
-def test_the_revision_is_the_weights_whatever_the_files(tmp_path: Path) -> None:
+def test_revision_is_independent_of_file_layout(tmp_path: Path) -> None:
     tensors = shards_of(tmp_path)
     (tmp_path / "one").mkdir()
     write_file(tmp_path / "one" / "all.safetensors", dict(sorted(tensors.items())), {"other": "metadata"})
@@ -366,7 +366,7 @@ def test_the_revision_is_the_weights_whatever_the_files(tmp_path: Path) -> None:
     assert len(revisions) == 1
 
 
-def test_build_stops_at_a_source_that_fails(tmp_path: Path) -> None:
+def test_build_stops_when_source_fails(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         short = MemorySource(b"", uri="mem:short")
@@ -377,7 +377,7 @@ def test_build_stops_at_a_source_that_fails(tmp_path: Path) -> None:
             build(weights, leaf_bytes=0)
 
 
-def test_build_of_no_tensors(tmp_path: Path) -> None:
+def test_build_of_no_tensors_is_verified(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"e": tensor(0)})
     made = write_sidecar(tmp_path / "x.safetensors")
     assert made.leaves is not None and made.leaves.size == 0
@@ -386,7 +386,7 @@ def test_build_of_no_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["directory", "glob", "index", "list", "some", "file"])
-def test_the_sidecar_is_found_and_believed_when_it_agrees(kind: str, tmp_path: Path) -> None:
+def test_matching_sidecar_is_used(kind: str, tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_index(tmp_path)
     made = write_sidecar(tmp_path / "model-0.safetensors" if kind == "file" else tmp_path)
@@ -420,7 +420,7 @@ SIDECAR_LIES: dict[str, tuple[dict[str, tuple[DType, tuple[int, ...], bytes]], s
 
 
 @pytest.mark.parametrize("lie", SIDECAR_LIES)
-def test_a_sidecar_that_is_not_the_headers_is_refused(lie: str, tmp_path: Path) -> None:
+def test_sidecar_contradicting_headers_is_refused(lie: str, tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_sidecar(tmp_path)
     tensors, name, words = SIDECAR_LIES[lie]
@@ -432,7 +432,7 @@ def test_a_sidecar_that_is_not_the_headers_is_refused(lie: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("column", ["offset", "file_index", "shapes"])
-def test_a_sidecar_of_other_places_or_shapes_is_refused(column: str, tmp_path: Path) -> None:
+def test_sidecar_with_wrong_rows_is_refused(column: str, tmp_path: Path) -> None:
     shards_of(tmp_path)
     table = write_sidecar(tmp_path).tensors
     row = table.names.index("b.w")
@@ -450,7 +450,7 @@ def test_a_sidecar_of_other_places_or_shapes_is_refused(column: str, tmp_path: P
     assert caught.value.tensor == "b.w"
 
 
-def test_a_sidecar_and_a_file_it_does_not_know(tmp_path: Path) -> None:
+def test_sidecar_missing_a_file_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_sidecar(tmp_path)
     write_file(tmp_path / "new.safetensors", {"new": tensor(1)})
@@ -458,7 +458,7 @@ def test_a_sidecar_and_a_file_it_does_not_know(tmp_path: Path) -> None:
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_a_sidecar_with_a_tensor_more_is_refused(tmp_path: Path) -> None:
+def test_sidecar_with_extra_tensor_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         made = weights.manifest
@@ -477,7 +477,7 @@ def test_a_sidecar_with_a_tensor_more_is_refused(tmp_path: Path) -> None:
     assert caught.value.tensor == "ghost"
 
 
-def test_a_sidecar_with_too_few_leaves_is_refused(tmp_path: Path) -> None:
+def test_sidecar_with_too_few_leaves_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path)
     made = write_sidecar(tmp_path)
     (tmp_path / "penstock.manifest").write_bytes(packed(made, leaves=bytes(8)))
@@ -485,7 +485,7 @@ def test_a_sidecar_with_too_few_leaves_is_refused(tmp_path: Path) -> None:
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_a_sidecar_without_digests_says_so(tmp_path: Path) -> None:
+def test_sidecar_without_digests_is_reported(tmp_path: Path) -> None:
     shards_of(tmp_path)
     with open_weights(tmp_path, settings=SETTINGS) as weights:
         raw = encode(weights.manifest)
@@ -495,7 +495,7 @@ def test_a_sidecar_without_digests_says_so(tmp_path: Path) -> None:
         assert weights.why_unverified == f"the manifest at {tmp_path}/penstock.manifest was made without digests"
 
 
-def test_encoding_gives_the_manifest_back_sorted_by_name(tmp_path: Path) -> None:
+def test_encoded_manifest_decodes_sorted_by_name(tmp_path: Path) -> None:
     shards_of(tmp_path)
     made = write_sidecar(tmp_path)
     back = decode(encode(made), uri="mem:m")
@@ -547,7 +547,7 @@ HUGE = (2**62).to_bytes(8, "little")
 NUM_ROWS = 7
 
 
-def test_manifests_that_contradict_themselves_are_refused(made: manifest_file.Manifest) -> None:
+def test_contradictory_manifest_is_refused(made: manifest_file.Manifest) -> None:
     rows = leaf.name_order(made.tensors)
     body = leaf.canonical(made.tensors, rows)
     dtypes, codes, ranks, dims, lengths, text = blocks(body)
@@ -608,13 +608,13 @@ def test_manifests_that_contradict_themselves_are_refused(made: manifest_file.Ma
     assert (len(codes), len(ranks), len(lengths)) == (NUM_ROWS, NUM_ROWS, 4 * NUM_ROWS) and dtypes
 
 
-def test_deep_manifest_is_refused() -> None:
+def test_deeply_nested_manifest_is_refused() -> None:
     with pytest.raises(FormatError):
         decode(manifest_file.MAGIC + b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0", uri="mem:m")
 
 
 @pytest.mark.parametrize("field", ["leaves", "body", "revision", "leaf_bytes"])
-def test_a_changed_manifest_is_not_its_revision(field: str, made: manifest_file.Manifest) -> None:
+def test_changed_manifest_fails_revision_check(field: str, made: manifest_file.Manifest) -> None:
     sidecar = msgspec.msgpack.decode(encode(made)[len(manifest_file.MAGIC) :])
     changed = {
         "leaves": lambda v: bytes([v[0] ^ 1]) + v[1:],
@@ -629,7 +629,7 @@ def test_a_changed_manifest_is_not_its_revision(field: str, made: manifest_file.
 
 @hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_mutated_manifests_raise_nothing_else(data: st.DataObject, made: manifest_file.Manifest) -> None:
+def test_mutated_manifest_raises_only_documented_errors(data: st.DataObject, made: manifest_file.Manifest) -> None:
     raw = bytearray(encode(made))
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(raw) - 1))
@@ -643,7 +643,7 @@ def test_mutated_manifests_raise_nothing_else(data: st.DataObject, made: manifes
         assert leaf.canonical(found.tensors, leaf.name_order(found.tensors)) == bytes(body)
 
 
-def test_signatures() -> None:
+def test_signature_is_checked_against_public_key() -> None:
     key = ed25519.Ed25519PrivateKey.generate()
     pem = serialization.Encoding.PEM
     private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
@@ -666,7 +666,7 @@ def test_signatures() -> None:
             weight_set.check_signature(b"manifest", signature, bad)
 
 
-def test_where_manifests_are(tmp_path: Path) -> None:
+def test_sidecar_uri_follows_location(tmp_path: Path) -> None:
     shards_of(tmp_path)
     folder = str(tmp_path)
     beside = f"{folder}/penstock.manifest"
@@ -720,7 +720,7 @@ def objects_of(folder: Path, base: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("uri", ["s3://b/m", "s3://b/m/", "gs://b/m/model.safetensors.index.json"])
-def test_prefixes_of_object_stores(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_store_prefix_is_opened(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shards_of(tmp_path)
     write_index(tmp_path)
     write_sidecar(tmp_path)
@@ -729,7 +729,7 @@ def test_prefixes_of_object_stores(uri: str, tmp_path: Path, monkeypatch: pytest
     assert list(bodies) == ALL and weights.why_unverified is None
 
 
-def test_an_object_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_with_any_name_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "x", {"a": tensor(1)})
     Bucket(monkeypatch, {"s3://b/blobs/0123": (tmp_path / "x").read_bytes()})
     assert list(open_all("s3://b/blobs/0123")[1]) == ["a"]
@@ -739,7 +739,7 @@ def test_an_object_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("uri", ["s3://b/m", "https://host/m"])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_places_that_cannot_be_listed(
+def test_unlistable_location_is_opened_by_index(
     uri: str, with_index: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if with_index:
@@ -755,7 +755,7 @@ def test_places_that_cannot_be_listed(
     assert weights.why_unverified == f"no manifest at {uri}/penstock.manifest"
 
 
-def test_secrets_of_urls_stay_out_of_what_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_in_urls_are_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "x", {"a": tensor(1)})
     url = "https://user:secret@host/x.safetensors?sig=secret"
     Bucket(monkeypatch, {url: (tmp_path / "x").read_bytes()})
@@ -765,14 +765,14 @@ def test_secrets_of_urls_stay_out_of_what_is_shown(tmp_path: Path, monkeypatch: 
     assert "secret" not in str(weights.why_unverified)
 
 
-def test_a_directory_that_may_not_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unlistable_directory_raises_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(monkeypatch, {})
     bucket.may_list = False
     with pytest.raises(PermissionDenied):
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_an_unreadable_sidecar_of_a_local_file_is_not_passed_over(
+def test_unreadable_sidecar_raises_permission_denied(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(1)})
@@ -782,7 +782,7 @@ def test_an_unreadable_sidecar_of_a_local_file_is_not_passed_over(
         open_weights(tmp_path / "x.safetensors", settings=SETTINGS)
 
 
-def test_a_source_that_changes_between_reads_says_so(tmp_path: Path) -> None:
+def test_source_changed_between_reads_raises(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(100)})
     with open_weights(tmp_path / "x.safetensors", settings=SETTINGS) as weights:
         write_file(tmp_path / "y.safetensors", {"a": tensor(101)})
@@ -792,7 +792,7 @@ def test_a_source_that_changes_between_reads_says_so(tmp_path: Path) -> None:
             build(weights)
 
 
-def test_listing(tmp_path: Path) -> None:
+def test_listing_is_sorted_and_flat(tmp_path: Path) -> None:
     for name in ("b", "a"):
         (tmp_path / name).write_text("")
     (tmp_path / "below").mkdir()
@@ -806,7 +806,7 @@ def test_listing(tmp_path: Path) -> None:
             storage.list_uris(str(uri), settings=SETTINGS)
 
 
-def test_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_small_limits_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small"
     assert storage.read_small(str(path), settings=SETTINGS) is None
     path.write_bytes(b"text")
@@ -819,7 +819,7 @@ def test_small_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         storage.read_small(str(path), settings=SETTINGS)
 
 
-def test_file_entries_are_as_they_were_opened(tmp_path: Path) -> None:
+def test_file_entries_record_size_and_identity(tmp_path: Path) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(1)})
     weights, _ = open_all(tmp_path / "x.safetensors")
     nbytes = (tmp_path / "x.safetensors").stat().st_size
@@ -829,7 +829,7 @@ def test_file_entries_are_as_they_were_opened(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 @pytest.mark.parametrize("name", ["inner", "inner/model.safetensors", "inner/*.safetensors", ""])
-def test_a_directory_that_may_not_be_entered_does_not_hide_what_is_missing(tmp_path: Path, name: str) -> None:
+def test_unsearchable_directory_raises_permission_denied(tmp_path: Path, name: str) -> None:
     """Whether a file is there cannot be seen through it, so `NotFound` would send its user the wrong way."""
     closed = tmp_path / "closed"
     (closed / "inner").mkdir(parents=True)

@@ -16,7 +16,7 @@ def slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
 
 
-def test_the_example() -> None:
+def test_unaligned_shard_owns_whole_blocks() -> None:
     form, held = format_of("fp8-block128"), Box(start=(100, 0), stop=(300, 512))
     mine = owned(form, (1000, 512), held)
     assert mine == Box(start=(128, 0), stop=(384, 512)) == needed(form, (1000, 512), held)
@@ -56,7 +56,7 @@ def test_shards_own_every_output_once(tag: str, shape: tuple[int, int], cuts: tu
     assert all((count == 1).all() for count in given_by)
 
 
-def test_whole_rows_and_a_scale_for_all() -> None:
+def test_channel_and_tensor_scales_need_whole_rows() -> None:
     channel, nv = format_of("fp8-channel"), format_of("nvfp4")
     assert alignment(channel, (10, 48)) == (1, 48)
     assert owned(channel, (10, 48), Box(start=(2, 0), stop=(4, 8))) == Box(start=(2, 0), stop=(4, 48))
@@ -82,7 +82,7 @@ def test_whole_rows_and_a_scale_for_all() -> None:
         ("cast:F32", DType.I64, (4,), "not cast"),
     ],
 )
-def test_what_a_format_does_not_take(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:
+def test_unsupported_input_raises(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:
     with pytest.raises(PlanError, match=says):
         outputs(format_of(tag), "w", dtype, shape, Box.full(shape))
     with pytest.raises(ConfigError, match="fp8-block128"):
@@ -104,7 +104,7 @@ def test_what_a_format_does_not_take(tag: str, dtype: DType, shape: tuple[int, .
         ("mxfp-8", "mxfp8"),
     ],
 )
-def test_common_name_of_format_is_suggested(asked: str, meant: str) -> None:
+def test_common_format_name_is_suggested(asked: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         format_of(asked)
     assert str(caught.value.hint).startswith(f"did you mean '{meant}'?")

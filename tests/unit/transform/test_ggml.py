@@ -33,7 +33,7 @@ def ours(values: Floats) -> bytes:
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-30, 1e-7, 1e-3, 1.0, 300.0, 1e6])
 @pytest.mark.parametrize("seed", range(3))
-def test_random_values_are_the_packages(scale: float, seed: int) -> None:
+def test_random_values_match_gguf_package(scale: float, seed: int) -> None:
     values = (np.random.default_rng(seed).standard_normal((64, 512)) * scale).astype(np.float32)
     assert ours(values) == theirs(values)
 
@@ -43,7 +43,7 @@ SPECIAL = [0.0, -0.0, TINY, -TINY, np.float32(1.1754944e-38), np.float32(3e-39),
 
 
 @pytest.mark.parametrize("value", SPECIAL)
-def test_blocks_of_one_value_are_the_packages(value: float) -> None:
+def test_constant_and_single_value_blocks_match_gguf_package(value: float) -> None:
     same, one = np.full((1, 32), value, np.float32), np.zeros((1, 32), np.float32)
     one[0, 7] = value
     for values in (same, one):
@@ -59,12 +59,12 @@ def test_halves_are_rounded_away_from_zero() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(arrays.arrays(np.float32, (2, 64), elements=st.floats(-float(LARGE), float(LARGE), width=32)))
-def test_any_finite_values_are_the_packages(values: Floats) -> None:
+def test_finite_values_match_gguf_package(values: Floats) -> None:
     assert ours(values) == theirs(values)
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 8.4e6, 3.4e38])
-def test_values_that_a_block_cannot_hold_are_refused(value: float) -> None:
+def test_unrepresentable_values_are_refused(value: float) -> None:
     values = np.ones((4, 64), np.float32)
     values[2, 40] = value
     with pytest.raises(OperationFailed, match="Q8_0 cannot hold"):
@@ -72,13 +72,13 @@ def test_values_that_a_block_cannot_hold_are_refused(value: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_dtypes_are_those_of_their_values_in_fp32(dtype: torch.dtype) -> None:
+def test_other_dtypes_quantise_like_fp32(dtype: torch.dtype) -> None:
     values = torch.randn(8, 3, 64).to(dtype)
     assert quantise_q8_0(values).numpy().tobytes() == theirs(values.float().numpy())
 
 
 @pytest.mark.parametrize("kind", [kind.name for kind in BLOCK_TYPES.values()])
-def test_values_are_the_packages(kind: str) -> None:
+def test_dequantised_values_match_gguf_package(kind: str) -> None:
     elements, nbytes = gguf.GGML_QUANT_SIZES[Type[kind]]
     raw = np.random.default_rng(0).integers(0, 256, (5, 3 * nbytes), np.uint8)
     try:

@@ -78,7 +78,7 @@ def sample(seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tag", [tag for tag in sorted(FORMATS) if not tag.startswith("cast")])
-def test_the_reference_is_the_format(tag: str) -> None:
+def test_quantised_values_match_format_definition(tag: str) -> None:
     x = sample()
     codes, scales = slowly(tag, x)
     parts = quantise(format_of(tag), torch.from_numpy(x))
@@ -102,7 +102,7 @@ def test_the_reference_is_the_format(tag: str) -> None:
 
 @pytest.mark.parametrize("tag", [tag for tag in sorted(FORMATS) if not tag.startswith("cast")])
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_a_block_that_is_not_finite_reads_as_nan_whole(tag: str, odd: float) -> None:
+def test_non_finite_block_dequantises_to_nan(tag: str, odd: float) -> None:
     form = format_of(tag)
     x = torch.from_numpy(sample()).bfloat16()
     x[3, 40] = odd
@@ -114,7 +114,7 @@ def test_a_block_that_is_not_finite_reads_as_nan_whole(tag: str, odd: float) -> 
 
 
 @pytest.mark.parametrize("tag", ["fp8-block128", "fp8-block1x128-e8m0", "fp8-channel", "mxfp8", "mxfp8-floor", "nvfp4"])
-def test_shards_that_straddle_blocks_give_the_whole(tag: str) -> None:
+def test_shards_straddling_blocks_match_whole_tensor(tag: str) -> None:
     """Three ranks with rows cut anywhere, each given the foreign elements of the blocks it owns, into one output."""
     form, x = format_of(tag), torch.from_numpy(sample()).bfloat16()
     shape = tuple(x.shape)
@@ -143,7 +143,7 @@ def test_shards_that_straddle_blocks_give_the_whole(tag: str) -> None:
         assert torch.equal(got.view(torch.uint8), part.view(torch.uint8))
 
 
-def test_mxfp8_has_the_bits_of_compressed_tensors() -> None:
+def test_mxfp8_matches_compressed_tensors_bitwise() -> None:
     """Scales and codes are those of the library that writes the format, so that nothing is clamped."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
@@ -164,7 +164,7 @@ def test_mxfp8_has_the_bits_of_compressed_tensors() -> None:
     assert torch.equal(codes.view(torch.uint8), theirs["weight"].view(torch.uint8))
 
 
-def test_mxfp8_rounds_its_exponents_up_where_the_floor_would_clamp() -> None:
+def test_mxfp8_exponents_round_up_instead_of_clamping() -> None:
     x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0))
     error = {
         tag: (dequantise(format_of(tag), quantise(format_of(tag), x), DType.F32) - x).pow(2).mean().sqrt().item()
@@ -174,7 +174,7 @@ def test_mxfp8_rounds_its_exponents_up_where_the_floor_would_clamp() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-def test_casts_are_torchs_where_the_number_fits(dtype: str) -> None:
+def test_casts_match_torch_for_representable_values(dtype: str) -> None:
     x = torch.from_numpy(sample())
     (cast,) = quantise(format_of(f"cast:{dtype}"), x)
     assert torch.equal(cast, x.to(torch_dtype(DType(dtype))))
@@ -184,7 +184,7 @@ def test_casts_are_torchs_where_the_number_fits(dtype: str) -> None:
     assert code.view(torch.uint8).tolist() == [0x7B, 0xFB, 0x7C, 0xFC, 0x7F]
 
 
-def test_jobs_that_do_not_fit_are_refused() -> None:
+def test_mismatched_jobs_are_refused() -> None:
     form, x = format_of("fp8-block128"), torch.zeros(130, 64)
     codes, scales = torch.zeros(130, 64).to(torch.float8_e4m3fn), torch.zeros(2, 1)
     fuse(form, [KernelJob(source=x, outputs=(codes, scales))]).run()

@@ -22,7 +22,7 @@ MODEL = [
 ]
 
 
-def test_linear_weights_are_and_the_rest_says_why() -> None:
+def test_linear_weights_are_selected_others_explained() -> None:
     chosen = select(format_of("mxfp8"), MODEL)
     assert [name.rsplit(".", 2)[1] for name in chosen.names] == ["q_proj", "gate_proj"]
     assert chosen.kept["model.layers.0.mlp.gate.weight"] == "its name matches *.gate.weight"
@@ -35,7 +35,7 @@ def test_linear_weights_are_and_the_rest_says_why() -> None:
 
 
 @pytest.mark.parametrize("tag", [tag for tag in sorted(FORMATS) if not tag.startswith("cast")])
-def test_the_config_names_what_is_kept(tag: str) -> None:
+def test_config_names_kept_modules(tag: str) -> None:
     form = format_of(tag)
     chosen = select(form, MODEL)
     said = quantization_config(form, chosen)
@@ -45,13 +45,13 @@ def test_the_config_names_what_is_kept(tag: str) -> None:
     assert said.get("scale_fmt") == ("ue8m0" if "e8m0" in tag else None)
 
 
-def test_a_cast_has_none() -> None:
+def test_cast_has_no_quantization_config() -> None:
     form = format_of("cast:F16")
     with pytest.raises(PlanError, match="dtype is the tensors' own"):
         quantization_config(form, select(form, MODEL))
 
 
-def test_heads_and_embeddings_stay_whatever_they_are_called() -> None:
+def test_heads_and_embeddings_are_kept() -> None:
     names = [
         "wte.weight",
         "transformer.wpe.weight",
@@ -72,7 +72,7 @@ def test_heads_and_embeddings_stay_whatever_they_are_called() -> None:
 
 
 @pytest.mark.parametrize("tag", ["fp8-block128", "fp8-channel", "mxfp8", "nvfp4"])
-def test_a_tied_output_layer_is_named_though_it_has_no_tensor(tag: str) -> None:
+def test_tied_output_layer_is_named_in_config(tag: str) -> None:
     form = format_of(tag)
     said = quantization_config(form, select(form, MODEL[:-1]))
     assert "lm_head" in said["modules_to_not_convert" if said["quant_method"] == "fp8" else "ignore"]
@@ -80,13 +80,13 @@ def test_a_tied_output_layer_is_named_though_it_has_no_tensor(tag: str) -> None:
     assert "lm_head.weight" in quantised.names and "lm_head" not in quantised.modules_kept()
 
 
-def test_a_stack_of_experts_is_named_by_its_module() -> None:
+def test_kept_expert_stack_is_named_by_module() -> None:
     experts = ("model.layers.0.mlp.experts.gate_up_proj", DType.BF16, (4, 128, 64))
     kept = select(format_of("fp8-block128"), [*MODEL, experts]).modules_kept()
     assert "model.layers.0.mlp.experts" in kept
 
 
-def test_weights_that_are_stored_transposed_are_not_quantised() -> None:
+def test_transposed_weights_are_not_quantised() -> None:
     """GPT-2's Conv1D: [in, out]. Its square attn.c_proj is known by mlp.c_proj, whose bias tells."""
     model = [
         ("h.0.attn.c_attn.weight", DType.BF16, (64, 192)),

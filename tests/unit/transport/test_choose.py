@@ -16,12 +16,12 @@ def _fail(error: Exception) -> Transport:
     raise error
 
 
-def test_what_is_not_to_be_had_here_is_left_out_and_said() -> None:
+def test_unavailable_transport_is_skipped_with_reason() -> None:
     with PeerLinks({"loopback": LoopbackTransport, "shm": lambda: _fail(ConfigError("no memfds"))}) as links:
         assert list(links.transports) == ["loopback"] and links.refused == {"shm": "no memfds"}
 
 
-def test_where_opening_them_fails_none_is_left_open() -> None:
+def test_failed_open_closes_opened_transports() -> None:
     opened: list[LoopbackTransport] = []
 
     def loopback() -> LoopbackTransport:
@@ -67,7 +67,7 @@ def _offered(links: PeerLinks) -> dict[str, bytes]:
     return {name: encode(handle.descriptor) for name, handle in handles.items()}
 
 
-def test_a_transport_that_refuses_one_peer_leaves_it_to_the_next_and_says_why(
+def test_refused_peer_falls_back_to_next_transport(
     by_rack: Callable[..., PeerLinks],
 ) -> None:
     offered = _offered(by_rack())
@@ -81,7 +81,7 @@ def test_a_transport_that_refuses_one_peer_leaves_it_to_the_next_and_says_why(
     assert links.choose(ours, _offered(by_rack()), same_host=False, same_process=False)[0].name == "near"
 
 
-def test_where_every_transport_refuses_the_peer_the_error_has_each_reason(by_rack: Callable[..., PeerLinks]) -> None:
+def test_refusal_by_all_transports_lists_reasons(by_rack: Callable[..., PeerLinks]) -> None:
     offered = _offered(by_rack())
     links = by_rack(decode(offered["near"]).endpoint, also_far=True)
     ours = links.register(Memory.of_buffer(bytearray(8)))

@@ -19,13 +19,13 @@ GOOD = {"transport": "loopback", "endpoint": "a", "generation": 1, "nbytes": 5}
     nbytes=st.integers(0, 2**63 - 1),
     payload=st.binary(max_size=300),
 )
-def test_there_and_back(transport: str, generation: int, nbytes: int, payload: bytes) -> None:
+def test_descriptor_survives_encoding(transport: str, generation: int, nbytes: int, payload: bytes) -> None:
     one = Descriptor(transport=transport, endpoint="e", generation=generation, nbytes=nbytes, payload=payload)
     assert decode(encode(one)) == one
 
 
 @given(st.binary(max_size=400))
-def test_any_bytes_are_a_descriptor_or_refused(raw: bytes) -> None:
+def test_arbitrary_bytes_decode_or_raise_format_error(raw: bytes) -> None:
     try:
         found = decode(raw)
     except FormatError as error:
@@ -48,7 +48,7 @@ def test_any_bytes_are_a_descriptor_or_refused(raw: bytes) -> None:
     ],
     ids=str,
 )
-def test_wrong_fields(change: dict[str, object]) -> None:
+def test_wrong_fields_raise_format_error(change: dict[str, object]) -> None:
     decode(msgspec.msgpack.encode(GOOD))
     with pytest.raises(FormatError):
         decode(msgspec.msgpack.encode(GOOD | change))
@@ -67,10 +67,10 @@ def test_wrong_fields(change: dict[str, object]) -> None:
     ],
     ids=["empty", "missing", "trailing", "cut", "deep", "long", "not-utf8"],
 )
-def test_wrong_bytes(raw: bytes) -> None:
+def test_wrong_bytes_raise_format_error(raw: bytes) -> None:
     with pytest.raises(FormatError):
         decode(raw)
 
 
-def test_fields_that_a_newer_version_adds_are_ignored() -> None:
+def test_unknown_fields_from_newer_version_are_ignored() -> None:
     assert encode(decode(msgspec.msgpack.encode({**GOOD, "more": 1}))) == encode(decode(msgspec.msgpack.encode(GOOD)))

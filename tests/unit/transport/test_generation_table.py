@@ -39,7 +39,7 @@ def page(endpoint):
     return endpoint.page
 
 
-def test_a_reader_sees_generations_and_life(endpoint, page) -> None:
+def test_reader_sees_generations_and_liveness(endpoint, page) -> None:
     slot, source = page.take_slot(), described(page)
     peer = PeerGenerationTable.open(source, endpoint.address(slot))
     assert peer.is_alive()
@@ -77,7 +77,7 @@ def few_descriptors(count: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_a_reader_without_descriptors_does_not_blame_the_peer(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_without_free_descriptors_blames_destination(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of a pair, not of an endpoint: its server would be short of descriptors in this process, too.
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull) as sent:
@@ -89,7 +89,7 @@ def test_a_reader_without_descriptors_does_not_blame_the_peer(left: int, monkeyp
     assert caught.value.blame == "destination" and "ulimit" in str(caught.value.hint)
 
 
-def test_a_reader_that_cannot_open_a_socket_does_not_blame_the_peer() -> None:
+def test_reader_that_cannot_open_socket_blames_destination() -> None:
     # In a process of its own, because a hard limit cannot be raised again. A soft limit is raised when it is too low.
     program = """
 import os, resource
@@ -107,7 +107,7 @@ except DestinationError as error:
     assert "Too many open files" in done.stdout
 
 
-def test_an_owner_without_descriptors_says_so(endpoint) -> None:
+def test_owner_without_free_descriptors_raises(endpoint) -> None:
     # The one is for the lock of its directory.
     with few_descriptors(1), pytest.raises(DestinationError, match="Too many open files"):
         endpoint.address(0)
@@ -132,13 +132,13 @@ def test_readers_cannot_write(endpoint, page) -> None:
         os.close(received)
 
 
-def test_many_readers_do_not_make_it_look_dead(endpoint, page) -> None:
+def test_many_readers_leave_owner_alive(endpoint, page) -> None:
     peers = [PeerGenerationTable.open(described(page), endpoint.address(0)) for _ in range(20)]
     for _ in range(3):
         assert all(peer.is_alive() for peer in peers)
 
 
-def test_the_page_of_another_is_not_this_one(endpoint, page, tmp_path) -> None:
+def test_page_of_different_process_is_refused(endpoint, page, tmp_path) -> None:
     other = Endpoint("t", GenerationTable.create())
     mine, theirs = endpoint.address(0), other.address(0)
     with pytest.raises(PeerLost, match="another process"):
@@ -158,7 +158,7 @@ def test_the_page_of_another_is_not_this_one(endpoint, page, tmp_path) -> None:
     assert not os.path.exists(theirs.socket)
 
 
-def test_two_endpoints_that_open_each_others_pages_at_once_do_not_wait_for_each_other(monkeypatch) -> None:
+def test_concurrent_mutual_opens_do_not_deadlock(monkeypatch) -> None:
     monkeypatch.setattr(fd_server, "TIMEOUT_S", 3.0)
     endpoints = [Endpoint("t", GenerationTable.create()) for _ in range(2)]
     handles = [endpoint.register(Memory(address=0, nbytes=5), lambda _: b"") for endpoint in endpoints]
@@ -172,7 +172,7 @@ def test_two_endpoints_that_open_each_others_pages_at_once_do_not_wait_for_each_
         endpoint.close()
 
 
-def test_slots_run_out_and_come_back(page) -> None:
+def test_exhausted_slots_raise_until_returned(page) -> None:
     slots = [page.take_slot() for _ in range(NUM_SLOTS)]
     assert len(set(slots)) == NUM_SLOTS
     with pytest.raises(ConfigError, match="arena"):
@@ -181,7 +181,7 @@ def test_slots_run_out_and_come_back(page) -> None:
     assert page.take_slot() == slots[7]
 
 
-def test_a_page_that_cannot_be_locked(monkeypatch) -> None:
+def test_failed_page_lock_raises_destination_error(monkeypatch) -> None:
     def refuse(*_) -> None:
         raise OSError(37, "No locks available")
 
@@ -190,7 +190,7 @@ def test_a_page_that_cannot_be_locked(monkeypatch) -> None:
         GenerationTable.create()
 
 
-def test_a_registration_that_cannot_be_described_takes_no_slot(endpoint, page) -> None:
+def test_failed_registration_takes_no_slot(endpoint, page) -> None:
     memory = Memory(address=0, nbytes=0)
 
     def describe(_) -> bytes:
@@ -203,7 +203,7 @@ def test_a_registration_that_cannot_be_described_takes_no_slot(endpoint, page) -
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_changes_nothing(endpoint, page) -> None:
+def test_forked_child_changes_nothing(endpoint, page) -> None:
     handle = endpoint.register(Memory(address=0, nbytes=5), lambda _: b"")
     child = os.fork()
     if child == 0:
@@ -222,7 +222,7 @@ def test_a_forked_child_changes_nothing(endpoint, page) -> None:
     endpoint.claim(handle.descriptor, endpoint.address(0)).check()
 
 
-def test_segments_are_joined_where_they_meet_at_both_ends() -> None:
+def test_adjacent_segments_are_joined() -> None:
     rows = [(10, 110, 5), (0, 100, 10), (50, 300, 0), (15, 116, 5), (20, 121, 1), (90, 50, 3)]
     joined = segments(rows).joined()
     found = list(zip(joined.src.tolist(), joined.dst.tolist(), joined.nbytes.tolist(), strict=True))

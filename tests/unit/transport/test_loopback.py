@@ -26,7 +26,7 @@ def transport():
 
 
 @pytest.mark.parametrize("at", [1, 3, 4])
-def test_a_fence_in_the_middle_is_seen(transport, monkeypatch, at: int) -> None:
+def test_fence_during_read_raises_stale_descriptor(transport, monkeypatch, at: int) -> None:
     """After the first, third and last of four pieces: the bytes after it would be of another generation."""
     monkeypatch.setattr(loopback, "PIECE_BYTES", 100)
     source = transport.register(Memory.of_buffer(bytearray(b"s" * 400)))
@@ -49,7 +49,7 @@ def test_a_fence_in_the_middle_is_seen(transport, monkeypatch, at: int) -> None:
     assert pending.moved_bytes == 100 * at
 
 
-def test_memory_released_under_a_read_stays_until_the_read_ends(transport) -> None:
+def test_released_memory_lives_until_read_ends(transport) -> None:
     buffer = np.full(100, 7, np.uint8)
     alive = weakref.ref(buffer)
     source = transport.register(Memory(address=int(buffer.ctypes.data), nbytes=100, owner=buffer))
@@ -66,7 +66,7 @@ def test_memory_released_under_a_read_stays_until_the_read_ends(transport) -> No
     assert alive() is None
 
 
-def test_a_finished_read_holds_nothing_and_stays_finished(transport) -> None:
+def test_finished_read_holds_no_memory(transport) -> None:
     buffer = np.full(100, 7, np.uint8)
     alive = weakref.ref(buffer)
     source = transport.register(Memory(address=int(buffer.ctypes.data), nbytes=100, owner=buffer))
@@ -80,14 +80,14 @@ def test_a_finished_read_holds_nothing_and_stays_finished(transport) -> None:
     transport.wait(pending, stall_s=1)
 
 
-def test_only_writable_host_memory(transport) -> None:
+def test_read_only_or_device_memory_is_refused(transport) -> None:
     with pytest.raises(ConfigError):
         transport.register(Memory(address=0, nbytes=0, device="cuda:0"))
     with pytest.raises(ConfigError):
         Memory.of_buffer(memoryview(b"constant"))
 
 
-def test_a_handle_of_another_transport_is_refused(transport) -> None:
+def test_handle_from_other_transport_is_refused(transport) -> None:
     other = LoopbackTransport()
     handle = other.register(Memory.of_buffer(bytearray(10)))
     with pytest.raises(ConfigError):
@@ -95,21 +95,21 @@ def test_a_handle_of_another_transport_is_refused(transport) -> None:
     other.close()
 
 
-def test_a_closed_handle_has_no_new_generation(transport) -> None:
+def test_closed_handle_refuses_fence(transport) -> None:
     handle = transport.register(Memory.of_buffer(bytearray(10)))
     handle.close()
     with pytest.raises(Cancelled):
         handle.fence()
 
 
-def test_columns_of_one_length() -> None:
+def test_columns_of_unequal_length_are_refused() -> None:
     one, two = np.zeros(1, np.int64), np.zeros(2, np.int64)
     with pytest.raises(PlanError):
         Segments(src=one, dst=one, nbytes=two).check(src_nbytes=9, dst_nbytes=9)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_reads_nothing_by_its_parents_descriptors(transport) -> None:
+def test_forked_child_cannot_read_parent_descriptors(transport) -> None:
     source = transport.register(Memory.of_buffer(bytearray(b"parent")))
     child = os.fork()
     if child == 0:

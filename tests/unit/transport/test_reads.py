@@ -37,7 +37,7 @@ def whole() -> Iterator[LoopbackTransport]:
     made.close()
 
 
-def test_the_first_error_is_told_and_every_read_is_waited_for(whole) -> None:
+def test_first_error_is_returned_after_all_reads_end(whole) -> None:
     first, second = Ending(StaleDescriptor("one")), Ending(SourceStalled("two"))
     failed, is_touched = wait_all([read(first), read(second)], stall_s=5)
     assert (failed is not None and failed.message, is_touched) == ("one", False)
@@ -47,7 +47,7 @@ def test_the_first_error_is_told_and_every_read_is_waited_for(whole) -> None:
     assert wait_all([read(whole)], stall_s=5) == (None, True)
 
 
-def test_a_post_that_fails_ends_the_posting_and_those_before_are_waited_for(whole) -> None:
+def test_failed_post_waits_for_earlier_reads(whole) -> None:
     source, into = (whole.register(Memory.of_buffer(bytearray(100))) for _ in range(2))
     old = source.descriptor
     source.fence()
@@ -63,7 +63,7 @@ def test_a_post_that_fails_ends_the_posting_and_those_before_are_waited_for(whol
 
 
 @pytest.mark.parametrize("by", ["staged_http", "cuda_ipc", "pinned_shm"])
-def test_a_device_that_may_still_write_is_told_before_a_source(by: str) -> None:
+def test_device_error_outranks_source_error(by: str) -> None:
     silent = SourceStalled("no byte") if by != "staged_http" else DestinationError("a device hangs", mutated=True)
     for before in (StaleDescriptor("gone"), None):
         posted = [] if before is None else [read(Ending(before))]
@@ -74,7 +74,7 @@ def test_a_device_that_may_still_write_is_told_before_a_source(by: str) -> None:
     assert isinstance(wait_all([read(Ending(SourceStalled("no byte"), "shm"))], stall_s=5)[0], SourceStalled)
 
 
-def test_many_reads_of_a_peer_that_fell_silent_are_not_given_the_deadline_each() -> None:
+def test_silent_peer_uses_one_deadline_for_all_reads() -> None:
     silent = Ending(SourceStalled("no byte"))
     wait_all([read(silent) for _ in range(4)], stall_s=30)
     assert silent.given_s == [30, *3 * [LATE_S]]

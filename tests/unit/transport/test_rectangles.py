@@ -30,7 +30,7 @@ def rectangles(*rows: tuple[int, ...]) -> Rectangles:
         max_size=5,
     )
 )
-def test_segments_are_its_runs(given: list[tuple[int, ...]]) -> None:
+def test_segments_match_rectangle_rows(given: list[tuple[int, ...]]) -> None:
     rows = [(src, dst, run, num, run + more, run + gap) for src, dst, run, num, more, gap in given]
     made = rectangles(*rows)
     bytes_of = {

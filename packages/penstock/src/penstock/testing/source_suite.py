@@ -119,7 +119,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_many_threads(self) -> None:
+    def test_concurrent_reads_return_correct_bytes(self) -> None:
         """Eight threads read random ranges of one source at once."""
         data = sample(_NBYTES)
         source = self.make(data)
