@@ -78,19 +78,19 @@ WRONG: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_argument_is_a_config_error(case: str, file: Path) -> None:
+def test_wrong_argument_raises_config_error(case: str, file: Path) -> None:
     with pytest.raises(ps.ConfigError) as caught:
         WRONG[case](file)
     assert caught.value.hint or caught.value.message
     assert not (file.parent / "out").exists()
 
 
-def test_a_rank_of_a_sync_is_a_pair_and_without_a_process_group_the_only_one() -> None:
+def test_default_sync_rank_is_only_rank() -> None:
     assert rank_of(None) == (0, 1)
     assert rank_of((3, 8)) == (3, 8)
 
 
-def test_a_format_given_as_an_operation_is_named(file: Path) -> None:
+def test_format_used_as_operation_is_named(file: Path) -> None:
     with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*give to='cast:F16'"):
         ps.convert(file, file.parent / "out", operations=["cast:F16"])
 
@@ -98,7 +98,7 @@ def test_a_format_given_as_an_operation_is_named(file: Path) -> None:
 @pytest.mark.parametrize(
     "operations", ["dequantise", ["dequantise:to=BF16"], {"op": "dequantise"}, ('{"op": "copy"}',)]
 )
-def test_operations_are_texts_or_mappings_alone_or_in_a_list(operations: object, file: Path) -> None:
+def test_operations_accept_strings_and_mappings(operations: object, file: Path) -> None:
     report = ps.convert(file, file.parent / "out", operations=operations, devices="cpu", workers=1)
     assert report.operation.startswith(("dequantise to BF16", "copy"))
 

@@ -49,14 +49,14 @@ def same(tensors: dict[str, torch.Tensor]) -> bool:
     return tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
 
 
-def test_a_local_file_is_read_by_the_original(path: Path) -> None:
+def test_local_file_is_read_by_original(path: Path) -> None:
     with installed():
         assert type(safetensors.safe_open(path, "pt")) is Kept.safe_open
         assert same(safetensors.torch.load_file(path))
         assert set(safetensors.numpy.load_file(path)) == set(TENSORS)
 
 
-def test_a_uri_is_read_by_penstock_through_every_function(path: Path) -> None:
+def test_uri_is_read_by_penstock_in_every_function(path: Path) -> None:
     with RangeServer(path.parent) as server, installed():
         uri = f"{server.url}/{path.name}"
         with safetensors.safe_open(uri, framework="pt") as file:
@@ -75,7 +75,7 @@ def test_a_uri_is_read_by_penstock_through_every_function(path: Path) -> None:
         assert same(safetensors.torch.load_file(f"file://{path}"))
 
 
-def test_what_other_modules_imported_before_and_meanwhile_is_replaced_and_put_back(path: Path) -> None:
+def test_names_imported_by_modules_are_replaced_and_restored(path: Path) -> None:
     before = types.ModuleType("program_before")
     exec("from safetensors import safe_open; from safetensors.torch import load_file", before.__dict__)
     sys.modules["program_before"] = before
@@ -92,7 +92,7 @@ def test_what_other_modules_imported_before_and_meanwhile_is_replaced_and_put_ba
         del sys.modules["program_before"], sys.modules["program_meanwhile"]
 
 
-def test_a_replacement_that_a_program_kept_is_the_original_after_uninstall(path: Path) -> None:
+def test_replacement_kept_after_uninstall_calls_original(path: Path) -> None:
     with installed():
         kept = safetensors.safe_open
     assert type(kept(path, "pt")) is Kept.safe_open
@@ -111,7 +111,7 @@ def test_nested_use_is_counted() -> None:
     assert safetensors.safe_open is Kept.safe_open
 
 
-def test_threads_may_install_and_uninstall_at_once(path: Path) -> None:
+def test_concurrent_install_and_uninstall_is_safe(path: Path) -> None:
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -131,7 +131,7 @@ def test_threads_may_install_and_uninstall_at_once(path: Path) -> None:
     assert not errors
 
 
-def test_the_replacement_looks_like_the_original(path: Path) -> None:
+def test_replacement_looks_like_original(path: Path) -> None:
     opened_before = Kept.safe_open(path, "pt")
     with installed():
         replacement = safetensors.safe_open
@@ -164,7 +164,7 @@ def test_the_replacement_looks_like_the_original(path: Path) -> None:
         ((".", "pt"), {}),
     ],
 )
-def test_wrong_arguments_raise_what_the_original_raises(
+def test_wrong_arguments_raise_original_error(
     path: Path, arguments: tuple[object, ...], options: dict[str, object]
 ) -> None:
     filled = tuple(value.format(path=path) if isinstance(value, str) else value for value in arguments)
@@ -176,12 +176,12 @@ def test_wrong_arguments_raise_what_the_original_raises(
     assert str(raised.value) == str(theirs.value)
 
 
-def test_a_uri_that_is_not_there_raises_what_a_path_raises(path: Path) -> None:
+def test_missing_uri_raises_file_not_found(path: Path) -> None:
     with RangeServer(path.parent) as server, installed(), pytest.raises(FileNotFoundError):
         safetensors.torch.load_file(f"{server.url}/none.safetensors")
 
 
-def test_a_damaged_remote_file_raises_the_error_of_safetensors(path: Path) -> None:
+def test_damaged_remote_file_raises_safetensor_error(path: Path) -> None:
     damaged = {"bad.safetensors": path.read_bytes()[:-5]}
     with RangeServer(damaged) as server, installed(), pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(f"{server.url}/bad.safetensors")
@@ -216,7 +216,7 @@ def raised(call: Callable[[], object]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("framework", ["np", "pt"])
-def test_errors_are_of_the_originals_classes(framework: str, tmp_path: Path) -> None:
+def test_errors_have_original_classes(framework: str, tmp_path: Path) -> None:
     path = tmp_path / "kinds.safetensors"
     safetensors.torch.save_file(KINDS, path)
     theirs = Kept.safe_open(path, framework)

@@ -12,7 +12,7 @@ from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
 
-def test_bytes_are_numbers_with_or_without_a_unit() -> None:
+def test_byte_sizes_accept_optional_units() -> None:
     assert [parse_bytes(text) for text in ("4096", "256M", " 1.5GiB ", "2kb", "0", 7)] == [
         4096,
         256 * MIB,
@@ -24,12 +24,12 @@ def test_bytes_are_numbers_with_or_without_a_unit() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "M", "lots", "nan", "inf", "1e400", "-5", "-1M", -1])
-def test_what_is_no_number_of_bytes_is_said_so(text: str | int) -> None:
+def test_invalid_byte_size_raises_config_error(text: str | int) -> None:
     with pytest.raises(ConfigError, match="bytes"):
         parse_bytes(text)
 
 
-def test_the_runtime_directory_is_found_although_another_user_took_its_name(tmp_path) -> None:
+def test_runtime_directory_avoids_foreign_owner(tmp_path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a directory to another user")
     taken = tmp_path / f"penstock-{os.geteuid()}"
@@ -43,7 +43,7 @@ def test_the_runtime_directory_is_found_although_another_user_took_its_name(tmp_
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_processes_that_make_one_together_use_the_oldest_afterwards(tmp_path) -> None:
+def test_processes_agree_on_oldest_runtime_directory(tmp_path) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root, to give a directory to another user")
     usual = tmp_path / f"penstock-{os.geteuid()}"
@@ -58,11 +58,11 @@ def test_processes_that_make_one_together_use_the_oldest_afterwards(tmp_path) ->
     assert len(found) == 1 and found <= made
 
 
-def test_a_runtime_directory_that_was_named_is_never_replaced(tmp_path) -> None:
+def test_named_runtime_directory_is_never_replaced(tmp_path) -> None:
     assert runtime_dir({"PENSTOCK_RUNTIME_DIR": str(tmp_path / "mine")}, shared=tmp_path) == tmp_path / "mine"
 
 
-def test_the_environment_is_shown_without_passwords() -> None:
+def test_environment_is_shown_without_passwords() -> None:
     shown = {name: value for name, value, _ in environment({"PENSTOCK_REDIS_URL": "redis://u:secret@h:1/0?password=x"})}
     assert shown["PENSTOCK_REDIS_URL"] == "redis://h:1/0"
 
@@ -77,12 +77,12 @@ def test_the_environment_is_shown_without_passwords() -> None:
         ("PENSTOCK_FETCH_THREADS", "-2", "environment variable PENSTOCK_FETCH_THREADS=-2 must be 0 or more"),
     ],
 )
-def test_an_error_of_the_environment_names_the_variable(name: str, text: str, message: str) -> None:
+def test_environment_error_names_variable(name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings.read({name: text})
     assert caught.value.message.startswith(message)
 
 
-def test_an_error_of_an_argument_names_the_argument() -> None:
+def test_argument_error_names_argument() -> None:
     with pytest.raises(ConfigError, match=r"^stall_s must be positive, not -1;"):
         Settings.read({"PENSTOCK_STALL_S": "5"}, stall_s=-1)

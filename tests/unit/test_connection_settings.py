@@ -29,18 +29,18 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PENSTOCK_TOKEN_FILE", raising=False)
 
 
-def test_a_text_is_the_address_of_the_hub() -> None:
+def test_text_is_hub_address() -> None:
     assert ps.ConnectionSettings.of("https://hub:7070") == ps.ConnectionSettings(hub="https://hub:7070")
     assert ps.ConnectionSettings.of(None) == ps.ConnectionSettings()
     settings = ps.ConnectionSettings(hub="unix:///run/hub.sock", rack="a12")
     assert ps.ConnectionSettings.of(settings) is settings
 
 
-def test_without_variables_the_hub_is_this_hosts_own() -> None:
+def test_missing_variables_use_local_hub() -> None:
     assert resolve_connection(None) == ps.ConnectionSettings(hub=None, token=None)
 
 
-def test_the_environment_gives_what_the_argument_leaves_out(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+def test_environment_fills_missing_fields(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
     monkeypatch.setenv("PENSTOCK_HUB", "https://env:7070")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
     assert resolve_connection(None) == ps.ConnectionSettings(hub="https://env:7070", token=TOKEN)
@@ -49,7 +49,7 @@ def test_the_environment_gives_what_the_argument_leaves_out(monkeypatch: pytest.
     assert resolved == ps.ConnectionSettings(hub="https://env:7070", token=TOKEN, **rest)
 
 
-def test_the_argument_wins_field_by_field(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
+def test_argument_overrides_environment_per_field(monkeypatch: pytest.MonkeyPatch, token_file: Path) -> None:
     monkeypatch.setenv("PENSTOCK_HUB", "https://env:7070")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
     assert resolve_connection("https://mine:7070") == ps.ConnectionSettings(hub="https://mine:7070", token=TOKEN)
@@ -57,7 +57,7 @@ def test_the_argument_wins_field_by_field(monkeypatch: pytest.MonkeyPatch, token
     assert resolve_connection(mine) == ps.ConnectionSettings(hub="https://env:7070", token="token-of-mine")
 
 
-def test_variables_that_the_argument_makes_needless_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overridden_variables_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HUB", "no-address")
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", "/no/such/file")
     mine = ps.ConnectionSettings(hub="https://mine:7070", token="token-of-mine")
@@ -65,13 +65,13 @@ def test_variables_that_the_argument_makes_needless_are_not_read(monkeypatch: py
 
 
 @pytest.mark.parametrize(("name", "value"), [("PENSTOCK_HUB", "hub:7070"), ("PENSTOCK_TOKEN_FILE", "/no/such/file")])
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=rf"environment variable {name}: .*{value}"):
         ps.hub.status()
 
 
-def test_the_token_is_not_shown() -> None:
+def test_token_is_not_shown() -> None:
     settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN)
     assert TOKEN not in repr(settings) and "https://hub:7070" in repr(settings)
     assert settings != dataclasses.replace(settings, token=None)
@@ -81,7 +81,7 @@ def test_the_token_is_not_shown() -> None:
         assert TOKEN not in str(caught.value)
 
 
-def test_it_is_a_value() -> None:
+def test_settings_are_immutable_values() -> None:
     settings = ps.ConnectionSettings(hub="https://hub:7070", token=TOKEN, transports=["shm", "http"])
     assert settings.transports == ("shm", "http")
     assert len({settings, copy.deepcopy(settings)}) == 1
@@ -118,19 +118,19 @@ def test_it_is_a_value() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_value_is_a_config_error_with_a_hint(fields: dict[str, Any]) -> None:
+def test_wrong_value_raises_config_error_with_hint(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         ps.ConnectionSettings(**fields)
     assert next(iter(fields)) in caught.value.message and caught.value.hint
 
 
 @pytest.mark.parametrize("connection", [3, b"https://hub:7070", {"hub": None}, ["https://hub:7070"]])
-def test_a_connection_of_another_type_is_a_config_error(connection: Any) -> None:
+def test_wrong_connection_type_raises_config_error(connection: Any) -> None:
     with pytest.raises(ConfigError, match="connection is"):
         ps.join("m", connection=connection)
 
 
-def test_token_file_is_read_when_a_verb_runs(tmp_path: Path, token_file: Path) -> None:
+def test_token_file_is_read_when_verb_runs(tmp_path: Path, token_file: Path) -> None:
     settings = ps.ConnectionSettings(hub="https://mine:7070", token_file=token_file)
     assert resolve_connection(settings) == ps.ConnectionSettings(hub="https://mine:7070", token=TOKEN)
     assert TOKEN not in repr(settings)
@@ -142,7 +142,7 @@ def test_token_file_is_read_when_a_verb_runs(tmp_path: Path, token_file: Path) -
             call()
 
 
-def test_token_file_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path) -> None:
+def test_token_file_overrides_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token_file: Path) -> None:
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(tmp_path / "none"))
     assert resolve_connection(ps.ConnectionSettings(token_file=token_file)).token == TOKEN
 
@@ -160,6 +160,6 @@ def test_token_file_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch, tmp_
         {"listen": "127.0.0.1:7071", "data_port": True},
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any]) -> None:
+def test_contradictory_settings_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ps.ConnectionSettings(**fields)

@@ -46,7 +46,7 @@ def few_descriptors() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_more_files_than_the_soft_limit_are_opened(many: Path, few_descriptors: int) -> None:
+def test_files_above_soft_limit_are_opened(many: Path, few_descriptors: int) -> None:
     assert len(ps.inspect(many).manifest.tensors.names) == NUM_FILES
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > few_descriptors
 
@@ -57,13 +57,13 @@ def test_files_opened_one_by_one_raise_the_limit(many: Path, few_descriptors: in
     assert sum(float(file.get_tensor(file.keys()[0])[0]) for file in files) == sum(range(NUM_FILES))
 
 
-def test_more_files_than_the_soft_limit_are_copied(many: Path, few_descriptors: int, tmp_path: Path) -> None:
+def test_files_above_soft_limit_are_copied(many: Path, few_descriptors: int, tmp_path: Path) -> None:
     files = {str(path): tmp_path / path.name for path in many.iterdir()}
     assert len(download(files, settings=ps.config.Settings()).compared) == 0
     assert len(list(tmp_path.iterdir())) == NUM_FILES + 1
 
 
-def test_few_files_leave_the_limit_alone(many: Path, few_descriptors: int) -> None:
+def test_few_files_keep_limit(many: Path, few_descriptors: int) -> None:
     ps.inspect(next(many.glob("*.safetensors")))
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == few_descriptors
 
@@ -80,7 +80,7 @@ for verb in (ps.inspect, ps.verify, ps.manifest):
 """
 
 
-def test_hard_limit_that_is_too_low_is_named(many: Path) -> None:
+def test_too_low_hard_limit_is_named(many: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _LOW, str(many)], capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert len(lines) == 3, done.stderr
@@ -91,7 +91,7 @@ def test_hard_limit_that_is_too_low_is_named(many: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "word"), [(errno.EMFILE, "ulimit -n"), (errno.ENFILE, "fs.file-max")])
-def test_shortage_is_an_error_with_the_setting(code: int, word: str, tmp_path: Path, monkeypatch) -> None:
+def test_descriptor_shortage_error_names_setting(code: int, word: str, tmp_path: Path, monkeypatch) -> None:
     def fail(*arguments: object, **options: object) -> int:
         raise OSError(code, os.strerror(code))
 

@@ -44,7 +44,7 @@ class Foreign(Exception):
         (errors.GrantRefused, PermissionError),
     ],
 )
-def test_an_error_is_also_the_one_of_python(ours: type[PenstockError], pythons: type[Exception]) -> None:
+def test_typed_error_is_also_python_error(ours: type[PenstockError], pythons: type[Exception]) -> None:
     error = ours("it failed", uri="s3://user:secret@bucket/x", hint="do this")
     with pytest.raises(pythons) as caught:
         raise error
@@ -100,7 +100,7 @@ def same(ours: BaseException, theirs: BaseException | None) -> bool:
 
 
 @pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
-def test_every_error_can_be_copied_and_sent(kind: type[PenstockError]) -> None:
+def test_every_error_survives_copy_and_pickle(kind: type[PenstockError]) -> None:
     error = made(kind)
     for again in (copy.copy(error), copy.deepcopy(error), *(sent(error, protocol) for protocol in range(6))):
         assert same(error, again) and again.__suppress_context__
@@ -110,14 +110,14 @@ def test_every_error_can_be_copied_and_sent(kind: type[PenstockError]) -> None:
         assert "RuntimeError" in str(again.__context__)
 
 
-def test_circle_of_causes_can_be_sent() -> None:
+def test_circular_causes_survive_pickle() -> None:
     first, second = errors.PeerLost("one"), errors.PlanError("two")
     first.__cause__, second.__cause__ = second, first
     again = sent(first)
     assert same(second, again.__cause__) and again.__cause__.__cause__ is again
 
 
-def test_error_of_users_class_can_be_sent() -> None:
+def test_user_error_class_survives_pickle() -> None:
     error = UsersError(1, reason="because")
     again = sent(error)
     assert type(again) is UsersError and (again.number, str(again)) == (1, str(error))
@@ -132,7 +132,7 @@ class UsersError(errors.OperationFailed):
 
 
 @pytest.mark.parametrize("others", [(Foreign, OSError), (TypeError,), (Foreign, TypeError)], ids=str)
-def test_error_of_two_libraries_can_be_sent(others: tuple[type[Exception], ...]) -> None:
+def test_error_with_two_bases_survives_pickle(others: tuple[type[Exception], ...]) -> None:
     error = errors.also(errors.SourceUnavailable("gone", uri="x", hint="wait"), *others)
     error.add_note("a note")
     twice = errors.also(error, LookupError)
@@ -142,7 +142,7 @@ def test_error_of_two_libraries_can_be_sent(others: tuple[type[Exception], ...])
             assert isinstance(again, errors.SourceUnavailable)
 
 
-def test_errors_of_worker_processes_arrive_whole() -> None:
+def test_worker_process_errors_arrive_complete() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         with pytest.raises(errors.ConfigError, match="NoneType is not a path or URI"):
             pool.submit(text_of, None).result(timeout=60)
@@ -150,7 +150,7 @@ def test_errors_of_worker_processes_arrive_whole() -> None:
         assert pool.submit(text_of, "x").result(timeout=60) == "x"
 
 
-def test_other_errors_are_not(tmp_path: Path) -> None:
+def test_remaining_errors_are_not_builtin_errors(tmp_path: Path) -> None:
     for ours in (errors.SourceUnavailable, errors.FormatError, errors.PlanError, errors.DestinationError):
         assert not issubclass(ours, OSError | ValueError | ImportError)
     with pytest.raises(FileNotFoundError):
@@ -160,7 +160,7 @@ def test_other_errors_are_not(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ours", [errors.NotFound("gone"), errors.PermissionDenied("closed")])
-def test_maps_of_system_errors_let_ours_pass(ours: PenstockError, tmp_path: Path) -> None:
+def test_system_error_mapping_keeps_penstock_errors(ours: PenstockError, tmp_path: Path) -> None:
     with pytest.raises(PenstockError) as caught, typed(tmp_path):
         raise ours
     assert caught.value is ours
@@ -169,7 +169,7 @@ def test_maps_of_system_errors_let_ours_pass(ours: PenstockError, tmp_path: Path
     assert caught.value is ours
 
 
-def test_a_users_module_that_lacks_an_extra_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_extra_in_user_module_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "lacks_an_extra.py").write_text(
         'from penstock.errors import MissingExtra\nraise MissingExtra("it needs scipy", hint="pip install scipy")\n'
     )
@@ -217,7 +217,7 @@ def swallowed(source: str) -> list[int]:
     return lines
 
 
-def test_no_handler_of_pythons_errors_takes_ours_for_them() -> None:
+def test_builtin_handlers_never_catch_penstock_errors() -> None:
     wrong = "try:\n    raise NotFound('x')\nexcept OSError:\n    pass\n"
     assert swallowed(wrong) == [3]
     assert swallowed("try:\n    yield\nexcept ValueError:\n    pass\n")
@@ -240,12 +240,12 @@ def test_no_handler_of_pythons_errors_takes_ours_for_them() -> None:
         ("__builtins__", errors.PenstockError, errors.PenstockError),
     ],
 )
-def test_class_named_by_another_process_is_a_known_one(name: str, least: type, kind: type) -> None:
+def test_class_named_by_peer_must_be_known(name: str, least: type, kind: type) -> None:
     assert errors.class_named(name, least) is kind
 
 
 @pytest.mark.parametrize("text", ["\x1b[2J", "\x9b31m", "\r", "\x00", "\u202e", "\u2066", "\u2028", "\ufeff", "\udc80"])
-def test_text_of_others_cannot_steer_terminal(text: str) -> None:
+def test_foreign_text_cannot_control_terminal(text: str) -> None:
     error = errors.NotFound(f"a name {text}", uri=f"s3://b/{text}\nforged: line", tensor=text, hint=f"look at {text}")
     shown = str(error)
     assert shown.isprintable()
@@ -253,5 +253,5 @@ def test_text_of_others_cannot_steer_terminal(text: str) -> None:
     assert "\\nforged" in shown
 
 
-def test_line_breaks_of_own_messages_stay() -> None:
+def test_line_breaks_in_own_messages_are_kept() -> None:
     assert str(errors.PlanError("first:\n  second")).startswith("first:\n  second")

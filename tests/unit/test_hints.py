@@ -48,7 +48,7 @@ def hint_of(call: Callable[[], object]) -> str:
     return caught.value.hint
 
 
-def test_of_a_fleet(tmp_path: Path) -> None:
+def test_fleet_errors_have_hints(tmp_path: Path) -> None:
     def status(url: str) -> Status:
         with HubClient.connect(url, timeout_s=0.2) as client:
             return client.status()
@@ -69,7 +69,7 @@ def test_of_a_fleet(tmp_path: Path) -> None:
         assert "PENSTOCK_CA_FILE" in hint_of(lambda: status("https://127.0.0.1:1"))
 
 
-def test_of_storage(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_errors_have_hints(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "inspect" in hint_of(lambda: penstock.load(llama, names="nobody"))
     (tmp_path / "empty").mkdir()
     assert "safetensors" in hint_of(lambda: penstock.inspect(tmp_path / "empty"))
@@ -81,7 +81,7 @@ def test_of_storage(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "tuning.md" in hint_of(Settings.read)
 
 
-def test_of_damaged_weights(llama: Path, tmp_path: Path) -> None:
+def test_damaged_weights_have_hints(llama: Path, tmp_path: Path) -> None:
     def inspect(uri: Path) -> object:
         return penstock.inspect(uri)
 
@@ -99,7 +99,7 @@ def test_of_damaged_weights(llama: Path, tmp_path: Path) -> None:
     assert "copy it again" in hint_of(lambda: inspect(llama))
 
 
-def test_of_conversions(llama: Path, tmp_path: Path) -> None:
+def test_conversion_errors_have_hints(llama: Path, tmp_path: Path) -> None:
     def of(count: int, **word: object) -> Callable[[], object]:
         return lambda: plan([llama] * count, operations=[word])
 
@@ -117,18 +117,18 @@ def test_of_conversions(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extra", ["hub", "redis", "aws", "ray", "nixl", "torch"])
-def test_a_missing_extra_names_packages_that_pip_finds(extra: str) -> None:
+def test_missing_extra_hint_names_installable_packages(extra: str) -> None:
     hint = install_hint(extra)
     assert re.fullmatch(r"pip install( '[a-z0-9-]+[<>=0-9.,]+')+", hint) and "penstock" not in hint
 
 
-def test_no_message_names_an_extra_of_a_package_that_pip_does_not_find() -> None:
+def test_messages_name_only_published_packages() -> None:
     source = Path(penstock.__file__).parent
     named = [path.name for path in source.rglob("*.py") if "pip install 'penstock" in path.read_text(encoding="utf-8")]
     assert named == []
 
 
-def test_a_hub_without_tls_is_named_at_once(tmp_path: Path) -> None:
+def test_hub_without_tls_is_named(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("a-token-of-this-hub\n")
     auth = Auth.of(token_file=tokens)
@@ -142,12 +142,12 @@ def test_a_hub_without_tls_is_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("uri", ["hf://owner/model", "owner/model"])
-def test_a_repository_that_is_not_in_the_cache_is_named(uri: str) -> None:
+def test_uncached_repository_is_named(uri: str) -> None:
     assert "hf download owner/model" in hint_of(lambda: penstock.inspect(uri))
 
 
 @pytest.mark.parametrize("replace", [False, True])
-def test_a_destination_that_is_or_has_the_source_is_named_as_such(llama: Path, replace: bool) -> None:
+def test_destination_overlapping_source_is_named(llama: Path, replace: bool) -> None:
     def convert_to(destination: Path) -> str:
         with pytest.raises(penstock.ConfigError) as caught:
             penstock.convert(llama, destination, to="cast:F32", replace=replace)
@@ -158,18 +158,18 @@ def test_a_destination_that_is_or_has_the_source_is_named_as_such(llama: Path, r
     assert convert_to(llama.parent) == f"the destination has the source {llama}"
 
 
-def test_why_has_its_model() -> None:
+def test_stall_hint_includes_model_name() -> None:
     error = Provenance("big model").stall_error(penstock.errors.SourceStalled, "no progress", "no hub")
     assert "`penstock why 'big model'`" in str(error.hint)
 
 
-def test_an_average_is_called_by_its_name(llama: Path) -> None:
+def test_average_is_named_in_error(llama: Path) -> None:
     assert plan([llama, llama], operations="average").operation.name.endswith("average()")
     with pytest.raises(PenstockError, match="average of 1 sources"):
         plan([llama], operations="average")
 
 
-def test_verify_names_the_path_of_a_damaged_file(llama: Path) -> None:
+def test_verify_error_names_damaged_file(llama: Path) -> None:
     penstock.manifest(llama)
     path = sorted(llama.glob("*.safetensors"))[0]
     raw = bytearray(path.read_bytes())
@@ -180,7 +180,7 @@ def test_verify_names_the_path_of_a_damaged_file(llama: Path) -> None:
     assert caught.value.uri == str(path)
 
 
-def test_an_error_about_staging_files_names_the_destination(llama: Path, tmp_path: Path, monkeypatch) -> None:
+def test_staging_error_names_destination(llama: Path, tmp_path: Path, monkeypatch) -> None:
     def is_full(path: Path) -> int:
         raise OSError(28, "No space left on device")
 

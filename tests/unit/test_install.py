@@ -8,7 +8,7 @@ from pathlib import Path
 INSTALL = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "install.py"))
 
 
-def test_uv_has_what_pip_is_configured_for() -> None:
+def test_uv_uses_pip_configuration() -> None:
     listing = """:env:.cert='/certs/of-the-environment.crt'
 :env:.disable-pip-version-check='1'
 :env:.find-links='/wheels /more'
@@ -26,5 +26,5 @@ install.constraint='caps.txt'
     }
 
 
-def test_without_a_configuration_nothing_is_set() -> None:
+def test_empty_pip_configuration_sets_nothing() -> None:
     assert INSTALL["settings"]("") == {}

@@ -23,7 +23,7 @@ def send() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def test_the_outermost_block_raises_once_its_work_is_done() -> None:
+def test_outermost_deferred_block_raises_at_end() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         with interrupts.deferred():
@@ -36,7 +36,7 @@ def test_the_outermost_block_raises_once_its_work_is_done() -> None:
         interrupts.raise_if_noted()
 
 
-def test_a_wait_inside_raises_once() -> None:
+def test_deferred_wait_raises_once() -> None:
     assert interrupts.longest_wait_s(30) == 30
     cleaned = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
@@ -50,14 +50,14 @@ def test_a_wait_inside_raises_once() -> None:
     assert cleaned == [True]
 
 
-def test_an_error_gives_way_to_the_signal() -> None:
+def test_signal_replaces_error() -> None:
     with pytest.raises(KeyboardInterrupt) as raised, interrupts.deferred():
         send()
         raise ValueError
     assert isinstance(raised.value.__context__, ValueError)
 
 
-def test_a_signal_is_let_through_where_a_library_waits() -> None:
+def test_allowed_interrupt_raises_inside_library_wait() -> None:
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
         with interrupts.allow_interrupts():
@@ -74,7 +74,7 @@ def test_a_signal_is_let_through_where_a_library_waits() -> None:
     assert not reached
 
 
-def test_a_user_who_insists_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_signal_interrupts_immediately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "INSISTS_S", 0.01)
     reached = []
     with pytest.raises(KeyboardInterrupt), interrupts.deferred():
@@ -86,7 +86,7 @@ def test_a_user_who_insists_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_signal_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signal_in_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     swallowed = []
     monkeypatch.setattr("sys.unraisablehook", swallowed.append)
     finished = []
@@ -106,7 +106,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
     assert not swallowed
 
 
-def test_other_handlers_and_threads_are_left_alone() -> None:
+def test_foreign_handlers_and_threads_are_unaffected() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: seen.append(number))
     try:
@@ -129,7 +129,7 @@ def test_other_handlers_and_threads_are_left_alone() -> None:
     assert inside == [False]
 
 
-def test_a_handler_that_is_installed_inside_stays() -> None:
+def test_handler_installed_inside_block_stays() -> None:
     def handler(number: int, frame: object) -> None:
         pass
 
@@ -159,7 +159,7 @@ assert codes == [0], codes
 """
 
 
-def test_a_child_forked_by_another_thread_may_be_interrupted() -> None:
+def test_child_forked_by_other_thread_is_interruptible() -> None:
     # In a process of its own: what torch started here does not live through a fork.
     child = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
     assert (child.returncode, child.stderr) == (0, "")
@@ -177,7 +177,7 @@ def _raise_timeout(prefix: str, number: int, frame: object) -> None:
 
 
 @pytest.mark.parametrize("handler", [_Alarm(), functools.partial(_raise_timeout, "mine"), _Alarm().__call__])
-def test_error_of_signal_handler_is_recognised(handler: Any) -> None:
+def test_signal_handler_error_is_recognised(handler: Any) -> None:
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         with pytest.raises(TimeoutError) as raised:
@@ -187,7 +187,7 @@ def test_error_of_signal_handler_is_recognised(handler: Any) -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_error_of_library_is_no_handlers_error() -> None:
+def test_library_error_is_not_handler_error() -> None:
     """concurrent.futures raises the builtin TimeoutError in a module of its own."""
     with pytest.raises(TimeoutError) as raised:
         Future[None]().result(timeout=0)

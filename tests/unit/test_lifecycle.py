@@ -10,7 +10,7 @@ import pytest
 from penstock import lifecycle
 
 
-def test_the_interval_is_short_inside_and_as_before_outside() -> None:
+def test_switch_interval_is_restored_after_block() -> None:
     before = sys.getswitchinterval()
     with pytest.raises(OSError), lifecycle.quick_handover(), lifecycle.quick_handover():
         assert sys.getswitchinterval() == pytest.approx(lifecycle.HANDOVER_S)
@@ -18,7 +18,7 @@ def test_the_interval_is_short_inside_and_as_before_outside() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_a_forked_child_has_the_interval_of_before() -> None:
+def test_forked_child_has_original_switch_interval() -> None:
     before = sys.getswitchinterval()
     with lifecycle.quick_handover():
         child = os.fork()

@@ -35,11 +35,11 @@ def test_every_logger_is_under_penstock_and_documented() -> None:
     assert [name for name in sorted(documented | {LOGGER}) if f"`{name}`" not in docs] == []
 
 
-def test_importing_configures_nothing() -> None:
+def test_import_configures_no_handlers() -> None:
     assert not logging.getLogger("penstock").handlers
 
 
-def test_vllms_handlers_show_our_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_handlers_show_penstock_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     written, ours, theirs = io.StringIO(), logging.getLogger(LOGGER), logging.getLogger("vllm")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     for logger in (ours, theirs):

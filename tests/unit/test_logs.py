@@ -48,7 +48,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Log:
     "value", [ESCAPE, FORGED, Path(FORGED), OSError(ESCAPE), ValueError(FORGED), [ESCAPE], "\u202e"]
 )
 @pytest.mark.parametrize("message", ["name %s", "name %r"])
-def test_text_of_others_stays_within_its_line(
+def test_foreign_text_stays_within_its_line(
     log: Log, caplog: pytest.LogCaptureFixture, value: object, message
 ) -> None:
     log.warning(message, value)
@@ -66,7 +66,7 @@ def test_numbers_keep_their_format(log: Log, caplog: pytest.LogCaptureFixture) -
     assert lines_of(caplog) == ["3 0.50 2 None"]
 
 
-def test_lines_of_report_do_not_begin_lines_of_log(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_report_lines_are_indented_in_log(log: Log, caplog: pytest.LogCaptureFixture) -> None:
     @dataclass
     class Report(Summarised):
         def summary(self) -> str:
@@ -78,7 +78,7 @@ def test_lines_of_report_do_not_begin_lines_of_log(log: Log, caplog: pytest.LogC
     assert all(line.startswith("    ") and line.isprintable() for line in others)
 
 
-def test_line_names_its_caller_and_keeps_no_argument(log: Log, caplog: pytest.LogCaptureFixture) -> None:
+def test_record_names_caller_and_drops_arguments(log: Log, caplog: pytest.LogCaptureFixture) -> None:
     class Argument:
         pass
 
@@ -90,7 +90,7 @@ def test_line_names_its_caller_and_keeps_no_argument(log: Log, caplog: pytest.Lo
     gc.collect()
     assert kept() is None
     assert {record.filename for record in caplog.records} == {Path(__file__).name}
-    assert {record.funcName for record in caplog.records} == {"test_line_names_its_caller_and_keeps_no_argument"}
+    assert {record.funcName for record in caplog.records} == {"test_record_names_caller_and_drops_arguments"}
 
 
 def read(file: str) -> str:
@@ -115,7 +115,7 @@ def name_of(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def test_every_logger_of_package_escapes() -> None:
+def test_every_logger_in_package_escapes() -> None:
     found = {file for file, call in calls() if name_of(call) == "getLogger"}
     assert found == CONFIGURE
     raw = [
@@ -128,7 +128,7 @@ def test_every_logger_of_package_escapes() -> None:
     assert not raw
 
 
-def test_every_message_of_log_is_literal() -> None:
+def test_every_log_message_is_literal() -> None:
     """What is formatted into the message itself would not be escaped."""
     lines = [
         (file, call)

@@ -36,12 +36,12 @@ def names(value: Boot) -> list[tuple[str, str]]:
     return [(one.name, one.state) for one in value.phases]
 
 
-def test_a_process_without_phases_has_no_boot(record: BootRecord) -> None:
+def test_process_without_phases_has_no_boot_record(record: BootRecord) -> None:
     Phases("open").stop()
     assert record.snapshot() is None
 
 
-def test_phases_sum_to_the_whole_and_are_the_record() -> None:
+def test_phases_sum_to_boot_record() -> None:
     with Phases("discover", journey="fetch", model="llama") as watch:
         watch.enter("move", lambda: (3, 10))
         now = boot()
@@ -59,7 +59,7 @@ def test_phases_sum_to_the_whole_and_are_the_record() -> None:
     assert {one.model for one in now.phases} == {"llama"}
 
 
-def test_a_phase_around_the_start_keeps_it_unready_until_its_end() -> None:
+def test_start_phase_keeps_process_unready_until_end() -> None:
     with ps.telemetry.phase("start"):
         with Phases("find", journey="attach"):
             pass
@@ -70,7 +70,7 @@ def test_a_phase_around_the_start_keeps_it_unready_until_its_end() -> None:
     assert names(boot()) == [("start", "done"), ("find", "done"), ("warm up", "done")]
 
 
-def test_a_failure_is_shown_with_blame_and_hint_until_another_attempt() -> None:
+def test_failure_is_shown_until_next_attempt() -> None:
     secret = "https://host/model.safetensors?sig=SECRET"
     error = SourceTruncated(f"cut short: {secret}", hint="fetch it again")
     with pytest.raises(SourceTruncated), ps.telemetry.phase("start"), Phases("move", journey="load", model=secret):
@@ -85,20 +85,20 @@ def test_a_failure_is_shown_with_blame_and_hint_until_another_attempt() -> None:
     assert boot().ready
 
 
-def test_an_error_of_the_engine_is_a_failure_too() -> None:
+def test_engine_error_is_recorded_as_failure() -> None:
     with pytest.raises(RuntimeError), ps.telemetry.phase("warm up"):
         raise RuntimeError("no kernel")
     assert boot().error == phases.BootError(error="RuntimeError: no kernel")
 
 
 @pytest.mark.parametrize("error", [Cancelled("enough"), KeyboardInterrupt(), GeneratorExit()])
-def test_a_cancelled_journey_is_no_failure_and_no_success(error: BaseException) -> None:
+def test_cancelled_journey_is_neither_failed_nor_ready(error: BaseException) -> None:
     with pytest.raises(type(error)), Phases("move", journey="load"):
         raise error
     assert (boot().state, names(boot())) == ("starting", [("move", "cancelled")])
 
 
-def test_a_phase_that_is_entered_again_is_one() -> None:
+def test_reentered_phase_is_recorded_once() -> None:
     with Phases("find", journey="attach") as watch:
         for _ in range(100):
             watch.enter("lease")
@@ -106,7 +106,7 @@ def test_a_phase_that_is_entered_again_is_one() -> None:
     assert sorted(names(boot())) == [("find", "done"), ("lease", "done")]
 
 
-def test_the_record_is_bounded_and_forgets_an_old_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_is_bounded_and_drops_old_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(phases.MAX_PHASES + 10):
         Phases("open", journey="load").stop()
     assert len(boot().phases) == phases.MAX_PHASES
@@ -115,7 +115,7 @@ def test_the_record_is_bounded_and_forgets_an_old_start(monkeypatch: pytest.Monk
         assert names(boot()) == [("find", "running")]
 
 
-def test_waiters_learn_of_a_change(record: BootRecord) -> None:
+def test_change_wakes_waiters(record: BootRecord) -> None:
     record.wait(before := record.serial, 0.0)
     assert record.serial == before
     waiter = threading.Thread(target=record.wait, args=(before, 60.0))
@@ -126,7 +126,7 @@ def test_waiters_learn_of_a_change(record: BootRecord) -> None:
     assert not waiter.is_alive()
 
 
-def test_the_bytes_of_a_phase_do_not_keep_what_counts_them() -> None:
+def test_phase_bytes_do_not_retain_counter() -> None:
     import weakref
 
     class Weights:
@@ -144,7 +144,7 @@ def test_the_bytes_of_a_phase_do_not_keep_what_counts_them() -> None:
     assert boot().phases[1].done_bytes == 7
 
 
-def test_a_forked_child_has_a_record_of_its_own() -> None:
+def test_forked_child_has_empty_record() -> None:
     Phases("open", journey="load").stop()
     reading, writing = os.pipe()
     if (child := os.fork()) == 0:
@@ -155,7 +155,7 @@ def test_a_forked_child_has_a_record_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x" * 65, 3])
-def test_a_wrong_name_is_refused(name: object) -> None:
+def test_invalid_phase_name_is_refused(name: object) -> None:
     with pytest.raises(ConfigError, match="name"):
         ps.telemetry.phase(name)  # type: ignore[arg-type]
 
@@ -180,7 +180,7 @@ def streamed(file: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("verb", [lambda file: dict(ps.load(file, copy=True).report.phases), into, streamed])
-def test_a_load_has_the_phases_of_its_report(verb: Callable[[Path], dict[str, float]], file: Path) -> None:
+def test_load_records_phases_of_its_report(verb: Callable[[Path], dict[str, float]], file: Path) -> None:
     reported = verb(file)
     now = boot()
     assert now.ready and {one.journey for one in now.phases} == {"load"}
@@ -190,7 +190,7 @@ def test_a_load_has_the_phases_of_its_report(verb: Callable[[Path], dict[str, fl
     assert {one.model for one in now.phases} == {str(file)}
 
 
-def test_a_load_that_fails_says_why(file: Path, tmp_path: Path) -> None:
+def test_failed_load_records_error(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ps.NotFound):
         ps.load(tmp_path / "nothing.safetensors")
     now = boot()
@@ -202,7 +202,7 @@ def test_a_load_that_fails_says_why(file: Path, tmp_path: Path) -> None:
     assert boot().phase == "plan"
 
 
-def test_a_load_that_is_refused_leaves_no_running_phase(file: Path, tmp_path: Path) -> None:
+def test_refused_load_leaves_no_running_phase(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         ps.load(file, trace=tmp_path / "no such directory" / "trace.json")
     assert boot().state == "failed"
@@ -210,7 +210,7 @@ def test_a_load_that_is_refused_leaves_no_running_phase(file: Path, tmp_path: Pa
     assert boot().ready
 
 
-def test_a_file_name_that_is_no_utf8_can_be_reported(tmp_path: Path) -> None:
+def test_undecodable_file_name_is_reportable(tmp_path: Path) -> None:
     """A heartbeat that cannot be encoded would end the thread that sends them."""
     from penstock.peer.member import _report_of
     from penstock.telemetry.journey import recent_failures
@@ -222,7 +222,7 @@ def test_a_file_name_that_is_no_utf8_can_be_reported(tmp_path: Path) -> None:
     assert rb"\udcff.safetensors" in report
 
 
-def test_a_stream_that_is_left_is_cancelled(file: Path) -> None:
+def test_abandoned_stream_is_cancelled(file: Path) -> None:
     stream = ps.stream(file)
     next(stream)
     stream.close()

@@ -64,7 +64,7 @@ VERBS: dict[str, Callable[[Path, object], object]] = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_function_hears_of_the_end(verb: str, file: Path) -> None:
+def test_progress_function_is_called_at_end(verb: str, file: Path) -> None:
     calls: list[tuple[int, int]] = []
     VERBS[verb](file, lambda done, total: calls.append((done, total)))
     done, total = calls[-1]
@@ -74,17 +74,17 @@ def test_a_function_hears_of_the_end(verb: str, file: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_false_draws_nothing(verb: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_false_draws_nothing(verb: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     VERBS[verb](file, False)
     assert capsys.readouterr().err == ""
 
 
-def test_a_bar_shows_the_verb_at_work(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_names_file(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ps.manifest(file, progress=True)
     assert "m.safetensors" in capsys.readouterr().err
 
 
-def test_what_the_function_raises_ends_the_call(file: Path) -> None:
+def test_progress_function_error_ends_call(file: Path) -> None:
     def fail(done: int, total: int) -> None:
         raise RuntimeError("no more")
 
@@ -93,6 +93,6 @@ def test_what_the_function_raises_ends_the_call(file: Path) -> None:
             VERBS[verb](file, fail)
 
 
-def test_another_value_is_a_config_error(file: Path) -> None:
+def test_invalid_progress_value_raises_config_error(file: Path) -> None:
     with pytest.raises(ps.ConfigError, match="progress is 'yes'"):
         ps.load(file, progress="yes")

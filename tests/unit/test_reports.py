@@ -22,7 +22,7 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_every_public_report_is_named_and_made_alike() -> None:
+def test_every_public_report_has_summary() -> None:
     public = [ps, ps.cache, ps.reports]
     reports = {name: getattr(module, name) for module in public for name in module.__all__ if name.endswith("Report")}
     assert sorted(reports) == [
@@ -41,7 +41,7 @@ def test_every_public_report_is_named_and_made_alike() -> None:
         assert report.summary is not Summarised.summary
 
 
-def test_reports_of_a_journey(directory: Path) -> None:
+def test_journey_reports_have_documented_fields(directory: Path) -> None:
     written = ps.manifest(directory)
     assert written.num_leaves == written.num_tensors == 30
     weights = ps.load(directory)
@@ -61,7 +61,7 @@ def test_reports_of_a_journey(directory: Path) -> None:
         assert fields["revision"] == written.revision or report is converted
 
 
-def test_weights_have_a_short_repr(directory: Path) -> None:
+def test_weights_have_short_repr(directory: Path) -> None:
     weights = ps.load(directory, "cpu")  # the device by position, as safetensors has it
     assert repr(weights) == f"<Weights of {directory}: 30 tensors, 1.92 kB on cpu, not verified>"
     shown = weights._repr_html_()
@@ -72,7 +72,7 @@ def test_weights_have_a_short_repr(directory: Path) -> None:
         assert len(dict(tensors)) == 30
 
 
-def test_a_manifest_goes_where_it_is_told(directory: Path, tmp_path: Path) -> None:
+def test_manifest_is_written_to_given_path(directory: Path, tmp_path: Path) -> None:
     report = ps.manifest(directory, out=tmp_path / "digests")
     assert report.written == (str(tmp_path / "digests"),)
     assert not ps.verify(directory).verified
@@ -82,7 +82,7 @@ def test_a_manifest_goes_where_it_is_told(directory: Path, tmp_path: Path) -> No
         ps.manifest(directory, sign=tmp_path / "absent.pem")
 
 
-def test_a_manifest_of_other_weights_is_replaced_only_when_asked(directory: Path) -> None:
+def test_manifest_for_changed_weights_needs_replace(directory: Path) -> None:
     first = ps.manifest(directory)
     again = ps.manifest(directory)
     assert again.written == () and "up to date" in str(again) and again.revision == first.revision

@@ -7,14 +7,14 @@ from penstock.errors import ConfigError
 from penstock.types import GIB, MIB
 
 
-def test_nothing_asked_for() -> None:
+def test_empty_environment_keeps_defaults() -> None:
     found = runai_settings({})
     assert (found.fetch_threads, found.chunk_bytes, found.memory_bytes) == (None, None, None)
     assert found.distributed == "auto"
     assert found.storage_options == {}
 
 
-def test_everything_asked_for() -> None:
+def test_every_variable_is_translated() -> None:
     found = runai_settings(
         {
             "RUNAI_STREAMER_CONCURRENCY": "12",
@@ -36,7 +36,7 @@ def test_everything_asked_for() -> None:
 
 
 @pytest.mark.parametrize("limit", ["-1", "0", str(40 * GIB)])
-def test_a_limit_above_penstocks_own_asks_for_nothing(limit: str) -> None:
+def test_memory_limit_above_default_is_ignored(limit: str) -> None:
     assert runai_settings({"RUNAI_STREAMER_MEMORY_LIMIT": limit}).memory_bytes is None
 
 
@@ -51,6 +51,6 @@ def test_a_limit_above_penstocks_own_asks_for_nothing(limit: str) -> None:
         ("RUNAI_STREAMER_S3_UNSIGNED", "perhaps"),
     ],
 )
-def test_what_does_not_parse_is_refused(name: str, text: str) -> None:
+def test_unparsable_variable_is_refused(name: str, text: str) -> None:
     with pytest.raises(ConfigError):
         runai_settings({name: text})

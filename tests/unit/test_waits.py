@@ -41,13 +41,13 @@ def outcome_of(scope: waits.Scope, work: Callable[[], object]) -> list[object]:
     return outcome
 
 
-def test_left_scope_ends_a_receive() -> None:
+def test_left_scope_ends_receive() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         assert outcome_of(waits.Scope(), partial(receive, ours)) == [b""]
 
 
-def test_left_scope_ends_a_pause() -> None:
+def test_left_scope_ends_pause() -> None:
     assert outcome_of(waits.Scope(), partial(waits.pause, 60.0)) == [Cancelled]
 
 
@@ -57,7 +57,7 @@ def test_left_scope_abandons_library_call() -> None:
     over.set()
 
 
-def test_library_call_raises_its_own_error() -> None:
+def test_library_call_raises_own_error() -> None:
     def fail() -> None:
         raise ValueError("of the library")
 
@@ -65,7 +65,7 @@ def test_library_call_raises_its_own_error() -> None:
         waits.in_helper(fail)
 
 
-def test_scope_made_inside_is_left_too() -> None:
+def test_leaving_outer_scope_leaves_inner() -> None:
     outer = waits.Scope()
     with outer.inside():
         inner = waits.Scope()
@@ -81,7 +81,7 @@ def test_wait_in_left_scope_raises_at_once() -> None:
         receive(ours)
 
 
-def test_failed_block_ends_calls_under_way() -> None:
+def test_failed_block_ends_pending_calls() -> None:
     ours, theirs = socket.socketpair()
     begun = time.monotonic()
     with ours, theirs, pytest.raises(ZeroDivisionError), waits.Threads(2, "test") as pool:
@@ -98,7 +98,7 @@ def test_pool_returns_results_in_order() -> None:
         assert list(pool.map(pow, [2, 3, 4], [3, 2, 1])) == [8, 9, 4]
 
 
-def test_pool_without_threads_makes_calls_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_without_threads_runs_calls_inline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 

@@ -158,7 +158,7 @@ def classes_in(kind: Any) -> Iterator[type]:
             todo.append(part.type)
 
 
-def test_each_message_class_is_in_the_table(package: tuple[list[ModuleType], list[str]]) -> None:
+def test_each_message_class_is_in_table(package: tuple[list[ModuleType], list[str]]) -> None:
     covered = {
         type(part) for name in MESSAGES for part in parts_of(build(FIXTURES[name]["value"], resolve(MESSAGES[name])))
     }
@@ -179,14 +179,14 @@ def test_modules_without_their_engine_define_no_message(package: tuple[list[Modu
         assert not [base for base in bases if base.endswith("Struct")], source
 
 
-def test_each_struct_format_is_in_the_table(package: tuple[list[ModuleType], list[str]]) -> None:
+def test_each_struct_format_is_in_table(package: tuple[list[ModuleType], list[str]]) -> None:
     constants = {
         value.format for module in package[0] for value in vars(module).values() if isinstance(value, struct.Struct)
     }
     assert sorted(constants) == sorted(STRUCT_FORMATS)
 
 
-def test_messages_of_the_hub_have_the_classes_of_its_routes() -> None:
+def test_hub_messages_cover_route_classes() -> None:
     app = sys.modules[FRAMES["hub.routes"].write.__globals__["app"].__name__]
     classes = {kind for operation in app.OPERATIONS for kind in (operation.takes, operation.gives) if kind is not None}
     assert classes <= {resolve(path) for name, path in MESSAGES.items() if name.startswith("hub.")}

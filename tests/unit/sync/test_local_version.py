@@ -31,7 +31,7 @@ def strips(*rows: tuple[int, int, int, int]) -> Strips:
     return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
 
 
-def test_digests_of_ready_rows_alone(rank: LocalVersion) -> None:
+def test_digests_cover_ready_rows_only(rank: LocalVersion) -> None:
     rank.begin(3)
     first, second = strips((0, 16, 4, 32)), strips((256, 256, 1, 0))
     where = rank.layout.offset.tolist()
@@ -47,7 +47,7 @@ def test_digests_of_ready_rows_alone(rank: LocalVersion) -> None:
     late.join()
 
 
-def test_another_version_or_generation_is_stale(rank: LocalVersion) -> None:
+def test_wrong_version_or_generation_is_stale(rank: LocalVersion) -> None:
     some = strips((0, 4, 1, 0))
     with pytest.raises(StaleDescriptor):
         rank.map()
@@ -68,7 +68,7 @@ def test_another_version_or_generation_is_stale(rank: LocalVersion) -> None:
     assert rank.map().regions != told.regions
 
 
-def test_a_map_whose_regions_lack_a_size_is_malformed(rank: LocalVersion) -> None:
+def test_map_with_missing_size_is_malformed(rank: LocalVersion) -> None:
     rank.begin(1)
     rank.ready()
     said = msgspec.to_builtins(rank.map())
@@ -77,7 +77,7 @@ def test_a_map_whose_regions_lack_a_size_is_malformed(rank: LocalVersion) -> Non
         msgspec.convert(said, VersionMap)
 
 
-def test_a_fence_wakes_who_waits(rank: LocalVersion) -> None:
+def test_fence_wakes_waiting_readers(rank: LocalVersion) -> None:
     rank.begin(1)
     threading.Timer(0.1, rank.fence).start()
     begun = time.monotonic()
@@ -86,7 +86,7 @@ def test_a_fence_wakes_who_waits(rank: LocalVersion) -> None:
     assert time.monotonic() - begun < 50
 
 
-def test_each_of_many_that_wait_is_woken_by_its_own_rows_alone(
+def test_waiting_reader_wakes_for_its_rows_only(
     rank: LocalVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank.begin(1)
@@ -121,14 +121,14 @@ def test_each_of_many_that_wait_is_woken_by_its_own_rows_alone(
 
 
 @pytest.mark.parametrize("row", [(1020, 8, 1, 0), (-4, 4, 1, 0), (500, 24, 1, 0), (0, 4, 1 << 40, 8)])
-def test_strips_outside_or_over_an_edge_are_refused(rank: LocalVersion, row: tuple[int, int, int, int]) -> None:
+def test_strips_outside_or_across_regions_are_refused(rank: LocalVersion, row: tuple[int, int, int, int]) -> None:
     rank.begin(1)
     rank.ready()
     with pytest.raises(PlanError):
         rank.digests(strips(row), version=1, generation=0, wait_s=1)
 
 
-def test_nothing_is_given_of_what_is_closed(rank: LocalVersion) -> None:
+def test_closed_version_raises_stale_descriptor(rank: LocalVersion) -> None:
     rank.begin(1)
     rank.close()
     with pytest.raises(StaleDescriptor):

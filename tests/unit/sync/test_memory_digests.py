@@ -71,7 +71,7 @@ def test_any_changed_byte_is_noticed() -> None:
 
 
 @torch.no_grad()
-def test_same_bytes_elsewhere_are_the_same() -> None:
+def test_equal_bytes_at_new_address_are_same() -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     kept = [parameter.data for parameter in model.parameters()]
@@ -81,7 +81,7 @@ def test_same_bytes_elsewhere_are_the_same() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 5, -1])
-def test_freed_memory_is_not_the_same(number: int) -> None:
+def test_freed_memory_is_not_same(number: int) -> None:
     model = Model()
     digests = MemoryDigests.of_target(model)
     list(model.parameters())[number].untyped_storage().resize_(0)

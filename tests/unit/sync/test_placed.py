@@ -56,7 +56,7 @@ NOTICED: list[Callable[..., None]] = [
 
 
 @pytest.mark.parametrize("change", NOTICED)
-def test_changed_place_is_noticed(change: Callable[..., None]) -> None:
+def test_changed_address_is_noticed(change: Callable[..., None]) -> None:
     module = model()
     placed = Placed(module)
     assert placed.is_same()
@@ -67,7 +67,7 @@ def test_changed_place_is_noticed(change: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(4, 4, device="meta"), torch.zeros(4, 4, dtype=torch.int32)])
-def test_changed_value_of_dict_is_noticed(value: torch.Tensor) -> None:
+def test_changed_dict_value_is_noticed(value: torch.Tensor) -> None:
     tensors = {"w": torch.zeros(4, 4), "v": torch.zeros(1)}
     placed = Placed(tensors)
     # The same object, with another tensor in it.
@@ -88,7 +88,7 @@ def test_parameter_moved_to_next_module_is_noticed() -> None:
 
 
 @torch.no_grad()
-def test_new_values_are_no_move() -> None:
+def test_changed_values_are_not_a_move() -> None:
     module = model()
     placed = Placed(module)
     for tensor in module.state_dict().values():

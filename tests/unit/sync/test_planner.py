@@ -89,7 +89,7 @@ def ask(planner: Planner, want: Layout, version: int = -1, **more: Any) -> Any:
     return planner.part(want.member, PartRequest(version=version, digest=want.digest(), layout=encode(want), **more))
 
 
-def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Group) -> None:
+def test_layout_and_part_are_sent_once(planner: Planner, group: Group) -> None:
     want = layout("s0")
     group.add(want, side="subscriber")
     first = planner.part("s0", PartRequest(version=-1, digest=want.digest()))
@@ -102,7 +102,7 @@ def test_a_layout_is_told_once_and_a_part_sent_once(planner: Planner, group: Gro
     assert again.part is None and again.key == reply.key
 
 
-def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
+def test_part_is_planned_before_version_is_published(group: Group) -> None:
     planner = Planner(group, VersionStatus(), lambda: group.layouts["p0"])  # type: ignore[arg-type]
     want = layout("s0")
     group.add(want, side="subscriber")
@@ -121,7 +121,7 @@ def test_a_part_is_planned_before_a_version_is_published(group: Group) -> None:
     assert "missing" in ask(planner, want, is_ahead=True).why
 
 
-def test_a_receiver_that_an_old_list_lacks_is_not_forgotten(
+def test_receiver_missing_from_old_list_is_kept(
     planner: Planner, group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, look = group.look(), group.look
@@ -139,7 +139,7 @@ def test_a_receiver_that_an_old_list_lacks_is_not_forgotten(
     assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())) == LayoutNeeded()
 
 
-def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: Group) -> None:
+def test_joining_receiver_changes_plan_but_not_bytes(planner: Planner, group: Group) -> None:
     wants = [layout("s0"), layout("s1", start=2, stop=6)]
     keys = []
     for want in wants:
@@ -150,7 +150,7 @@ def test_who_comes_changes_the_plan_and_not_the_bytes(planner: Planner, group: G
     assert decode(again.part, ReceiverPlan).nbytes == 128
 
 
-def test_a_layout_that_does_not_fit_is_refused_alone(planner: Planner, group: Group) -> None:
+def test_mismatched_layout_is_refused_alone(planner: Planner, group: Group) -> None:
     good, other, bad = layout("s0"), layout("s1"), layout("s2", dtype=torch.bfloat16)
     for want in (good, other, bad):
         group.add(want, side="subscriber")
@@ -161,7 +161,7 @@ def test_a_layout_that_does_not_fit_is_refused_alone(planner: Planner, group: Gr
         assert decode(ask(planner, other).part, ReceiverPlan).nbytes == 128
 
 
-def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
+def test_withdrawn_version_in_old_heartbeat_is_ignored(
     group: Group, version_status: VersionStatus
 ) -> None:
     decision = FleetDecision(run="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
@@ -183,7 +183,7 @@ def test_a_withdrawn_version_is_not_the_newest_while_a_heartbeat_still_names_it(
     assert ask(planner, joins, 4) == Withdrawn(run="p0", version=4, decision=decision)
 
 
-def test_a_receiver_that_plans_passes_over_a_version_that_the_other_knows_to_be_withdrawn(
+def test_planner_skips_version_known_withdrawn_to_receiver(
     group: Group, version_status: VersionStatus
 ) -> None:
     # The publishers are dead and still listed, with version 4; this receiver has 3 and heard nothing of a decision.
@@ -202,13 +202,13 @@ def test_a_receiver_that_plans_passes_over_a_version_that_the_other_knows_to_be_
     assert ask(planner, joins, without=("p0",), refused=(3, 4)).version == 3
 
 
-def test_a_layout_of_another_member_is_refused(planner: Planner) -> None:
+def test_layout_of_different_member_is_refused(planner: Planner) -> None:
     want = layout("s0")
     with pytest.raises(PlanError):
         planner.part("s1", PartRequest(version=-1, digest=want.digest(), layout=encode(want)))
 
 
-def test_a_rank_that_is_missing_is_waited_for(planner: Planner, group: Group) -> None:
+def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
     del group.members["p1"]
     assert "ranks 1 of 2" in ask(planner, layout("s0")).why
     with pytest.raises(NotFound, match="ranks 1 of 2"):
@@ -216,7 +216,7 @@ def test_a_rank_that_is_missing_is_waited_for(planner: Planner, group: Group) ->
     assert "not published yet" in ask(planner, layout("s0"), 4).why
 
 
-def test_a_version_that_is_past_is_of_receivers_that_have_it(
+def test_past_version_is_read_from_receivers(
     planner: Planner, group: Group, version_status: VersionStatus
 ) -> None:
     version_status.post("p0", 3, is_open=False)
@@ -239,19 +239,19 @@ def test_a_version_that_is_past_is_of_receivers_that_have_it(
     assert {part.sources[i] for i in part.source} == {"s1"}, "who is gone gives nothing"
 
 
-def test_one_that_is_taking_it_is_waited_for(planner: Planner, group: Group, version_status: VersionStatus) -> None:
+def test_updating_receiver_is_awaited(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
     group.add(layout("s1"), side="subscriber", run="p0", version=2, state="updating")
     assert "other receivers" in ask(planner, layout("s0")).why
 
 
-def test_a_lost_publisher_is_made_up_for_by_receivers(planner: Planner, group: Group) -> None:
+def test_receivers_replace_lost_publisher(planner: Planner, group: Group) -> None:
     group.add(layout("s1", start=4), side="subscriber", run="p0", version=3, state="open")
     part = decode(ask(planner, layout("s0"), without=("p1",)).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"p0", "s1"}
 
 
-def test_the_table_is_of_all_ranks(planner: Planner, group: Group) -> None:
+def test_table_covers_all_ranks(planner: Planner, group: Group) -> None:
     told = planner.table()
     assert (told.names, told.dtypes, told.shapes) == (("w",), ("F32",), ((8, 4),))
     assert "no plan was made" in planner.explain()

@@ -24,7 +24,7 @@ def memories() -> tuple[np.ndarray, np.ndarray]:
     return live, live.copy()
 
 
-def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
+def test_requested_digests_are_precomputed_for_next_version(memories) -> None:
     live, copy = memories
     foreseen, first, other = PrecomputedDigests(of(live), Digester("cpu")), strips(0), strips(100)
     assert (foreseen.digests(of(copy), first) == strip_digests(copy, first)).all()
@@ -36,7 +36,7 @@ def test_what_was_asked_for_is_foreseen_of_the_next_version(memories) -> None:
     ).all()
 
 
-def test_what_nobody_asked_for_any_more_is_forgotten(memories) -> None:
+def test_unrequested_digests_are_dropped(memories) -> None:
     live, copy = memories
     foreseen, asked = PrecomputedDigests(of(live), Digester("cpu")), strips(0)
     foreseen.digests(of(copy), asked)

@@ -31,7 +31,7 @@ class Net(nn.Module):
         pass
 
 
-def test_a_module_is_its_parameters_and_persistent_buffers_tied_ones_twice() -> None:
+def test_module_declares_parameters_and_persistent_buffers() -> None:
     model = Net()
     rows = declared(model)
     assert [row.name for row in rows] == ["kept", "embed.weight", "head.weight"]
@@ -43,7 +43,7 @@ def test_a_module_is_its_parameters_and_persistent_buffers_tied_ones_twice() -> 
     assert [row.name for row in declared(outer)] == [row.name for row in rows]
 
 
-def test_views_keep_their_strides_and_shards_their_place() -> None:
+def test_views_keep_strides_and_shards_keep_position() -> None:
     w = torch.arange(48.0).view(6, 8)
     parts = [Shard(tensor=w[:, a : a + 4], global_shape=(6, 12), offset=(0, a + 4), tag="t") for a in (0, 4)]
     rows = declared({"t": w.t(), "s": parts, "x": w[::2, 1:3]})
@@ -56,7 +56,7 @@ def test_views_keep_their_strides_and_shards_their_place() -> None:
     assert (layout.member, layout.address, layout.regions) == ("m", "a", (192,))
 
 
-def test_packed_elements_are_counted_as_the_format_counts_them() -> None:
+def test_packed_elements_are_counted_by_format() -> None:
     raw = torch.zeros(4, 6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     whole, part = declared({"w": raw, "p": Shard(tensor=raw[:, 2:], global_shape=(4, 6), offset=(0, 2))})
     assert (whole.form.dtype, whole.form.shape, whole.form.strides) == (DType.F4, (4, 12), (12, 1))
@@ -65,7 +65,7 @@ def test_packed_elements_are_counted_as_the_format_counts_them() -> None:
         declared({"w": raw.t()})
 
 
-def test_offsets_count_through_regions_end_to_end_in_any_order() -> None:
+def test_offsets_count_across_regions_in_any_order() -> None:
     arena = Arena.allocate(4096)
     inside = arena.bytes_at(512, 16).view(torch.float32)
     held = {"a": torch.zeros(6), "i": inside, "b": torch.zeros(3, dtype=torch.int8), "e": torch.zeros(0, 4)}
@@ -99,19 +99,19 @@ def test_offsets_count_through_regions_end_to_end_in_any_order() -> None:
         (Shard(tensor=torch.zeros(2, 2), global_shape=(4,), offset=(0,)), "different numbers of dims"),
     ],
 )
-def test_what_cannot_be_declared_is_named(value: object, why: str) -> None:
+def test_undeclarable_value_is_named(value: object, why: str) -> None:
     with pytest.raises(PlanError, match=why) as caught:
         declared({"w": value})
     assert caught.value.tensor == "w"
 
 
-def test_tensors_without_memory_have_no_regions() -> None:
+def test_meta_tensors_have_no_regions() -> None:
     with pytest.raises(PlanError, match="meta device"):
         regions_of(declared({"w": torch.empty(3, device="meta")}))
 
 
 @given(st.integers(0, 40), st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), max_size=3))
-def test_what_is_cut_again_and_again_is_all_held_once(num: int, axes: list[tuple[int, int]]) -> None:
+def test_repeated_cuts_cover_each_element_once(num: int, axes: list[tuple[int, int]]) -> None:
     """Against torch itself, on the numbers of the dim."""
 
     def expected(numbers: torch.Tensor, cuts: list[tuple[int, int, int]]) -> list[int]:

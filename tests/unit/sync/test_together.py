@@ -18,7 +18,7 @@ RUN, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
 
 
-def test_the_verdict_of_every_set_of_votes() -> None:
+def test_every_vote_combination_has_documented_verdict() -> None:
     for laggards in ("leave_out", "withdraw"):
         for votes in itertools.product((*OUTCOMES, "waiting"), repeat=3):
             ballot = Ballot.of(["a", "b", "c"], laggards)
@@ -41,27 +41,27 @@ def test_the_verdict_of_every_set_of_votes() -> None:
                 assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
 
 
-def test_a_refusal_stays_and_the_last_of_other_reports_counts() -> None:
+def test_refusal_is_final_other_reports_are_replaced() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "failed", "no room").reported("a", "prepared")
     assert ballot.reported("b", "prepared").decide(is_due=False).is_commit
     ballot = ballot.reported("b", "refused", "not finite").reported("b", "prepared").without("b")
     assert ballot.decide(is_due=False).by == "b"
 
 
-def test_one_that_joins_in_the_middle_holds_up_nothing_but_may_refuse() -> None:
+def test_late_joiner_delays_nothing_but_may_refuse() -> None:
     ballot = Ballot.of(["a"], "withdraw").reported("new", "failed", "x").reported("a", "prepared")
     assert ballot.decide(is_due=False).prepared == ("a",)
     assert ballot.reported("new", "prepared").decide(is_due=False).prepared == ("a", "new")
     assert ballot.reported("new", "refused", "bad").decide(is_due=False).by == "new"
 
 
-def test_one_that_signs_off_takes_no_part_any_more() -> None:
+def test_departed_subscriber_no_longer_votes() -> None:
     ballot = Ballot.of(["a", "b"], "withdraw").reported("a", "prepared").without("b")
     assert ballot.decide(is_due=False).is_commit
     assert Ballot.of([], "withdraw").decide(is_due=False).is_commit, "nobody can disagree"
 
 
-def test_values_for_a_check_need_a_check() -> None:
+def test_check_values_require_a_check() -> None:
     ballot = Ballot.of(["a", "b"], "leave_out", needs_check=True).reported("a", "prepared")
     unchecked = ballot.reported("b", "prepared").decide(is_due=False)
     assert not unchecked.is_commit and "no prepared subscriber checks" in unchecked.why
@@ -69,7 +69,7 @@ def test_values_for_a_check_need_a_check() -> None:
     assert not ballot.decide(is_due=True).is_commit, "the subscriber that checks is late"
 
 
-def test_the_error_names_the_replica_and_the_reason() -> None:
+def test_error_names_replica_and_reason() -> None:
     decision = FleetDecision(run=RUN, version=VERSION, outcome="withdrawn", by="abcdefghij", why="not finite")
     with pytest.raises(
         VersionRefused, match="version 7 of 'policy' was refused by subscriber abcdefgh: not finite"
@@ -96,12 +96,12 @@ def ends(replies: list[DecisionReply]) -> tuple[list[str], FleetDecision | Undec
     return questions, None
 
 
-def test_a_subscriber_asks_rank_0_while_that_answers() -> None:
+def test_subscriber_asks_answering_rank_0() -> None:
     replies = [DecisionReply(at=at) for at in (1.0, 2.0, 3.0)]
     assert ends([*replies, DecisionReply(at=4.0, decision=COMMITTED)]) == (["coordinator"] * 4, COMMITTED)
 
 
-def test_a_silent_rank_0_has_the_stall_deadline_and_a_dead_one_has_none() -> None:
+def test_silent_rank_0_is_asked_until_stall_deadline() -> None:
     silent = [DecisionReply(at=2.0), DecisionReply(at=6.9, kind="silent"), DecisionReply(at=7.1, kind="silent")]
     assert ends(silent)[0] == ["coordinator"] * 3 + ["hub"]
     assert ends([*silent, DecisionReply(at=7.2, decision=WITHDRAWN)])[1] == WITHDRAWN
@@ -111,12 +111,12 @@ def test_a_silent_rank_0_has_the_stall_deadline_and_a_dead_one_has_none() -> Non
     )
 
 
-def test_a_rank_0_that_never_decides_is_asked_no_longer_than_its_limit() -> None:
+def test_undecided_rank_0_is_asked_until_limit() -> None:
     questions, end = ends([DecisionReply(at=9.0), DecisionReply(at=10.5), DecisionReply(at=10.6, decision=WITHDRAWN)])
     assert (questions[-1], end) == ("hub", WITHDRAWN)
 
 
-def test_without_any_answer_the_wait_ends_by_the_stall_deadline() -> None:
+def test_unanswered_wait_ends_at_stall_deadline() -> None:
     replies = []
     for at in range(1, 8):
         replies += [DecisionReply(at=float(at), kind="gone"), DecisionReply(at=at + 0.5, kind="silent")]
@@ -242,7 +242,7 @@ def fault(world: World) -> str:
 
 
 @pytest.mark.parametrize("laggards", ["leave_out", "withdraw"])
-def test_no_two_subscribers_ever_act_on_different_decisions(laggards: str) -> None:
+def test_subscribers_never_act_on_conflicting_decisions(laggards: str) -> None:
     first = World(laggards=laggards, subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
     seen, front, num_live = {first}, [first], 0
     while front:
@@ -256,7 +256,7 @@ def test_no_two_subscribers_ever_act_on_different_decisions(laggards: str) -> No
     assert len(seen) > 10_000 and num_live, "the model reaches a commit on all"
 
 
-def test_the_model_finds_a_hub_that_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_search_detects_forgetful_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is able to fail: a hub that withdraws although it may have lost a commit is found."""
     first = World(laggards="leave_out", subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
 
@@ -276,6 +276,6 @@ def test_the_model_finds_a_hub_that_forgets(monkeypatch: pytest.MonkeyPatch) -> 
     assert faults
 
 
-def test_a_decision_survives_the_wire() -> None:
+def test_decision_survives_encoding() -> None:
     state = SyncState(name="policy", side="subscriber", prepared=8, decision=COMMITTED)
     assert msgspec.json.decode(msgspec.json.encode(state), type=SyncState) == state

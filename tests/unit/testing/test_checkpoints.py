@@ -22,7 +22,7 @@ def raw(tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_llama_is_read_by_safetensors_and_holds_no_zero_and_no_nan(tmp_path: Path) -> None:
+def test_llama_has_no_zeros_or_nans(tmp_path: Path) -> None:
     tensors = read(write_llama(tmp_path, num_layers=2, hidden=256, vocab=512, shards=3))
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16, torch.float8_e4m3fn, torch.float32}
     for name, tensor in tensors.items():
@@ -32,7 +32,7 @@ def test_llama_is_read_by_safetensors_and_holds_no_zero_and_no_nan(tmp_path: Pat
     assert tensors["model.layers.1.mlp.down_proj.weight_scale_inv"].shape == (2, 8)
 
 
-def test_no_two_tensors_and_no_two_leaves_are_equal(tmp_path: Path) -> None:
+def test_tensors_and_leaves_are_distinct(tmp_path: Path) -> None:
     tensors = read(write_llama(tmp_path, num_layers=3, hidden=128, vocab=40_000, fp8=True))
     assert len({raw(tensor) for tensor in tensors.values()}) == len(tensors)
     head = raw(tensors["lm_head.weight"])
@@ -41,14 +41,14 @@ def test_no_two_tensors_and_no_two_leaves_are_equal(tmp_path: Path) -> None:
     assert len(set(leaves)) == len(leaves)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_gives_others(tmp_path: Path) -> None:
+def test_same_seed_reproduces_bytes(tmp_path: Path) -> None:
     paths = [write_llama(tmp_path / str(i), total_bytes=MIB, seed=seed, shards=2) for i, seed in enumerate((1, 1, 2))]
     once, again, other = ([path.read_bytes() for path in shards] for shards in paths)
     assert once == again
     assert once != other
 
 
-def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
+def test_index_names_shard_of_every_tensor(tmp_path: Path) -> None:
     paths = write_llama(tmp_path, total_bytes=2 * MIB, shards=4)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     held = {name: path.name for path in paths for name in safetensors_torch.load_file(path)}
@@ -57,7 +57,7 @@ def test_the_index_names_the_shard_of_every_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("hidden", [128, 288, 512])
-def test_transformers_loads_a_llama_without_fp8_as_its_config_says(tmp_path: Path, hidden: int) -> None:
+def test_transformers_loads_llama_without_fp8(tmp_path: Path, hidden: int) -> None:
     transformers = pytest.importorskip("transformers")
     tensors = read(write_llama(tmp_path, hidden=hidden, vocab=512, fp8=False))
     model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -67,19 +67,19 @@ def test_transformers_loads_a_llama_without_fp8_as_its_config_says(tmp_path: Pat
     }
 
 
-def test_one_shard_has_no_index(tmp_path: Path) -> None:
+def test_single_shard_has_no_index(tmp_path: Path) -> None:
     assert [path.name for path in write_llama(tmp_path, total_bytes=MIB, shards=1)] == ["model.safetensors"]
     assert not (tmp_path / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.parametrize("total_bytes", [4 * MIB, 64 * MIB, 2 * GIB, 16 * GIB])
 @pytest.mark.parametrize("fp8", [True, False])
-def test_a_shape_comes_to_about_the_bytes_asked_for(total_bytes: int, fp8: bool) -> None:
+def test_shape_has_requested_size(total_bytes: int, fp8: bool) -> None:
     shape = LlamaShape.of_bytes(total_bytes, fp8=fp8)
     assert sum(tensor.nbytes for tensor in shape.tensors(fp8=fp8)) == pytest.approx(total_bytes, rel=0.1)
 
 
-def test_moe_is_many_tensors_of_one_size(tmp_path: Path) -> None:
+def test_moe_has_many_tensors_of_equal_size(tmp_path: Path) -> None:
     tensors = read(write_moe(tmp_path, num_tensors=800, tensor_bytes=4096, shards=3))
     assert len(tensors) == 800
     assert {len(raw(tensor)) for tensor in tensors.values()} == {4096}
@@ -87,7 +87,7 @@ def test_moe_is_many_tensors_of_one_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-def test_every_dtype_is_read_by_safetensors_bit_for_bit(tmp_path: Path, aligned: bool) -> None:
+def test_every_dtype_is_read_by_safetensors(tmp_path: Path, aligned: bool) -> None:
     path = tmp_path / "every.safetensors"
     made = every_dtype(path, aligned=aligned)
     assert {dtype for dtype, _, _ in made.values()} == set(DType)

@@ -125,7 +125,7 @@ def test_open_claims_the_name(hub: Hub) -> None:
     assert news(publisher, hub) == (-1, "idle")
 
 
-def test_open_beside_a_live_group_raises(hub: Hub) -> None:
+def test_open_next_to_live_group_raises(hub: Hub) -> None:
     first = Rank(hub).open()
     rank = Rank(hub, "p1")
     first_beats = iter(range(100))
@@ -135,14 +135,14 @@ def test_open_beside_a_live_group_raises(hub: Hub) -> None:
     assert first.state is S.IDLE
 
 
-def test_open_beside_a_dead_group_succeeds(hub: Hub) -> None:
+def test_open_next_to_dead_group_succeeds(hub: Hub) -> None:
     first = Rank(hub)
     first.open()
     first.member.die()
     assert Rank(hub, "p1").open().state is S.IDLE
 
 
-def test_open_beside_a_silent_group_ends_at_deadline(hub: Hub) -> None:
+def test_open_next_to_silent_group_ends_at_deadline(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
     rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
@@ -157,7 +157,7 @@ def test_open_without_rank_0_stalls(hub: Hub) -> None:
         Rank(hub, "p1", rank=1, world_size=2, stall_s=0.1).open()
 
 
-def test_open_with_a_lost_rank_0_raises(hub: Hub) -> None:
+def test_open_with_lost_rank_0_raises(hub: Hub) -> None:
     first = Rank(hub, world_size=2, stall_s=0.2)
     first.open()
     first.member.die()
@@ -176,7 +176,7 @@ def test_snapshot_is_served(hub: Hub) -> None:
         assert news(publisher, hub) == (version, "open")
 
 
-def test_wrong_version_keeps_the_state(hub: Hub) -> None:
+def test_wrong_version_keeps_state(hub: Hub) -> None:
     publisher = Rank(hub).open()
     publisher.publish(3)
     with pytest.raises(ConfigError, match="not above 3"):
@@ -196,7 +196,7 @@ def test_failed_snapshot_is_not_served(hub: Hub) -> None:
     assert publisher.state is S.SERVING
 
 
-def test_moved_parameters_end_the_version_before(hub: Hub) -> None:
+def test_moved_parameters_end_previous_version(hub: Hub) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     publisher.publish(1)
@@ -335,7 +335,7 @@ def test_withdrawal_at_the_hub_stands(hub: Hub) -> None:
     assert publisher.state is S.WITHDRAWN
 
 
-def test_hub_lost_while_deciding_leaves_the_copy_readable(hub: Hub) -> None:
+def test_hub_lost_while_deciding_leaves_copy_readable(hub: Hub) -> None:
     publisher, subscriber = Rank(hub, stall_s=0.2).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="together", deadline_s=60.0)
     subscriber.decision(publisher.member.id, 1)  # opens the session, which the hub grants
@@ -346,7 +346,7 @@ def test_hub_lost_while_deciding_leaves_the_copy_readable(hub: Hub) -> None:
     wait_for(publisher, S.SERVING)
 
 
-def test_failed_version_of_two_phases_is_withdrawn(hub: Hub) -> None:
+def test_failed_two_phase_version_is_withdrawn(hub: Hub) -> None:
     rank = Rank(hub)
     publisher, subscriber = rank.open(), MemorySubscriber(hub, "s0")
     publisher.publish(1)
@@ -358,7 +358,7 @@ def test_failed_version_of_two_phases_is_withdrawn(hub: Hub) -> None:
     assert decision is not None and "the device failed" in decision.why
 
 
-def test_next_publish_waits_for_the_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_next_publish_waits_for_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="together", deadline_s=60.0)
     second = publishing(pool, publisher, 2)
@@ -370,7 +370,7 @@ def test_next_publish_waits_for_the_decision(hub: Hub, pool: ThreadPoolExecutor)
 
 
 @pytest.mark.parametrize(("outcome", "state"), [("prepared", S.IDLE), ("refused", S.WITHDRAWN)])
-def test_live_version_of_two_phases(hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState) -> None:
+def test_live_two_phase_version_is_committed(hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
     report = publishing(pool, publisher, 1, commit="together")
     wait_for(publisher, S.WAITING)
@@ -393,7 +393,7 @@ def two_ranks(hub: Hub, mode: PublishMode, stall_s: float = 5.0) -> tuple[Rank, 
     return zero, first, one, one.open()
 
 
-def test_other_rank_follows_the_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
+def test_second_rank_follows_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
     _, first, _, second = two_ranks(hub, "snapshot")
     subscriber = MemorySubscriber(hub, "s0")
     reports = [publishing(pool, each, 1, commit="together") for each in (first, second)]
@@ -418,7 +418,7 @@ def test_rank_0_lost_while_waiting_ends_the_version(hub: Hub, pool: ThreadPoolEx
     first.close()
 
 
-def test_rank_0_lost_while_deciding_leaves_the_copy_readable(hub: Hub) -> None:
+def test_rank_0_lost_while_deciding_leaves_copy_readable(hub: Hub) -> None:
     zero, first, _, second = two_ranks(hub, "snapshot", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     for each in (first, second):
@@ -439,7 +439,7 @@ def test_rank_0_lost_between_versions_stalls(hub: Hub) -> None:
     assert second.state is S.SERVING and second.version == 1
 
 
-def test_rank_0_that_never_publishes_stalls_the_others(hub: Hub) -> None:
+def test_rank_0_not_publishing_stalls_other_ranks(hub: Hub) -> None:
     _, _, _, second = two_ranks(hub, "live", stall_s=0.2)
     with pytest.raises(SourceStalled, match="did not begin version 1"):
         second.publish(1)
@@ -458,7 +458,7 @@ def test_missing_ranks_are_named(hub: Hub) -> None:
 # -- Closing.
 
 
-def test_close_before_open(hub: Hub) -> None:
+def test_close_before_open_is_idempotent(hub: Hub) -> None:
     publisher = Rank(hub).made()
     publisher.close()
     publisher.close()
@@ -466,7 +466,7 @@ def test_close_before_open(hub: Hub) -> None:
 
 
 @pytest.mark.parametrize("state", [S.IDLE, S.SERVING, S.WITHDRAWN])
-def test_close_leaves_the_fleet(hub: Hub, state: PublisherState) -> None:
+def test_close_leaves_fleet(hub: Hub, state: PublisherState) -> None:
     rank = Rank(hub)
     publisher = rank.open()
     if state is S.SERVING:

@@ -29,7 +29,7 @@ def tell(
     one.note_progress(member, RankProgress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
 
 
-def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None:
+def test_wait_reports_outcome_of_every_known_subscriber() -> None:
     one = SubscriberProgress()
     one.begin(3, ["a", "b"])
     found, thread = waited(one, 3)
@@ -44,13 +44,13 @@ def test_it_waits_for_all_that_were_known_and_says_what_became_of_them() -> None
     assert not one.decision(4, 0.0).is_begun
 
 
-def test_nobody_to_wait_for_is_no_wait() -> None:
+def test_wait_without_subscribers_returns_at_once() -> None:
     one = SubscriberProgress()
     one.begin(1, [])
     assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).is_over
 
 
-def test_who_makes_no_progress_is_late_and_not_waited_for_again_until_it_is_back() -> None:
+def test_stalled_subscriber_is_late_until_it_returns() -> None:
     one = SubscriberProgress()
     one.begin(1, ["a", "b"])
     found, thread = waited(one, 1, stall_s=2.0)
@@ -78,14 +78,14 @@ def test_dead_subscriber_ends_the_wait() -> None:
     assert found[0].failed == {"a": "its process is gone"}
 
 
-def test_a_failure_before_a_version_was_told_is_of_the_one_shown() -> None:
+def test_failure_without_version_counts_for_shown_version() -> None:
     one = SubscriberProgress()
     one.begin(1, ["a"])
     tell(one, "a", -1, "failed", why="names differ")
     assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
 
 
-def test_a_failure_is_forgotten_by_a_success() -> None:
+def test_later_success_clears_failure() -> None:
     one = SubscriberProgress()
     one.begin(1, ["a", "b"])
     tell(one, "a", 1, "failed", why="a source was lost")

@@ -51,7 +51,7 @@ def paused(monkeypatch: pytest.MonkeyPatch, before: int, then: Callable[[], None
 
 
 @pytest.mark.parametrize("num_regions", [1, 2])
-def test_rows_are_read_before_the_copy_is_over(
+def test_rows_are_readable_before_copy_ends(
     links: PeerLinks, num_regions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offer, "COPY_BYTES", ROW_BYTES)
@@ -83,7 +83,7 @@ def test_rows_are_read_before_the_copy_is_over(
         assert served.map().is_ready
 
 
-def test_a_copy_on_the_host_of_a_device_is_announced_at_its_end(
+def test_host_copy_is_announced_when_complete(
     links: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = held(sharded("p", SHAPES, 0, 1, 1)[0], links)
@@ -97,7 +97,7 @@ def test_a_copy_on_the_host_of_a_device_is_announced_at_its_end(
     rows=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 900), st.integers(0, 300)), max_size=20),
     gap=st.sampled_from([0, 10, 1000]),
 )
-def test_every_byte_of_every_row_is_in_one_strip_of_its_region(rows: list[tuple[int, int, int]], gap: int) -> None:
+def test_each_row_byte_is_in_one_strip(rows: list[tuple[int, int, int]], gap: int) -> None:
     size = 1200
     first: I64 = np.cumsum([0, size, size, size])
     at = np.array([region * size + start for region, start, _ in rows], np.int64)
@@ -139,7 +139,7 @@ class Passed:
         return True
 
 
-def test_batches_of_a_device_are_queued_ahead_and_those_of_the_host_are_ready_at_once() -> None:
+def test_device_batches_queue_ahead_of_host_batches() -> None:
     log: list[str] = []
     batches = [Recorded(i, log, on_device=True) for i in range(4)]
     fill(batches, lambda rows: log.append(f"ready {rows[0]}"), stall_s=1.0, work="test", num_ahead=2)
@@ -153,7 +153,7 @@ def test_batches_of_a_device_are_queued_ahead_and_those_of_the_host_are_ready_at
     assert log == ["queue 0", "ready 0", "queue 1", "ready 1"]
 
 
-def test_a_copy_that_fails_leaves_no_version_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_leaves_no_readable_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offer, "COPY_BYTES", 1024)
     trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
     served = {name: torch.zeros_like(value) for name, value in trained.items()}
@@ -177,7 +177,7 @@ def test_a_copy_that_fails_leaves_no_version_to_read(monkeypatch: pytest.MonkeyP
         assert all(torch.equal(served[name], value) for name, value in trained.items())
 
 
-def test_a_copy_that_fails_withdraws_a_version_of_the_fleet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_withdraws_fleet_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offer, "COPY_BYTES", 1024)
     trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
     served = {name: torch.zeros_like(value) for name, value in trained.items()}
@@ -201,7 +201,7 @@ def test_a_copy_that_fails_withdraws_a_version_of_the_fleet(monkeypatch: pytest.
         assert all(torch.equal(served[name], value) for name, value in trained.items())
 
 
-def test_a_receiver_reads_while_the_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_reads_during_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offer, "COPY_BYTES", 1024)
     trained = {f"layers.{i}.w": torch.full((64, 64), float(i)) for i in range(4)}
     served = {name: torch.zeros_like(value) for name, value in trained.items()}

@@ -84,7 +84,7 @@ def check(ranks: Sequence[Transformed], truth: dict[str, torch.Tensor], tag: str
 
 @pytest.mark.parametrize("grid", [(1, 1), (3, 1), (7, 1), (1, 3), (2, 2)])
 @pytest.mark.parametrize("tag", BLOCKS)
-def test_blocks_that_shards_cut_are_those_of_the_whole(tag: str, grid: tuple[int, int]) -> None:
+def test_sharded_blocks_match_whole_tensor(tag: str, grid: tuple[int, int]) -> None:
     live = [declared(sharded(tensors(), rank, grid)) for rank in range(grid[0] * grid[1])]
     ranks = [Transformed(choose(tag, rows), bucket_bytes=20_000) for rows in live]
     # Another version in the same memory: what was laid out once is run again.
@@ -101,7 +101,7 @@ def test_blocks_that_shards_cut_are_those_of_the_whole(tag: str, grid: tuple[int
     assert blocks == sum(t.numel() for t in expected(tensors(), tag).values()), "each block is quantised by one rank"
 
 
-def test_a_cast_of_masters_takes_every_tensor_and_no_seams() -> None:
+def test_master_cast_includes_every_tensor() -> None:
     whole = tensors(dtype=torch.float32) | {"norm.weight": torch.randn(7), "scale": torch.tensor(2.5)}
     whole["already"] = torch.ones(3, dtype=torch.bfloat16)
     rows = declared(whole)
@@ -114,7 +114,7 @@ def test_a_cast_of_masters_takes_every_tensor_and_no_seams() -> None:
         assert row.form.tag == "cast:BF16"
 
 
-def test_a_scale_of_the_whole_tensor_needs_the_whole_tensor() -> None:
+def test_per_tensor_scale_requires_whole_tensor() -> None:
     whole = {name: one for name, one in tensors().items() if one.shape[1] % 16 == 0}
     rows = declared(whole)
     made = Transformed(choose("nvfp4", rows))
@@ -124,7 +124,7 @@ def test_a_scale_of_the_whole_tensor_needs_the_whole_tensor() -> None:
         choose("nvfp4", declared(sharded(whole, 0, (2, 1))))
 
 
-def test_several_formats_and_patterns() -> None:
+def test_several_formats_select_tensors_by_pattern() -> None:
     rows = declared(tensors() | {"lm_head.weight": torch.zeros(128, 128, dtype=torch.bfloat16)})
     asked: Transforms = {"fp8-block128": ["layers.[01].*", "lm_head*"], "mxfp8": ["layers.1.*"]}
     chosen = choose(asked, rows)
@@ -142,7 +142,7 @@ def offer(rows: Sequence[ShardRow], **options: object) -> Offer:
     return Offer(rows, given.pop("transforms", "fp8-block128"), **given)  # type: ignore[arg-type]
 
 
-def test_memory_is_bounded_and_said() -> None:
+def test_transform_memory_is_bounded_and_reported() -> None:
     rows = declared(sharded(tensors(), 0, (3, 1)))
     nbytes, boundary_bytes = required_bytes(choose("fp8-block128", rows))
     made = offer(rows, memory_bytes=nbytes + boundary_bytes)
@@ -171,7 +171,7 @@ TOLD = TableReply(
 )
 
 
-def test_what_a_receiver_is_shown() -> None:
+def test_receiver_sees_offered_formats() -> None:
     plain = shown(TOLD, None)
     assert list(plain.table.names) == ["a.weight", "b.weight"]
     assert not plain.tags
@@ -194,6 +194,6 @@ class Quantised(torch.nn.Module):
         self.weight_scale_inv = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
 
 
-def test_a_model_with_codes_and_scales_is_shown_its_format() -> None:
+def test_quantised_model_is_shown_its_format() -> None:
     assert set(shown(TOLD, None, Quantised()).tags.values()) == {"fp8-block128"}
     assert not shown(TOLD, None, torch.nn.Linear(4, 4)).tags

@@ -62,7 +62,7 @@ def strips_within(made: World, source: int, start: int, stop: int) -> int:
     return int((part.run_bytes * part.num_rows)[mine].sum())
 
 
-def test_only_strips_that_changed_are_read(made: World) -> None:
+def test_only_changed_strips_are_read(made: World) -> None:
     transfer = made.transfer(delta=ChangedRanges())
     assert ran(made, transfer) == made.part.nbytes
     show(made, 2, [(0, 100, 101)])
@@ -70,7 +70,7 @@ def test_only_strips_that_changed_are_read(made: World) -> None:
     assert 0 < moved == strips_within(made, 0, 100, 101) < made.part.nbytes
 
 
-def test_frozen_weights_move_nothing_and_are_proven(made: World) -> None:
+def test_unchanged_weights_are_verified_without_reads(made: World) -> None:
     transfer = made.transfer(delta=ChangedRanges())
     ran(made, transfer)
     show(made, 2, [])
@@ -79,7 +79,7 @@ def test_frozen_weights_move_nothing_and_are_proven(made: World) -> None:
     assert transfer.delta.density == 0.0
 
 
-def test_memory_that_changed_here_is_read_again(made: World) -> None:
+def test_locally_changed_memory_is_read_again(made: World) -> None:
     transfer = made.transfer(delta=ChangedRanges())
     ran(made, transfer)
     row = int(made.part.dst[0])
@@ -90,7 +90,7 @@ def test_memory_that_changed_here_is_read_again(made: World) -> None:
     assert 0 < ran(made, transfer) < made.part.nbytes + 1
 
 
-def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
+def test_failed_run_leaves_no_trusted_base(made: World) -> None:
     class Gone(LocalLink):
         def digests(self, strips, *, wait_s):  # type: ignore[no-untyped-def]
             raise StaleDescriptor("it is past that version", uri=self.member)
@@ -107,7 +107,7 @@ def test_a_run_that_failed_leaves_nothing_that_is_trusted(made: World) -> None:
     ran(made, transfer)
 
 
-def test_any_versions_one_after_the_other(made: World) -> None:
+def test_random_version_sequence_is_received_correctly(made: World) -> None:
     transfer, chance = made.transfer(delta=ChangedRanges()), np.random.default_rng(7)
     ran(made, transfer)
     for version in range(2, 12):
@@ -121,7 +121,7 @@ def test_any_versions_one_after_the_other(made: World) -> None:
         assert ran(made, transfer) <= 2 * made.part.nbytes
 
 
-def test_without_a_base_everything_is_read(made: World) -> None:
+def test_missing_base_reads_everything(made: World) -> None:
     kept = ChangedRanges()
     assert ran(made, made.transfer(delta=kept)) == made.part.nbytes
     assert "this plan has received no version" in kept.summary(made.transfer().run(made.links()))
@@ -143,11 +143,11 @@ def test_without_a_base_everything_is_read(made: World) -> None:
         (0, 0, 400, 0.0, False),
     ],
 )
-def test_what_pays(nbytes: int, changed: float, gb_per_s: float, cost_s: float, does: bool) -> None:
+def test_delta_pays_only_when_faster(nbytes: int, changed: float, gb_per_s: float, cost_s: float, does: bool) -> None:
     assert pays(nbytes, changed, gb_per_s * GB, cost_s) is does
 
 
-def test_a_wire_that_is_faster_than_asking_is_not_asked_first() -> None:
+def test_fast_link_skips_digest_queries() -> None:
     with open_links(only=["loopback"]) as links:
         made = world(links)
         kept = ChangedRanges()

@@ -96,7 +96,7 @@ def publish(worker: SyncWorker, version: int) -> None:
 
 
 @pytest.mark.parametrize("serve", [True, False])
-def test_versions_go_live_without_a_copy(driver: FakeCuda, stack: ExitStack, tmp_path: Path, serve: bool) -> None:
+def test_exchanged_versions_go_live_without_copy(driver: FakeCuda, stack: ExitStack, tmp_path: Path, serve: bool) -> None:
     task, worker = trainer(stack, tmp_path, frozen=2)
     served = Model()
     engine = stack.enter_context(
@@ -114,7 +114,7 @@ def test_versions_go_live_without_a_copy(driver: FakeCuda, stack: ExitStack, tmp
     assert {name: tensor.data_ptr() for name, tensor in served.state_dict().items()} == places
 
 
-def test_another_engine_reads_what_was_exchanged(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_second_engine_reads_exchanged_memory(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     first, second = Model(), Model()
     engine = stack.enter_context(ps.subscriber("policy", first, arena=True, connection=SETTINGS, rank=(0, 2)))
@@ -129,7 +129,7 @@ def test_another_engine_reads_what_was_exchanged(driver: FakeCuda, stack: ExitSt
     first.check(task, 3)
 
 
-def test_a_check_sees_the_version_that_is_staged(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_check_sees_staged_version(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     served, seen = Model(), dict[int, bool]()
 
@@ -154,7 +154,7 @@ def test_a_check_sees_the_version_that_is_staged(driver: FakeCuda, stack: ExitSt
     assert seen == {1: True, 2: True, 3: True, 4: True}
 
 
-def test_a_refused_exchange_leaves_the_version_before(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_refused_exchange_keeps_previous_version(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     served, resumed = Model(), list[int]()
     hooks = ps.Hooks(after_resume=resumed.append)
@@ -180,7 +180,7 @@ def test_a_refused_exchange_leaves_the_version_before(driver: FakeCuda, stack: E
     served.check(task, 3)
 
 
-def test_a_target_that_lost_its_memory_is_not_touched_again(
+def test_target_without_memory_is_not_touched_again(
     driver: FakeCuda, stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, worker = trainer(stack, tmp_path)
@@ -205,7 +205,7 @@ def test_a_target_that_lost_its_memory_is_not_touched_again(
     assert caught.value.mutated
 
 
-def test_a_plan_that_comes_back_after_an_exchange_copies_the_present_staging_memory(
+def test_returning_plan_copies_current_staging_memory(
     driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plan B is copied, A is exchanged, and B again: with the copy of the first time the live memory stays as it is."""
@@ -231,7 +231,7 @@ def test_a_plan_that_comes_back_after_an_exchange_copies_the_present_staging_mem
             assert served.memories[0].owner.bytes_at(0, size).unique().tolist() == [value]
 
 
-def test_released_memory_is_free_at_once(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_released_memory_is_freed_immediately(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     """Not only once Python has collected its cycles: another process waits for the memory."""
     _, worker = trainer(stack, tmp_path)
     engine = stack.enter_context(ps.subscriber("policy", Model(), arena=True, connection=SETTINGS, rank=(0, 1)))
@@ -249,7 +249,7 @@ def test_released_memory_is_free_at_once(driver: FakeCuda, stack: ExitStack, tmp
         engine.release(returns=True)
 
 
-def test_released_memory_comes_back_at_its_addresses(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
+def test_restored_memory_keeps_its_addresses(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     served = Model()
     engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
@@ -276,7 +276,7 @@ def strips(*rows: tuple[int, int, int, int]) -> Strips:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_rest_is_what_the_strips_leave_out(seed: int) -> None:
+def test_rest_covers_everything_outside_strips(seed: int) -> None:
     chance = np.random.default_rng(seed)
     sizes = [int(n) for n in chance.integers(1000, 3000, 3)]
     first = np.cumsum([0, *sizes])
@@ -301,7 +301,7 @@ def test_the_rest_is_what_the_strips_leave_out(seed: int) -> None:
     assert filled.all()
 
 
-def test_a_part_that_fills_little_is_copied() -> None:
+def test_mostly_empty_part_is_copied() -> None:
     first = np.array([0, 10_000])
     assert rest_of(strips((0, 7000, 1, 7000)), first, 7000) is None
     rest = rest_of(strips((0, 9000, 1, 9000)), first, 9000)

@@ -71,7 +71,7 @@ def requests(members: Members, names: list[str], version: int, stall_s: float = 
     return LinkRequests(cast("Membership", members), names, version, stall_s, members.threads)
 
 
-def test_what_was_requested_is_taken(members: Members) -> None:
+def test_requested_links_are_taken(members: Members) -> None:
     with requests(members, ["a", "b"], 3) as early:
         links = early.take(["b", "a"], 3)
     assert list(links) == ["b", "a"]
@@ -80,20 +80,20 @@ def test_what_was_requested_is_taken(members: Members) -> None:
 
 
 @pytest.mark.parametrize(("names", "version"), [(["a"], 3), (["a", "c"], 3), (["a", "b"], 4)])
-def test_other_sources_or_another_version_are_requested_anew(members: Members, names: list[str], version: int) -> None:
+def test_changed_sources_or_version_are_requested_again(members: Members, names: list[str], version: int) -> None:
     with requests(members, ["a", "b"], 3) as early:
         links = early.take(names, version)
     assert {name: cast("int", link.map) for name, link in links.items()} == dict.fromkeys(names, version)
     assert set(members.asked) >= {(name, version) for name in names}
 
 
-def test_without_sources_nothing_is_requested(members: Members) -> None:
+def test_empty_source_list_requests_nothing(members: Members) -> None:
     with requests(members, [], 3) as early:
         assert early.take([], 3) == {}
     assert members.asked == []
 
 
-def test_a_source_that_begins_late_is_waited_for_up_to_the_deadline(members: Members) -> None:
+def test_late_source_is_awaited_until_deadline(members: Members) -> None:
     members.missing = {"a"}
     timer = threading.Timer(0.1, members.missing.clear)
     timer.start()
@@ -105,14 +105,14 @@ def test_a_source_that_begins_late_is_waited_for_up_to_the_deadline(members: Mem
     assert isinstance(caught.value.error, SourceStalled)
 
 
-def test_a_source_that_is_gone_is_named(members: Members) -> None:
+def test_lost_source_is_named(members: Members) -> None:
     members.lost = {"b"}
     with requests(members, ["a", "b"], 3) as early, pytest.raises(SourceFailed) as caught:
         early.take(["a", "b"], 3)
     assert caught.value.member == "b" and isinstance(caught.value.error, PeerLost)
 
 
-def test_what_is_not_taken_is_given_up(members: Members) -> None:
+def test_unused_requests_are_abandoned(members: Members) -> None:
     # More than are asked at once, and none has begun the version.
     names = [f"m{number}" for number in range(40)]
     members.missing = set(names)
@@ -126,7 +126,7 @@ def test_what_is_not_taken_is_given_up(members: Members) -> None:
     assert len({member for member, _ in members.asked}) <= 16
 
 
-def test_an_error_that_is_a_bug_is_raised_by_the_one_that_takes_the_link(members: Members) -> None:
+def test_unexpected_error_is_raised_by_taker(members: Members) -> None:
     class Broken(Exception):
         pass
 
@@ -138,7 +138,7 @@ def test_an_error_that_is_a_bug_is_raised_by_the_one_that_takes_the_link(members
         assert {early._links[name].result(10).member for name in "ad"} == {"a", "d"}
 
 
-def test_one_thread_that_met_an_error_asks_the_other_members(
+def test_single_thread_continues_after_error(
     members: Members, refuse_thread: Callable[[str], None]
 ) -> None:
     members.broken = {"a": IndexError("a bug")}

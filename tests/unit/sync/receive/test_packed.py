@@ -89,7 +89,7 @@ def pack(source: LocalVersion, strips: Strips, wait_s: float = 0.0) -> PackReply
     return source.pack(strips, version=told.version, generation=told.generation, wait_s=wait_s)
 
 
-def test_a_packed_version_is_bitwise_the_one_that_is_not(links: PeerLinks) -> None:
+def test_packed_version_matches_unpacked_bitwise(links: PeerLinks) -> None:
     found = []
     for pack_bytes in (64 * MIB, 0):
         world = World(links, pack_bytes)
@@ -110,7 +110,7 @@ def test_a_packed_version_is_bitwise_the_one_that_is_not(links: PeerLinks) -> No
     assert np.array_equal(*found)
 
 
-def test_memory_that_is_too_small_works_in_several_buffers(links: PeerLinks) -> None:
+def test_small_memory_uses_several_buffers(links: PeerLinks) -> None:
     world = World(links, LEAST_PACK_BYTES, [(4096, 512)])
     expected = world.expected()
     transfer = world.transfer(watermark_bytes=16 * LEAST_BYTES)
@@ -121,7 +121,7 @@ def test_memory_that_is_too_small_works_in_several_buffers(links: PeerLinks) -> 
     assert all(0 < one.packer.nbytes <= LEAST_PACK_BYTES for one in world.sources)
 
 
-def test_the_next_version_is_packed_anew(links: PeerLinks) -> None:
+def test_next_version_is_packed_again(links: PeerLinks) -> None:
     world = World(links)
     transfer = world.transfer()
     transfer.run(world.links())
@@ -136,7 +136,7 @@ def test_the_next_version_is_packed_anew(links: PeerLinks) -> None:
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_rows_are_waited_for_before_they_are_packed(http: PeerLinks) -> None:
+def test_packing_waits_for_ready_rows(http: PeerLinks) -> None:
     world = World(http)
     expected, late = world.expected(), world.sources[1]
     late.fence()
@@ -149,7 +149,7 @@ def test_rows_are_waited_for_before_they_are_packed(http: PeerLinks) -> None:
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_damage_on_the_way_through_the_buffer_is_found(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_before_buffer_read_is_detected(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(links)
     copy = packer.pack_strips
 
@@ -164,7 +164,7 @@ def test_damage_on_the_way_through_the_buffer_is_found(links: PeerLinks, monkeyp
     assert transfer.lost in ("p0", "p1") and caught.value.mutated
 
 
-def test_damage_in_the_buffer_while_it_is_read_is_found(links: PeerLinks) -> None:
+def test_damage_during_buffer_read_is_detected(links: PeerLinks) -> None:
     world = World(links)
 
     class Spoiled(LocalLink):
@@ -191,7 +191,7 @@ def read(links: PeerLinks, world: World, reply: PackReply) -> None:
     transport.wait(transport.post_read(into, decode(reply.regions[name]), some), stall_s=5.0)
 
 
-def test_a_fence_ends_reads_of_buffers(links: PeerLinks) -> None:
+def test_fence_ends_buffer_reads(links: PeerLinks) -> None:
     world = World(links)
     reply = pack(world.sources[0], short_strips(world))
     read(links, world, reply)
@@ -200,7 +200,7 @@ def test_a_fence_ends_reads_of_buffers(links: PeerLinks) -> None:
         read(links, world, reply)
 
 
-def test_a_version_that_is_fenced_after_it_was_packed_is_not_taken(links: PeerLinks) -> None:
+def test_version_fenced_after_packing_is_refused(links: PeerLinks) -> None:
     world = World(links)
 
     class Fencing(LocalLink):
@@ -216,7 +216,7 @@ def test_a_version_that_is_fenced_after_it_was_packed_is_not_taken(links: PeerLi
     assert transfer.lost == "p0"
 
 
-def test_a_fence_while_strips_are_packed_grants_nothing(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_during_packing_grants_no_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     source = world.sources[0]
     copy = packer.pack_strips
@@ -234,7 +234,7 @@ def test_a_fence_while_strips_are_packed_grants_nothing(http: PeerLinks, monkeyp
     assert pack(source, short_strips(world)).regions is not None
 
 
-def test_a_reader_that_died_loses_its_buffer_and_one_that_comes_back_gets_no_bytes_of_another(
+def test_dead_reader_loses_buffer_lease(
     links: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
@@ -257,7 +257,7 @@ def test_a_reader_that_died_loses_its_buffer_and_one_that_comes_back_gets_no_byt
     assert pack(source, strips).regions is not None
 
 
-def test_a_slow_reader_keeps_its_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reader_keeps_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     # Longer than a busy machine keeps a thread waiting: what is seen is that the lease is extended, not that it lapses.
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
@@ -290,7 +290,7 @@ def test_a_slow_reader_keeps_its_buffer(http: PeerLinks, monkeypatch: pytest.Mon
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_runs_are_read_one_by_one_where_other_readers_keep_all_buffers(
+def test_busy_buffers_fall_back_to_single_reads(
     http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
@@ -312,7 +312,7 @@ def test_runs_are_read_one_by_one_where_other_readers_keep_all_buffers(
     assert max(asked) - min(asked) < 3.0  # 16 batches, of which only the first waits
 
 
-def test_a_source_whose_rows_never_become_ready_stalls(http: PeerLinks) -> None:
+def test_source_without_ready_rows_stalls(http: PeerLinks) -> None:
     world = World(http)
     late = world.sources[1]
     late.fence()
@@ -323,7 +323,7 @@ def test_a_source_whose_rows_never_become_ready_stalls(http: PeerLinks) -> None:
     assert transfer.lost == "p1"
 
 
-def test_a_source_without_room_for_a_buffer_is_read_where_its_bytes_lie(
+def test_full_device_falls_back_to_direct_reads(
     http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(http)
@@ -339,7 +339,7 @@ def test_a_source_without_room_for_a_buffer_is_read_where_its_bytes_lie(
 
 
 @pytest.mark.parametrize("error", [DeviceOutOfMemory("no room for a table"), DestinationError("the device is slow")])
-def test_a_source_that_cannot_pack_is_read_where_its_bytes_lie(
+def test_failed_packing_falls_back_to_direct_reads(
     http: PeerLinks, monkeypatch: pytest.MonkeyPatch, error: DestinationError
 ) -> None:
     world = World(http)
@@ -355,7 +355,7 @@ def test_a_source_that_cannot_pack_is_read_where_its_bytes_lie(
     assert all(not buffer.is_filling for one in world.sources for buffer in buffers_of(one))
 
 
-def test_memory_that_could_not_be_registered_may_be_tried_again(
+def test_failed_registration_is_retried(
     http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(http)
@@ -372,7 +372,7 @@ def test_memory_that_could_not_be_registered_may_be_tried_again(
     assert pack(world.sources[0], short_strips(world)).regions is not None
 
 
-def test_a_device_without_room_is_asked_again_at_the_next_version(
+def test_full_device_is_retried_at_next_version(
     http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(http)
@@ -392,7 +392,7 @@ def test_a_device_without_room_is_asked_again_at_the_next_version(
         assert pack(source, short_strips(world), wait_s=0.0).regions is not None
 
 
-def test_an_answer_that_cannot_be_read_is_an_error_after_bytes_were_written(http: PeerLinks) -> None:
+def test_undecodable_answer_after_writes_raises_mutated_error(http: PeerLinks) -> None:
     holdings, wants = sharded("p", [(4096, 512)], 0, 1, 1), sharded("s", [(4096, 512)], 1, 4, 1)
     source = held(holdings[0], http, pack_bytes=LEAST_PACK_BYTES)
     source.begin(1)
@@ -415,7 +415,7 @@ def test_an_answer_that_cannot_be_read_is_an_error_after_bytes_were_written(http
     assert caught.value.mutated and not np.array_equal(whole(receiver), before)
 
 
-def test_a_buffer_is_released_where_another_read_gives_packing_up(
+def test_buffer_is_released_when_packing_is_abandoned(
     http: PeerLinks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = World(http, LEAST_PACK_BYTES, [(4096, 512)])
@@ -443,7 +443,7 @@ def test_a_buffer_is_released_where_another_read_gives_packing_up(
     assert not [buffer.lease for one in world.sources for buffer in buffers_of(one) if buffer.lease]
 
 
-def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_source_does_not_block_other_leases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "KEEP_S", 0.001)
     ended, told = threading.Event(), threading.Event()
     hung: list[int] = []
@@ -472,7 +472,7 @@ def test_a_source_that_hangs_is_told_once_and_the_others_go_on(monkeypatch: pyte
     assert len(hung) < 5
 
 
-def test_a_thread_that_cannot_be_started_is_named(http: PeerLinks, refuse_thread: Callable[[str], None]) -> None:
+def test_failed_thread_start_is_named(http: PeerLinks, refuse_thread: Callable[[str], None]) -> None:
     world = World(http)
     refuse_thread("penstock-leases")
     with pytest.raises(DestinationError, match="no thread can be started"):
@@ -480,7 +480,7 @@ def test_a_thread_that_cannot_be_started_is_named(http: PeerLinks, refuse_thread
 
 
 @pytest.mark.parametrize("only", ["shm", "loopback"])
-def test_within_a_host_nothing_is_packed(only: str) -> None:
+def test_same_host_transfer_is_not_packed(only: str) -> None:
     with open_links(only=[only, "http"]) as links:
         world = World(links)
         expected = world.expected()

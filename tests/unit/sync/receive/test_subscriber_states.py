@@ -126,7 +126,7 @@ def test_only_listed_transitions_are_allowed(before: SubscriberState, after: Sub
         assert (states.now, states.at_rest) == (before, rest)
 
 
-def test_released_target_never_gets_dirty() -> None:
+def test_released_target_never_becomes_dirty() -> None:
     states = at(*LIVE_PATH, S.RELEASED, S.RECEIVING, S.FLIPPING, S.WRITING)
     assert (states.version, states.damaged) == (-1, S.RELEASED)
     with pytest.raises(InvalidTransition):
@@ -135,7 +135,7 @@ def test_released_target_never_gets_dirty() -> None:
     assert states.now is S.RELEASED
 
 
-def test_target_under_writing_has_no_current_version() -> None:
+def test_target_being_written_has_no_current_version() -> None:
     states = at(*LIVE_PATH)
     assert states.is_current
     for one in (S.RECEIVING, S.FLIPPING):
@@ -175,7 +175,7 @@ def test_live_version_is_not_read_again(sync: MemorySync, holder: MemoryHolder, 
         assert_live(sync, subscriber, 1)
 
 
-def test_states_of_a_staged_update(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_staged_update_passes_documented_states(sync: MemorySync, holder: MemoryHolder) -> None:
     seen: list[SubscriberState] = []
     with sync.subscriber() as subscriber:
         holder.at["map"] = lambda: seen.append(state(subscriber))
@@ -188,7 +188,7 @@ def test_states_of_a_staged_update(sync: MemorySync, holder: MemoryHolder) -> No
             subscriber.commit()
 
 
-def test_staged_live_version_commits_nothing(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_staging_live_version_commits_nothing(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         subscriber.stage()
@@ -197,7 +197,7 @@ def test_staged_live_version_commits_nothing(sync: MemorySync, holder: MemoryHol
         assert_live(sync, subscriber, 1)
 
 
-def test_readers_hold_up_a_flip(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_readers_delay_flip(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -220,7 +220,7 @@ def together(holder: MemoryHolder, outcome: str = "") -> None:
         holder.decision = FleetDecision(run="p0", version=holder.status.now.version, outcome=outcome, why="so it is")  # type: ignore[arg-type]
 
 
-def test_prepared_version_waits_for_the_commit(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_prepared_version_waits_for_commit(sync: MemorySync, holder: MemoryHolder) -> None:
     together(holder)
     with sync.subscriber() as subscriber:
         subscriber.stage()
@@ -232,7 +232,7 @@ def test_prepared_version_waits_for_the_commit(sync: MemorySync, holder: MemoryH
         assert_live(sync, subscriber, 1)
 
 
-def test_withdrawn_prepared_version_is_given_up(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_withdrawn_prepared_version_is_dropped(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -245,7 +245,7 @@ def test_withdrawn_prepared_version_is_given_up(sync: MemorySync, holder: Memory
             subscriber.commit()
 
 
-def test_unknown_decision_keeps_the_version_prepared(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_unknown_decision_keeps_version_prepared(sync: MemorySync, holder: MemoryHolder) -> None:
     holder.decide_s = 0.0
     with sync.subscriber() as subscriber:
         subscriber.stage()
@@ -264,7 +264,7 @@ def test_unknown_decision_keeps_the_version_prepared(sync: MemorySync, holder: M
         assert_live(sync, subscriber, 1)
 
 
-def test_version_that_fails_its_check_is_refused(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_version_failing_its_check_is_refused(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber(check=lambda version, staged: "bad" if version == 2 else "") as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -302,7 +302,7 @@ FAILURES = [(lose, PeerLost), (stall, SourceStalled), (spoil, IntegrityError)]
 
 @MODES
 @pytest.mark.parametrize(("fail", "kind"), FAILURES)
-def test_failed_source_without_another(
+def test_lost_only_source_fails_update(
     sync: MemorySync,
     holder: MemoryHolder,
     mode: str,
@@ -333,7 +333,7 @@ def test_failed_source_without_another(
         assert_live(sync, subscriber, 2)
 
 
-def test_wrong_bytes_in_the_target_make_it_dirty(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_corrupt_bytes_in_target_make_it_dirty(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber("direct") as subscriber:
         holder.spoils = True
         with pytest.raises(IntegrityError) as caught:
@@ -348,7 +348,7 @@ def test_wrong_bytes_in_the_target_make_it_dirty(sync: MemorySync, holder: Memor
 
 
 @MODES
-def test_source_lost_before_the_pause_leaves_the_engine(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_source_lost_before_pause_spares_engine(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -386,7 +386,7 @@ def test_failed_source_is_replaced_and_reported(
         assert_live(sync, subscriber, 1)
 
 
-def test_half_written_target_is_not_taken_for_the_live_version(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_partly_written_target_is_not_live_version(sync: MemorySync, holder: MemoryHolder) -> None:
     """The source of version 2 is lost after its first bytes; what is left is the version that was live before."""
     with sync.subscriber("direct") as subscriber:
         subscriber.update()
@@ -411,7 +411,7 @@ def test_half_written_target_is_not_taken_for_the_live_version(sync: MemorySync,
 
 @MODES
 @pytest.mark.parametrize("step", ["part", "map", "digests"])
-def test_replaced_version_gives_way_to_the_next(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
+def test_replaced_version_yields_to_next(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -429,7 +429,7 @@ def test_replaced_version_gives_way_to_the_next(sync: MemorySync, holder: Memory
 
 @MODES
 @pytest.mark.parametrize("step", ["part", "map", "before_read", "before_pause", "digests"])
-def test_version_withdrawn_at_a_step_leaves_the_one_before(
+def test_version_withdrawn_at_step_keeps_previous(
     sync: MemorySync, holder: MemoryHolder, mode: str, step: str
 ) -> None:
     with sync.subscriber(mode) as subscriber:
@@ -453,7 +453,7 @@ def test_version_withdrawn_at_a_step_leaves_the_one_before(
             assert sync.calls[-1] == ("after_resume", 1, 1.0)
 
 
-def test_version_withdrawn_by_the_fleet_is_not_read(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_version_withdrawn_by_fleet_is_not_read(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -467,7 +467,7 @@ def test_version_withdrawn_by_the_fleet_is_not_read(sync: MemorySync, holder: Me
 
 
 @MODES
-def test_update_without_a_publisher_ends_at_its_timeout(sync: MemorySync, mode: str) -> None:
+def test_update_without_publisher_ends_at_timeout(sync: MemorySync, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         with pytest.raises(NotFound):
             subscriber.update(timeout_s=0.02)
@@ -475,7 +475,7 @@ def test_update_without_a_publisher_ends_at_its_timeout(sync: MemorySync, mode: 
         assert subscriber.prepare(timeout_s=0.02) is False
 
 
-def test_past_version_ends_at_the_timeout(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_past_version_ends_at_timeout(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         holder.withdraw()
         with pytest.raises(StaleDescriptor):
@@ -484,7 +484,7 @@ def test_past_version_ends_at_the_timeout(sync: MemorySync, holder: MemoryHolder
 
 
 @MODES
-def test_closed_subscriber_ends_its_update(sync: MemorySync, mode: str) -> None:
+def test_closed_subscriber_ends_update(sync: MemorySync, mode: str) -> None:
     subscriber = sync.subscriber(mode)
     raised: list[BaseException] = []
 
@@ -507,7 +507,7 @@ def test_closed_subscriber_ends_its_update(sync: MemorySync, mode: str) -> None:
 
 
 @MODES
-def test_subscriber_closed_while_it_flips_keeps_the_version(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_subscriber_closed_during_flip_keeps_version(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     subscriber = sync.subscriber(mode)
     sync.at["at_commit"] = subscriber.close
     subscriber.update()
@@ -519,7 +519,7 @@ def test_subscriber_closed_while_it_flips_keeps_the_version(sync: MemorySync, ho
 
 @MODES
 @pytest.mark.parametrize("hook", ["before_read", "before_pause"])
-def test_hook_that_raises_before_the_flip_changes_nothing(
+def test_hook_error_before_flip_changes_nothing(
     sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
 ) -> None:
     with sync.subscriber(mode) as subscriber:
@@ -540,7 +540,7 @@ def test_hook_that_raises_before_the_flip_changes_nothing(
 
 @MODES
 @pytest.mark.parametrize("hook", ["at_commit", "after_resume"])
-def test_hook_that_raises_after_the_flip_leaves_it_live(
+def test_hook_error_after_flip_keeps_version_live(
     sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
 ) -> None:
     with sync.subscriber(mode) as subscriber:
@@ -553,7 +553,7 @@ def test_hook_that_raises_after_the_flip_leaves_it_live(
 
 
 @pytest.mark.parametrize("error", [PeerLost("a device", mutated=True), KeyboardInterrupt()])
-def test_broken_copy_makes_the_target_dirty(sync: MemorySync, holder: MemoryHolder, error: BaseException) -> None:
+def test_failed_copy_makes_target_dirty(sync: MemorySync, holder: MemoryHolder, error: BaseException) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -574,7 +574,7 @@ def test_broken_copy_makes_the_target_dirty(sync: MemorySync, holder: MemoryHold
         assert_live(sync, subscriber, 2)
 
 
-def test_refused_copy_keeps_the_version_staged(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_refused_copy_keeps_version_staged(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -613,7 +613,7 @@ def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode
 
 
 @MODES
-def test_released_version_comes_back(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
+def test_released_version_is_restored(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)
@@ -667,7 +667,7 @@ def test_wrong_stored_version_stays_released(sync: MemorySync, holder: MemoryHol
         assert (state(subscriber), subscriber.version) == (S.RELEASED, -1)
 
 
-def test_bytes_that_the_engine_brought_back_are_verified(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_bytes_restored_by_engine_are_verified(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.update()
         subscriber.release(free=False, returns=True)
@@ -680,7 +680,7 @@ def test_bytes_that_the_engine_brought_back_are_verified(sync: MemorySync, holde
         assert_live(sync, subscriber, 1)
 
 
-def test_dirty_target_is_not_brought_back(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_dirty_target_is_not_restored(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber("direct") as subscriber:
         holder.spoils = True
         with pytest.raises(IntegrityError):
@@ -690,7 +690,7 @@ def test_dirty_target_is_not_brought_back(sync: MemorySync, holder: MemoryHolder
         assert state(subscriber) is S.DIRTY
 
 
-def test_staged_version_is_dropped_by_release(sync: MemorySync, holder: MemoryHolder) -> None:
+def test_release_drops_staged_version(sync: MemorySync, holder: MemoryHolder) -> None:
     with sync.subscriber() as subscriber:
         subscriber.stage()
         subscriber.release(free=False)

@@ -81,7 +81,7 @@ def test_every_byte_arrives_and_is_verified(links: PeerLinks) -> None:
     num_regions=st.integers(1, 3),
     bucket_bytes=st.integers(64, 20_000),
 )
-def test_any_part(shapes, froms, to, num_regions, bucket_bytes) -> None:
+def test_random_parts_arrive_complete(shapes, froms, to, num_regions, bucket_bytes) -> None:
     shapes = [(rows * 12, columns * 12) for rows, columns in shapes]
     with open_links(only=["loopback"]) as links:
         made = world(links, shapes, froms=froms, to=to, num_regions=num_regions, bucket_bytes=bucket_bytes)
@@ -92,7 +92,7 @@ def test_any_part(shapes, froms, to, num_regions, bucket_bytes) -> None:
         assert transfer.moved_bytes == made.part.nbytes
 
 
-def test_a_source_that_has_all_is_asked_once(links: PeerLinks) -> None:
+def test_complete_source_is_asked_once(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     asked: list[int] = []
 
@@ -140,7 +140,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 @pytest.mark.parametrize("receiver", [0, 1])
 @pytest.mark.parametrize("is_filling", [False, True])
-def test_devices_of_the_host_are_read_in_turns(
+def test_devices_on_host_are_read_in_turns(
     links: PeerLinks, receiver: int, is_filling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Columns of rows: each receiver takes half of its bytes from each source.
@@ -168,7 +168,7 @@ def test_devices_of_the_host_are_read_in_turns(
     assert all(order.index(turn) < i + READS_OF_ONE for i, turn in enumerate(turns))
 
 
-def test_each_device_of_the_receiver_has_turns_of_its_own(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receiver_devices_have_separate_turns(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
     monkeypatch.setattr(SourceRead, "near_device", lambda self, step: f"cuda:{step.reads[0][1]}")
     reads = recorded(monkeypatch)
@@ -179,7 +179,7 @@ def test_each_device_of_the_receiver_has_turns_of_its_own(links: PeerLinks, monk
     assert reads.most > NEAR_READS
 
 
-def test_other_sources_are_read_at_once(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_sources_are_read_concurrently(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     made = world(links, [(1024, 1024)] * 8, froms=(1, 2), bucket_bytes=MIB)
     reads = recorded(monkeypatch)
     expected = made.expected()
@@ -188,7 +188,7 @@ def test_other_sources_are_read_at_once(links: PeerLinks, monkeypatch: pytest.Mo
     assert reads.most > NEAR_READS
 
 
-def test_a_part_of_an_earlier_release_has_no_first_source() -> None:
+def test_part_from_older_release_has_default_first_source() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 1), sharded("s", SHAPES, 1, 2, 1)
     part = parts(holdings, wants, 4096)[1]
     for wrong in (-1, 2, 1 << 63):
@@ -199,7 +199,7 @@ def test_a_part_of_an_earlier_release_has_no_first_source() -> None:
     assert decode(msgspec.msgpack.encode(known), ReceiverPlan).first_source == 0
 
 
-def test_again_for_the_next_version(links: PeerLinks) -> None:
+def test_transfer_runs_again_for_next_version(links: PeerLinks) -> None:
     made = world(links)
     transfer = made.transfer()
     transfer.run(made.links())
@@ -231,7 +231,7 @@ class Lying(LocalLink):
         return said
 
 
-def test_a_flipped_byte_is_named_and_not_verified(links: PeerLinks) -> None:
+def test_flipped_byte_is_reported_and_not_verified(links: PeerLinks) -> None:
     made = world(links, bucket_bytes=1 << 30)
     given = made.links() | {"p1": Lying(made.sources[1], same_process="loopback" in links.transports)}
     transfer = made.transfer()
@@ -242,7 +242,7 @@ def test_a_flipped_byte_is_named_and_not_verified(links: PeerLinks) -> None:
     assert caught.value.tensor in made.receiver.layout.names
 
 
-def test_a_fence_between_digest_and_read_is_stale(links: PeerLinks) -> None:
+def test_fence_between_digest_and_read_is_stale(links: PeerLinks) -> None:
     made = world(links)
 
     class Fencing(Filling):
@@ -259,7 +259,7 @@ def test_a_fence_between_digest_and_read_is_stale(links: PeerLinks) -> None:
     assert transfer.moved_bytes < made.part.nbytes
 
 
-def test_nothing_touched_is_said_to_be_so(links: PeerLinks) -> None:
+def test_untouched_target_is_reported_unmutated(links: PeerLinks) -> None:
     made = world(links, froms=(0, 1))
     given, before = made.links(), whole(made.receiver)
     made.sources[0].fence()
@@ -269,7 +269,7 @@ def test_nothing_touched_is_said_to_be_so(links: PeerLinks) -> None:
     assert not caught.value.mutated and np.array_equal(whole(made.receiver), before) and transfer.moved_bytes == 0
 
 
-def test_a_source_that_is_never_ready_stalls(links: PeerLinks) -> None:
+def test_source_never_ready_stalls(links: PeerLinks) -> None:
     made = world(links)
     made.sources[1].fence()
     made.sources[1].begin(1)
@@ -280,7 +280,7 @@ def test_a_source_that_is_never_ready_stalls(links: PeerLinks) -> None:
     assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
-def test_rows_are_waited_for_as_they_become_ready(links: PeerLinks) -> None:
+def test_transfer_waits_for_rows_to_become_ready(links: PeerLinks) -> None:
     made = world(links)
     expected = made.expected()
     late = made.sources[1]
@@ -300,7 +300,7 @@ def test_rows_are_waited_for_as_they_become_ready(links: PeerLinks) -> None:
     assert np.array_equal(whole(made.receiver), expected) and report.ready_s > 0
 
 
-def test_a_source_that_is_gone_is_named(links: PeerLinks) -> None:
+def test_lost_source_is_named(links: PeerLinks) -> None:
     made = world(links)
 
     class Gone(LocalLink):
@@ -313,20 +313,20 @@ def test_a_source_that_is_gone_is_named(links: PeerLinks) -> None:
     assert transfer.lost == "p1" and "p1" in str(caught.value)
 
 
-def test_the_watermark_is_kept(links: PeerLinks) -> None:
+def test_watermark_is_respected(links: PeerLinks) -> None:
     made = world(links, [(1024, 1024)] * 4, bucket_bytes=MIB)
     expected = made.expected()
     report = made.transfer(watermark_bytes=MIB).run(made.links())
     assert np.array_equal(whole(made.receiver), expected) and 0 < report.peak_bytes <= MIB < report.nbytes
 
 
-def test_a_watermark_too_small_says_the_least() -> None:
+def test_too_small_watermark_error_states_minimum() -> None:
     with open_links(only=["loopback"]) as links, pytest.raises(BudgetTooSmall) as caught:
         world(links).transfer(watermark_bytes=1000)
     assert caught.value.minimum_bytes == LEAST_BYTES
 
 
-def test_what_does_not_fit_is_refused_before_a_byte(links: PeerLinks) -> None:
+def test_mismatched_sources_are_refused_before_reading(links: PeerLinks) -> None:
     made = world(links)
     with pytest.raises(PlanError, match="no link to p1"):
         made.transfer().run({"p0": made.links()["p0"]})

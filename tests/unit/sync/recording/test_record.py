@@ -75,7 +75,7 @@ V = torch.randn(8, 6, generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_the_toy_filled_by_its_recording_equals_the_toy_filled_by_its_loader(place: Place) -> None:
+def test_recording_fills_model_like_its_loader(place: Place) -> None:
     tensors = checkpoint()
     live, mine, true = Toy(place), Toy(place), Toy(place)
     before = {name: (t.data_ptr(), t.clone()) for name, t in live.state_dict().items()}
@@ -93,7 +93,7 @@ def test_the_toy_filled_by_its_recording_equals_the_toy_filled_by_its_loader(pla
     assert mine.head.weight is mine.embed.weight
 
 
-def test_wants_are_the_boxes_of_this_rank() -> None:
+def test_wants_are_boxes_of_this_rank() -> None:
     recording = record(Toy(Place(tp_rank=1, tp=2, ep_rank=1, ep=2)), table_of(checkpoint()))
     wants = {want.name: want.boxes for want in recording.wants()}
     assert wants["layers.0.experts.3.w2"] == (Box(start=(0, 6), stop=(8, 12)),)
@@ -102,7 +102,7 @@ def test_wants_are_the_boxes_of_this_rank() -> None:
     assert list(wants) == sorted(wants)
 
 
-def test_weights_are_cast_as_the_loader_casts_them() -> None:
+def test_recorded_weights_are_cast_like_loader() -> None:
     tensors = checkpoint(torch.float32)
     live, true = Toy(Place(dtype=torch.bfloat16)), Toy(Place(dtype=torch.bfloat16))
     recording = record(live, table_of(tensors))
@@ -112,13 +112,13 @@ def test_weights_are_cast_as_the_loader_casts_them() -> None:
     assert {r.steps for r in recording.records if r.target == "norm"} == {(("cast", dtype_of(torch.bfloat16)),)}
 
 
-def test_a_cast_by_way_of_another_dtype_rounds_twice() -> None:
+def test_cast_through_another_dtype_rounds_twice() -> None:
     recording = check((8, 6), one(lambda p, w: p.copy_(w.to(torch.bfloat16))), {"w": W})
     assert [kind for kind, _ in recording.records[0].steps] == ["cast", "cast"]
     check((8, 6), one(lambda p, w: p.copy_(w.half().float())), {"w": W})
 
 
-def test_bits_may_be_read_as_another_dtype_of_the_width() -> None:
+def test_bits_are_viewed_as_dtype_of_same_width() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     check((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), {"w": raw}, torch.float8_e4m3fn)
     check((8, 6), one(lambda p, w: p.view(torch.uint8).copy_(w)), {"w": raw}, torch.float8_e4m3fn)
@@ -158,12 +158,12 @@ LOADERS: dict[str, tuple[tuple[int, ...], Callable]] = {
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_a_loader_of_views_and_copies(what: str) -> None:
+def test_loader_of_views_and_copies_is_recorded(what: str) -> None:
     shape, load = LOADERS[what]
     check(shape, one(load), {"w": W})
 
 
-def test_in_inference_mode_too() -> None:
+def test_loader_in_inference_mode_is_recorded() -> None:
     def load(model: Holder, weights) -> None:
         with torch.inference_mode():
             for _, w in weights:
@@ -172,13 +172,13 @@ def test_in_inference_mode_too() -> None:
     check((2, 6), load, {"w": W})
 
 
-def test_a_transpose_is_one_record() -> None:
+def test_transpose_is_one_record() -> None:
     (only,) = check((6, 8), one(lambda p, w: p.copy_(w.t())), {"w": W}).records
     assert (only.split, only.permutation, only.in_order) == ((8, 6), (1, 0), False)
     assert (only.source_box, only.target_box) == (Box.full((8, 6)), Box.full((6, 8)))
 
 
-def test_a_loader_that_gathers_before_it_copies() -> None:
+def test_concatenation_before_copy_is_recorded() -> None:
     def load(model: Holder, weights) -> None:
         held = dict(weights)
         model.p.copy_(torch.cat([held["q"], held["k"]], dim=0)[4:12])
@@ -187,7 +187,7 @@ def test_a_loader_that_gathers_before_it_copies() -> None:
     assert [(r.source, r.source_box.start) for r in recording.records] == [("q", (4, 0)), ("k", (0, 0))]
 
 
-def test_load_state_dict_and_assignment() -> None:
+def test_load_state_dict_and_assignment_are_recorded() -> None:
     for assign in (False, True):
         live, true = nn.Linear(6, 8), nn.Linear(6, 8)
         tensors = {"weight": W, "bias": V[:, 0].clone()}
@@ -201,7 +201,7 @@ def test_load_state_dict_and_assignment() -> None:
     assert not record(nn.Linear(6, 8), table_of(tensors)).unfilled
 
 
-def test_arithmetic_is_named_and_left_to_the_loader() -> None:
+def test_arithmetic_is_left_to_loader() -> None:
     def load(model: Holder, weights) -> None:
         for name, w in weights:
             if name == "plus":
@@ -241,7 +241,7 @@ def test_arithmetic_is_named_and_left_to_the_loader() -> None:
         (lambda p, w: p.copy_(w.sort(0).values), "sort"),
     ],
 )
-def test_what_cannot_be_recorded_is_named(load: Callable, why: str) -> None:
+def test_unrecordable_operation_is_named(load: Callable, why: str) -> None:
     model = Holder((8, 6), one(load))
     recording = record(model, table_of({"w": W}))
     assert list(recording.unrecorded) == ["w"]
@@ -260,7 +260,7 @@ def test_what_cannot_be_recorded_is_named(load: Callable, why: str) -> None:
         lambda w: w.nonzero() if w.numel() == 1 else None,
     ],
 )
-def test_a_loader_that_reads_values_is_run_without_those_tensors(reads: Callable) -> None:
+def test_tensors_whose_values_are_read_are_unrecorded(reads: Callable) -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             if w.numel() == 1:
@@ -275,7 +275,7 @@ def test_a_loader_that_reads_values_is_run_without_those_tensors(reads: Callable
     assert [r.source for r in recording.records] == ["w"]
 
 
-def test_a_decision_by_other_values_is_refused() -> None:
+def test_decision_on_parameter_values_is_refused() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p.copy_(w)
@@ -295,12 +295,12 @@ def test_failing_loader_is_plan_error_with_cause() -> None:
     assert not model.p.any()
 
 
-def test_shapes_that_do_not_fit_fail_as_in_the_loader() -> None:
+def test_mismatched_shapes_raise_loader_error() -> None:
     with pytest.raises(PlanError, match=r"the loader raised \w*Error: "):
         record(Holder((8, 5), one(lambda p, w: p.copy_(w))), table_of({"w": W}))
 
 
-def test_names_that_the_loader_skips_and_parameters_that_it_does_not_fill() -> None:
+def test_skipped_names_and_unfilled_parameters_are_reported() -> None:
     def load(model: Holder, weights) -> None:
         for name, w in weights:
             if name == "w":
@@ -311,7 +311,7 @@ def test_names_that_the_loader_skips_and_parameters_that_it_does_not_fill() -> N
     assert recording.unfilled == {"p": 24, "b": 4}
 
 
-def test_a_model_without_memory_is_recorded_as_one_with() -> None:
+def test_meta_model_records_like_allocated_model() -> None:
     tensors = checkpoint()
     place = Place(tp_rank=1, tp=2)
     with torch.device("meta"):
@@ -319,7 +319,7 @@ def test_a_model_without_memory_is_recorded_as_one_with() -> None:
     assert record(empty, table_of(tensors)).records == record(Toy(place), table_of(tensors)).records
 
 
-def test_parameters_in_one_arena_are_told_apart() -> None:
+def test_parameters_in_shared_arena_are_distinguished() -> None:
     tensors = checkpoint()
     live, true = Toy(Place()), Toy(Place())
     arena = torch.full((sum(p.numel() for p in live.parameters()),), 7.0)
@@ -334,7 +334,7 @@ def test_parameters_in_one_arena_are_told_apart() -> None:
     same(live, true)
 
 
-def test_a_parameter_whose_memory_is_transposed() -> None:
+def test_transposed_parameter_memory_is_filled() -> None:
     live, true = Holder((6, 8), one(lambda p, w: p[:, 2:].copy_(w[:6]))), Holder((6, 8), lambda m, w: None)
     live.p.data = torch.zeros(8, 6).t()
     recording = record(live, table_of({"w": W}))
@@ -343,7 +343,7 @@ def test_a_parameter_whose_memory_is_transposed() -> None:
     same(live, true)
 
 
-def test_operators_in_other_threads_are_heard() -> None:
+def test_operators_in_other_threads_are_recorded() -> None:
     def load(model: Holder, weights) -> None:
         held = dict(weights)
         made = {}
@@ -355,12 +355,12 @@ def test_operators_in_other_threads_are_heard() -> None:
     check((8, 6), load, {"w": W})
 
 
-def test_a_tensor_that_another_replaces_leaves_nothing() -> None:
+def test_overwritten_tensor_leaves_no_record() -> None:
     recording = check((8, 6), one(lambda p, w: p.copy_(w)), {"first": W, "last": V})
     assert recording.unused == ("first",)
 
 
-def test_dtypes_that_torch_has_not_are_unrecorded() -> None:
+def test_dtypes_missing_in_torch_are_unrecorded() -> None:
     from penstock.peer.local_weights import tabulate
     from penstock.types import DType
 
@@ -370,7 +370,7 @@ def test_dtypes_that_torch_has_not_are_unrecorded() -> None:
     assert [r.source for r in recording.records] == ["w"]
 
 
-def test_memory_that_a_loader_exchanges_is_put_back_and_told() -> None:
+def test_memory_exchanged_by_loader_is_restored_and_reported() -> None:
     model = Holder((8, 6), lambda model, weights: [setattr(model.p, "data", w) for _, w in weights])
     held, place = model.p, model.p.data_ptr()
     recording = record(model, table_of({"w": W}))
@@ -379,7 +379,7 @@ def test_memory_that_a_loader_exchanges_is_put_back_and_told() -> None:
     assert (model.p is held, model.p.data_ptr(), model.p.any().item()) == (True, place, False)
 
 
-def test_a_loader_that_calls_compiled_code_is_recorded() -> None:
+def test_loader_with_compiled_code_is_recorded() -> None:
     """The recorder sees each operator of compiled code, also of code that was compiled before."""
     compiled = torch.compile(lambda p, w: p.copy_(w.t()), backend="eager")
     weights = {"w": torch.randn(3, 5)}

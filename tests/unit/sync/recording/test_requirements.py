@@ -30,12 +30,12 @@ def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_a_loader_of_views_and_copies(what: str) -> None:
+def test_loader_of_views_and_copies_is_filled(what: str) -> None:
     shape, load = LOADERS[what]
     filled(shape, one(load), {"w": W})
 
 
-def test_what_lies_in_order_comes_without_scratch() -> None:
+def test_contiguous_tensor_needs_no_scratch() -> None:
     def load(model: Holder, weights) -> None:
         held = dict(weights)
         model.p[:8].copy_(held["q"])
@@ -46,7 +46,7 @@ def test_what_lies_in_order_comes_without_scratch() -> None:
     assert not want.why()
 
 
-def test_elements_used_twice_come_once() -> None:
+def test_elements_used_twice_are_received_once() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p[:8].copy_(w)
@@ -59,7 +59,7 @@ def test_elements_used_twice_come_once() -> None:
     assert want.scratch_bytes == 0
 
 
-def test_boxes_that_partly_overlap_come_once() -> None:
+def test_overlapping_boxes_are_received_once() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p[:5].copy_(w[:5])
@@ -71,7 +71,7 @@ def test_boxes_that_partly_overlap_come_once() -> None:
     assert sum(row.tensor.numel() for row in want.rows) == W.numel()
 
 
-def test_another_dtype_and_a_transpose_come_in_scratch() -> None:
+def test_dtype_change_and_transpose_use_scratch() -> None:
     model = Holder((6, 8), one(lambda p, w: p.copy_(w.t())), torch.bfloat16)
     table = table_of({"w": W})
     want = wanted(model, record(model, table), table)
@@ -83,7 +83,7 @@ def test_another_dtype_and_a_transpose_come_in_scratch() -> None:
     assert torch.equal(model.p, W.t().to(torch.bfloat16))
 
 
-def test_bits_read_as_another_dtype_come_into_the_parameter_itself() -> None:
+def test_reinterpreted_bits_arrive_in_parameter() -> None:
     raw = torch.arange(48, dtype=torch.uint8).view(8, 6)
     model = Holder((8, 6), one(lambda p, w: p.copy_(w.view(torch.float8_e4m3fn))), torch.float8_e4m3fn)
     table = table_of({"w": raw})
@@ -93,7 +93,7 @@ def test_bits_read_as_another_dtype_come_into_the_parameter_itself() -> None:
     assert torch.equal(model.p.view(torch.uint8), raw)
 
 
-def test_a_parameter_whose_memory_is_transposed_comes_in_scratch() -> None:
+def test_transposed_parameter_memory_uses_scratch() -> None:
     model = Holder((6, 8), one(lambda p, w: p.copy_(w.t())))
     model.p.data = torch.zeros(8, 6).t()
     table = table_of({"w": W})
@@ -113,7 +113,7 @@ def double(model: Holder, weights) -> None:
         model.p[:4].copy_(held["w"][:4])
 
 
-def test_what_is_not_recorded_passes_through_the_loader_loudly_and_first() -> None:
+def test_unrecorded_tensor_passes_through_loader_with_warning() -> None:
     with pytest.warns(RuntimeWarning, match=r"1 tensors are received whole, .* pass through the loader: v: mul"):
         want = filled((8, 6), double, {"v": V, "w": W})
     assert dict(want.unrecorded) == {"v": "mul of its values"}
@@ -121,14 +121,14 @@ def test_what_is_not_recorded_passes_through_the_loader_loudly_and_first() -> No
     assert want.num_live == 0  # the loader writes to the one parameter there is
 
 
-def test_a_loader_that_computes_in_place_leaves_what_was_received() -> None:
+def test_in_place_loader_keeps_received_tensor() -> None:
     with pytest.warns(RuntimeWarning, match="w: mul_"):
         want = filled((8, 6), one(lambda p, w: p.copy_(w.mul_(2))), {"w": W.clone()})
     (row,) = want.rows
     assert torch.equal(row.tensor, W)
 
 
-def test_a_tensor_partly_recorded_comes_once() -> None:
+def test_partly_recorded_tensor_is_received_once() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p[:8].copy_(w)
@@ -139,7 +139,7 @@ def test_a_tensor_partly_recorded_comes_once() -> None:
     assert [row.tensor.numel() for row in want.rows] == [W.numel()]
 
 
-def test_a_loader_that_exchanges_memory_is_refused_after_the_fact() -> None:
+def test_memory_exchange_by_loader_raises_after_fill() -> None:
     def load(model: Holder, weights) -> None:
         for _, w in weights:
             model.p = torch.nn.Parameter(w * 2, requires_grad=False)
@@ -155,7 +155,7 @@ def test_a_loader_that_exchanges_memory_is_refused_after_the_fact() -> None:
     assert (caught.value.mutated, caught.value.tensor) == (True, "p")
 
 
-def test_staged_a_shadow_is_filled_and_flipped_then_installed() -> None:
+def test_staged_shadow_is_flipped_then_installed() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     model, true = Toy(Place(tp_rank=1, tp=2)), Toy(Place(tp_rank=1, tp=2))
@@ -181,7 +181,7 @@ def test_staged_a_shadow_is_filled_and_flipped_then_installed() -> None:
     same(model, true)
 
 
-def test_rows_of_a_receiver_are_what_it_holds_once_it_has_a_version() -> None:
+def test_receiver_with_version_serves_its_rows() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     first, second = Toy(Place(dtype=torch.bfloat16)), Toy(Place(dtype=torch.bfloat16))
@@ -195,7 +195,7 @@ def test_rows_of_a_receiver_are_what_it_holds_once_it_has_a_version() -> None:
     same(second, first)
 
 
-def test_another_table_and_a_model_without_memory_are_refused() -> None:
+def test_wrong_table_and_meta_model_are_refused() -> None:
     model = Holder((8, 6), one(lambda p, w: p.copy_(w)))
     recording = record(model, table_of({"w": W}))
     with pytest.raises(PlanError, match="another checkpoint"):
@@ -206,7 +206,7 @@ def test_another_table_and_a_model_without_memory_are_refused() -> None:
         wanted(empty, recording, table_of({"w": W}))
 
 
-def test_tagged_tensors_are_wanted_under_their_tag() -> None:
+def test_tagged_tensors_keep_their_tag() -> None:
     model = Holder((8, 6), one(lambda p, w: p.copy_(w)))
     table = table_of({"w": W})
     (row,) = wanted(model, record(model, table), table, tags={"w": "fp8-block128"}).rows

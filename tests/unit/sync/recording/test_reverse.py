@@ -33,7 +33,7 @@ def cuts_of(model: torch.nn.Module, count: int, dim: int) -> list[dict[str, Shar
 
 
 @pytest.mark.parametrize(("count", "dim"), [(1, 0), (2, 0), (3, 0), (5, 0), (2, 1), (3, 1), (2, 2)])
-def test_a_fused_model_gives_the_checkpoint(count: int, dim: int) -> None:
+def test_fused_model_yields_checkpoint(count: int, dim: int) -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     made = Toy(Place())
@@ -48,7 +48,7 @@ def test_a_fused_model_gives_the_checkpoint(count: int, dim: int) -> None:
         assert torch.equal(tensor, tensors[name]), name
 
 
-def test_one_engine_fills_another_of_another_shape() -> None:
+def test_engine_fills_engine_with_different_shape() -> None:
     tensors = checkpoint()
     table = table_of(tensors)
     holders, receivers = [], []
@@ -71,7 +71,7 @@ def test_one_engine_fills_another_of_another_shape() -> None:
 
 
 @pytest.mark.parametrize("what", LOADERS)
-def test_what_a_loader_of_views_kept_is_given_back(what: str) -> None:
+def test_views_kept_by_loader_are_returned(what: str) -> None:
     shape, load = LOADERS[what]
     model = Holder(shape, one(load))
     recording = record(model, table_of({"w": W}))
@@ -86,7 +86,7 @@ def test_what_a_loader_of_views_kept_is_given_back(what: str) -> None:
     assert counted.sum() == sum(r.source_box.num_elements for r in recording.records)
 
 
-def test_what_is_not_recorded_or_read_as_other_bits_is_refused() -> None:
+def test_unrecorded_or_reinterpreted_tensor_is_refused() -> None:
     model = Holder((8, 6), one(lambda p, w: p.copy_(w * 2)))
     with pytest.raises(PlanError, match="w: mul"):
         checkpoint_shards(model, record(model, table_of({"w": W})))

@@ -75,7 +75,7 @@ def step(draw: Callable, t: torch.Tensor) -> Callable[[torch.Tensor], torch.Tens
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_a_chain_of_views_and_copies(data: st.DataObject) -> None:
+def test_chain_of_views_and_copies_is_mapped(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     source = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     steps, shown = [], source
@@ -102,21 +102,21 @@ def full(shape: tuple[int, ...]) -> StrideGrid:
     return StrideGrid(shape, torch.empty(shape, device="meta").stride())
 
 
-def test_a_plain_box() -> None:
+def test_plain_box_is_found() -> None:
     (only,) = boxes(between(full((8, 6)), 13, (6, 1), full((2, 3)), 0, (3, 1), (2, 3)))
     assert only.source_box() == Box(start=(2, 1), stop=(4, 4))
     assert only.target_box() == Box.full((2, 3))
     assert only.order() == ((2, 3), (0, 1))
 
 
-def test_heads_that_are_split_make_a_box_each() -> None:
+def test_split_heads_become_one_box_each() -> None:
     # kv_b [2 heads * (3 + 1), 5] viewed as [2, 4, 5], the first 3 rows of each head.
     cut = boxes(between(full((8, 5)), 0, (20, 5, 1), full((2, 3, 5)), 0, (15, 5, 1), (2, 3, 5)))
     assert [one.source_box() for one in cut] == [Box(start=(0, 0), stop=(3, 5)), Box(start=(4, 0), stop=(7, 5))]
     assert [one.target_box().start for one in cut] == [(0, 0, 0), (1, 0, 0)]
 
 
-def test_a_cut_through_digits_leaves_several_parts() -> None:
+def test_restricted_map_splits_into_several_parts() -> None:
     # 12 rows viewed as [3, 4], transposed to [4, 3], kept as 12 rows: rows 2..9 of those.
     whole = between(full((12,)), 0, (1, 4), full((12,)), 0, (3, 1), (4, 3))
     parts = [part for cut in restrict(whole, Box(start=(2,), stop=(9,))) for part in boxes(cut)]
@@ -137,7 +137,7 @@ def outcome(run: Callable[[], StrideMap]) -> StrideMap | str:
         return str(error)
 
 
-def test_digits_that_are_kept_are_those_of_each_start() -> None:
+def test_cached_digits_match_uncached_result() -> None:
     kinds = set()
     for source_shape, target_shape, shape in product(
         [(4, 6), (2, 2, 6), (24,)], [(3, 8), (24,)], [(3,), (2, 3), (2, 1, 4), (12,)]
@@ -159,12 +159,12 @@ def test_digits_that_are_kept_are_those_of_each_start() -> None:
     ("offset", "strides", "shape"),
     [(0, (7,), (3,)), (48, (1,), (1,)), (0, (5, 1), (4, 2)), (4, (1,), (5,))],
 )
-def test_a_view_that_steps_unevenly_is_refused(offset: int, strides: tuple[int, ...], shape: tuple[int, ...]) -> None:
+def test_unevenly_strided_view_is_refused(offset: int, strides: tuple[int, ...], shape: tuple[int, ...]) -> None:
     with pytest.raises(NotBoxes):
         between(full((8, 6)), offset, strides, full((8, 6)), 0, strides, shape)
 
 
-def test_a_tensor_that_repeats_its_elements_is_refused() -> None:
+def test_tensor_with_repeated_elements_is_refused() -> None:
     with pytest.raises(NotBoxes, match="repeats"):
         between(StrideGrid((4, 6), (0, 1)), 0, (0, 1), full((4, 6)), 0, (6, 1), (4, 6))
 
@@ -175,7 +175,7 @@ def test_too_many_boxes_are_refused() -> None:
         boxes(between(full((many,)), 0, (2,), full((many // 2,)), 0, (1,), (many // 2,)))
 
 
-def test_reshapes_that_do_not_divide_each_other_are_refused() -> None:
+def test_incompatible_reshapes_are_refused() -> None:
     first = StrideMap(source_start=(0, 0), target_start=(0,), digits=((3, 1, 1, 0, 4), (4, 0, 1, 0, 1)))
     then = StrideMap(source_start=(0,), target_start=(0, 0), digits=((4, 0, 3, 1, 1), (3, 0, 1, 0, 1)))
     with pytest.raises(NotBoxes, match="divide"):

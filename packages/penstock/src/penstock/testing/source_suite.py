@@ -38,7 +38,7 @@ class SourceTests:
         """Return a new source of exactly `data`; the suite closes it."""
         raise NotImplementedError("say how to make the source under test")
 
-    def test_tells_its_size_and_name(self) -> None:
+    def test_size_and_uri_are_known(self) -> None:
         """`nbytes` is the size; `uri` is not empty."""
         source = self.make(sample(1000))
         try:
@@ -48,7 +48,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_whole_read(self) -> None:
+    def test_whole_read_returns_all_bytes(self) -> None:
         """Fill a single buffer with everything."""
         data = sample(_NBYTES)
         source = self.make(data)
@@ -59,7 +59,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_scatter(self) -> None:
+    def test_scattered_read_fills_buffers_in_order(self) -> None:
         """Several buffers are filled one after the other, empty ones among them, at unaligned offsets."""
         data = sample(_NBYTES)
         source = self.make(data)
@@ -76,7 +76,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_writes_only_into_the_buffers(self) -> None:
+    def test_read_writes_only_into_buffers(self) -> None:
         """Bytes beside a buffer stay as they were."""
         data = sample(100_000)
         source = self.make(data)
@@ -89,7 +89,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_nothing_to_read(self) -> None:
+    def test_empty_read_succeeds(self) -> None:
         """Accept no buffers, and buffers of no bytes, anywhere up to the end."""
         source = self.make(sample(100))
         try:
@@ -98,7 +98,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_empty_object(self) -> None:
+    def test_empty_object_is_readable(self) -> None:
         """An object of no bytes opens, and holds nothing to read."""
         source = self.make(b"")
         try:
@@ -108,7 +108,7 @@ class SourceTests:
         finally:
             source.close()
 
-    def test_past_the_end(self) -> None:
+    def test_read_past_end_raises_source_truncated(self) -> None:
         """Reading past the end is SourceTruncated, with the source's name; the source stays usable."""
         data = sample(5000)
         source = self.make(data)

@@ -37,7 +37,7 @@ class StoreTests:
         finally:
             made.close()
 
-    def test_what_was_written_is_read(self) -> None:
+    def test_written_value_is_read(self) -> None:
         """Bytes of any kind, and none."""
         with self.store() as (store, at):
             for value in (b"", b"\x00\xff" * 1000, bytes(range(256))):
@@ -45,14 +45,14 @@ class StoreTests:
                 entry = store.read(f"{at}a")
                 assert entry is not None and entry.value == value
 
-    def test_what_was_not_written_is_not_there(self) -> None:
+    def test_missing_name_reads_none(self) -> None:
         """Neither in `read` nor in `scan`; deleting it is no fault."""
         with self.store() as (store, at):
             assert store.read(f"{at}a") is None
             assert store.scan(at) == {}
             assert store.write(f"{at}a", None)
 
-    def test_delete(self) -> None:
+    def test_deleted_name_is_gone(self) -> None:
         """Find a deleted value absent, also by a write that expects so."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
@@ -61,7 +61,7 @@ class StoreTests:
             assert store.scan(at) == {}
             assert store.write(f"{at}a", b"2", expected=ABSENT)
 
-    def test_a_write_changes_the_version(self) -> None:
+    def test_write_changes_version(self) -> None:
         """Even one of the same value."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
@@ -71,7 +71,7 @@ class StoreTests:
             assert before is not None and after is not None and before.version != after.version
             assert {before.version, after.version}.isdisjoint({ANY, ABSENT})
 
-    def test_compare_and_set(self) -> None:
+    def test_compare_and_set_requires_current_version(self) -> None:
         """Only over the version that was read; else nothing happens."""
         with self.store() as (store, at):
             assert store.write(f"{at}a", b"1", expected=ABSENT)
@@ -86,7 +86,7 @@ class StoreTests:
             assert store.write(f"{at}a", None, expected=second.version)
             assert not store.write(f"{at}a", b"4", expected=second.version)
 
-    def test_scan_finds_what_begins_so(self) -> None:
+    def test_scan_finds_names_with_prefix(self) -> None:
         """By the rest of the name, folders below included, neighbours not."""
         with self.store() as (store, at):
             for name in ("x/a", "x/b", "x/c/d", "xy", "y/a"):
@@ -99,14 +99,14 @@ class StoreTests:
             assert set(store.scan(f"{at}x")) == {"/a", "/b", "/c/d", "y"}
             assert set(store.scan(at)) == {"x/a", "x/b", "x/c/d", "xy", "y/a"}
 
-    def test_scan_gives_the_version_that_read_gives(self) -> None:
+    def test_scan_and_read_return_same_version(self) -> None:
         """So that what was scanned can be changed."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             assert store.scan(at)["a"] == store.read(f"{at}a")
             assert store.write(f"{at}a", b"2", expected=store.scan(at)["a"].version)
 
-    def test_what_has_a_time_to_live_expires(self) -> None:
+    def test_value_with_time_to_live_expires(self) -> None:
         """Find a value absent after its time to live; a write renews it, or makes it stay."""
         with self.store() as (store, at):
             for name in "abc":
@@ -119,7 +119,7 @@ class StoreTests:
             assert set(store.scan(at)) == {"b", "c"}
             assert store.write(f"{at}a", b"3", expected=ABSENT)
 
-    def test_expired_names_that_nobody_reads_are_removed(self) -> None:
+    def test_expired_names_are_removed(self) -> None:
         """Later writes of other names remove them: a store of short-lived names does not grow."""
         with self.store() as (store, at):
             before = self.num_names(store)
@@ -132,14 +132,14 @@ class StoreTests:
             assert self.num_names(store) <= before + 1
             assert store.read(f"{at}renewed") is not None
 
-    def test_the_clock_is_shared_and_never_goes_back(self) -> None:
+    def test_clock_is_shared_and_monotonic(self) -> None:
         """Two users of one store agree on the time, whatever the clocks of their hosts say."""
         with self.store() as (store, _):
             times = [store.now() for _ in range(1_000)]
             assert times == sorted(times)
             assert store.now() - times[0] < 10
 
-    def test_of_those_who_compare_and_set_at_once_one_succeeds(self) -> None:
+    def test_concurrent_compare_and_set_has_one_winner(self) -> None:
         """A counter that eight threads raise is as high as they raised it."""
         with self.store() as (store, at):
             store.write(f"{at}n", b"0")
@@ -160,7 +160,7 @@ class StoreTests:
             entry = store.read(f"{at}n")
             assert entry is not None and entry.value == b"200"
 
-    def test_close_twice(self) -> None:
+    def test_close_is_idempotent(self) -> None:
         """Idempotent."""
         with self.store() as (store, _):
             store.close()

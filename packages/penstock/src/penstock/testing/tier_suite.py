@@ -34,7 +34,7 @@ class TierTests:
         finally:
             made.close()
 
-    def test_bytes_come_back(self) -> None:
+    def test_written_bytes_are_read(self) -> None:
         """Move bytes of any size in from host memory and out to it, by one thread or several."""
         with self.tier() as tier:
             for nbytes in SIZES:
@@ -48,7 +48,7 @@ class TierTests:
                     assert sum(told) == 2 * nbytes
                     room.close()
 
-    def test_rooms_do_not_overlap(self) -> None:
+    def test_reservations_do_not_overlap(self) -> None:
         """Two rooms at once hold two blocks; a closed one leaves the other alone, and may be closed again."""
         with self.tier() as tier:
             blocks = [filled(5000, seed) for seed in range(2)]
@@ -62,7 +62,7 @@ class TierTests:
             assert bytes(back.views()[0]) == bytes(blocks[1].views()[0])
             rooms[1].close()
 
-    def test_between_two_rooms_of_it(self) -> None:
+    def test_copy_between_reservations_preserves_bytes(self) -> None:
         """Also where neither is in host memory, by a buffer between."""
         with self.tier() as tier:
             nbytes = PIECE_BYTES + 5
@@ -75,7 +75,7 @@ class TierTests:
             first.close()
             second.close()
 
-    def test_views_are_the_bytes(self) -> None:
+    def test_views_show_written_bytes(self) -> None:
         """A room in host memory shows all of its bytes; what is written to the views is in the room."""
         with self.tier() as tier:
             room = tier.open_room(PIECE_BYTES + 5)

@@ -75,7 +75,7 @@ class TransportTests:
         """Post and wait, the descriptor having crossed the wire."""
         receiver.wait(receiver.post_read(into, decode(encode(source)), segments(rows)), stall_s=_STALL_S)
 
-    def test_descriptor_crosses_a_wire(self) -> None:
+    def test_descriptor_survives_encoding(self) -> None:
         """Find a descriptor unchanged by encoding, short, and true to what was registered."""
         with self.pair(sample(1000), 10) as (holder, handle, _, _):
             raw = encode(handle.descriptor)
@@ -84,7 +84,7 @@ class TransportTests:
             assert (handle.descriptor.transport, handle.descriptor.nbytes) == (holder.name, 1000)
             assert handle.descriptor.device == handle.memory.device
 
-    def test_whole_read(self) -> None:
+    def test_whole_read_copies_all_bytes(self) -> None:
         """Read everything as one segment; progress ends at the whole."""
         data = sample(_NBYTES)
         with self.pair(data, _NBYTES) as (_, handle, receiver, into):
@@ -94,7 +94,7 @@ class TransportTests:
             assert pending.moved_bytes == pending.nbytes == _NBYTES
             assert self.read(into.memory) == data
 
-    def test_scattered_segments(self) -> None:
+    def test_scattered_segments_are_copied(self) -> None:
         """Unaligned runs of any length, out of order, some empty; bytes beside them stay as they were."""
         data, chance, rows, expected = sample(_NBYTES), random.Random(1), [], bytearray(b"\xaa" * _NBYTES)
         at = 0
@@ -109,7 +109,7 @@ class TransportTests:
             self.fetch(receiver, into, handle.descriptor, rows)
             assert self.read(into.memory) == bytes(expected)
 
-    def test_nothing_to_read(self) -> None:
+    def test_empty_read_succeeds(self) -> None:
         """Accept no segments, empty ones up to the very end, and memory of no bytes."""
         with self.pair(sample(100), 50) as (holder, handle, receiver, into):
             self.fetch(receiver, into, handle.descriptor, [])
@@ -117,7 +117,7 @@ class TransportTests:
             self.fetch(receiver, into, holder.register(self.allocate(0)).descriptor, [(0, 0, 0)])
             assert self.read(into.memory) == b"\xaa" * 50
 
-    def test_outside_the_memory(self) -> None:
+    def test_read_outside_memory_is_refused(self) -> None:
         """A segment outside either side is PlanError before anything moves; the transport stays usable."""
         data, far = sample(1000), 2**63 - 1
         outside = [(0, 0, 501), (0, 500, 1), (999, 0, 2), (1000, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (far, 0, 1)]
@@ -131,14 +131,14 @@ class TransportTests:
             self.fetch(receiver, into, handle.descriptor, [(500, 0, 500)])
             assert self.read(into.memory) == data[500:]
 
-    def test_released_memory(self) -> None:
+    def test_released_memory_is_stale(self) -> None:
         """After the handle is closed its descriptor is stale, and nothing is touched. Closing twice is closing once."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             handle.close()
             handle.close()
             self._gone(receiver, into, handle.descriptor)
 
-    def test_the_same_address_again(self) -> None:
+    def test_reused_address_does_not_revive_descriptor(self) -> None:
         """A new registration of the same memory is not the old one."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             old = handle.descriptor
@@ -148,7 +148,7 @@ class TransportTests:
             self._gone(receiver, into, old)
             self.fetch(receiver, into, again.descriptor, [(0, 0, 1000)])
 
-    def test_fence(self) -> None:
+    def test_fence_makes_descriptor_stale(self) -> None:
         """A fence makes the descriptors before it stale; the one it gives reads what was written after it."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             old = handle.descriptor
@@ -159,7 +159,7 @@ class TransportTests:
             self.fetch(receiver, into, new, [(0, 0, 1000)])
             assert self.read(into.memory) == sample(1000, seed=8)
 
-    def test_fence_under_a_read(self) -> None:
+    def test_fence_during_read_raises_stale_descriptor(self) -> None:
         """A read under way when the holder fences and writes ends with the bytes before, or with an error."""
         old = sample(_NBYTES)
         for _ in range(5):
@@ -174,7 +174,7 @@ class TransportTests:
                 else:
                     assert self.read(into.memory) == old
 
-    def test_forged_descriptors(self) -> None:
+    def test_forged_descriptor_is_refused(self) -> None:
         """Refuse a descriptor that was not given by the transport, in every forged form."""
         with self.pair(sample(1000), 5000) as (holder, handle, receiver, into):
             given = handle.descriptor
@@ -189,7 +189,7 @@ class TransportTests:
             foreign = msgspec.structs.replace(given, transport="carrier-pigeon")
             _raised(ConfigError, lambda: self.fetch(receiver, into, foreign, [(0, 0, 10)]))
 
-    def test_many_reads_under_way(self) -> None:
+    def test_concurrent_reads_copy_all_bytes(self) -> None:
         """Reads posted together are waited for in any order, by many threads."""
         data, width = sample(64 * 10_007), 10_007
         with self.pair(data, len(data)) as (_, handle, receiver, into):
@@ -213,7 +213,7 @@ class TransportTests:
             assert not failed
             assert self.read(into.memory) == data
 
-    def test_memory_read_into_is_released(self) -> None:
+    def test_released_destination_is_refused(self) -> None:
         """Posting into a closed handle is Cancelled; so is a read under way, unless it was done."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, 1000)]))
@@ -226,7 +226,7 @@ class TransportTests:
                 assert self.read(into.memory) == sample(1000)
             _raised(Cancelled, lambda: self.fetch(receiver, into, handle.descriptor, [(0, 0, 1)]))
 
-    def test_close(self) -> None:
+    def test_close_releases_registrations(self) -> None:
         """Closing twice is closing once; nothing can be registered after; what was given is stale, others are not."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             third = self.make()
