@@ -55,7 +55,7 @@ def checker(hub, clock) -> GrantChecker:
     return made
 
 
-def test_a_good_one_passes_once(hub, checker) -> None:
+def test_valid_grant_passes_once(hub, checker) -> None:
     grant = hub.sign()
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="shown before"):
@@ -63,7 +63,7 @@ def test_a_good_one_passes_once(hub, checker) -> None:
     checker.check(hub.sign(), key=KEY, reader="reader")
 
 
-def test_one_signed_alone_for_an_older_source_passes_once(hub, checker) -> None:
+def test_single_grant_for_older_source_passes_once(hub, checker) -> None:
     grant = hub.sign(is_alone=True)
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="shown before"):
@@ -73,7 +73,7 @@ def test_one_signed_alone_for_an_older_source_passes_once(hub, checker) -> None:
     assert msgspec.msgpack.decode(grant[64:], type=Grant).source == "source"
 
 
-def test_caller_of_reader_is_named_to_each_source_differently(hub, clock) -> None:
+def test_reader_caller_name_differs_per_source(hub, clock) -> None:
     def caller(name: str, reader: str = "reader", source: str = "source", seed: bytes = b"s" * 32) -> str:
         checker, hub = GrantChecker(GrantSigner(seed).public_key, source, clock=clock), Hub(seed)
         grant = hub.sign(source=source, epoch=checker.epoch(), reader=reader, caller=name)
@@ -86,7 +86,7 @@ def test_caller_of_reader_is_named_to_each_source_differently(hub, clock) -> Non
 
 
 @pytest.mark.parametrize("protocol", ["2.1", "2.4", "2.5"])
-def test_source_of_earlier_release_gets_five_fields(hub, checker, protocol) -> None:
+def test_source_from_older_release_gets_five_fields(hub, checker, protocol) -> None:
     grant = hub.sign(protocols={"source": protocol}, caller="token:1")
     body = grant[64:] if protocol < "2.5" else grant[65 + 32 * grant[64] :]
     assert len(msgspec.msgpack.decode(body)) == 5
@@ -94,7 +94,7 @@ def test_source_of_earlier_release_gets_five_fields(hub, checker, protocol) -> N
 
 
 @pytest.mark.parametrize("count", [1, 2, 16, 17, 40])
-def test_each_of_many_passes_at_its_source_alone(hub, clock, count) -> None:
+def test_grant_passes_only_at_its_source(hub, clock, count) -> None:
     checkers = {f"s{i}": GrantChecker(hub.signer.public_key, f"s{i}", clock=clock) for i in range(count)}
     epochs = {source: one.epoch() for source, one in checkers.items()}
     grants = hub.signer.sign(key=KEY, reader="reader", epochs=epochs, protocols={"s0": "2.4"})
@@ -106,7 +106,7 @@ def test_each_of_many_passes_at_its_source_alone(hub, clock, count) -> None:
         checkers[source].check(grant, key=KEY, reader="reader")
 
 
-def test_replicas_of_one_seed_sign_for_each_other(hub, checker) -> None:
+def test_replicas_with_one_seed_accept_same_grants(hub, checker) -> None:
     other = Hub()
     other.epoch = hub.epoch
     checker.check(other.sign(), key=KEY, reader="reader")
@@ -122,13 +122,13 @@ def test_replicas_of_one_seed_sign_for_each_other(hub, checker) -> None:
         ({"epoch": 1 << 60}, "expired"),
     ],
 )
-def test_one_for_something_else_is_refused(hub, checker, made, why) -> None:
+def test_grant_for_wrong_target_is_refused(hub, checker, made, why) -> None:
     with pytest.raises(GrantRefused, match=why):
         checker.check(hub.sign(**made), key=KEY, reader="reader")
 
 
 @pytest.mark.parametrize("age_s", [0.0, EPOCH_S, EPOCH_S + GRACE_S - 0.1])
-def test_it_is_good_while_the_source_says_so(hub, checker, clock, age_s) -> None:
+def test_grant_is_valid_for_its_epoch(hub, checker, clock, age_s) -> None:
     grant = hub.sign()
     clock.now += age_s
     assert (checker.epoch() == hub.epoch) == (age_s < EPOCH_S)
@@ -137,7 +137,7 @@ def test_it_is_good_while_the_source_says_so(hub, checker, clock, age_s) -> None
         checker.check(grant, key=KEY, reader="reader")
 
 
-def test_it_expires_by_the_sources_clock_also_where_the_source_was_stopped(hub, checker, clock) -> None:
+def test_grant_expires_by_source_clock_after_pause(hub, checker, clock) -> None:
     grant = hub.sign()
     clock.now += EPOCH_S + GRACE_S  # nobody asked for an epoch meanwhile
     with pytest.raises(GrantRefused, match="expired"):
@@ -146,14 +146,14 @@ def test_it_expires_by_the_sources_clock_also_where_the_source_was_stopped(hub, 
     checker.check(hub.sign(), key=KEY, reader="reader")
 
 
-def test_a_grant_is_not_taken_again_after_a_restart(hub, checker, clock) -> None:
+def test_grant_is_refused_after_source_restart(hub, checker, clock) -> None:
     grant = hub.sign()
     checker.check(grant, key=KEY, reader="reader")
     with pytest.raises(GrantRefused, match="expired"):
         GrantChecker(hub.signer.public_key, "source", clock=clock).check(grant, key=KEY, reader="reader")
 
 
-def test_nonces_are_forgotten_with_their_epochs(hub, checker, clock) -> None:
+def test_nonces_are_dropped_with_their_epoch(hub, checker, clock) -> None:
     for _ in range(50):
         hub.epoch = checker.epoch()
         checker.check(hub.sign(), key=KEY, reader="reader")
@@ -161,7 +161,7 @@ def test_nonces_are_forgotten_with_their_epochs(hub, checker, clock) -> None:
     assert sum(len(one.nonces) for one in checker._epochs) <= (EPOCH_S + GRACE_S) / 10 + 1
 
 
-def test_a_forged_one_is_refused(hub, checker) -> None:
+def test_forged_grant_is_refused(hub, checker) -> None:
     good = hub.sign()
     theirs = Hub(b"t" * 32).sign(epoch=hub.epoch)
     bodies = [b"", good[:64], good[:-1], theirs, bytes([good[0] ^ 1]) + good[1:], good + b"\x00", b"x" * 5000]
@@ -178,7 +178,7 @@ def test_a_forged_one_is_refused(hub, checker) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 16])
-def test_a_signature_of_other_digests_or_of_none_grants_nothing(hub, checker, count) -> None:
+def test_signature_over_other_digests_grants_nothing(hub, checker, count) -> None:
     """The hub signs no empty list; a signature of one must not be a grant for all."""
     body = msgspec.msgpack.encode(Grant(KEY, "reader", "source", hub.epoch, b"n" * 12))
     digests = blake3(b"other").digest() * count
@@ -188,7 +188,7 @@ def test_a_signature_of_other_digests_or_of_none_grants_nothing(hub, checker, co
             checker.check(signature + bytes([said]) + digests + body, key=KEY, reader="reader")
 
 
-def test_each_leaves_a_line(hub, checker, caplog) -> None:
+def test_each_grant_check_is_audited(hub, checker, caplog) -> None:
     caplog.set_level(logging.INFO, "penstock.audit")
     grant = hub.signer.sign(key=KEY, reader="reader", epochs={"source": hub.epoch})["source"]
     checker.check(grant, key=KEY, reader="reader")

@@ -81,7 +81,7 @@ def test_flood_of_conversions_hides_no_other_conversion(bench) -> None:
     assert "q" in {entry.job for entry in hub.status().jobs}
 
 
-def test_members_of_one_caller_are_bounded_by_its_share(bench) -> None:
+def test_members_per_caller_are_limited(bench) -> None:
     hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
     for number in range(10):
         join(hub, f"f{number}", FLOOD)
@@ -130,7 +130,7 @@ def test_hubs_on_one_store_count_members_together(bench) -> None:
     assert sum(name.startswith("q") for name in left) == 5 and len(left) == 10
 
 
-def test_syncs_of_members_of_other_hubs_count(bench) -> None:
+def test_syncs_on_other_hubs_count(bench) -> None:
     one, other = bench.hub(members_bytes=4 * MEMBER_BYTES), bench.hub(members_bytes=4 * MEMBER_BYTES)
     join(other, "f", FLOOD)
     many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(16))
@@ -144,13 +144,13 @@ def test_syncs_of_members_of_other_hubs_count(bench) -> None:
     join(one, "q", QUIET)
 
 
-def test_hub_with_few_members_does_not_look_at_others(bench, hub, monkeypatch) -> None:
+def test_hub_with_few_members_skips_store_scan(bench, hub, monkeypatch) -> None:
     join(hub, "f", FLOOD)
     monkeypatch.setattr(type(bench.store), "scan", None)
     hub.begin()
 
 
-def test_members_that_fell_silent_free_their_share(bench) -> None:
+def test_silent_members_free_their_share(bench) -> None:
     hub = bench.hub(members_bytes=3 * MEMBER_BYTES)
     for number in range(3):
         join(hub, f"f{number}", FLOOD)
@@ -158,7 +158,7 @@ def test_members_that_fell_silent_free_their_share(bench) -> None:
     join(hub, "f3", FLOOD)
 
 
-def test_large_heartbeats_count_for_their_caller(bench) -> None:
+def test_large_heartbeats_count_for_caller(bench) -> None:
     hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
     join(hub, "f", FLOOD)
     named = [Identity(model=f"other-{number}") for number in range(200)]
@@ -172,7 +172,7 @@ def test_large_heartbeats_count_for_their_caller(bench) -> None:
     join(hub, "q", QUIET)
 
 
-def test_claims_of_invented_models_leave_others_alone(bench) -> None:
+def test_claims_for_invented_models_spare_other_callers(bench) -> None:
     hub = bench.hub(tables_bytes=100_000)
     join(hub, "f", FLOOD)
     join(hub, "q", QUIET)
@@ -186,7 +186,7 @@ def test_claims_of_invented_models_leave_others_alone(bench) -> None:
     assert len(tables) < 30 and any(name.startswith(IDENTITY.key()) for name in tables)
 
 
-def test_one_member_names_bounded_number_of_models(bench) -> None:
+def test_models_per_member_are_limited(bench) -> None:
     hub = bench.hub(member_models=3)
     join(hub, "f", FLOOD)
     states = [key_state(identity=Identity(model=f"other-{number}")) for number in range(4)]
@@ -196,7 +196,7 @@ def test_one_member_names_bounded_number_of_models(bench) -> None:
         hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOOD)
 
 
-def test_decisions_of_one_caller_are_bounded(bench) -> None:
+def test_decisions_per_caller_are_limited(bench) -> None:
     hub = bench.hub(decisions=4)
     join(hub, "f", FLOOD)
     hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOOD)
@@ -206,7 +206,7 @@ def test_decisions_of_one_caller_are_bounded(bench) -> None:
     assert len(bench.store.scan("decision/")) == 4
 
 
-def test_leaves_of_invented_members_are_bounded(bench, hub) -> None:
+def test_leaves_by_invented_members_are_limited(bench, hub) -> None:
     for number in range(LEAVES_AT_ONCE + 50):
         hub.leave(f"f{number}", FLOOD)
     assert len(bench.store.scan("gone/")) <= LEAVES_AT_ONCE
@@ -215,7 +215,7 @@ def test_leaves_of_invented_members_are_bounded(bench, hub) -> None:
     assert "q" in bench.store.scan("gone/")
 
 
-def test_operator_of_some_models_learns_of_no_hidden_member(bench, hub) -> None:
+def test_limited_operator_cannot_probe_hidden_members(bench, hub) -> None:
     operator = Caller(models=("other-*",), name="token:o", is_operator=True)
     join(hub, "q", QUIET)
     hub.beat("q", Beat(holdings=(key_state(),)), QUIET)

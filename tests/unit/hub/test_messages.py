@@ -29,6 +29,6 @@ print(len(kinds))
 """
 
 
-def test_threads_may_decode_what_nobody_decoded_before() -> None:
+def test_concurrent_first_decodes_succeed() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and int(done.stdout) > 20, (done.returncode, done.stderr)

@@ -69,7 +69,7 @@ class Fleet:
         return present, json.loads(message) if message else None
 
 
-def test_a_path_is_parted() -> None:
+def test_path_is_split_into_shares() -> None:
     assert shares("75% shm <- 3f9c02ab, 25% storage s3://b/m/") == [
         {"percent": 75, "transport": "shm", "source": "3f9c02ab"},
         {"percent": 25, "transport": "storage", "source": "s3://b/m/"},
@@ -77,7 +77,7 @@ def test_a_path_is_parted() -> None:
     assert shares("") == []
 
 
-def test_a_viewer_gets_everything_once_and_then_what_changed() -> None:
+def test_viewer_gets_full_state_then_changes() -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a"), "b": member("b", have=((0, 5),))}
     cursor, message = fleet.look()
@@ -92,13 +92,13 @@ def test_a_viewer_gets_everything_once_and_then_what_changed() -> None:
     assert message is not None and (message["rows"], message["gone"]) == ([], ["a"])
 
 
-def test_clocks_that_run_are_no_change() -> None:
+def test_running_clocks_are_no_change() -> None:
     first = member("a")
     second = MemberStatus(**{name: getattr(first, name) for name in first.__struct_fields__} | {"age_s": 9.0})
     assert row_of(first) == row_of(second)
 
 
-def test_a_cursor_of_another_hub_begins_anew() -> None:
+def test_cursor_from_another_hub_starts_over() -> None:
     """Its number may be one that this hub has, too: hubs that act as one count apart."""
     first, second = Fleet(), Fleet()
     for fleet in (first, second):
@@ -110,7 +110,7 @@ def test_a_cursor_of_another_hub_begins_anew() -> None:
     assert message is not None and message["full"] and len(message["rows"]) == 2
 
 
-def test_a_viewer_that_missed_too_many_departures_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewer_missing_departures_starts_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page, "MAX_GONE", 2)
     fleet = Fleet()
     fleet.members = {name: member(name) for name in "abcd"}
@@ -122,7 +122,7 @@ def test_a_viewer_that_missed_too_many_departures_begins_anew(monkeypatch: pytes
     assert message is not None and message["full"] and [row["id"] for row in message["rows"]] == ["d"]
 
 
-def test_a_limited_caller_sees_its_models_only() -> None:
+def test_limited_caller_sees_only_its_models() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
@@ -135,7 +135,7 @@ def test_a_limited_caller_sees_its_models_only() -> None:
     assert message is not None and message["full"] and (message["rows"], message["gone"]) == ([], [])
 
 
-def test_hidden_change_is_no_event_for_limited_caller() -> None:
+def test_hidden_change_sends_no_event_to_limited_caller() -> None:
     fleet = Fleet()
     limited = Caller(models=("llama",))
     fleet.members = {"a": member("a"), "b": member("b", model="secret")}
@@ -172,7 +172,7 @@ def job(name: str, **more) -> JobStatus:
     return JobStatus(job=name[0] * 32, age_s=3.0, silent_s=0.1, state=state)
 
 
-def test_conversions_and_failures_come_when_they_change_and_to_those_that_may_see_them() -> None:
+def test_changed_jobs_and_failures_reach_permitted_viewers() -> None:
     late = WorkerState(worker="w0", device="cpu", num_tasks=2, state="running", task=1, task_s=9.0, expected_s=1.0)
     failure = FleetFailure(
         age_s=60.0, verb="fetch", model="secret", error="NotFound", message="no holder", blame="source",
@@ -201,14 +201,14 @@ def test_conversions_and_failures_come_when_they_change_and_to_those_that_may_se
 
 
 @pytest.mark.parametrize("is_operator", [True, False])
-def test_an_operator_is_told_that_it_may_drain(is_operator: bool) -> None:
+def test_operator_may_drain_is_shown(is_operator: bool) -> None:
     fleet = Fleet()
     fleet.members = {"a": member("a")}
     _, message = fleet.look("", Caller(is_operator=is_operator))
     assert message is not None and message["may_drain"] is is_operator
 
 
-def test_a_sync_is_shown_with_its_version() -> None:
+def test_sync_is_shown_with_version() -> None:
     state = SyncState(name="policy", side="subscriber", version=7, rank=1, world_size=2)
     known = MemberStatus(
         member="a", name="", host="h", rack="", doors=(), age_s=0, silent_s=9.0, holdings=(), syncs=(state,)
@@ -244,7 +244,7 @@ def ask(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
         yield get
 
 
-def test_the_files_come_without_a_token_and_allow_no_other_origin(ask) -> None:
+def test_static_files_need_no_token(ask) -> None:
     for path in (
         "/",
         "/assets/app.js",
@@ -263,12 +263,12 @@ def test_the_files_come_without_a_token_and_allow_no_other_origin(ask) -> None:
         assert not re.search(r"(?:src|href|url\(|fetch\()=?[\"'`]?(?:https?:)?//", text)
 
 
-def test_other_names_are_no_files(ask) -> None:
+def test_unknown_asset_is_404(ask) -> None:
     for path in ("/assets/index.html", "/assets/..%2f__init__.py", "/assets/nothing"):
         assert ask(path).status == 404
 
 
-def test_the_stream_asks_for_a_token(ask) -> None:
+def test_event_stream_requires_token(ask) -> None:
     assert ask("/v1/events").status == 401
     assert ask("/v1/events", "a-token-of-another-hub").status == 401
     assert ask("/v1/events?since=x", TOKEN).status == 422
@@ -284,7 +284,7 @@ class _Away(FleetFeed):
         raise HubUnavailable("the store does not answer")
 
 
-def test_a_store_that_is_away_is_said_in_the_stream() -> None:
+def test_unavailable_store_is_reported_in_stream() -> None:
     app = HubApp()
     page.add_page(app, _Away(Status), lambda request: ALL)
     bound = socket.create_server(("127.0.0.1", 0))
@@ -303,7 +303,7 @@ def test_a_store_that_is_away_is_said_in_the_stream() -> None:
         bound.close()
 
 
-def test_streams_of_one_token_leave_places_to_another(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_per_token_are_limited(ask, monkeypatch: pytest.MonkeyPatch) -> None:
     flood = [ask("/v1/events", LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
     assert [answer.status for answer in flood] == [200] * page.MAX_VIEWERS + [503]
     others = [ask("/v1/events", TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
@@ -327,7 +327,7 @@ def two_models(hub: HubThread) -> tuple[str, str]:
     return members[0], members[1]
 
 
-def test_metrics_of_limited_token_show_its_models_only(ask, two_models) -> None:
+def test_metrics_for_limited_token_show_its_models(ask, two_models) -> None:
     text = ask("/metrics", LIMITED).read().decode()
     assert 'model="llama"' in text and "secret" not in text
     assert "penstock_hub_members 1.0" in text
@@ -337,7 +337,7 @@ def test_metrics_of_limited_token_show_its_models_only(ask, two_models) -> None:
     assert "penstock_hub_hellos_total 2.0" in everything and "request_seconds" in everything
 
 
-def test_complaint_does_not_tell_who_holds_hidden_model(hub: HubThread, two_models) -> None:
+def test_complaint_does_not_reveal_hidden_model_holder(hub: HubThread, two_models) -> None:
     holder, _ = two_models
     key = Identity(model="secret").key()
     with HubClient.connect(hub.url, LIMITED) as client, HubClient.connect(hub.url, TOKEN) as all_models:

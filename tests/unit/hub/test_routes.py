@@ -76,7 +76,7 @@ def fails(error: Exception) -> HubApp:
         ("DELETE", "/v1/members/a b\n", b"read {'member': 'a b\\n'}"),
     ],
 )
-def test_method_and_path_choose_the_function(app, method, path, answer) -> None:
+def test_method_and_path_select_handler(app, method, path, answer) -> None:
     assert ask(app, method, path) == (
         200,
         {"content-length": str(len(answer)), "content-type": "text/plain; charset=utf-8"},
@@ -85,7 +85,7 @@ def test_method_and_path_choose_the_function(app, method, path, answer) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "//", "/v1", "/V1/status", "/v1/members", "/v1/members/", "/v1/members/a/b"])
-def test_an_unknown_path_is_404(app, path) -> None:
+def test_unknown_path_is_404(app, path) -> None:
     status, headers, body = ask(app, "GET", path)
     assert (status, headers["content-type"], COUNTED) == (404, "application/json", [404])
     assert msgspec.json.decode(body, type=Fault) == Fault(error="Not Found")
@@ -100,13 +100,13 @@ def test_an_unknown_path_is_404(app, path) -> None:
         ("GET", "/v1/members/m", "DELETE, PUT"),
     ],
 )
-def test_a_method_that_a_path_does_not_have_is_405_and_names_those_it_has(app, method, path, allowed) -> None:
+def test_unsupported_method_is_405_with_allow(app, method, path, allowed) -> None:
     status, headers, body = ask(app, method, path)
     assert (status, headers["allow"], COUNTED) == (405, allowed, [405])
     assert msgspec.json.decode(body, type=Fault) == Fault(error="Method Not Allowed")
 
 
-def test_a_slash_too_many_is_redirected(app) -> None:
+def test_trailing_slash_is_redirected(app) -> None:
     for method in ("GET", "POST"):
         status, headers, body = ask(app, method, "/v1/status//")
         assert (status, headers["location"], body) == (307, "http://hub:1/v1/status?a=b", b"")
@@ -127,7 +127,7 @@ def test_a_slash_too_many_is_redirected(app) -> None:
         (PenstockError("m", hint="give one"), 500, None),
     ],
 )
-def test_errors_are_faults_with_a_status_and_are_counted(error, status, header) -> None:
+def test_errors_are_counted_faults_with_status(error, status, header) -> None:
     shown, headers, body = ask(fails(error), "GET", "/")
     assert (shown, COUNTED) == (status, [status])
     fault = msgspec.json.decode(body, type=Fault)
@@ -137,7 +137,7 @@ def test_errors_are_faults_with_a_status_and_are_counted(error, status, header) 
     )
 
 
-def test_any_other_exception_is_500_and_reaches_the_server() -> None:
+def test_unexpected_exception_is_500_and_reaches_server() -> None:
     sent: list[Any] = []
     with pytest.raises(ZeroDivisionError):
         ask(fails(ZeroDivisionError("secret")), "GET", "/", sent)
@@ -147,7 +147,7 @@ def test_any_other_exception_is_500_and_reaches_the_server() -> None:
 
 
 @pytest.mark.parametrize("error", [HubUnavailable("away"), ZeroDivisionError(), ClientDisconnect()])
-def test_an_error_in_an_answer_that_has_begun_is_no_second_answer(error, caplog) -> None:
+def test_error_after_response_start_sends_no_second(error, caplog) -> None:
     async def parts():
         yield b"part"
         raise error
@@ -164,7 +164,7 @@ def test_an_error_in_an_answer_that_has_begun_is_no_second_answer(error, caplog)
     assert ("the hub failed in the answer to GET '/'" in caplog.text) == (not isinstance(error, ClientDisconnect))
 
 
-def test_the_lifespan_surrounds_the_requests() -> None:
+def test_lifespan_surrounds_requests() -> None:
     events: list[str] = []
 
     @asynccontextmanager

@@ -10,7 +10,7 @@ from penstock.hub import store
 from penstock.hub.store import LivedClock, MemoryStore
 
 
-def test_a_hub_that_did_not_run_does_not_forget_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_hub_keeps_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     kept = MemoryStore(LivedClock(most_s=1.0))

@@ -32,7 +32,7 @@ def ask(hub, member: str, name: str = "policy", grants=()):
     return hub.sync(SyncRequest(member=member, name=name, grants=grants))
 
 
-def test_members_of_a_name_are_told_in_the_order_they_came(bench) -> None:
+def test_sync_members_are_listed_in_join_order(bench) -> None:
     hub = bench.hub()
     for name in ("b", "a", "c"):
         bench.join(hub, name)
@@ -45,7 +45,7 @@ def test_members_of_a_name_are_told_in_the_order_they_came(bench) -> None:
     assert ask(hub, "c").members[1].state.version == 4
 
 
-def test_who_leaves_or_falls_silent_takes_part_no_more(bench) -> None:
+def test_departed_or_silent_member_is_not_listed(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a", "b", "c")
     for name in ("a", "b"):
@@ -58,7 +58,7 @@ def test_who_leaves_or_falls_silent_takes_part_no_more(bench) -> None:
     assert ask(hub, "c").members == ()
 
 
-def test_grants_are_for_the_asker_the_source_and_the_name(bench) -> None:
+def test_grant_is_bound_to_caller_source_and_name(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a")
     welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))
@@ -76,7 +76,7 @@ def test_grants_are_for_the_asker_the_source_and_the_name(bench) -> None:
         ask(hub, "nobody")
 
 
-def test_a_new_hub_says_that_it_may_not_have_heard_of_all(bench) -> None:
+def test_new_hub_reports_incomplete_knowledge(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
     assert ask(hub, "a").is_new
@@ -89,7 +89,7 @@ def propose(hub, member: str, outcome: str, *, version: int = 8, run: str = "a",
     return hub.decide(DecideRequest(member=member, name=name, decision=decision))
 
 
-def test_the_first_proposal_for_a_version_stands(bench) -> None:
+def test_first_proposal_for_version_stands(bench) -> None:
     hub = bench.hub()
     bench.join(hub, "a", "b", "c")
     for member in ("a", "b"):
@@ -109,7 +109,7 @@ def test_the_first_proposal_for_a_version_stands(bench) -> None:
         propose(hub, "nobody", "withdrawn")
 
 
-def test_a_hub_that_lost_its_memory_learns_decisions_from_its_members(bench) -> None:
+def test_restarted_hub_learns_decisions_from_members(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a", "b", "c")
     committed = FleetDecision(run="a", version=8, outcome="committed")

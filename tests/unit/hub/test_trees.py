@@ -44,7 +44,7 @@ def parents(reply: UpstreamsReply) -> list[str]:
     return [reply.upstreams[order[0]].member for order in reply.orders]
 
 
-def test_many_hosts_get_an_order_for_each_tree_with_both_parents_first(hub: Directory) -> None:
+def test_large_fleet_gets_one_order_per_tree(hub: Directory) -> None:
     two = 0
     for member in MEMBERS:
         reply = ask(hub, member)
@@ -57,7 +57,7 @@ def test_many_hosts_get_an_order_for_each_tree_with_both_parents_first(hub: Dire
     assert two > len(MEMBERS) * 3 / 4
 
 
-def test_parents_are_kept_by_what_members_report_and_before_they_report(bench: HubBench, hub: Directory) -> None:
+def test_parents_are_kept_before_and_after_reports(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(ask(hub, member)) for member in MEMBERS}
     assert {member: parents(ask(hub, member)) for member in MEMBERS} == first
     reported = {member: key_state(parent=up, second_parent=second) for member, (up, second) in first.items()}
@@ -69,7 +69,7 @@ def test_parents_are_kept_by_what_members_report_and_before_they_report(bench: H
         assert parents(ask(other, member, parent=up, second_parent=second)) == [up, second]
 
 
-def test_a_member_that_leaves_is_nobodys_parent(bench: HubBench, hub: Directory) -> None:
+def test_departed_member_is_no_parent(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(ask(hub, member)) for member in MEMBERS}
     gone = next(up for member in MEMBERS for up in first[member] if up != "w")
     hub.leave(gone)
@@ -82,7 +82,7 @@ def test_a_member_that_leaves_is_nobodys_parent(bench: HubBench, hub: Directory)
             ]
 
 
-def test_one_order_for_all_where_a_member_speaks_an_older_protocol(bench: HubBench, hub: Directory) -> None:
+def test_member_with_older_protocol_forces_one_order(bench: HubBench, hub: Directory) -> None:
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
     bench.beat(hub, "old", key_state())
     for member in (*MEMBERS, "old"):
@@ -96,7 +96,7 @@ def test_one_order_for_all_where_a_member_speaks_an_older_protocol(bench: HubBen
     ]
 
 
-def test_two_orders_stay_when_a_member_of_an_older_protocol_comes(bench: HubBench, hub: Directory) -> None:
+def test_two_orders_stay_when_older_member_joins(bench: HubBench, hub: Directory) -> None:
     first = {member: parents(ask(hub, member)) for member in MEMBERS}
     for member, (up, second) in first.items():
         bench.beat(hub, member, key_state(parent=up, second_parent=second))
@@ -112,7 +112,7 @@ def test_two_orders_stay_when_a_member_of_an_older_protocol_comes(bench: HubBenc
     assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
 
 
-def test_a_reply_of_an_older_hub_is_one_order(hub: Directory) -> None:
+def test_reply_from_older_hub_has_one_order(hub: Directory) -> None:
     said = msgspec.json.decode(msgspec.json.encode(ask(hub, "m1")))
     for name in ("orders", "is_placed"):
         del said[name]
@@ -120,7 +120,7 @@ def test_a_reply_of_an_older_hub_is_one_order(hub: Directory) -> None:
     assert old.orders == () and old.is_placed
 
 
-def test_who_is_not_in_the_snapshot_yet_is_told_so(bench: HubBench) -> None:
+def test_member_missing_from_snapshot_is_not_placed(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     bench.join(hub, "w", "a", "b")
@@ -130,7 +130,7 @@ def test_who_is_not_in_the_snapshot_yet_is_told_so(bench: HubBench) -> None:
     assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
 
 
-def test_a_newcomer_of_a_large_fleet_asks_again_soon(bench: HubBench) -> None:
+def test_newcomer_in_large_fleet_asks_again_soon(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(300)]
@@ -143,7 +143,7 @@ def test_a_newcomer_of_a_large_fleet_asks_again_soon(bench: HubBench) -> None:
     assert not late.is_placed and late.ask_again_s < 0.7
 
 
-def test_a_newcomer_of_a_fleet_without_a_whole_member_has_its_place_at_once(bench: HubBench) -> None:
+def test_newcomer_without_whole_member_is_placed_immediately(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(600)]
@@ -168,7 +168,7 @@ def test_a_newcomer_of_a_fleet_without_a_whole_member_has_its_place_at_once(benc
     assert again.ask_again_s > 3.7
 
 
-def test_a_newcomer_counts_for_the_pieces_of_storage(bench: HubBench) -> None:
+def test_newcomer_counts_in_storage_shares(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = [f"m{i}" for i in range(8)]
@@ -183,7 +183,7 @@ def test_a_newcomer_counts_for_the_pieces_of_storage(bench: HubBench) -> None:
     assert pieces == [64] * 6 + [57, 50]
 
 
-def test_members_that_start_together_ask_again_soon_until_one_has_all(bench: HubBench) -> None:
+def test_members_starting_together_ask_again_soon(bench: HubBench) -> None:
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     members = ["a", "b", "c"]
@@ -197,7 +197,7 @@ def test_members_that_start_together_ask_again_soon_until_one_has_all(bench: Hub
     assert any(ask(hub, "a").ask_again_s > 0.7 for _ in range(100))
 
 
-def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
+def test_why_lists_chunks_from_each_parent(hub: Directory) -> None:
     member = next(m for m in MEMBERS if len(set(parents(ask(hub, m)))) == NUM_TREES)
     even, odd = parents(ask(hub, member))
     lines = hub.why(WhyRequest(model="llama", member=member)).lines
@@ -207,7 +207,7 @@ def test_why_names_the_chunks_that_come_from_each(hub: Directory) -> None:
     assert any(line.startswith(f"  {odd}:") and "parent for odd chunks" in line for line in lines)
 
 
-def test_parents_are_read_while_another_thread_makes_a_relay(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parents_are_readable_while_relay_is_rebuilt(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(hub, "m1")
     view = hub._view(key_state().key)
     before, sizes = view.parents, itertools.count(7)
@@ -222,7 +222,7 @@ def test_parents_are_read_while_another_thread_makes_a_relay(hub: Directory, mon
     assert view.parents == before
 
 
-def test_a_claim_that_lost_a_race_makes_no_relays(
+def test_claim_losing_a_race_builds_one_relay(
     bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, lost = [], []

@@ -45,17 +45,17 @@ def read(source: WeightSet, file: int, chunks: Sequence[int]) -> int:
     return request
 
 
-def test_an_empty_cache_has_nothing(opened: WeightSet) -> None:
+def test_empty_cache_holds_no_tasks(opened: WeightSet) -> None:
     assert cached_tasks(job_of(opened), [opened]) == []
     assert shared_as([opened])
 
 
-def test_what_is_not_cached_is_nowhere(opened: WeightSet, tmp_path: Path) -> None:
+def test_uncached_sources_hold_no_tasks(opened: WeightSet, tmp_path: Path) -> None:
     plain = open_weights(tmp_path / "m", settings=Settings())
     assert cached_tasks(job_of(plain), [plain]) == [] and shared_as([plain]) == "" and bytes_read([plain]) == (0, 0)
 
 
-def test_tasks_of_a_file_that_is_there_are_held_and_no_others(opened: WeightSet) -> None:
+def test_only_cached_tasks_are_held(opened: WeightSet) -> None:
     job, source = job_of(opened), opened.sources[1]
     assert isinstance(source, CachedSource)
     request = read(opened, 1, range(-(-source.nbytes // CHUNK)))
@@ -72,7 +72,7 @@ def test_tasks_of_a_file_that_is_there_are_held_and_no_others(opened: WeightSet)
     assert bytes_read([opened]) == (source.nbytes, request)
 
 
-def test_half_of_a_tasks_input_is_enough_and_less_is_not(opened: WeightSet) -> None:
+def test_half_cached_input_holds_task(opened: WeightSet) -> None:
     """Of one tensor: chunks from its first on, until the task that reads it is held."""
     job, table = job_of(opened), opened.manifest.tensors
     task = int(job.tasks.in_bytes.argmax())

@@ -13,7 +13,7 @@ def digests(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-def test_what_was_added_is_there_again(tmp_path):
+def test_added_tasks_are_read_again(tmp_path):
     first = Journal(tmp_path / "j", "k" * 32)
     first.add(3, digests(1, 2**64 - 1))
     first.add(0, digests())
@@ -23,7 +23,7 @@ def test_what_was_added_is_there_again(tmp_path):
     again.close()
 
 
-def test_a_line_that_was_cut_short_is_as_if_it_had_not_been(tmp_path):
+def test_truncated_line_is_ignored(tmp_path):
     journal = Journal(tmp_path / "j", "k")
     journal.add(1, digests(5))
     journal.add(2, digests(6))
@@ -37,7 +37,7 @@ def test_a_line_that_was_cut_short_is_as_if_it_had_not_been(tmp_path):
     assert list(Journal(tmp_path / "j", "k").done) == [1, 2]
 
 
-def test_another_jobs_journal_is_refused_and_stays(tmp_path):
+def test_journal_of_different_job_is_refused_and_kept(tmp_path):
     Journal(tmp_path / "j", "one").close()
     before = (tmp_path / "j").read_bytes()
     with pytest.raises(DestinationError, match="another job"):
@@ -48,7 +48,7 @@ def test_another_jobs_journal_is_refused_and_stays(tmp_path):
 @pytest.mark.parametrize(
     "line", [b"{}\n", b"nonsense\n", b'{"task": 1, "digests": "xyz"}\n', b'{"task": 1, "digests": "00"}\n']
 )
-def test_from_nonsense_on_nothing_was_done(tmp_path, line):
+def test_lines_after_garbage_are_ignored(tmp_path, line):
     journal = Journal(tmp_path / "j", "k")
     journal.add(4, digests(7))
     journal.close()
@@ -61,7 +61,7 @@ def test_from_nonsense_on_nothing_was_done(tmp_path, line):
     assert list(Journal(tmp_path / "j", "k").done) == [4, 2]
 
 
-def test_one_process_at_a_time_has_it(tmp_path):
+def test_journal_is_locked_by_one_process(tmp_path):
     journal = Journal(tmp_path / "j", "k")
     journal.add(1, digests(5))
     with pytest.raises(DestinationError, match="another process"):
@@ -76,7 +76,7 @@ def test_one_process_at_a_time_has_it(tmp_path):
     new.close()
 
 
-def test_what_did_not_last_is_forgotten_for_good(tmp_path):
+def test_forgotten_tasks_stay_forgotten(tmp_path):
     journal = Journal(tmp_path / "j", "k")
     for task in range(4):
         journal.add(task, digests(task))

@@ -43,7 +43,7 @@ def framed(message: msgspec.Struct) -> bytes:
     return len(raw).to_bytes(4, "little") + raw
 
 
-def test_messages_are_whole_however_their_bytes_come(pair: Pair):
+def test_messages_are_complete_however_bytes_arrive(pair: Pair):
     here, wire = pair
     messages = [WorkerHello(worker="w", secret="s", device="cpu"), Began(task=3), TaskDone(task=3, digests=bytes(16))]
     raw = b"".join(map(framed, messages))
@@ -59,13 +59,13 @@ def test_messages_are_whole_however_their_bytes_come(pair: Pair):
 @pytest.mark.parametrize(
     "raw", [(HELLO_BYTES + 1).to_bytes(4, "little"), b"\x01\0\0\0\xc1", framed(TaskWork(tasks=(1,)))]
 )
-def test_what_is_no_message_of_a_worker_is_refused(pair: Pair, raw: bytes):
+def test_invalid_worker_message_is_refused(pair: Pair, raw: bytes):
     pair[0].sendall(raw)
     with pytest.raises(FormatError):
         pair[1].from_worker()
 
 
-def test_an_end_within_a_message_is_an_end(pair: Pair):
+def test_end_within_message_is_connection_loss(pair: Pair):
     here, wire = pair
     here.sendall(framed(Began(task=1))[:-1])
     assert wire.from_worker() == []
@@ -76,7 +76,7 @@ def test_an_end_within_a_message_is_an_end(pair: Pair):
         wire.send(TaskWork(revoked=(1,)))
 
 
-def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
+def test_worker_stopped_before_start_ends() -> None:
     here, there = socket.socketpair()
     words = JobSpec(
         sources=("nowhere",),
@@ -95,7 +95,7 @@ def test_a_worker_that_is_told_to_stop_before_it_began_ends() -> None:
         assert here.recv(1 << 16) == framed(WorkerHello(worker="w0", secret="s", device="cpu"))
 
 
-def test_a_worker_names_a_coordinator_of_another_major_version():
+def test_worker_names_coordinator_major_version():
     raw = msgspec.msgpack.encode({"type": "job", "protocol": "2.0", "sources": "of another shape"})
     there, coordinator = socket.socketpair()
     with there, coordinator:
@@ -108,14 +108,14 @@ def test_a_worker_names_a_coordinator_of_another_major_version():
     assert failure.kind == "PlanError" and "speaks job protocol 2.0" in failure.message
 
 
-def test_what_a_newer_minor_version_adds_is_ignored(pair: Pair):
+def test_fields_from_newer_minor_version_are_ignored(pair: Pair):
     here, wire = pair
     raw = msgspec.msgpack.encode({"type": "began", "task": 3, "added_later": {"a": [1]}})
     here.sendall(len(raw).to_bytes(4, "little") + raw)
     assert wire.from_worker() == [Began(task=3)]
 
 
-def test_the_version_is_not_sent_while_it_is_the_first():
+def test_first_protocol_version_is_not_sent():
     """The first release refuses unknown fields."""
     assert "protocol" not in msgspec.msgpack.decode(
         msgspec.msgpack.encode(WorkerHello(worker="w", secret="s", device="d"))

@@ -37,13 +37,13 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
 
-def test_measured_rates_say_how_long_the_slowest_stage_takes(job: ConversionJob) -> None:
+def test_measured_rates_predict_slowest_stage(job: ConversionJob) -> None:
     seconds, why = predict(job, frozenset(), URIS, ["cpu"], RATES)
     assert seconds == pytest.approx(int(job.read_bytes.sum()) / GB / 2.0, rel=0.05)
     assert why == "the rates of here, a disk that keeps up"
 
 
-def test_each_operation_has_its_own_rate(job: ConversionJob) -> None:
+def test_each_operation_has_separate_rate(job: ConversionJob) -> None:
     rates = msgspec.structs.replace(RATES, operation_gb_per_s={"co": 9.0, "copy": 0.5, "to fp8-block128": 0.25})
     nbytes = int(job.read_bytes.sum()) / GB
     assert predict(job, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes / 0.5, rel=0.05)
@@ -54,17 +54,17 @@ def test_each_operation_has_its_own_rate(job: ConversionJob) -> None:
         assert predict(other, frozenset(), URIS, ["cpu"], rates)[0] == pytest.approx(nbytes * expected, rel=0.05)
 
 
-def test_a_rate_of_zero_is_refused() -> None:
+def test_zero_rate_is_refused() -> None:
     with pytest.raises(PlanError, match="rates of operations"):
         msgspec.structs.replace(RATES, operation_gb_per_s={"copy": 0.0}).check()
 
 
-def test_workers_share_the_work_and_the_cores(job: ConversionJob) -> None:
+def test_workers_share_work_and_cores(job: ConversionJob) -> None:
     one, two, four = (predict(job, frozenset(), URIS, ["cpu"] * count, RATES)[0] for count in (1, 2, 4))
     assert one is not None and two == pytest.approx(one / 2, rel=0.05) and four == pytest.approx(two, rel=0.1)
 
 
-def test_what_is_done_is_not_counted(job: ConversionJob) -> None:
+def test_finished_tasks_are_not_predicted(job: ConversionJob) -> None:
     half = frozenset(range(len(job.tasks) // 2))
     whole, left = (predict(job, kept, URIS, ["cpu"], RATES)[0] for kept in (frozenset[int](), half))
     assert whole is not None and left == pytest.approx(whole / 2, rel=0.05)
@@ -80,14 +80,14 @@ def test_what_is_done_is_not_counted(job: ConversionJob) -> None:
         (URIS, ["cuda:0"], "no rates are known of NVIDIA A10"),
     ],
 )
-def test_where_nothing_is_known_that_is_said(
+def test_missing_rates_are_explained(
     job: ConversionJob, uris: list[str], devices: list[str], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_gpus", lambda: {"NVIDIA A10"})
     assert predict(job, frozenset(), uris, devices, None) == (None, why)
 
 
-def test_gpus_are_known_by_what_the_driver_calls_them(
+def test_gpus_are_matched_by_driver_name(
     job: ConversionJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i in range(2):

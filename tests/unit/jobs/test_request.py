@@ -24,12 +24,12 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def test_tasks_are_of_the_size_that_was_asked_for(source: Path) -> None:
+def test_tasks_have_requested_size(source: Path) -> None:
     assert len(plan(source, to="fp8-block128", task_bytes=MIB).tasks) > 8
     assert len(plan(source, to="fp8-block128").tasks) == 1
 
 
-def test_tasks_are_of_the_size_that_the_sources_make_of_all_bytes(
+def test_default_task_size_follows_total_bytes(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -38,19 +38,19 @@ def test_tasks_are_of_the_size_that_the_sources_make_of_all_bytes(
     assert asked == [2 * 8 * MIB]
 
 
-def test_tasks_are_smaller_where_memory_is(source: Path) -> None:
+def test_tasks_are_smaller_with_little_memory(source: Path) -> None:
     usual, small = (plan(source, to="fp8-block128", memory_bytes=memory) for memory in (None, 2 * MIB))
     assert len(small.tasks) > len(usual.tasks)
     assert int(small.memory_bytes.max()) <= 2 * MIB
 
 
-def test_a_plan_is_the_job_that_runs(source: Path, tmp_path: Path) -> None:
+def test_planned_job_is_job_that_runs(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", to="fp8-block128", devices="cpu")
     job = plan(source, to="fp8-block128")
     assert report.num_tasks == len(job.tasks)
     assert job.key in (tmp_path / "out" / "penstock.job").read_text()
 
 
-def test_a_file_of_no_bytes_is_refused(source: Path) -> None:
+def test_zero_shard_bytes_is_refused(source: Path) -> None:
     with pytest.raises(ConfigError, match="shard_bytes=0"):
         plan(source, to="fp8-block128", shard_bytes=0)

@@ -26,13 +26,13 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_value_is_a_config_error(case: str) -> None:
+def test_wrong_worker_setting_raises_config_error(case: str) -> None:
     make, text = WRONG[case]
     with pytest.raises(ps.ConfigError, match=text):
         make()
 
 
-def test_a_number_is_that_of_workers_and_none_stands_for_the_defaults() -> None:
+def test_worker_settings_accept_number_or_none() -> None:
     assert ps.jobs.WorkerSettings.of(3) == ps.jobs.WorkerSettings(num_workers=3)
     assert ps.jobs.WorkerSettings.of(None) == ps.jobs.WorkerSettings()
     settings = ps.jobs.WorkerSettings(memory_bytes="2G", scratch="/tmp")

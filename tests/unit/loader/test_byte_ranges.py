@@ -14,7 +14,7 @@ RANGES = st.lists(st.tuples(st.integers(0, SIZE), st.integers(1, 12)).map(lambda
 
 
 @given(RANGES)
-def test_a_range_set_is_the_set_of_its_bytes(ranges: list[tuple[int, int]]) -> None:
+def test_range_set_matches_set_of_bytes(ranges: list[tuple[int, int]]) -> None:
     found, wanted = RangeSet(), set[int]()
     for start, stop in ranges:
         found.add(start, stop)
@@ -35,7 +35,7 @@ class Piece:
 
 
 @given(RANGES)
-def test_blocks_answer_as_a_list_would(ranges: list[tuple[int, int]]) -> None:
+def test_byte_blocks_match_list_lookup(ranges: list[tuple[int, int]]) -> None:
     blocks, pieces = ByteBlocks[Piece](), list[Piece]()
     for start, stop in ranges:
         if all(stop <= piece.start or piece.stop <= start for piece in pieces):

@@ -59,7 +59,7 @@ def state(targets: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, t in targets.items()}
 
 
-def test_a_module_is_filled_where_it_is(path: Path) -> None:
+def test_module_is_filled_in_place(path: Path) -> None:
     model = Model()
     model.embed.weight.requires_grad_(True)
     before = {name: (t, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
@@ -75,7 +75,7 @@ def test_a_module_is_filled_where_it_is(path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory_bytes", [None, "1M"])
-def test_a_dict_of_large_tensors(tmp_path: Path, memory_bytes: str | None) -> None:
+def test_dict_with_large_tensors_is_filled(tmp_path: Path, memory_bytes: str | None) -> None:
     wanted = {f"t{i}": torch.randint(0, 1 << 62, (MIB // 4 + i,)) for i in range(4)}
     save_file(wanted, tmp_path / "m.safetensors")
     targets = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
@@ -83,7 +83,7 @@ def test_a_dict_of_large_tensors(tmp_path: Path, memory_bytes: str | None) -> No
     assert state(targets) == state(wanted)
 
 
-def test_tied_weights_that_are_saved_twice_are_filled_once(tmp_path: Path, path: Path) -> None:
+def test_tied_weights_saved_twice_are_filled_once(tmp_path: Path, path: Path) -> None:
     wanted = load_file(path)
     save_file({**wanted, "head.weight": wanted["embed.weight"].clone()}, tmp_path / "both.safetensors")
     model = Model()
@@ -107,7 +107,7 @@ def stored_twice(tmp_path: Path, *, with_manifest: bool, differ_at: int | None) 
 @pytest.mark.parametrize("with_manifest", [True, False])
 @pytest.mark.parametrize("differ_at", [0, -1])
 @pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
-def test_tied_target_of_different_tensors_refused(
+def test_tied_target_with_different_tensors_is_refused(
     tmp_path: Path, with_manifest: bool, differ_at: int, verb: str
 ) -> None:
     source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=differ_at)
@@ -121,14 +121,14 @@ def test_tied_target_of_different_tensors_refused(
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_tied_dict_of_equal_tensors_filled(tmp_path: Path, with_manifest: bool) -> None:
+def test_tied_dict_with_equal_tensors_is_filled(tmp_path: Path, with_manifest: bool) -> None:
     source = stored_twice(tmp_path, with_manifest=with_manifest, differ_at=None)
     shared = torch.zeros(300, 40)
     penstock.load_into({"embed.weight": shared, "head.weight": shared}, source, strict=False)
     assert torch.equal(shared, load_file(source / "model.safetensors")["embed.weight"])
 
 
-def test_overlapping_targets_refused_before_writing(tmp_path: Path) -> None:
+def test_overlapping_targets_are_refused_before_writing(tmp_path: Path) -> None:
     save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
     memory = torch.zeros(60)
     for a, b in ((memory[:48], memory[45:51]), (torch.zeros(1).expand(48), memory[:6])):
@@ -137,7 +137,7 @@ def test_overlapping_targets_refused_before_writing(tmp_path: Path) -> None:
         assert not raised.value.mutated and not memory.any()
 
 
-def test_overlapping_target_without_source_accepted(tmp_path: Path) -> None:
+def test_overlapping_target_without_source_is_accepted(tmp_path: Path) -> None:
     save_file({"fused": torch.ones(9, 4)}, tmp_path / "m.safetensors")
     fused = torch.zeros(9, 4)
     penstock.load_into({"fused": fused, "first": fused[:3]}, tmp_path, strict=False)
@@ -145,7 +145,7 @@ def test_overlapping_target_without_source_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
-def test_lazy_module_refused(tmp_path: Path, verb: str) -> None:
+def test_lazy_module_is_refused(tmp_path: Path, verb: str) -> None:
     save_file({"weight": torch.ones(6, 8), "bias": torch.ones(6)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="no shape yet") as raised:
         VERBS[verb](torch.nn.LazyLinear(6), tmp_path)
@@ -153,7 +153,7 @@ def test_lazy_module_refused(tmp_path: Path, verb: str) -> None:
 
 
 @pytest.mark.parametrize("strided", [False, True])
-def test_backward_notices_filled_parameter(tmp_path: Path, strided: bool) -> None:
+def test_backward_detects_filled_parameter(tmp_path: Path, strided: bool) -> None:
     save_file({"w": torch.full((4, 4), 3.0)}, tmp_path / "m.safetensors")
     weight = torch.ones(4, 4).t() if strided else torch.ones(4, 4)
     weight.requires_grad_(True)
@@ -165,7 +165,7 @@ def test_backward_notices_filled_parameter(tmp_path: Path, strided: bool) -> Non
     assert weight.grad is not None and bool((weight.grad == 6).all())
 
 
-def test_targets_that_are_not_contiguous(tmp_path: Path) -> None:
+def test_non_contiguous_targets_are_filled(tmp_path: Path) -> None:
     wanted = {"a": torch.randn(30, 50), "b": torch.randn(20, 6)}
     save_file(wanted, tmp_path / "m.safetensors")
     memory = torch.zeros(20, 12)
@@ -176,7 +176,7 @@ def test_targets_that_are_not_contiguous(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mapping", "function"])
-def test_renamed(path: Path, kind: str) -> None:
+def test_renamed_tensors_are_filled(path: Path, kind: str) -> None:
     wanted = load_file(path)
     targets = {f"model.{name}": torch.zeros_like(tensor) for name, tensor in wanted.items()}
     rename: Any = {name: f"model.{name}" for name in wanted} if kind == "mapping" else "model.{}".format
@@ -184,7 +184,7 @@ def test_renamed(path: Path, kind: str) -> None:
     assert state(targets) == {f"model.{name}": data for name, data in state(wanted).items()}
 
 
-def test_a_rename_of_none_leaves_out(path: Path) -> None:
+def test_rename_to_none_skips_tensor(path: Path) -> None:
     targets = {"mean": torch.zeros(7)}
     penstock.load_into(targets, path, rename=lambda name: name if name == "mean" else None)
     penstock.load_into(targets, path, rename={"mean": "mean"})
@@ -192,7 +192,7 @@ def test_a_rename_of_none_leaves_out(path: Path) -> None:
     assert torch.equal(targets["mean"], load_file(path)["mean"])
 
 
-def test_every_offender_is_named_and_nothing_touched(path: Path) -> None:
+def test_every_mismatch_is_named_before_writing(path: Path) -> None:
     targets = {
         "mean": torch.zeros(8),
         "hidden.weight": torch.zeros(40, 40),
@@ -216,7 +216,7 @@ def test_every_offender_is_named_and_nothing_touched(path: Path) -> None:
     assert not any(tensor.any() for tensor in targets.values())
 
 
-def test_not_strict_fills_what_both_have_but_never_a_wrong_shape(path: Path) -> None:
+def test_non_strict_fills_common_names_only(path: Path) -> None:
     targets = {"mean": torch.zeros(7), "extra": torch.zeros(3)}
     report = penstock.load_into(targets, path, strict=False)
     assert torch.equal(targets["mean"], load_file(path)["mean"]) and not targets["extra"].any()
@@ -226,7 +226,7 @@ def test_not_strict_fills_what_both_have_but_never_a_wrong_shape(path: Path) -> 
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_names_that_do_not_fit_at_all_are_an_error(path: Path, strict: bool) -> None:
+def test_disjoint_names_raise_plan_error(path: Path, strict: bool) -> None:
     target = {"a.mean": torch.zeros(7), "extra": torch.zeros(3)}
     with pytest.raises(penstock.PlanError, match="fit") as caught:
         penstock.load_into(target, path, strict=strict)
@@ -234,7 +234,7 @@ def test_names_that_do_not_fit_at_all_are_an_error(path: Path, strict: bool) -> 
     assert not any(tensor.any() for tensor in target.values())
 
 
-def test_wrong_dtype_everywhere_is_one_line(tmp_path: Path) -> None:
+def test_wrong_dtype_in_all_tensors_is_one_line(tmp_path: Path) -> None:
     save_file({f"layer.{i}": torch.zeros(4) for i in range(300)}, tmp_path / "m.safetensors")
     targets = {f"layer.{i}": torch.zeros(4, dtype=torch.bfloat16) for i in range(300)}
     with pytest.raises(PlanError) as raised:
@@ -246,7 +246,7 @@ def test_wrong_dtype_everywhere_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["target", torch.bfloat16])
 @pytest.mark.parametrize("verb", ["load_into", "load_in_background"])
 @pytest.mark.parametrize("memory_bytes", [None, "1M"])
-def test_tensors_are_cast_to_their_target(tmp_path: Path, dtype: Any, verb: str, memory_bytes: str | None) -> None:
+def test_tensors_are_cast_to_target_dtype(tmp_path: Path, dtype: Any, verb: str, memory_bytes: str | None) -> None:
     stored = {"a": torch.randn(700, 900), "b": torch.randn(9).bfloat16(), "n": torch.arange(5)}
     save_file(stored, tmp_path / "m.safetensors")
     penstock.manifest(tmp_path)
@@ -270,7 +270,7 @@ def test_tensors_are_cast_to_their_target(tmp_path: Path, dtype: Any, verb: str,
         (torch.float8_e4m3fn, torch.bfloat16, "target"),
     ],
 )
-def test_cast_that_changes_meaning_is_refused(
+def test_cast_changing_meaning_is_refused(
     tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any
 ) -> None:
     save_file({"w": torch.zeros(4).to(stored)}, tmp_path / "m.safetensors")
@@ -279,7 +279,7 @@ def test_cast_that_changes_meaning_is_refused(
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, "bfloat16", 3, torch.float8_e4m3fn])
-def test_unknown_cast_is_config_error(path: Path, dtype: Any) -> None:
+def test_unknown_cast_raises_config_error(path: Path, dtype: Any) -> None:
     for verb in (penstock.load_into, penstock.modules.load_in_background):
         with pytest.raises(penstock.ConfigError, match="cannot be cast"):
             verb(Model(), path, dtype=dtype)
@@ -314,12 +314,12 @@ def test_target_without_tensors_is_refused(path: Path, target: Any) -> None:
             penstock.modules.load_in_background(target, path)
 
 
-def test_two_tensors_for_one_target(path: Path) -> None:
+def test_two_tensors_for_one_target_are_refused(path: Path) -> None:
     with pytest.raises(penstock.PlanError, match="both go to x"):
         penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
 
 
-def test_meta_targets_are_told_what_to_do(path: Path) -> None:
+def test_meta_target_error_suggests_to_empty(path: Path) -> None:
     with torch.device("meta"):
         model = Model()
     with pytest.raises(penstock.PlanError, match="to_empty"):
@@ -332,7 +332,7 @@ def digest(path: Path) -> None:
     Path(weight_set.sidecar_uri(str(path))).write_bytes(raw)
 
 
-def test_a_flipped_bit_says_that_the_target_was_touched(path: Path) -> None:
+def test_flipped_bit_error_reports_mutated_target(path: Path) -> None:
     digest(path)
     assert penstock.load_into(Model(), path).verified
     before = path.stat()
@@ -346,7 +346,7 @@ def test_a_flipped_bit_says_that_the_target_was_touched(path: Path) -> None:
     assert not penstock.load_into(Model(), path, verify=False).verified
 
 
-def test_nothing_to_verify_against_is_told_before_anything_is_touched(path: Path) -> None:
+def test_missing_manifest_is_reported_before_writing(path: Path) -> None:
     model = Model()
     before = state(tensors_of(model))
     with pytest.raises(penstock.NotFound) as caught:
@@ -355,7 +355,7 @@ def test_nothing_to_verify_against_is_told_before_anything_is_touched(path: Path
 
 
 @pytest.mark.parametrize("after", [0, 2])
-def test_a_source_that_fails_says_whether_the_target_was_touched(
+def test_failed_source_reports_whether_target_is_mutated(
     path: Path, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, count = FileSource.readv, [0]
@@ -379,7 +379,7 @@ def test_a_source_that_fails_says_whether_the_target_was_touched(
     assert caught.value.mutated == (after > 0) == any(bool(tensor.any()) for tensor in targets.values())
 
 
-def test_the_target_is_let_go_without_the_collector(path: Path) -> None:
+def test_target_is_released_without_collector(path: Path) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -397,7 +397,7 @@ def test_the_target_is_let_go_without_the_collector(path: Path) -> None:
         gc.enable()
 
 
-def test_a_module_is_moved_into_an_arena_and_filled(path: Path) -> None:
+def test_module_moves_into_arena_and_is_filled(path: Path) -> None:
     model = Model()
     objects = {name: id(t) for name, t in model.named_parameters()}
     penstock.load_into(model, path, arena=True)
@@ -409,7 +409,7 @@ def test_a_module_is_moved_into_an_arena_and_filled(path: Path) -> None:
     assert all(shared_at(t.data_ptr(), t.nbytes) is first for t in tensors_of(model).values() if t.numel())
 
 
-def test_what_does_not_fit_is_not_moved(path: Path) -> None:
+def test_mismatched_target_is_not_moved_to_arena(path: Path) -> None:
     targets = {"embed.weight": torch.zeros(300, 41)}
     address = targets["embed.weight"].data_ptr()
     with pytest.raises(PlanError):

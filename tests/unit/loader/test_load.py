@@ -62,7 +62,7 @@ def stacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("aligned", [True, False])
-def test_every_dtype_in_every_shape_class(tmp_path: Path, aligned: bool, copy: bool) -> None:
+def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, aligned: bool, copy: bool) -> None:
     path = tmp_path / "model.safetensors"
     made = every_dtype(path, aligned=aligned)
     held = [name for name in made if not name.startswith("f6")]
@@ -75,7 +75,7 @@ def test_every_dtype_in_every_shape_class(tmp_path: Path, aligned: bool, copy: b
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in found.values())
 
 
-def test_what_torch_cannot_hold_is_refused_unless_left_out(tmp_path: Path) -> None:
+def test_dtypes_missing_in_torch_are_refused_unless_skipped(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     made = every_dtype(path)
     with pytest.raises(penstock.PlanError, match="F6") as caught:
@@ -88,7 +88,7 @@ def test_what_torch_cannot_hold_is_refused_unless_left_out(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("copy", [None, True, False])
 @pytest.mark.parametrize("memory_bytes", [None, "1M", 256 << 10])
-def test_a_sharded_checkpoint_under_any_budget(
+def test_sharded_checkpoint_loads_with_any_budget(
     sharded: Path, copy: bool | None, memory_bytes: int | str | None
 ) -> None:
     weights = penstock.load(sharded, copy=copy, memory_bytes=memory_bytes)
@@ -98,7 +98,7 @@ def test_a_sharded_checkpoint_under_any_budget(
 
 
 @pytest.mark.parametrize("what", ["directory", "index", "glob", "list", "file URI"])
-def test_every_way_to_name_a_checkpoint(sharded: Path, what: str) -> None:
+def test_every_checkpoint_uri_form_is_loaded(sharded: Path, what: str) -> None:
     uris: dict[str, Any] = {
         "directory": str(sharded) + "/",
         "index": sharded / "model.safetensors.index.json",
@@ -110,7 +110,7 @@ def test_every_way_to_name_a_checkpoint(sharded: Path, what: str) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_many_small_tensors_share_slabs_and_nothing_else(tmp_path: Path, copy: bool) -> None:
+def test_small_tensors_share_slabs_without_overlap(tmp_path: Path, copy: bool) -> None:
     write_moe(tmp_path, num_tensors=900, tensor_bytes=4096, shards=2)
     weights = penstock.load(tmp_path, copy=copy)
     wanted = by_safetensors(tmp_path)
@@ -120,7 +120,7 @@ def test_many_small_tensors_share_slabs_and_nothing_else(tmp_path: Path, copy: b
     assert [name for name in wanted if bits(weights[name]) != bits(wanted[name])] == [victim]
 
 
-def test_tensors_come_in_file_order_and_know_their_origin(sharded: Path) -> None:
+def test_tensors_are_in_file_order_with_manifest(sharded: Path) -> None:
     weights = penstock.load(sharded)
     table = weights.manifest.tensors
     order = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
@@ -134,7 +134,7 @@ def test_tensors_come_in_file_order_and_know_their_origin(sharded: Path) -> None
 # -- names and boxes
 
 
-def test_names_by_glob_list_regex_and_function(sharded: Path) -> None:
+def test_names_accept_glob_list_regex_and_function(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     norms = {name for name in wanted if "norm" in name}
     some = sorted(wanted)[3:7]
@@ -152,7 +152,7 @@ def test_names_by_glob_list_regex_and_function(sharded: Path) -> None:
         assert found.report.read_bytes <= found.report.nbytes + (1 << 20)
 
 
-def test_a_name_that_is_not_there_is_a_plan_error(sharded: Path) -> None:
+def test_unknown_tensor_name_raises_plan_error(sharded: Path) -> None:
     with pytest.raises(penstock.PlanError, match=r"model\.nothing"):
         penstock.load(sharded, names=["model.nothing", "model.norm.weight"])
     with pytest.raises(penstock.PlanError, match=r"nothing like it\*"):
@@ -161,7 +161,7 @@ def test_a_name_that_is_not_there_is_a_plan_error(sharded: Path) -> None:
 
 @pytest.mark.parametrize("name", ["experts", "wide", "tall", "line", "four", "tiny"])
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_boxes_on_every_dim(stacked: Path, name: str, num_parts: int) -> None:
+def test_boxes_select_along_every_dim(stacked: Path, name: str, num_parts: int) -> None:
     whole = load_file(stacked)[name]
     for dim in range(whole.dim()):
         for rank in range(num_parts):
@@ -172,7 +172,7 @@ def test_boxes_on_every_dim(stacked: Path, name: str, num_parts: int) -> None:
             assert found.report.nbytes == part.nbytes
 
 
-def test_boxes_by_function_read_little_more_than_they_need(stacked: Path) -> None:
+def test_box_function_reads_little_extra(stacked: Path) -> None:
     wanted = load_file(stacked)
 
     def half(name: str, shape: tuple[int, ...]) -> Box | None:
@@ -183,7 +183,7 @@ def test_boxes_by_function_read_little_more_than_they_need(stacked: Path) -> Non
     assert found.report.nbytes <= found.report.read_bytes <= found.report.nbytes + len(wanted) * (64 << 10)
 
 
-def test_a_box_in_the_middle_of_every_dim(stacked: Path) -> None:
+def test_box_inside_every_dim_is_loaded(stacked: Path) -> None:
     whole = load_file(stacked)["four"]
     box = Box(start=(1, 1, 3, 5), stop=(5, 3, 8, 17))
     found = penstock.load(stacked, names="four", boxes={"four": box})
@@ -198,12 +198,12 @@ def test_a_box_in_the_middle_of_every_dim(stacked: Path) -> None:
         {"tiny": Box(start=(0,), stop=(3,))},
     ],
 )
-def test_a_box_that_fits_nothing_is_a_plan_error(stacked: Path, boxes: dict[str, Box]) -> None:
+def test_mismatched_box_raises_plan_error(stacked: Path, boxes: dict[str, Box]) -> None:
     with pytest.raises(penstock.PlanError, match=next(iter(boxes))):
         penstock.load(stacked, boxes=boxes)
 
 
-def test_an_empty_box_is_an_empty_tensor(stacked: Path) -> None:
+def test_empty_box_gives_empty_tensor(stacked: Path) -> None:
     found = penstock.load(stacked, names="tiny", boxes={"tiny": Box(start=(1, 0), stop=(1, 5))})
     assert tuple(found["tiny"].shape) == (0, 5) and found["tiny"].dtype == torch.bfloat16
 
@@ -229,7 +229,7 @@ def big(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("verify", [True, False])
-def test_dropping_weights_unmaps_the_file_without_the_collector(big: Path, verify: bool) -> None:
+def test_dropped_weights_unmap_file_without_collector(big: Path, verify: bool) -> None:
     if verify:
         digest(big)
     weights = penstock.load(big)
@@ -245,7 +245,7 @@ def test_dropping_weights_unmaps_the_file_without_the_collector(big: Path, verif
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("failing", [False, True])
-def test_copies_are_freed_without_the_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_freed_without_collector(big: Path, failing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock.engine.place import HostPlace
 
     made: list[weakref.ref[Any]] = []
@@ -270,7 +270,7 @@ def test_copies_are_freed_without_the_collector(big: Path, failing: bool, monkey
     assert made and all(ref() is None for ref in made)
 
 
-def test_writes_are_the_callers_own(big: Path) -> None:
+def test_loaded_tensors_are_private(big: Path) -> None:
     before = big.read_bytes()
     for copy in (True, False):
         first, second = penstock.load(big, copy=copy), penstock.load(big, copy=copy)
@@ -279,7 +279,7 @@ def test_writes_are_the_callers_own(big: Path) -> None:
     assert big.read_bytes() == before
 
 
-def test_what_was_loaded_outlives_the_file(big: Path) -> None:
+def test_loaded_weights_outlive_file(big: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in load_file(big).items()}
     mapped, copied = penstock.load(big), penstock.load(big, copy=True)
     big.unlink()
@@ -311,7 +311,7 @@ def flip_a_bit(path: Path, at: int = -100) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_a_flipped_bit_anywhere_is_caught(sharded: Path, tmp_path: Path, copy: bool) -> None:
+def test_flipped_bit_anywhere_is_detected(sharded: Path, tmp_path: Path, copy: bool) -> None:
     for path in sharded.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     digest(tmp_path)
@@ -333,7 +333,7 @@ def test_a_flipped_bit_anywhere_is_caught(sharded: Path, tmp_path: Path, copy: b
     assert penstock.load(tmp_path, copy=copy).report.verified
 
 
-def test_why_nothing_was_verified_is_said(big: Path) -> None:
+def test_unverified_load_reports_reason(big: Path) -> None:
     report = penstock.load(big).report
     assert not report.verified and "no manifest at" in report.why
     with pytest.raises(penstock.NotFound, match="penstock manifest"):
@@ -350,7 +350,7 @@ def test_why_nothing_was_verified_is_said(big: Path) -> None:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_the_report_adds_up(sharded: Path, copy: bool, tmp_path: Path) -> None:
+def test_report_phases_add_up(sharded: Path, copy: bool, tmp_path: Path) -> None:
     weights = penstock.load(sharded, copy=copy, trace=tmp_path / "trace.json")
     report = weights.report
     assert sum(report.phases.values()) == pytest.approx(report.wall_s)
@@ -363,7 +363,7 @@ def test_the_report_adds_up(sharded: Path, copy: bool, tmp_path: Path) -> None:
     assert sum(span["args"]["bytes"] for span in spans) >= report.nbytes
 
 
-def test_no_progress_bar_without_a_terminal(sharded: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_is_hidden_without_terminal(sharded: Path, capfd: pytest.CaptureFixture[str]) -> None:
     penstock.load(sharded)
     assert capfd.readouterr() == ("", "")
     penstock.load(sharded, progress=True)
@@ -372,18 +372,18 @@ def test_no_progress_bar_without_a_terminal(sharded: Path, capfd: pytest.Capture
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "mps", "nonsense", "cpu:-2", 99, "meta"])
-def test_a_device_that_is_not_there_is_a_config_error(sharded: Path, device: str | int) -> None:
+def test_missing_device_raises_config_error(sharded: Path, device: str | int) -> None:
     with pytest.raises(penstock.ConfigError):
         penstock.load(sharded, device=device)
 
 
 @pytest.mark.parametrize("memory_bytes", ["a lot", 0, -1, "-1M", ""])
-def test_a_budget_that_is_none_is_a_config_error(sharded: Path, memory_bytes: int | str) -> None:
+def test_invalid_memory_bytes_raises_config_error(sharded: Path, memory_bytes: int | str) -> None:
     with pytest.raises(penstock.ConfigError):
         penstock.load(sharded, memory_bytes=memory_bytes)
 
 
-def test_a_budget_too_small_says_what_would_do(sharded: Path) -> None:
+def test_too_small_budget_error_states_minimum(sharded: Path) -> None:
     with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
         penstock.load(sharded, copy=True, memory_bytes=4096)
     assert_same(penstock.load(sharded, copy=True, memory_bytes=caught.value.minimum_bytes), by_safetensors(sharded))
@@ -392,7 +392,7 @@ def test_a_budget_too_small_says_what_would_do(sharded: Path) -> None:
 # -- again and at once
 
 
-def test_again_in_the_same_process_and_from_threads_at_once(sharded: Path) -> None:
+def test_repeated_and_concurrent_loads_are_equal(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     for _ in range(3):
         assert_same(penstock.load(sharded), wanted)
@@ -402,7 +402,7 @@ def test_again_in_the_same_process_and_from_threads_at_once(sharded: Path) -> No
     assert gc.isenabled(), "the collector is as it was"
 
 
-def test_the_report_says_why_there_is_no_ring(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_says_why_ring_is_unused(stacked: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.loader.session.refusal", lambda: "this kernel has none")
     found = penstock.load(stacked, names="wide", boxes={"wide": Box(start=(0, 8), stop=(64, 16))})
     assert found["wide"].shape == (64, 8)
@@ -410,7 +410,7 @@ def test_the_report_says_why_there_is_no_ring(stacked: Path, monkeypatch: pytest
     assert whys.get("page-cache", "by threads: this kernel has none") == "by threads: this kernel has none"
 
 
-def test_a_cached_object_says_where_its_bytes_came_from(big: Path, tmp_path: Path, monkeypatch) -> None:
+def test_cached_object_reports_cache_path(big: Path, tmp_path: Path, monkeypatch) -> None:
     from penstock.testing.http_server import RangeServer
 
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))

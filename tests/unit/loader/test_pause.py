@@ -10,7 +10,7 @@ import pytest
 from penstock.lifecycle import HANDOVER_S, paused_gc, quick_handover
 
 
-def test_the_switch_interval_is_short_inside_and_put_back() -> None:
+def test_switch_interval_is_shortened_and_restored() -> None:
     before = sys.getswitchinterval()
     with pytest.raises(KeyError), quick_handover():
         assert sys.getswitchinterval() == pytest.approx(HANDOVER_S)
@@ -18,7 +18,7 @@ def test_the_switch_interval_is_short_inside_and_put_back() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_loads_that_overlap_put_it_back_once() -> None:
+def test_overlapping_loads_restore_interval_once() -> None:
     before = sys.getswitchinterval()
     first, second = quick_handover(), quick_handover()
     first.__enter__()
@@ -29,7 +29,7 @@ def test_loads_that_overlap_put_it_back_once() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_an_interval_that_is_shorter_already_stays() -> None:
+def test_shorter_interval_is_kept() -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -39,7 +39,7 @@ def test_an_interval_that_is_shorter_already_stays() -> None:
         sys.setswitchinterval(before)
 
 
-def test_the_collector_rests_inside_only() -> None:
+def test_collector_pauses_inside_block_only() -> None:
     assert gc.isenabled()
     with paused_gc(), paused_gc():
         assert not gc.isenabled()

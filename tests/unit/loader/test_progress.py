@@ -12,14 +12,14 @@ from penstock.loader import progress
 from penstock.loader.progress import Progress
 
 
-def test_a_drawn_wait_has_a_deadline() -> None:
+def test_drawn_wait_has_deadline() -> None:
     ticket = RunState(100, is_busy=lambda: False)
     with Progress(True, "weights") as progress, pytest.raises(SourceStalled):
         progress.follow(ticket, stall_s=0.3)
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
-def test_a_wait_ends_once_something_is_reached_and_shows_no_end(is_drawn: bool) -> None:
+def test_wait_ends_when_condition_is_reached(is_drawn: bool) -> None:
     ticket, calls = RunState(100, is_busy=lambda: False), list[tuple[int, int]]()
     wanted = (lambda done, total: calls.append((done, total))) if is_drawn else False
     with Progress(wanted, "weights") as shown:
@@ -30,7 +30,7 @@ def test_a_wait_ends_once_something_is_reached_and_shows_no_end(is_drawn: bool) 
         timer.join()
 
 
-def test_a_wait_for_what_is_never_reached_ends_with_the_tickets_error() -> None:
+def test_unreachable_wait_ends_with_run_error() -> None:
     ticket = RunState(100, is_busy=lambda: False)
     timer = threading.Timer(0.02, ticket.fail, [SourceTruncated("the file ended")])
     timer.start()
@@ -52,7 +52,7 @@ def text(shown: Progress) -> str:
     return str(shown._bar.tasks[0].fields["text"])
 
 
-def test_the_text_has_share_total_rate_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_shows_share_total_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Progress(True, "weights") as shown:
         shown(0, 4_000_000_000)
@@ -72,7 +72,7 @@ def test_the_text_has_share_total_rate_and_time_left(monkeypatch: pytest.MonkeyP
         assert text(shown) == "100 % of 4.00 GB, 133.33 MB/s, in 0:30"
 
 
-def test_what_an_earlier_run_did_counts_for_the_share_and_not_for_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_earlier_progress_counts_in_share_not_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     with Progress(True, "out", unit="tasks") as shown:
         shown.state("starting workers", 90, 100)
@@ -88,7 +88,7 @@ def test_what_an_earlier_run_did_counts_for_the_share_and_not_for_the_rate(monke
         assert text(shown) == "publishing"
 
 
-def test_a_bar_is_named_after_the_last_part_of_a_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bar_is_named_after_last_path_part(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(True, "s3://bucket/models/[llama]/") as shown:
         shown(1, 1)
     with Progress(True, "/") as shown:
@@ -97,7 +97,7 @@ def test_a_bar_is_named_after_the_last_part_of_a_place(capsys: pytest.CaptureFix
     assert "[llama]" in err and "bucket" not in err
 
 
-def test_an_error_leaves_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_removes_bar(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SourceStalled), Progress(True, "weights") as shown:
         shown(1, 2)
         raise SourceStalled("no more")
@@ -106,7 +106,7 @@ def test_an_error_leaves_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
-def test_what_the_program_prints_meanwhile_stays_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_output_stays_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(True, "weights") as shown:
         print("data")
         shown(1, 1)

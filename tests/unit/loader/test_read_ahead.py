@@ -89,7 +89,7 @@ def tensors(nbytes: int, size: int = SIZE) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("nbytes", [10_000, 300_000, 5 * MIB])
-def test_a_pass_in_file_order_reads_each_byte_once_by_large_reads(
+def test_sequential_pass_reads_each_byte_once(
     file: ReadAhead, source: Counted, nbytes: int
 ) -> None:
     for start, stop in tensors(nbytes):
@@ -100,7 +100,7 @@ def test_a_pass_in_file_order_reads_each_byte_once_by_large_reads(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_pass_that_is_nearly_in_file_order_reads_little_twice(file: ReadAhead, source: Counted, seed: int) -> None:
+def test_nearly_sequential_pass_reads_little_twice(file: ReadAhead, source: Counted, seed: int) -> None:
     order = tensors(20_000)
     shuffle = random.Random(seed)
     keys = {piece: index + shuffle.uniform(0, 8) for index, piece in enumerate(order)}
@@ -110,7 +110,7 @@ def test_a_pass_that_is_nearly_in_file_order_reads_little_twice(file: ReadAhead,
     assert source.num_reads < len(order) / 10
 
 
-def test_two_dtypes_that_lie_apart_and_are_asked_for_in_turn_are_both_read_ahead(
+def test_two_interleaved_sequences_are_read_ahead(
     file: ReadAhead, source: Counted
 ) -> None:
     half = SIZE // 2
@@ -121,13 +121,13 @@ def test_two_dtypes_that_lie_apart_and_are_asked_for_in_turn_are_both_read_ahead
     assert source.num_reads < 60
 
 
-def test_a_few_slices_of_a_large_file_read_little_more_than_themselves(file: ReadAhead, source: Counted) -> None:
+def test_sparse_slices_read_little_extra(file: ReadAhead, source: Counted) -> None:
     for start in range(0, SIZE, MIB // 2):
         read(file, start, start + 4096)
     assert source.read_bytes == 4096 * (SIZE // (MIB // 2))
 
 
-def test_a_short_run_of_small_reads_brings_in_at_most_two_megabytes_more(file: ReadAhead, source: Counted) -> None:
+def test_short_run_of_small_reads_prefetches_little(file: ReadAhead, source: Counted) -> None:
     for start, stop in tensors(4096, 5 * 4096):
         read(file, start, stop)
     assert source.read_bytes <= 2 * MIB + 5 * 4096
@@ -143,7 +143,7 @@ def natural(count: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("count", [40, 1500])
-def test_with_a_hint_any_order_reads_each_byte_once(
+def test_hinted_order_reads_each_byte_once(
     file: ReadAhead, source: Counted, count: int, num_threads: int
 ) -> None:
     order = natural(count)
@@ -157,7 +157,7 @@ def test_with_a_hint_any_order_reads_each_byte_once(
     assert source.most_bytes <= SETTINGS.memory_bytes
 
 
-def test_a_hint_that_is_not_followed_costs_at_most_the_room_for_blocks(file: ReadAhead, source: Counted) -> None:
+def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: Counted) -> None:
     file.expect(tensors(MIB))
     for start in reversed(range(0, SIZE, 2 * MIB)):
         read(file, start, start + 1000)
@@ -165,7 +165,7 @@ def test_a_hint_that_is_not_followed_costs_at_most_the_room_for_blocks(file: Rea
     assert source.most_bytes <= SETTINGS.memory_bytes
 
 
-def test_a_hint_outside_the_file_is_refused(file: ReadAhead) -> None:
+def test_hint_outside_file_is_refused(file: ReadAhead) -> None:
     with pytest.raises(ConfigError, match="not within"):
         file.expect([(0, SIZE + 1)])
 
@@ -175,7 +175,7 @@ def test_a_hint_outside_the_file_is_refused(file: ReadAhead) -> None:
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
 )
-def test_any_requests_after_any_hint_get_their_bytes(
+def test_random_requests_after_hint_are_correct(
     hints: list[tuple[int, int]], requests: list[tuple[int, int]]
 ) -> None:
     file = ReadAhead(Counted(), SETTINGS, num_reads=3)
@@ -185,7 +185,7 @@ def test_any_requests_after_any_hint_get_their_bytes(
     file.close()
 
 
-def test_threads_that_read_several_files_share_the_memory(source: Counted) -> None:
+def test_concurrent_files_share_memory(source: Counted) -> None:
     sources = [source, Counted(), Counted()]
     files = [ReadAhead(each, SETTINGS, num_reads=4) for each in sources]
     with ThreadPoolExecutor(6) as pool:
@@ -195,7 +195,7 @@ def test_threads_that_read_several_files_share_the_memory(source: Counted) -> No
         file.close()
 
 
-def test_a_failed_read_is_raised_once_to_who_needs_it_and_the_next_request_reads_again(
+def test_failed_read_is_raised_once_then_retried(
     file: ReadAhead, source: Counted
 ) -> None:
     def fail(start: int, stop: int) -> None:
@@ -212,7 +212,7 @@ def test_a_failed_read_is_raised_once_to_who_needs_it_and_the_next_request_reads
         read(file, start, stop)
 
 
-def test_a_large_read_that_fails_in_part_raises(file: ReadAhead, source: Counted) -> None:
+def test_partly_failed_large_read_raises(file: ReadAhead, source: Counted) -> None:
     def fail(start: int, stop: int) -> None:
         if start >= 3 * MIB:
             raise SourceUnavailable("broken", uri="memory:")
@@ -224,12 +224,12 @@ def test_a_large_read_that_fails_in_part_raises(file: ReadAhead, source: Counted
     read(file, 0, 6 * MIB)
 
 
-def test_reads_beyond_the_end_are_refused(file: ReadAhead) -> None:
+def test_reads_beyond_end_are_refused(file: ReadAhead) -> None:
     with pytest.raises(SourceTruncated):
         file.readv(SIZE - 1, [memoryview(bytearray(2))])
 
 
-def test_closing_does_not_wait_and_the_source_closes_after_its_last_read(source: Counted) -> None:
+def test_close_returns_before_last_read_ends(source: Counted) -> None:
     file = ReadAhead(source, SETTINGS, num_reads=4)
     going_on, under_way = threading.Event(), threading.Event()
 
@@ -251,7 +251,7 @@ def test_closing_does_not_wait_and_the_source_closes_after_its_last_read(source:
         read(file, 0, 10)
 
 
-def test_a_source_without_deadlines_that_hangs_is_reported() -> None:
+def test_hanging_source_is_reported() -> None:
     source = Counted()
     file = ReadAhead(source, SETTINGS, num_reads=2, stall_s=0.2)
     read(file, 0, 1000)
@@ -263,7 +263,7 @@ def test_a_source_without_deadlines_that_hangs_is_reported() -> None:
     file.close()
 
 
-def test_a_server_that_does_not_answer_holds_up_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_server_blocks_no_other_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SLOW_S", 0.2)
     dead = Counted()
     going_on = threading.Event()
@@ -280,7 +280,7 @@ def test_a_server_that_does_not_answer_holds_up_no_other_file(monkeypatch: pytes
         file.close()
 
 
-def test_a_wait_for_bytes_ends_also_while_other_files_are_read() -> None:
+def test_hanging_read_stalls_during_other_reads() -> None:
     dead = Counted()
     going_on = threading.Event()
     dead.before = lambda start, stop: [None, going_on.wait(30)][0]
@@ -304,7 +304,7 @@ def test_a_wait_for_bytes_ends_also_while_other_files_are_read() -> None:
     file.close()
 
 
-def test_a_request_that_waits_ends_when_the_file_is_closed(source: Counted) -> None:
+def test_close_ends_waiting_request(source: Counted) -> None:
     file = ReadAhead(source, SETTINGS, num_reads=1)
     going_on = threading.Event()
     source.before = lambda start, stop: [None, going_on.wait(30)][0]
@@ -320,7 +320,7 @@ def test_a_request_that_waits_ends_when_the_file_is_closed(source: Counted) -> N
     wait_until(lambda: source.is_closed)
 
 
-def test_a_forked_child_reads_for_itself(file: ReadAhead, source: Counted) -> None:
+def test_forked_child_reads_independently(file: ReadAhead, source: Counted) -> None:
     going_on = threading.Event()
     holding: list[int] = []
 

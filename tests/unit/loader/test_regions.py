@@ -60,7 +60,7 @@ def test_random_regions_equal_slices(source: Path, verify: bool | None, seed: in
 
 
 @pytest.mark.parametrize("at", [0, LEAF_BYTES + 5, 2 * LEAF_BYTES - 1])
-def test_flipped_bit_in_leaf_of_region_found(tmp_path: Path, at: int) -> None:
+def test_flipped_bit_inside_region_leaf_is_detected(tmp_path: Path, at: int) -> None:
     file = tmp_path / "m.safetensors"
     save_file({"w": torch.zeros(16, LEAF_BYTES // 8, dtype=torch.int16)}, file)
     ps.manifest(tmp_path)
@@ -107,7 +107,7 @@ def test_gaps_of_whole_leaves_are_skipped(tmp_path: Path) -> None:
         (None, np.s_[:]),
     ],
 )
-def test_forms_of_a_region(tmp_path: Path, box: Any, wanted: Any) -> None:
+def test_slices_and_ellipsis_select_region(tmp_path: Path, box: Any, wanted: Any) -> None:
     tensor = torch.arange(60.0).view(6, 10)
     save_file({"w": tensor}, tmp_path / "m.safetensors")
     for boxes in ({"w": box}, lambda name, shape: box):
@@ -128,7 +128,7 @@ def test_forms_of_a_region(tmp_path: Path, box: Any, wanted: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_malformed_region_is_typed_error(
+def test_malformed_region_raises_typed_error(
     tmp_path: Path, box: Any, error: type[PenstockError], with_manifest: bool
 ) -> None:
     save_file({"w": torch.zeros(6, 10)}, tmp_path / "m.safetensors")
@@ -138,7 +138,7 @@ def test_malformed_region_is_typed_error(
         ps.load(tmp_path, boxes={"w": box})
 
 
-def test_slices_without_stop_make_no_box() -> None:
+def test_slice_without_stop_is_no_box() -> None:
     with pytest.raises(ValueError, match="size is not known"):
         ps.Box.of(slice(0, None))
 
@@ -168,7 +168,7 @@ def llama(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_rank_of_tensor_parallelism_equals_reshard(llama: Path, tmp_path: Path, size: int) -> None:
+def test_tensor_parallel_rank_matches_reshard(llama: Path, tmp_path: Path, size: int) -> None:
     ps.convert(llama, tmp_path / "out", operations={"op": "reshard", "to": size}, workers=1, devices="cpu")
     for rank in range(size):
         mine = ps.load(llama, boxes=ps.tensor_parallel(rank=rank, size=size))
@@ -209,6 +209,6 @@ def test_tensor_without_rule_is_refused(tmp_path: Path) -> None:
         {"rank": 0, "size": 2, "rules": [("a", "x")]},
     ],
 )
-def test_wrong_rank_is_config_error(options: dict[str, Any]) -> None:
+def test_wrong_rank_raises_config_error(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ps.tensor_parallel(**options)

@@ -137,7 +137,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
 
 
 @pytest.mark.parametrize("window_bytes", [0, 4 * CHUNK])
-def test_all_bytes_arrive_by_the_ring(make: Callable[..., Bench], window_bytes: int) -> None:
+def test_ring_delivers_all_bytes(make: Callable[..., Bench], window_bytes: int) -> None:
     bench = make(3)
     run = bench.start(window_bytes=window_bytes)
     found = [bench.place.take(slab).tobytes() for slab in run.slabs()]
@@ -146,7 +146,7 @@ def test_all_bytes_arrive_by_the_ring(make: Callable[..., Bench], window_bytes: 
 
 
 @pytest.mark.parametrize("limits_workers", [True, False])
-def test_a_few_more_reads_than_workers_are_in_flight(make: Callable[..., Bench], limits_workers: bool) -> None:
+def test_reads_in_flight_slightly_exceed_workers(make: Callable[..., Bench], limits_workers: bool) -> None:
     bench = make()
     assert bench.ring.limits_workers, "this kernel is older than 5.15"
     bench.ring.limits_workers = limits_workers
@@ -170,7 +170,7 @@ def test_a_few_more_reads_than_workers_are_in_flight(make: Callable[..., Bench],
     assert most == NUM_READS + (READS_AHEAD if limits_workers else 0)
 
 
-def test_what_is_not_a_file_goes_to_threads_and_is_copied_by_the_same_thread(make: Callable[..., Bench]) -> None:
+def test_non_file_reads_go_to_threads(make: Callable[..., Bench]) -> None:
     bench = make(1, memory_nbytes=10 * CHUNK)
     threads = set()
     bench.place.on_copy = lambda number: threads.add(threading.current_thread().name)
@@ -181,7 +181,7 @@ def test_what_is_not_a_file_goes_to_threads_and_is_copied_by_the_same_thread(mak
     assert threads == {"penstock-fetch-ring"}
 
 
-def test_a_file_that_changes_is_an_error_and_its_bytes_are_not_given_away(make: Callable[..., Bench]) -> None:
+def test_changed_file_raises_before_delivery(make: Callable[..., Bench]) -> None:
     bench = make()
 
     def change(number: int) -> None:
@@ -196,14 +196,14 @@ def test_a_file_that_changes_is_an_error_and_its_bytes_are_not_given_away(make: 
     assert bench.place.num_copies < run.plan.num_reads
 
 
-def test_a_file_that_was_cut_is_an_error(make: Callable[..., Bench]) -> None:
+def test_truncated_file_raises_source_truncated(make: Callable[..., Bench]) -> None:
     bench = make()
     os.truncate(bench.paths[0], 5 * CHUNK)
     with pytest.raises(SourceTruncated):
         list(bench.start().slabs())
 
 
-def test_a_failed_copy_ends_the_run(make: Callable[..., Bench]) -> None:
+def test_failed_copy_ends_run(make: Callable[..., Bench]) -> None:
     bench = make()
 
     def fail(number: int) -> None:
@@ -214,7 +214,7 @@ def test_a_failed_copy_ends_the_run(make: Callable[..., Bench]) -> None:
         list(bench.start().slabs())
 
 
-def test_cancelling_waits_for_the_device_and_the_kernel(make: Callable[..., Bench]) -> None:
+def test_cancel_waits_for_device_and_kernel(make: Callable[..., Bench]) -> None:
     bench = make()
     bench.place.is_held.set()
     is_copying = threading.Event()
@@ -233,7 +233,7 @@ def error_of(run: LoadRun) -> BaseException | None:
     return run.ticket.error
 
 
-def test_a_read_for_threads_that_cannot_be_started_ends_the_run(
+def test_failed_thread_start_ends_run(
     make: Callable[..., Bench], refuse_thread: Callable[[str], None]
 ) -> None:
     refuse_thread("penstock-fetch-0")
@@ -243,7 +243,7 @@ def test_a_read_for_threads_that_cannot_be_started_ends_the_run(
     assert "no thread can be started" in str(error)
 
 
-def test_an_error_in_the_rings_thread_ends_the_run_and_the_reads_in_flight_are_awaited(
+def test_ring_thread_error_awaits_reads_in_flight(
     make: Callable[..., Bench],
 ) -> None:
     bench = make()
@@ -260,7 +260,7 @@ def test_an_error_in_the_rings_thread_ends_the_run_and_the_reads_in_flight_are_a
     assert not run.fetch.is_busy()
 
 
-def test_a_read_that_cannot_be_queued_ends_the_run_and_is_not_awaited(make: Callable[..., Bench]) -> None:
+def test_unqueued_read_ends_run_without_waiting(make: Callable[..., Bench]) -> None:
     bench = make()
     queue_read = bench.ring.queue_read
     tokens: list[int] = []
@@ -278,7 +278,7 @@ def test_a_read_that_cannot_be_queued_ends_the_run_and_is_not_awaited(make: Call
     assert not run.fetch.is_busy()
 
 
-def test_memory_of_reads_in_flight_outlives_a_ring_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_in_flight_keep_memory_after_ring_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[object] = []
     monkeypatch.setattr("penstock.engine.fetch_ring._lost", lost)
     # Without the fixture, which wants every buffer back.
@@ -311,7 +311,7 @@ def test_memory_of_reads_in_flight_outlives_a_ring_that_fails(tmp_path: Path, mo
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs")
-def test_files_in_memory_are_read_by_the_ring_also_after_a_read_by_a_thread() -> None:
+def test_tmpfs_files_are_read_by_ring() -> None:
     path = Path("/dev/shm") / f"penstock-ring-{os.getpid()}"
     path.write_bytes(sample(CHUNK))
     try:

@@ -180,7 +180,7 @@ SIZES = {
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("straight", [True, False])
-def test_slabs_come_in_order_complete_and_equal(make: Make, sizes: str, straight: bool) -> None:
+def test_slabs_arrive_in_order_and_complete(make: Make, sizes: str, straight: bool) -> None:
     bench = make(*SIZES[sizes])
     place = HostPlace(bench.plan.slab_nbytes.tolist()) if straight else bench.place
     run = bench.start(place=place, pool=None if straight else bench.pool)
@@ -219,14 +219,14 @@ def test_boxes_are_packed_in_staging(make: Make) -> None:
     assert make is not None
 
 
-def test_nothing_to_read_is_finished_at_once(make: Make) -> None:
+def test_empty_run_finishes_immediately(make: Make) -> None:
     bench = make(0, 0)
     run = bench.start()
     run.ticket.wait(stall_s=1)
     assert list(run.slabs()) == []
 
 
-def test_some_of_the_reads_only(make: Make) -> None:
+def test_run_reads_selected_reads_only(make: Make) -> None:
     bench = make(CHUNK, CHUNK, CHUNK, CHUNK)
     run = bench.start(reads=[0, 2])
     run.wait_reads([2])
@@ -238,7 +238,7 @@ def test_some_of_the_reads_only(make: Make) -> None:
 
 
 @pytest.mark.parametrize("when", ["reading", "copying", "between"])
-def test_cancel_midway_drains_and_returns_every_buffer(make: Make, when: str) -> None:
+def test_cancel_drains_and_returns_every_buffer(make: Make, when: str) -> None:
     bench = make(*[CHUNK] * 40)
     if when == "reading":
         bench.source.open.clear()
@@ -260,7 +260,7 @@ def test_cancel_midway_drains_and_returns_every_buffer(make: Make, when: str) ->
 
 
 @pytest.mark.parametrize("ask", ["slabs", "wait", "wait_read"])
-def test_a_sources_error_reaches_the_waiter_and_frees_the_pool(make: Make, ask: str) -> None:
+def test_source_error_reaches_waiter_and_frees_pool(make: Make, ask: str) -> None:
     bench = make(*[CHUNK] * 20)
     bench.source.fail_from = 7 * CHUNK
     run = bench.start()
@@ -276,7 +276,7 @@ def test_a_sources_error_reaches_the_waiter_and_frees_the_pool(make: Make, ask: 
     assert bench.all_buffers_are_back() and not own_threads()
 
 
-def test_a_places_error_reaches_the_waiter_and_frees_the_pool(make: Make) -> None:
+def test_destination_error_reaches_waiter_and_frees_pool(make: Make) -> None:
     bench = make(*[CHUNK] * 20)
     bench.place.fault = DestinationError("the device is lost")
     run = bench.start()
@@ -287,7 +287,7 @@ def test_a_places_error_reaches_the_waiter_and_frees_the_pool(make: Make) -> Non
 
 
 @pytest.mark.parametrize("size", [CHUNK, 1_000_000])
-def test_a_window_bounds_how_far_reads_run_ahead(make: Make, size: int) -> None:
+def test_window_limits_read_ahead(make: Make, size: int) -> None:
     bench, window = make(*[size] * 12), 2 * size
     run = bench.start(window_bytes=window)
     for slab in run.slabs():
@@ -298,13 +298,13 @@ def test_a_window_bounds_how_far_reads_run_ahead(make: Make, size: int) -> None:
     run.ticket.wait(stall_s=5)
 
 
-def test_a_window_smaller_than_a_slab_does_not_lock_up(make: Make) -> None:
+def test_window_smaller_than_slab_does_not_deadlock(make: Make) -> None:
     bench = make(1_000_000, 5, 1_000_000)
     run = bench.start(window_bytes=1)
     assert [slab for slab in run.slabs() if bench.place.take(slab).tobytes() == bench.wanted(slab)] == [0, 1, 2]
 
 
-def test_a_consumer_that_takes_its_time_is_no_stall(make: Make) -> None:
+def test_slow_consumer_is_not_a_stall(make: Make) -> None:
     bench = make(*[CHUNK] * 3)
     run = bench.start(window_bytes=CHUNK, stall_s=1.0)
     seen = []
@@ -315,7 +315,7 @@ def test_a_consumer_that_takes_its_time_is_no_stall(make: Make) -> None:
     assert seen == list(range(3)) and run.ticket.moved_bytes == 3 * CHUNK
 
 
-def test_a_silent_source_is_bounded_by_its_own_deadline_not_the_engines(make: Make) -> None:
+def test_silent_source_is_limited_by_its_own_deadline(make: Make) -> None:
     """While a read runs, the source's deadline holds; the ticket's only begins when nothing runs."""
     bench = make(CHUNK)
     bench.source.open.clear()
@@ -325,7 +325,7 @@ def test_a_silent_source_is_bounded_by_its_own_deadline_not_the_engines(make: Ma
     run.ticket.wait(stall_s=1.0)
 
 
-def test_reads_that_were_never_posted_are_a_stall(make: Make) -> None:
+def test_unposted_reads_raise_source_stalled(make: Make) -> None:
     bench = make(CHUNK, CHUNK)
     run = bench.start(reads=[0])
     with pytest.raises(SourceStalled):
@@ -333,7 +333,7 @@ def test_reads_that_were_never_posted_are_a_stall(make: Make) -> None:
 
 
 @pytest.mark.parametrize("window_bytes", [0, 3 * CHUNK])
-def test_what_is_checked_is_ready_only_then(make: Make, window_bytes: int) -> None:
+def test_checked_slabs_are_ready_after_check(make: Make, window_bytes: int) -> None:
     bench = make(*[CHUNK, 10, 3 * CHUNK, CHUNK + 5] * 4)
     _, checker = leaves_of(bench)
     run = bench.start(checker=checker, window_bytes=window_bytes)
@@ -343,7 +343,7 @@ def test_what_is_checked_is_ready_only_then(make: Make, window_bytes: int) -> No
 
 @pytest.mark.parametrize("batch_bytes", [1, 10 * CHUNK, 1 << 30])
 @pytest.mark.parametrize("window_bytes", [0, 3 * CHUNK])
-def test_a_flipped_bit_is_never_given_away(make: Make, batch_bytes: int, window_bytes: int) -> None:
+def test_corrupt_slab_is_never_delivered(make: Make, batch_bytes: int, window_bytes: int) -> None:
     bench = make(*[CHUNK] * 8)
     _, checker = leaves_of(bench)
     checker.batch_bytes = batch_bytes
@@ -359,7 +359,7 @@ def test_a_flipped_bit_is_never_given_away(make: Make, batch_bytes: int, window_
     assert bench.all_buffers_are_back() and not own_threads()
 
 
-def test_a_checker_that_breaks_is_told(make: Make) -> None:
+def test_checker_error_reaches_waiter(make: Make) -> None:
     class Broken:
         num_threads = batch_bytes = 1
 
@@ -375,7 +375,7 @@ def test_a_checker_that_breaks_is_told(make: Make) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_the_last_check_is_small_and_the_checker_is_prepared_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_last_check_batch_is_small(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.loader.run.MIN_BATCH_BYTES", CHUNK)
 
     class Recorder:
@@ -396,7 +396,7 @@ def test_the_last_check_is_small_and_the_checker_is_prepared_once(make: Make, mo
     assert checker.called == [0, 16, 16, 16, 15, 1]
 
 
-def test_a_run_is_under_way_once_an_eighth_has_arrived(make: Make) -> None:
+def test_run_is_under_way_after_one_eighth(make: Make) -> None:
     bench, seen = make(*[CHUNK] * 64), list[int]()
     bench.source.open.clear()
     run = bench.start(num_fetch_threads=1)
@@ -407,7 +407,7 @@ def test_a_run_is_under_way_once_an_eighth_has_arrived(make: Make) -> None:
     assert seen == [8 * CHUNK] and run.is_under_way()
 
 
-def test_a_run_without_bytes_is_under_way(make: Make) -> None:
+def test_empty_run_is_under_way(make: Make) -> None:
     assert make().start().is_under_way()
 
 
@@ -429,7 +429,7 @@ class Preparing:
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
-def test_the_checker_is_prepared_when_asked_or_with_the_first_bytes(make: Make, is_asked: bool) -> None:
+def test_checker_is_prepared_once_on_request_or_read(make: Make, is_asked: bool) -> None:
     bench, checker = make(*[CHUNK] * 8), Preparing()
     bench.source.open.clear()
     run = bench.start(checker=checker)
@@ -443,7 +443,7 @@ def test_the_checker_is_prepared_when_asked_or_with_the_first_bytes(make: Make, 
     assert checker.num_prepared == 1
 
 
-def test_a_checker_of_nothing_is_not_prepared(make: Make) -> None:
+def test_checker_without_bytes_is_not_prepared(make: Make) -> None:
     checker = Preparing()
     run = make().start(checker=checker)
     run.prepare_checker()
@@ -451,7 +451,7 @@ def test_a_checker_of_nothing_is_not_prepared(make: Make) -> None:
     assert checker.num_prepared == 0
 
 
-def test_the_trace_holds_every_step(make: Make) -> None:
+def test_trace_contains_every_step(make: Make) -> None:
     trace = Trace(enabled=True)
     bench = make(*[CHUNK] * 5)
     _, checker = leaves_of(bench)
@@ -464,7 +464,7 @@ def test_the_trace_holds_every_step(make: Make) -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "cancelled", "failed"])
-def test_a_closed_run_holds_nothing_even_before_the_collector_runs(how: str) -> None:
+def test_closed_run_is_freed_without_collector(how: str) -> None:
     gc.disable()
     try:
         bench = Bench(*[CHUNK] * 8)

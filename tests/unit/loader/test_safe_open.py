@@ -106,7 +106,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 
 class TestWhole:
-    def test_names_metadata_shapes_and_dtypes(self, file: Path) -> None:
+    def test_names_shapes_and_dtypes_match_safetensors(self, file: Path) -> None:
         with safe_open(file, "pt") as mine, theirs(file) as true:
             assert mine.keys() == true.keys()
             assert mine.offset_keys() == true.offset_keys()
@@ -115,33 +115,33 @@ class TestWhole:
                 assert mine.get_slice(name).get_shape() == true.get_slice(name).get_shape()
                 assert mine.get_slice(name).get_dtype() == true.get_slice(name).get_dtype()
 
-    def test_a_file_without_metadata(self, tmp_path: Path) -> None:
+    def test_missing_metadata_is_none(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.safetensors", {"a": (DType.F32, (2,))})
         assert safe_open(path).metadata() is None
 
     @pytest.mark.parametrize("dtype", HELD)
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
-    def test_every_dtype(self, file: Path, dtype: DType, backend: str) -> None:
+    def test_sliced_dtype_matches_safetensors(self, file: Path, dtype: DType, backend: str) -> None:
         with safe_open(file, "pt", backend=backend) as mine, theirs(file) as true:
             assert_same(mine.get_tensor(f"z.{dtype}"), true.get_tensor(f"z.{dtype}"))
 
     @pytest.mark.parametrize("name", ["a.scalar", "empty", "cube", "empty.f4", "f4.cube"])
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
-    def test_every_shape_class(self, file: Path, name: str, backend: str) -> None:
+    def test_every_shape_class_matches_safetensors(self, file: Path, name: str, backend: str) -> None:
         with safe_open(file, "pt", backend=backend) as mine, theirs(file) as true:
             assert_same(mine.get_tensor(name), true.get_tensor(name))
 
     @pytest.mark.parametrize("name", ["a.scalar", "empty", "cube", *(f"z.{d}" for d in PLAIN)])
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
     @pytest.mark.parametrize("framework", ["np", "numpy"])
-    def test_numpy(self, file: Path, name: str, backend: str, framework: str) -> None:
+    def test_numpy_tensor_matches_and_is_writable(self, file: Path, name: str, backend: str, framework: str) -> None:
         with safe_open(file, framework, backend=backend) as mine, theirs(file, "np") as true:
             found = mine.get_tensor(name)
             assert_same(found, true.get_tensor(name))
             assert found.flags.writeable
 
     @pytest.mark.parametrize("backend", ["mmap", "pread"])
-    def test_get_tensors_and_load_file(self, tmp_path: Path, backend: str) -> None:
+    def test_get_tensors_and_load_file_match_safetensors(self, tmp_path: Path, backend: str) -> None:
         tensors: dict[str, tuple[DType, Sequence[int]]] = {
             "odd": (DType.U8, (3,)),
             "after.odd": (DType.F32, (5,)),
@@ -159,12 +159,12 @@ class TestWhole:
         arrays = safe_open(path, "np", backend=backend)
         assert_same(arrays.get_tensor("after.odd"), theirs(path, "np").get_tensor("after.odd"))
 
-    def test_a_file_of_no_tensors(self, tmp_path: Path) -> None:
+    def test_file_without_tensors_is_empty(self, tmp_path: Path) -> None:
         path = write(tmp_path / "m.safetensors", {})
         assert load_file(path) == {}
         assert safe_open(path).keys() == []
 
-    def test_tensors_are_the_callers_own(self, file: Path) -> None:
+    def test_each_call_returns_a_new_tensor(self, file: Path) -> None:
         with safe_open(file) as f:
             first, second = f.get_tensor("cube"), f.get_tensor("cube")
         first.zero_()
@@ -173,7 +173,7 @@ class TestWhole:
 
     @pytest.mark.parametrize("framework", ["pt", "np"])
     @pytest.mark.parametrize("dtype", sorted(F6))
-    def test_f6_is_refused_as_there(self, file: Path, framework: str, dtype: DType) -> None:
+    def test_f6_is_refused_like_safetensors(self, file: Path, framework: str, dtype: DType) -> None:
         with pytest.raises(safetensors.SafetensorError):
             theirs(file, framework).get_tensor(f"z.{dtype}")
         with pytest.raises(safetensors.SafetensorError) as caught:
@@ -181,7 +181,7 @@ class TestWhole:
         assert isinstance(caught.value, PlanError)
 
     @pytest.mark.parametrize("device", ["cpu", None, torch.device("cpu"), "cpu:0"])
-    def test_spellings_of_the_cpu(self, file: Path, device: Any) -> None:
+    def test_cpu_spellings_are_accepted(self, file: Path, device: Any) -> None:
         assert safe_open(file, "pt", device=device).get_tensor("cube").device.type == "cpu"
 
 
@@ -209,7 +209,7 @@ class TestTorchSlices:
     @pytest.mark.parametrize("index", TORCH_FORMS, ids=repr)
     @pytest.mark.parametrize("name", ["cube", "a.scalar", "empty"])
     @pytest.mark.parametrize("place", ["mapped", "read", "remote"])
-    def test_every_form(
+    def test_every_index_form_matches_safetensors(
         self, file: Path, name: str, index: Any, place: str, remote: tuple[Callable[..., safe_open], Recorder]
     ) -> None:
         true = outcome(lambda: theirs(file).get_slice(name)[index])
@@ -225,21 +225,21 @@ class TestTorchSlices:
 
     @pytest.mark.parametrize("dtype", [d for d in HELD if d is not DType.F4])
     @pytest.mark.parametrize("index", [0, np.s_[1:3], np.s_[:, 2:7:2], np.s_[-1, -1]], ids=repr)
-    def test_every_dtype(
+    def test_sliced_dtype_matches_safetensors(
         self, file: Path, dtype: DType, index: Any, remote: tuple[Callable[..., safe_open], Recorder]
     ) -> None:
         true = theirs(file).get_slice(f"z.{dtype}")[index]
         assert_same(remote[0]().get_slice(f"z.{dtype}")[index], true)
 
     @pytest.mark.parametrize("index", [0, np.s_[1:], np.s_[:, 1:3], np.s_[:, :, 1:], np.s_[0, 0, 0], ...], ids=repr)
-    def test_f4_is_sliced_as_the_tensor_it_gives(
+    def test_f4_slice_matches_whole_tensor(
         self, file: Path, index: Any, remote: tuple[Callable[..., safe_open], Recorder]
     ) -> None:
         whole = theirs(file).get_tensor("f4.cube")
         for mine in (_local(file, backend="mmap"), remote[0]()):
             assert_same(mine.get_slice("f4.cube")[index], whole[index])
 
-    def test_a_slice_outlives_the_block(self, file: Path) -> None:
+    def test_slice_is_readable_after_close(self, file: Path) -> None:
         with safe_open(file) as mine, theirs(file) as true:
             kept, wanted = mine.get_slice("cube"), true.get_slice("cube")
         assert_same(kept[1:], wanted[1:])
@@ -266,7 +266,7 @@ indices = st.one_of(entries, st.lists(entries, max_size=4).map(tuple))
 class TestSlicesByHypothesis:
     @settings(max_examples=300, deadline=None)
     @given(shape=st.lists(st.integers(0, 7), max_size=4), index=indices)
-    def test_what_is_read_is_what_torch_selects(
+    def test_random_slice_matches_torch(
         self, tmp_path_factory: pytest.TempPathFactory, shape: list[int], index: Any
     ) -> None:
         path = write(tmp_path_factory.getbasetemp() / "h.safetensors", {"x": (DType.I16, shape)})
@@ -289,7 +289,7 @@ class TestSlicesByHypothesis:
             max_size=4,
         ).map(tuple),
     )
-    def test_what_is_read_is_what_numpy_selects(
+    def test_random_slice_matches_numpy(
         self, tmp_path_factory: pytest.TempPathFactory, shape: list[int], index: Any
     ) -> None:
         path = write(tmp_path_factory.getbasetemp() / "h.safetensors", {"x": (DType.I16, shape)})
@@ -311,7 +311,7 @@ class TestNumpySlices:
          slice(np.int64(0), np.int64(2)), np.s_[::100]],
         ids=repr,
     )  # fmt: skip
-    def test_what_safetensors_gives(self, file: Path, index: Any) -> None:
+    def test_numpy_slice_matches_safetensors(self, file: Path, index: Any) -> None:
         true = theirs(file, "np").get_slice("cube")[index]
         for backend in ("mmap", "pread"):
             assert_same(safe_open(file, "np", backend=backend).get_slice("cube")[index], true)
@@ -322,7 +322,7 @@ class TestNumpySlices:
          (0, 0, 0, 0), "a", 1.5, b"a", {}, 10**30],
         ids=repr,
     )  # fmt: skip
-    def test_what_safetensors_refuses(self, file: Path, index: Any) -> None:
+    def test_slice_refused_by_safetensors_is_refused(self, file: Path, index: Any) -> None:
         with pytest.raises(safetensors.SafetensorError):
             theirs(file, "np").get_slice("cube")[index]
         with pytest.raises(safetensors.SafetensorError) as caught:
@@ -330,18 +330,18 @@ class TestNumpySlices:
         assert isinstance(caught.value, IndexError)
         assert caught.value.blame == "plan"
 
-    def test_a_float_bound_is_a_type_error(self, file: Path) -> None:
+    def test_float_bound_raises_type_error(self, file: Path) -> None:
         with pytest.raises(TypeError):
             safe_open(file, "np").get_slice("cube")[0:1.5]
 
     @pytest.mark.parametrize("index", [np.s_[2:1], np.s_[5:9], np.s_[-2:], np.s_[:, -10:10], np.s_[:7]], ids=repr)
-    def test_slices_it_cannot_give_are_numpys(self, file: Path, index: Any) -> None:
+    def test_slices_unsupported_by_safetensors_match_numpy(self, file: Path, index: Any) -> None:
         whole = theirs(file, "np").get_tensor("cube")
         assert_same(safe_open(file, "np").get_slice("cube")[index], whole[index])
 
 
 class TestOnlyTheBytesNeeded:
-    def test_a_slice_of_rows(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
+    def test_row_slice_reads_only_its_rows(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
         opened, source = remote
         f = opened()
         before = source.read_bytes
@@ -350,7 +350,7 @@ class TestOnlyTheBytesNeeded:
         f.get_slice("cube")[2, 3]
         assert source.read_bytes - before == 4 * 5 * 4 + 5 * 4
 
-    def test_a_far_column_is_read_in_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_column_slice_is_read_in_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = write(tmp_path / "wide.safetensors", {"wide": (DType.U8, (4, 1 << 20))})
         source = Recorder(path.read_bytes())
         monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
@@ -360,7 +360,7 @@ class TestOnlyTheBytesNeeded:
         assert source.read_bytes - before == 4 * 1999
         assert_same(part, np.ascontiguousarray(theirs(path, "np").get_slice("wide")[:, 1000:3000:2]))
 
-    def test_an_index_that_fails_reads_nothing(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
+    def test_failing_index_reads_nothing(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
         opened, source = remote
         f = opened()
         before = source.read_bytes
@@ -381,7 +381,7 @@ class TestManyReads:
     """Large tensors and slices, and those of several reads over a network, go through the engine."""
 
     @pytest.mark.parametrize("index", [(), np.s_[1:39], np.s_[:, 3:5], np.s_[::7, :, 1000:]])
-    def test_of_a_file(self, big: Path, index: Any) -> None:
+    def test_large_file_slices_match_safetensors(self, big: Path, index: Any) -> None:
         with safe_open(big, backend="pread") as mine, theirs(big) as true:
             for _ in range(2):
                 found = mine.get_slice("t")[index]
@@ -389,7 +389,7 @@ class TestManyReads:
         assert load_file(big, backend="pread").keys() == {"t", "u"}
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("penstock")]
 
-    def test_of_an_object(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_strided_object_slice_reads_few_bytes(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = Recorder(big.read_bytes())
         monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
         with safe_open(source.uri) as mine, theirs(big) as true:
@@ -398,7 +398,7 @@ class TestManyReads:
             assert source.read_bytes - before < 2**20
             assert_same(mine.get_tensor("t"), true.get_tensor("t"))
 
-    def test_an_error_leaves_the_file_usable(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_slice_leaves_file_usable(self, big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         source = Recorder(big.read_bytes())
         monkeypatch.setattr(module, "open_source", lambda uri, **_: source)
         with safe_open(source.uri) as mine, theirs(big) as true:
@@ -410,14 +410,14 @@ class TestManyReads:
 
 
 class TestErrors:
-    def test_a_missing_tensor(self, file: Path) -> None:
+    def test_missing_tensor_is_named(self, file: Path) -> None:
         for ask in ("get_tensor", "get_slice"):
             with pytest.raises(safetensors.SafetensorError, match="does not contain tensor nope") as caught:
                 getattr(safe_open(file), ask)("nope")
             assert isinstance(caught.value, NotFound)
             assert caught.value.tensor == "nope"
 
-    def test_after_the_block(self, file: Path) -> None:
+    def test_closed_file_refuses_calls(self, file: Path) -> None:
         with safe_open(file) as f:
             pass
         calls = (f.keys, f.offset_keys, f.metadata, f.get_tensors, lambda: f.get_tensor("cube"))
@@ -426,13 +426,13 @@ class TestErrors:
                 call()
             assert isinstance(caught.value, ConfigError)
 
-    def test_a_missing_file(self, tmp_path: Path) -> None:
+    def test_missing_file_raises_not_found(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError) as caught:
             safe_open(tmp_path / "none.safetensors", "pt")
         assert isinstance(caught.value, NotFound)
 
     @pytest.mark.parametrize("raw", [b"", b"abc", b"hello world, this is no such file", struct.pack("<Q", 2**63) * 4])
-    def test_no_safetensors_file(self, tmp_path: Path, raw: bytes) -> None:
+    def test_invalid_file_raises_format_error(self, tmp_path: Path, raw: bytes) -> None:
         path = tmp_path / "bad.safetensors"
         path.write_bytes(raw)
         with pytest.raises(safetensors.SafetensorError):
@@ -442,21 +442,21 @@ class TestErrors:
         assert isinstance(caught.value, FormatError)
 
     @pytest.mark.parametrize("device", ["bogus", "meta", "0", 1.5, -2])
-    def test_an_invalid_device(self, file: Path, device: Any) -> None:
+    def test_invalid_device_raises_config_error(self, file: Path, device: Any) -> None:
         with pytest.raises(safetensors.SafetensorError) as caught:
             safe_open(file, "pt", device=device)
         assert isinstance(caught.value, ConfigError)
 
-    def test_numpy_has_no_device(self, file: Path) -> None:
+    def test_numpy_with_device_is_refused(self, file: Path) -> None:
         with pytest.raises(safetensors.SafetensorError, match="numpy"):
             safe_open(file, "np", device="cuda:0")
 
     @pytest.mark.parametrize("keyword", [{"framework": "bogus"}, {"backend": "bogus"}])
-    def test_an_invalid_word(self, file: Path, keyword: dict[str, str]) -> None:
+    def test_unknown_option_value_is_named(self, file: Path, keyword: dict[str, str]) -> None:
         with pytest.raises(safetensors.SafetensorError, match="bogus"):
             safe_open(file, **{"framework": "pt", **keyword})
 
-    def test_wrong_types(self, file: Path) -> None:
+    def test_wrong_argument_types_raise_type_error(self, file: Path) -> None:
         with pytest.raises(TypeError):
             safe_open(file, None)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
@@ -464,7 +464,7 @@ class TestErrors:
         with pytest.raises(TypeError):
             safe_open(file).get_tensor(3)  # type: ignore[arg-type]
 
-    def test_without_safetensors_imported_errors_are_penstocks(
+    def test_errors_are_typed_without_safetensors_import(
         self, file: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.delitem(__import__("sys").modules, "safetensors")

@@ -26,7 +26,7 @@ class Registrar:
 
 
 @pytest.mark.parametrize("has_threads", [True, False])
-def test_closing_unpins_the_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool) -> None:
+def test_close_unpins_staging(monkeypatch: pytest.MonkeyPatch, has_threads: bool) -> None:
     registrar = Registrar()
     intake = Intake(Settings.read(), torch.device("cpu"))
     pool = intake.open_pool(registrar)
@@ -46,7 +46,7 @@ def test_closing_unpins_the_staging(monkeypatch: pytest.MonkeyPatch, has_threads
 
 
 @pytest.mark.parametrize("device", [0, 99, "cuda:99"])
-def test_number_of_absent_gpu_is_named(device: int | str) -> None:
+def test_absent_gpu_number_is_named(device: int | str) -> None:
     if torch.cuda.device_count() and device == 0:
         pytest.skip("this host has GPU 0")
     number = device if isinstance(device, int) else 99
@@ -55,7 +55,7 @@ def test_number_of_absent_gpu_is_named(device: int | str) -> None:
 
 
 @pytest.mark.parametrize("device", [-1, True, "0", 0.0, None])
-def test_value_that_is_no_device_is_refused(device: object) -> None:
+def test_invalid_device_is_refused(device: object) -> None:
     with pytest.raises(ConfigError, match="is not a device") as caught:
         resolve_device(device)
     assert "the number N of a GPU" in str(caught.value)

@@ -19,7 +19,7 @@ from penstock.loader.session import LoadSession, ReadOptions
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_the_thread_works_on_the_callers_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_background_load_uses_caller_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     streams: dict[int, str] = {threading.get_ident(): "the caller's"}
 
     def current_stream(device: torch.device) -> str:

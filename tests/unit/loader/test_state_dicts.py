@@ -99,7 +99,7 @@ def test_plain_attribute_cannot_be_kept(path: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", [load_into, load_in_background])
-def test_copy_that_nothing_fills_is_accepted(path: Path, verb: Verb) -> None:
+def test_unfilled_copy_in_state_dict_is_accepted(path: Path, verb: Verb) -> None:
     def count(module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: object) -> None:
         state[f"{prefix}count"] = torch.tensor([2])
 

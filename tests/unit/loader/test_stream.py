@@ -35,7 +35,7 @@ def is_mapped(path: Path) -> bool:
     return str(path) in Path("/proc/self/maps").read_text()
 
 
-def test_it_is_called_as_load_is(big: Path) -> None:
+def test_stream_has_signature_of_load(big: Path) -> None:
     assert inspect.signature(penstock.stream).parameters == inspect.signature(penstock.load).parameters
     assert inspect.signature(penstock.stream).return_annotation == "TensorStream"
     with pytest.raises(TypeError, match="devise"):
@@ -47,7 +47,7 @@ def test_it_is_called_as_load_is(big: Path) -> None:
 
 @pytest.mark.parametrize("copy", [True, False])
 @pytest.mark.parametrize("memory_bytes", [None, "1M"])
-def test_the_same_tensors_in_file_order(tmp_path: Path, copy: bool, memory_bytes: str | None) -> None:
+def test_stream_yields_loaded_tensors_in_file_order(tmp_path: Path, copy: bool, memory_bytes: str | None) -> None:
     write_llama(tmp_path, num_layers=2, hidden=128, shards=3)
     whole = penstock.load(tmp_path)
     with penstock.stream(tmp_path, copy=copy, memory_bytes=memory_bytes) as tensors:
@@ -64,7 +64,7 @@ def test_the_same_tensors_in_file_order(tmp_path: Path, copy: bool, memory_bytes
     assert tensors.report is report and not own_threads()
 
 
-def test_nothing_starts_before_it_is_iterated(big: Path) -> None:
+def test_stream_is_idle_before_iteration(big: Path) -> None:
     with pytest.raises(penstock.PlanError):
         penstock.stream(big, names=["nothing"])
     tensors = penstock.stream(big)
@@ -75,7 +75,7 @@ def test_nothing_starts_before_it_is_iterated(big: Path) -> None:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("how", ["break", "close", "drop", "raise", "with"])
 @pytest.mark.parametrize("copy", [True, False])
-def test_leaving_early_frees_everything_but_what_was_given(big: Path, how: str, copy: bool) -> None:
+def test_leaving_early_frees_all_but_yielded_tensors(big: Path, how: str, copy: bool) -> None:
     tensors = penstock.stream(big, copy=copy)
     first = next(tensors)
     kept = first[1].clone()
@@ -108,7 +108,7 @@ def test_leaving_early_frees_everything_but_what_was_given(big: Path, how: str, 
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_what_the_reader_drops_is_freed_while_it_reads_on(big: Path) -> None:
+def test_dropped_tensors_are_freed_during_iteration(big: Path) -> None:
     def mapped_bytes() -> int:
         lines = Path("/proc/self/maps").read_text().splitlines()
         spans = [line.split()[0].split("-") for line in lines if str(big) in line]
@@ -127,7 +127,7 @@ def test_what_the_reader_drops_is_freed_while_it_reads_on(big: Path) -> None:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("copy", [True, False])
-def test_reads_run_ahead_by_the_window_only(big: Path, copy: bool) -> None:
+def test_reads_stay_within_window(big: Path, copy: bool) -> None:
     tensors = penstock.stream(big, copy=copy, memory_bytes=2 * TENSOR_BYTES)
     next(tensors)
     threading.Event().wait(0.1)
@@ -136,7 +136,7 @@ def test_reads_run_ahead_by_the_window_only(big: Path, copy: bool) -> None:
     assert len(list(tensors)) == NUM_TENSORS - 1
 
 
-def test_what_fails_midway_is_raised_once_and_leaves_nothing(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_is_raised_once_and_frees_everything(big: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = FileSource.readv
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:
@@ -155,7 +155,7 @@ def test_what_fails_midway_is_raised_once_and_leaves_nothing(big: Path, monkeypa
     assert len(names) <= 8
 
 
-def test_a_bad_tensor_is_not_given_but_those_before_it_are(big: Path, tmp_path: Path) -> None:
+def test_tensors_before_corrupt_tensor_are_yielded(big: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(big.read_bytes())
     with weight_set.open_weights(str(path), settings=Settings.read()) as weights:
@@ -174,6 +174,6 @@ def test_a_bad_tensor_is_not_given_but_those_before_it_are(big: Path, tmp_path: 
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in given.items())
 
 
-def test_two_streams_interleaved(big: Path) -> None:
+def test_interleaved_streams_yield_equal_tensors(big: Path) -> None:
     with penstock.stream(big) as one, penstock.stream(big, copy=True) as two:
         assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(one, two, strict=True))

@@ -34,11 +34,11 @@ def test_torch_dtype_has_an_inverse(dtype: DType) -> None:
     assert dtype_of(torch_dtype(dtype)) is dtype
 
 
-def test_a_scalar_has_no_dims() -> None:
+def test_scalar_has_no_dims() -> None:
     assert as_tensor(memoryview(bytearray(b"\0\0\x80\x3f")), DType.F32, ()).item() == 1.0
 
 
-def test_an_aligned_tensor_is_a_view_and_a_misaligned_one_a_copy() -> None:
+def test_only_misaligned_tensor_is_copied() -> None:
     raw = torch.zeros(64, dtype=torch.uint8)
     aligned, misaligned = as_tensors(raw, (DType.F32, DType.F32), ((2,), (2,)), (8, 17))
     assert aligned.data_ptr() == raw.data_ptr() + 8
@@ -49,7 +49,7 @@ def test_an_aligned_tensor_is_a_view_and_a_misaligned_one_a_copy() -> None:
 
 
 @pytest.mark.parametrize("skip", range(9))
-def test_tensors_in_a_buffer_that_starts_anywhere(skip: int) -> None:
+def test_tensors_are_read_from_unaligned_buffer(skip: int) -> None:
     raw = torch.arange(80, dtype=torch.uint8)[skip:]
     for offset in range(9):
         (tensor,) = as_tensors(raw, (DType.I64,), ((3,),), (offset,))
@@ -57,7 +57,7 @@ def test_tensors_in_a_buffer_that_starts_anywhere(skip: int) -> None:
         assert tensor.data_ptr() % 8 == 0
 
 
-def test_a_view_keeps_its_buffer_alive() -> None:
+def test_view_keeps_buffer_alive() -> None:
     tensor = as_tensor(memoryview(bytearray(b"\x07" * 8)), DType.U8, (8,))
     assert tensor.tolist() == [7] * 8
 
@@ -71,18 +71,18 @@ def test_f6_is_refused_by_both_frameworks(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])
-def test_f4_needs_an_even_last_dim(shape: tuple[int, ...]) -> None:
+def test_f4_requires_even_last_dim(shape: tuple[int, ...]) -> None:
     with pytest.raises(PlanError, match="divisible by 2"):
         torch_shape(DType.F4, shape)
 
 
-def test_a_torch_dtype_without_a_name_in_the_format_is_refused() -> None:
+def test_torch_dtype_without_format_name_is_refused() -> None:
     with pytest.raises(PlanError, match="complex128"):
         dtype_of(torch.complex128)
 
 
 @pytest.mark.parametrize("dtype", [d for d in HELD if d.name[:2] not in ("F4", "F8", "BF")])
-def test_numpy_agrees_with_torch(dtype: DType) -> None:
+def test_numpy_values_match_torch(dtype: DType) -> None:
     raw = some_bytes(bits_to_bytes(12, dtype), most=2)
     array = as_array(memoryview(raw), dtype, (3, 4))
     tensor = as_tensor(memoryview(raw), dtype, (3, 4))
@@ -90,7 +90,7 @@ def test_numpy_agrees_with_torch(dtype: DType) -> None:
     assert array.dtype == tensor.numpy().dtype
 
 
-def test_numpy_without_ml_dtypes_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ml_dtypes_error_names_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
     with pytest.raises(MissingExtra, match="ml_dtypes"):
         numpy_dtype(DType.BF16)

@@ -30,7 +30,7 @@ def test_runs_are_placed_in_order_and_aligned() -> None:
     assert arena.address % ALIGN_BYTES == 0
 
 
-def test_an_arena_that_is_full_says_what_would_do() -> None:
+def test_full_arena_error_states_needed_bytes() -> None:
     arena = Arena.allocate(1000)
     arena.place([100])
     with pytest.raises(BudgetTooSmall) as caught:
@@ -39,7 +39,7 @@ def test_an_arena_that_is_full_says_what_would_do() -> None:
     assert arena.place([400]) == [512]
 
 
-def test_runs_are_views_of_the_arena_with_gaps_and_without() -> None:
+def test_runs_are_views_with_and_without_gaps() -> None:
     lengths = [1, 512, 0, 513, 7, 0]
     arena = Arena.allocate(needed_bytes(lengths) + 100)
     offsets = arena.place(lengths)
@@ -54,7 +54,7 @@ def test_runs_are_views_of_the_arena_with_gaps_and_without() -> None:
         arena.runs_at([0, 2048], [100, 1000])
 
 
-def test_views_keep_the_memory_alive_and_give_it_back() -> None:
+def test_views_keep_memory_until_dropped() -> None:
     gc.collect()  # what other tests left
     before = fds()
     arena = Arena.allocate(10_000)
@@ -71,7 +71,7 @@ def test_views_keep_the_memory_alive_and_give_it_back() -> None:
     assert fds() == before
 
 
-def test_shared_memory_is_found_while_another_thread_creates_some() -> None:
+def test_shared_memory_is_found_during_concurrent_changes() -> None:
     """Threads take turns every microsecond, so that one looks in the middle of the other's change."""
     arenas = [Arena.allocate(512) for _ in range(50)]
     address, until, interval = arenas[-1].address, time.monotonic() + 0.5, sys.getswitchinterval()
@@ -94,7 +94,7 @@ def test_shared_memory_is_found_while_another_thread_creates_some() -> None:
         changing.join(10)
 
 
-def test_arenas_that_cannot_be() -> None:
+def test_invalid_arena_is_refused() -> None:
     with pytest.raises(DestinationError, match="available"):
         Arena.allocate(1 << 60)
     with pytest.raises(ConfigError):
@@ -106,7 +106,7 @@ def test_arenas_that_cannot_be() -> None:
     assert Arena.allocate(0).bytes_at(0, 0).numel() == 0
 
 
-def test_no_file_descriptors_left(monkeypatch) -> None:
+def test_exhausted_descriptors_raise_destination_error(monkeypatch) -> None:
     def full(*_) -> int:
         raise OSError(24, "Too many open files")
 
@@ -115,7 +115,7 @@ def test_no_file_descriptors_left(monkeypatch) -> None:
         Arena.allocate(100)
 
 
-def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
+def test_only_sealed_memory_of_same_user_opens(tmp_path) -> None:
     sealed = create_memfd("sealed", 4096)
     readable = sealed.readable()
     check_peer_memfd(readable, 4096, "here")
@@ -133,7 +133,7 @@ def test_only_sealed_memory_of_this_user_is_opened(tmp_path) -> None:
             os.close(fd)
 
 
-def test_an_arena_is_written_to_by_its_path_until_it_is_sealed_and_read_from_then_on() -> None:
+def test_arena_path_is_writable_until_sealed() -> None:
     arena = Arena.allocate(5000)
     mapping = shared_at(arena.address, arena.nbytes)
     assert mapping is not None
@@ -166,7 +166,7 @@ class Model(nn.Module):
         self.register_buffer("one", torch.tensor(3.0))
 
 
-def test_a_model_is_moved_as_it_is() -> None:
+def test_rehomed_model_keeps_values_and_strides() -> None:
     model = Model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     strides = {name: tensor.stride() for name, tensor in model.state_dict().items()}
@@ -186,7 +186,7 @@ def test_a_model_is_moved_as_it_is() -> None:
     assert model.embed.weight.grad is not None
 
 
-def test_views_of_one_tensor_stay_views_of_one() -> None:
+def test_rehomed_views_still_share_memory() -> None:
     fused = torch.randn(9, 4, dtype=torch.float16)
     tensors = {"q": fused[1:3], "k": fused[4:6], "all": fused[1:6]}
     before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -198,7 +198,7 @@ def test_views_of_one_tensor_stay_views_of_one() -> None:
     assert bool((fused != 1).any())
 
 
-def test_every_dtype_and_nothing_at_all() -> None:
+def test_every_dtype_and_empty_input_is_rehomed() -> None:
     tensors = {str(t): torch.zeros(3, dtype=t) for t in (torch.float8_e4m3fn, torch.bool, torch.complex64, torch.int8)}
     rehome(tensors)
     assert all(tensor.numel() == 3 for tensor in tensors.values())
@@ -206,7 +206,7 @@ def test_every_dtype_and_nothing_at_all() -> None:
     assert rehome({"none": torch.empty(0)}) == ()
 
 
-def test_what_has_no_memory_of_its_own_is_refused() -> None:
+def test_tensor_without_dense_memory_is_refused() -> None:
     kept = torch.ones(3)
     address = kept.data_ptr()
     for odd in (torch.empty(3, device="meta"), torch.eye(3).to_sparse()):

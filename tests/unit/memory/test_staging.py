@@ -69,7 +69,7 @@ def waiting(call: Callable[[], object]) -> tuple[threading.Thread, list[object]]
     return thread, outcome
 
 
-def test_buffers_are_apart_aligned_and_writable(make: Make) -> None:
+def test_buffers_are_disjoint_aligned_and_writable(make: Make) -> None:
     pool = make(4)
     found = [pool.acquire(stall_s=1) for _ in range(4)]
     assert len({buffer.address // SIZE for buffer in found}) == 4
@@ -80,21 +80,21 @@ def test_buffers_are_apart_aligned_and_writable(make: Make) -> None:
     assert pool.peak_bytes == 4 * SIZE
 
 
-def test_sizes_are_rounded_up_to_pages_and_down_to_the_budget() -> None:
+def test_sizes_are_rounded_to_pages_and_budget() -> None:
     pool = StagingPool(10 * mmap.PAGESIZE, mmap.PAGESIZE + 1)
     assert (pool.buffer_bytes, pool.num_buffers) == (2 * mmap.PAGESIZE, 5)
     pool.close()
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 1, SIZE, 2 * SIZE - 1])
-def test_a_budget_below_two_buffers_says_what_would_do(memory_bytes: int) -> None:
+def test_budget_below_two_buffers_states_minimum(memory_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         StagingPool(memory_bytes, SIZE)
     assert caught.value.minimum_bytes == 2 * SIZE
     StagingPool(caught.value.minimum_bytes, SIZE).close()
 
 
-def test_the_last_released_is_the_next_acquired(make: Make) -> None:
+def test_last_released_buffer_is_reused_first(make: Make) -> None:
     pool = make(4)
     first, second = pool.acquire(stall_s=1), pool.acquire(stall_s=1)
     pool.release(first)
@@ -103,7 +103,7 @@ def test_the_last_released_is_the_next_acquired(make: Make) -> None:
     assert pool.peak_bytes == 2 * SIZE
 
 
-def test_an_empty_pool_makes_wait_until_one_is_released(make: Make) -> None:
+def test_empty_pool_waits_for_release(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     assert pool.try_acquire() is None
@@ -113,7 +113,7 @@ def test_an_empty_pool_makes_wait_until_one_is_released(make: Make) -> None:
     assert outcome == [held[0]]
 
 
-def test_nothing_released_is_a_stall_that_names_the_knob(make: Make) -> None:
+def test_stalled_acquire_names_memory_bytes(make: Make) -> None:
     pool = make(2)
     _ = [pool.acquire(stall_s=1) for _ in range(2)]
     with pytest.raises(SourceStalled, match="memory_bytes"):
@@ -128,7 +128,7 @@ def waiters(pool: StagingPool, number: int) -> list[tuple[threading.Thread, list
     return begun
 
 
-def test_a_released_buffer_is_left_to_the_thread_that_waits(make: Make) -> None:
+def test_released_buffer_goes_to_waiting_thread(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     [(thread, outcome)] = waiters(pool, 1)
@@ -141,7 +141,7 @@ def test_a_released_buffer_is_left_to_the_thread_that_waits(make: Make) -> None:
     assert pool.try_acquire() is held[1]
 
 
-def test_a_release_renews_the_deadline_of_a_thread_that_got_no_buffer(
+def test_release_renews_deadline_of_waiting_thread(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [0.0]
@@ -165,7 +165,7 @@ def test_a_release_renews_the_deadline_of_a_thread_that_got_no_buffer(
     assert sorted(buffer.address for _, [buffer] in begun) == sorted(buffer.address for buffer in held)  # type: ignore[attr-defined]
 
 
-def test_cancel_wakes_every_waiter_and_refuses_from_then_on(make: Make) -> None:
+def test_cancel_wakes_waiters_and_refuses_acquires(make: Make) -> None:
     pool = make(2)
     held = [pool.acquire(stall_s=1) for _ in range(2)]
     waiters = [waiting(lambda: pool.acquire(stall_s=60)) for _ in range(3)]
@@ -180,7 +180,7 @@ def test_cancel_wakes_every_waiter_and_refuses_from_then_on(make: Make) -> None:
         pool.acquire(stall_s=1)
 
 
-def test_buffers_are_pinned_at_first_use_and_unpinned_once(make: Make) -> None:
+def test_buffers_are_pinned_at_first_use_only(make: Make) -> None:
     registrar = Counting()
     pool = make(4, registrar=registrar)
     assert registrar.pinned == {}
@@ -195,7 +195,7 @@ def test_buffers_are_pinned_at_first_use_and_unpinned_once(make: Make) -> None:
     pool.close()
 
 
-def test_a_refused_pin_is_the_acquirers_and_loses_no_buffer(make: Make) -> None:
+def test_refused_pin_raises_without_losing_buffer(make: Make) -> None:
     registrar = Counting(room=1)
     pool = make(2, registrar=registrar)
     kept = pool.acquire(stall_s=1)
@@ -211,7 +211,7 @@ def test_a_refused_pin_is_the_acquirers_and_loses_no_buffer(make: Make) -> None:
     assert registrar.pinned == {}
 
 
-def test_warming_pins_everything_and_hides_nothing(make: Make) -> None:
+def test_warming_pins_all_buffers_and_keeps_them_available(make: Make) -> None:
     registrar = Counting()
     pool = make(7, registrar=registrar)
     pool.warm(3)
@@ -223,7 +223,7 @@ def test_warming_pins_everything_and_hides_nothing(make: Make) -> None:
     assert registrar.pinned == {}
 
 
-def test_warming_that_is_refused_is_heard_by_whoever_needs_a_buffer(make: Make) -> None:
+def test_failed_warming_is_raised_by_acquire(make: Make) -> None:
     registrar = Counting(room=0)
     pool = make(4, registrar=registrar)
     pool.warm(2)
@@ -233,7 +233,7 @@ def test_warming_that_is_refused_is_heard_by_whoever_needs_a_buffer(make: Make) 
     assert len([pool.acquire(stall_s=5) for _ in range(4)]) == 4
 
 
-def test_warming_does_with_the_threads_that_can_be_started(make: Make, refuse_thread: Callable[[str], None]) -> None:
+def test_warming_uses_threads_that_started(make: Make, refuse_thread: Callable[[str], None]) -> None:
     refuse_thread("penstock-staging-1")
     registrar = Counting()
     pool = make(4, registrar=registrar)
@@ -247,7 +247,7 @@ def test_warming_does_with_the_threads_that_can_be_started(make: Make, refuse_th
     assert registrar.pinned == {}
 
 
-def test_closing_while_it_warms_unpins_all(make: Make) -> None:
+def test_close_during_warming_unpins_all(make: Make) -> None:
     registrar = Counting()
     pool = make(64, registrar=registrar)
     pool.warm(4)

@@ -94,7 +94,7 @@ def test_target_without_memory_is_refused(tensor: torch.Tensor, why: str) -> Non
     assert raised.value.tensor == "t1" and not raised.value.mutated
 
 
-def test_write_is_noted_through_views() -> None:
+def test_write_through_view_is_recorded_for_autograd() -> None:
     weight = torch.nn.Parameter(torch.ones(4))
     loss = (weight * weight).sum()
     note_written([weight.detach()[1:]])
@@ -102,7 +102,7 @@ def test_write_is_noted_through_views() -> None:
         loss.backward()
 
 
-def test_inference_tensors_need_no_note() -> None:
+def test_inference_tensors_skip_write_record() -> None:
     with torch.inference_mode():
         tensor = torch.zeros(3)
     note_written([tensor])

@@ -187,7 +187,7 @@ TestAnySequenceWithCopies = CopiesMachine.TestCase
 TestAnySequenceWithCopies.settings = hypothesis_settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_a_block_with_a_copy_goes_down_without_being_copied() -> None:
+def test_block_with_copy_is_demoted_without_copying() -> None:
     source = Source()
     with make(100, 300, keeps_copies=True) as tiers:
         for i in range(3):
@@ -203,7 +203,7 @@ def test_a_block_with_a_copy_goes_down_without_being_copied() -> None:
         assert (stats.tiers["gpu"].used_bytes, stats.tiers["host"].used_bytes) == (100, 300)
 
 
-def test_copies_make_room_before_blocks_do() -> None:
+def test_copies_are_evicted_before_blocks() -> None:
     source = Source()
     with make(200, 200, None, keeps_copies=True) as tiers:
         for i in range(2):
@@ -221,7 +221,7 @@ def test_copies_make_room_before_blocks_do() -> None:
         assert tiers.stats().links["gpu", "host"].num_moves == 1
 
 
-def test_damage_drops_the_copy_too() -> None:
+def test_discard_drops_block_and_copy() -> None:
     with make(100, 100, keeps_copies=True) as tiers:
         tiers.put(block(0), Source().of(block(0)), tier="host")
         tiers.promote(block(0))
@@ -229,7 +229,7 @@ def test_damage_drops_the_copy_too() -> None:
         assert [tier.used_bytes for tier in tiers.stats().tiers.values()] == [0, 0]
 
 
-def test_what_is_used_least_goes_down_and_comes_back_without_its_source() -> None:
+def test_least_used_block_is_demoted_and_promoted() -> None:
     source = Source()
     with make(200, 200) as tiers:
         for i in range(3):
@@ -244,7 +244,7 @@ def test_what_is_used_least_goes_down_and_comes_back_without_its_source() -> Non
         assert (stats.misses, stats.tiers["gpu"].num_blocks) == (4, 2)
 
 
-def test_the_least_that_would_do_is_said() -> None:
+def test_too_small_budget_error_states_minimum() -> None:
     with make(150, 50) as tiers:
         with pytest.raises(BudgetTooSmall) as caught:
             tiers.put(block(0, 200), Source().of(block(0, 200)))
@@ -270,7 +270,7 @@ def test_the_least_that_would_do_is_said() -> None:
         assert caught.value.hint == "give host_bytes >= 100"
 
 
-def test_it_is_moved_while_a_reader_has_the_old_place() -> None:
+def test_block_moves_while_old_place_is_pinned() -> None:
     with make(100, 100) as tiers:
         tiers.put(block(0), Source().of(block(0)), tier="host")
         with tiers.pin(block(0), "host") as old:
@@ -283,7 +283,7 @@ def test_it_is_moved_while_a_reader_has_the_old_place() -> None:
         assert tiers.stats().tiers["host"].used_bytes == 0
 
 
-def test_a_source_that_fails_leaves_nothing() -> None:
+def test_failed_source_leaves_no_block() -> None:
     def fails(room: Room) -> None:
         raise SourceUnavailable("it is away")
 
@@ -294,7 +294,7 @@ def test_a_source_that_fails_leaves_nothing() -> None:
         tiers.put(block(0), Source().of(block(0)))
 
 
-def test_two_who_ask_at_once_have_it_read_once() -> None:
+def test_concurrent_puts_read_source_once() -> None:
     source, begun, gate = Source(), threading.Event(), threading.Event()
 
     def slow(room: Room) -> None:
@@ -337,7 +337,7 @@ class Told(HeapTier):
         self.told.append("trim")
 
 
-def test_who_makes_room_leaves_its_memory_to_who_takes_it_and_else_to_others() -> None:
+def test_freed_memory_is_reused_or_trimmed() -> None:
     source, gpu = Source(), Told("gpu")
     with Tiers([Level(tier=gpu, budget_bytes=150), Level(tier=HeapTier("host"))]) as tiers:
         tiers.put(block(0), source.of(block(0)))
@@ -356,7 +356,7 @@ class Full(HeapTier):
         raise DiskFull("no room on the device")
 
 
-def test_a_full_disk_is_said_and_the_source_is_enough(caplog) -> None:
+def test_full_disk_falls_back_to_source(caplog) -> None:
     source = Source()
     levels = [Level(tier=HeapTier("gpu"), budget_bytes=100), Level(tier=Full("disk"), budget_bytes=1000)]
     with Tiers(levels) as tiers:
@@ -390,7 +390,7 @@ class Rotten(SpillTier):
         return room
 
 
-def test_damage_on_disk_is_found_and_read_anew(tmp_path: Path, caplog) -> None:
+def test_corrupt_disk_block_is_read_from_source(tmp_path: Path, caplog) -> None:
     source = Source()
     levels = [
         Level(tier=HeapTier("host"), budget_bytes=100),
@@ -426,7 +426,7 @@ class Guest:
         self.told.append(tier)
 
 
-def test_a_tenant_is_asked_and_told() -> None:
+def test_tenant_is_asked_before_each_move() -> None:
     guest, source = Guest(), Source()
     with make(100, 100) as tiers:
         tiers.put(block(0), source.of(block(0)), user=guest)
@@ -441,7 +441,7 @@ def test_a_tenant_is_asked_and_told() -> None:
     assert guest.told == ["gpu", "vacate", "vacate", "vacate", "host", "gpu"]
 
 
-def test_a_move_that_gets_nowhere_is_not_waited_for_for_ever() -> None:
+def test_stuck_move_raises_source_stalled() -> None:
     begun, gate = threading.Event(), threading.Event()
 
     class Stuck(HeapTier):
@@ -461,7 +461,7 @@ def test_a_move_that_gets_nowhere_is_not_waited_for_for_ever() -> None:
         first.result(timeout=20)
 
 
-def test_many_threads_see_only_their_blocks_bytes() -> None:
+def test_concurrent_threads_see_correct_bytes() -> None:
     source, faults = Source(), []
     blocks = [block(i) for i in range(9)]
 

@@ -32,7 +32,7 @@ def listening() -> GuardedListener:
     return GuardedListener(bound, Admission(limits, name="test"))
 
 
-def test_a_flood_is_accepted_in_parts_and_each_connection_is_served() -> None:
+def test_flood_is_accepted_in_parts_and_served() -> None:
     async def run() -> None:
         Echo.num_made = 0
         listener = listening()
@@ -57,7 +57,7 @@ def test_a_flood_is_accepted_in_parts_and_each_connection_is_served() -> None:
     asyncio.run(run())
 
 
-def test_nothing_is_accepted_after_close() -> None:
+def test_closed_acceptor_accepts_nothing() -> None:
     async def run() -> None:
         Echo.num_made = 0
         listener = listening()

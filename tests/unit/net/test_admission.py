@@ -31,7 +31,7 @@ class Cuts:
         return connection
 
 
-def test_the_oldest_stranger_of_an_address_makes_room_for_its_next() -> None:
+def test_oldest_unproven_connection_per_address_is_closed() -> None:
     cuts = Cuts()
     for name in "abc":
         cuts.come(name, "10.0.0.1")
@@ -39,14 +39,14 @@ def test_the_oldest_stranger_of_an_address_makes_room_for_its_next() -> None:
     assert cuts.names == ["a"] and cuts.admission.num_open == 3
 
 
-def test_the_oldest_stranger_of_all_makes_room_where_there_are_too_many() -> None:
+def test_oldest_unproven_connection_overall_is_closed() -> None:
     cuts = Cuts()
     for number in range(6):
         cuts.come(str(number), f"10.0.0.{number}")
     assert cuts.names == ["0", "1"]
 
 
-def test_a_proven_connection_is_never_cut_for_a_stranger() -> None:
+def test_proven_connection_outranks_unproven() -> None:
     cuts = Cuts()
     for number in range(8):
         member = cuts.come(f"member {number}", "10.0.0.1")
@@ -55,7 +55,7 @@ def test_a_proven_connection_is_never_cut_for_a_stranger() -> None:
     assert not cuts.names and cuts.admission.num_open == 8
 
 
-def test_a_member_is_served_behind_the_address_of_many_strangers() -> None:
+def test_member_is_served_behind_shared_address() -> None:
     cuts = Cuts()
     for number in range(50):
         cuts.come(f"stranger {number}", "10.0.0.1")
@@ -66,13 +66,13 @@ def test_a_member_is_served_behind_the_address_of_many_strangers() -> None:
     assert "member" not in cuts.names
 
 
-def test_new_ones_are_refused_while_the_older_are_young() -> None:
+def test_new_connections_are_refused_while_others_are_young() -> None:
     cuts = Cuts(ConnectionLimits(total=8, unproven=4, unproven_per_address=2, grace_s=60.0))
     assert [cuts.come(name, "10.0.0.1") is not None for name in "abcd"] == [True, True, False, False]
     assert not cuts.names
 
 
-def test_one_principal_has_its_share_and_its_longest_unused_connection_ends() -> None:
+def test_principal_over_its_share_loses_idle_connection() -> None:
     cuts = Cuts()
     connections = []
     for number in range(3):
@@ -92,7 +92,7 @@ def test_one_principal_has_its_share_and_its_longest_unused_connection_ends() ->
     assert extra is not None and not extra.prove("token"), "all of them are answered right now"
 
 
-def test_what_is_late_is_cut_once() -> None:
+def test_late_connection_is_closed_once() -> None:
     cuts = Cuts()
     late, waiting = cuts.come("late", "10.0.0.1"), cuts.come("waiting", "10.0.0.1")
     assert late is not None and waiting is not None
@@ -102,7 +102,7 @@ def test_what_is_late_is_cut_once() -> None:
     assert cuts.names == ["late"] and cuts.admission.num_open == 1
 
 
-def test_a_pause_of_the_process_is_added_to_every_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_pause_extends_every_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr("penstock.net.admission.time.monotonic", lambda: now)
     cuts = Cuts()
@@ -122,7 +122,7 @@ def test_a_pause_of_the_process_is_added_to_every_deadline(monkeypatch: pytest.M
     assert cuts.names == ["waiting"]
 
 
-def test_refusals_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_are_logged_at_limited_rate(caplog: pytest.LogCaptureFixture) -> None:
     cuts = Cuts()
     with caplog.at_level(logging.WARNING, "penstock.net"):
         for number in range(1000):
@@ -130,14 +130,14 @@ def test_refusals_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 1
 
 
-def test_a_whole_network_of_ipv6_is_one_address() -> None:
+def test_ipv6_network_counts_as_one_address() -> None:
     assert network_of("2001:db8::1") == network_of("2001:db8::ffff:1") != network_of("2001:db8:0:1::1")
     assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
     assert network_of("fe80::1%eth0") == "fe80::/64"
 
 
 @pytest.mark.parametrize("num_descriptors", [64, 256, 1024, 20_000, 1 << 20])
-def test_limits_fit_into_the_descriptors_there_are(num_descriptors: int) -> None:
+def test_limits_fit_available_descriptors(num_descriptors: int) -> None:
     limits = ConnectionLimits.for_descriptors(num_descriptors)
     assert limits.total <= max(16, num_descriptors - 128)
     assert limits.unproven_per_address <= limits.unproven < limits.total

@@ -48,7 +48,7 @@ def ask(sock: socket.socket) -> bytes:
     return sock.recv(100)
 
 
-def test_a_listener_without_descriptors_serves_members_and_does_not_spin() -> None:
+def test_listener_without_descriptors_serves_members_without_spinning() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LISTENER],
         stdin=subprocess.PIPE,
@@ -82,7 +82,7 @@ def test_a_listener_without_descriptors_serves_members_and_does_not_spin() -> No
     assert "RLIMIT_NOFILE" in err and err.count("\n") < 5, err
 
 
-def test_a_spare_descriptor_that_was_lost_is_not_closed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_spare_descriptor_is_not_closed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = GuardedListener(socket.create_server(("127.0.0.1", 0)), Admission(ConnectionLimits(), name="test"))
     real_open = os.open
 
@@ -102,7 +102,7 @@ def test_a_spare_descriptor_that_was_lost_is_not_closed_again(monkeypatch: pytes
         os.close(other)
 
 
-def test_the_thread_of_a_closed_listener_ends_though_its_descriptor_is_used_again() -> None:
+def test_closed_listener_thread_ends_despite_descriptor_reuse() -> None:
     opened: list[int] = []
     try:
         for _ in range(100):
@@ -118,7 +118,7 @@ def test_the_thread_of_a_closed_listener_ends_though_its_descriptor_is_used_agai
             os.close(descriptor)
 
 
-def test_no_answer_waits_for_a_delayed_ack() -> None:
+def test_accepted_connection_disables_delayed_sends() -> None:
     # A listener as the hub's: its protocol is 0, so that asyncio would leave Nagle's algorithm on.
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.bind(("127.0.0.1", 0))

@@ -14,7 +14,7 @@ from penstock.net.unix_sockets import connect_unix, is_same_user, peer_credentia
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
-def test_the_peer_of_a_socket_pair_is_this_process() -> None:
+def test_socket_pair_peer_is_this_process() -> None:
     near, far = socket.socketpair()
     with near, far:
         assert peer_credentials(near) == (os.getpid(), os.geteuid())
@@ -22,7 +22,7 @@ def test_the_peer_of_a_socket_pair_is_this_process() -> None:
 
 
 @AS_ROOT
-def test_another_users_connection_is_told_from_ours() -> None:
+def test_connection_from_another_user_is_recognised() -> None:
     name = f"\0penstock-test-{os.getpid()}"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
@@ -39,7 +39,7 @@ def test_another_users_connection_is_told_from_ours() -> None:
 
 
 @AS_ROOT
-def test_nothing_is_sent_to_another_users_listener() -> None:
+def test_listener_of_another_user_receives_nothing() -> None:
     name = f"\0penstock-test-{os.getpid()}-theirs"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
@@ -55,7 +55,7 @@ def test_nothing_is_sent_to_another_users_listener() -> None:
             connect_unix(name, 5.0)
 
 
-def test_a_full_backlog_is_waited_for(tmp_path) -> None:
+def test_connect_waits_for_full_backlog(tmp_path) -> None:
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)

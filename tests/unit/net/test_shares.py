@@ -15,13 +15,13 @@ def filled(limit: int, **counts: int) -> Shares[str]:
     return shares
 
 
-def test_one_caller_may_use_everything() -> None:
+def test_single_caller_may_use_everything() -> None:
     shares = filled(4, a=4)
     assert shares.enter("a4", "a") == ("a0",)
     assert "a0" not in shares and "a4" in shares
 
 
-def test_greedy_caller_gives_way_until_shares_are_equal() -> None:
+def test_greedy_caller_yields_until_shares_are_equal() -> None:
     shares = filled(4, a=4)
     assert shares.enter("b0", "b") == ("a0",)
     assert shares.enter("b1", "b") == ("a1",)
@@ -29,7 +29,7 @@ def test_greedy_caller_gives_way_until_shares_are_equal() -> None:
     assert shares.enter("c0", "c") in {("a2",), ("b1",)}
 
 
-def test_caller_that_keeps_its_own_is_refused_at_its_share() -> None:
+def test_caller_keeping_entries_is_refused_at_share() -> None:
     shares = filled(4, a=4)
     assert shares.enter("a4", "a", displaces_own=False) is None
     assert not shares.has_room("a", displaces_own=False) and shares.has_room("b", displaces_own=False)
@@ -38,7 +38,7 @@ def test_caller_that_keeps_its_own_is_refused_at_its_share() -> None:
     assert all(f"a{number}" in shares for number in (1, 2, 3))
 
 
-def test_renewed_entry_is_the_youngest_and_counts_once() -> None:
+def test_renewed_entry_is_youngest_and_counts_once() -> None:
     shares = filled(3, a=3)
     assert shares.enter("a0", "a") == ()
     assert shares.enter("b0", "b") == ("a1",)
@@ -63,7 +63,7 @@ def test_refused_entry_changes_nothing() -> None:
     assert "a0" in shares and shares.enter("c0", "c", 2) == ("a0",)
 
 
-def test_silent_entries_are_forgotten_when_room_is_needed() -> None:
+def test_silent_entries_expire_when_space_is_needed() -> None:
     now = [0.0]
     shares = Shares[str](2, ttl_s=10.0, clock=lambda: now[0])
     shares.enter("a0", "a")
@@ -75,7 +75,7 @@ def test_silent_entries_are_forgotten_when_room_is_needed() -> None:
 
 
 @pytest.mark.parametrize("callers", [2, 7])
-def test_flood_of_one_caller_leaves_room_for_each(callers: int) -> None:
+def test_flood_leaves_space_for_every_caller(callers: int) -> None:
     shares = Shares[tuple[str, int]](50)
     for number in range(1_000):
         shares.enter(("flood", number), "flood")

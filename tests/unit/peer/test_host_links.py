@@ -43,7 +43,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Host:
     return made
 
 
-def test_two_gpus_behind_one_switch_share_its_nic(host: Host) -> None:
+def test_gpus_behind_one_switch_share_its_nic(host: Host) -> None:
     for i in range(4):
         root = f"pci0000:{i}0/0000:{i}0:01.0"
         host.nic(f"{root}/0000:{i}1:00.0/0000:{i}2:00.0", f"mlx5_{i}")
@@ -54,14 +54,14 @@ def test_two_gpus_behind_one_switch_share_its_nic(host: Host) -> None:
         assert [host_links.nearest_link(f"uuid-{i}-{k}") for k in (1, 2)] == [f"mlx5_{i}"] * 2
 
 
-def test_with_several_as_near_it_is_not_known_which(host: Host) -> None:
+def test_equally_near_nics_leave_link_unknown(host: Host) -> None:
     host.gpu("pci0000:10/0000:10:01.0/0000:11:00.0", "uuid")
     host.nic("pci0000:20/0000:20:01.0/0000:21:00.0", "mlx5_0")
     host.nic("pci0000:30/0000:30:01.0/0000:31:00.0", "mlx5_1")
     assert host_links.nearest_link("uuid") == ""
 
 
-def test_host_memory_and_unknown_gpus_and_hosts_without_nics_have_none(host: Host) -> None:
+def test_unknown_gpu_or_host_has_no_link(host: Host) -> None:
     assert (host_links.host_links(), host_links.nearest_link("uuid")) == (1, "")
     host.gpu("pci0000:10/0000:11:00.0", "uuid")
     assert (host_links.host_links(), host_links.nearest_link("uuid")) == (1, "")

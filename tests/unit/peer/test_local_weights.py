@@ -28,7 +28,7 @@ def mark_verified(holding: LocalWeights, *chunks: int) -> None:
     holding.mark_verified(at, holding.digest(at))
 
 
-def test_the_log_tells_chunks_in_the_order_they_were_gained() -> None:
+def test_log_lists_chunks_in_order_of_arrival() -> None:
     holding = make()
     mark_verified(holding, 3)
     mark_verified(holding, 0, 1)
@@ -39,14 +39,14 @@ def test_the_log_tells_chunks_in_the_order_they_were_gained() -> None:
     assert holding.log_after(99, 0.0).serial == 3
 
 
-def test_a_chunk_gained_twice_is_logged_once() -> None:
+def test_chunk_verified_twice_is_logged_once() -> None:
     holding = make()
     mark_verified(holding, 1)
     mark_verified(holding, 1, 2)
     assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [1, 2]
 
 
-def test_news_end_the_wait_for_them() -> None:
+def test_new_chunk_ends_log_wait() -> None:
     holding = make()
     threading.Timer(0.05, mark_verified, (holding, 0)).start()
     begun = time.monotonic()
@@ -54,7 +54,7 @@ def test_news_end_the_wait_for_them() -> None:
     assert time.monotonic() - begun < 10
 
 
-def test_a_flipped_bit_shows_in_its_chunk_only() -> None:
+def test_flipped_bit_changes_its_chunk_digest_only() -> None:
     holding = make()
     chunks = np.arange(holding.layout.chunks.num_chunks)
     before = holding.digest(chunks)
@@ -62,7 +62,7 @@ def test_a_flipped_bit_shows_in_its_chunk_only() -> None:
     assert holding.differing_chunks(chunks, holding.digest(chunks), before).tolist() == [5]
 
 
-def test_a_manifest_says_who_is_wrong() -> None:
+def test_manifest_shows_which_side_is_wrong() -> None:
     draft = make()
     chunks = np.array([0, 1])
     leaves = draft.digest(np.arange(draft.layout.chunks.num_chunks))
@@ -72,7 +72,7 @@ def test_a_manifest_says_who_is_wrong() -> None:
     assert told.contradicting_chunks(chunks, right + np.array([0, 0, 1, 0], np.uint64)).tolist() == [1]
 
 
-def test_without_a_manifest_all_who_say_a_digest_must_agree() -> None:
+def test_missing_manifest_requires_agreeing_digests() -> None:
     holding = make()
     chunks = np.array([0, 1])
     leaves = holding.digest(chunks)
@@ -85,7 +85,7 @@ def test_without_a_manifest_all_who_say_a_digest_must_agree() -> None:
         holding.record_digests(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
 
 
-def test_tensors_in_an_arena_are_one_region_and_others_one_each() -> None:
+def test_arena_tensors_form_one_region() -> None:
     arena = Arena.allocate(4096)
     inside = [arena.bytes_at(offset, 100) for offset in arena.place([100, 100])]
     alone, empty = torch.zeros(8, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)
@@ -95,7 +95,7 @@ def test_tensors_in_an_arena_are_one_region_and_others_one_each() -> None:
     assert [region.nbytes for region in place.regions] == [4096, 8] and place.regions[0].owner is arena
 
 
-def test_tensors_of_two_arenas_and_of_one_storage() -> None:
+def test_each_arena_and_storage_forms_a_region() -> None:
     arenas = [Arena.allocate(1024) for _ in range(3)]
     shared = torch.zeros(32, dtype=torch.uint8)
     rows = [shared[16:], arenas[1].bytes_at(512, 10), arenas[0].bytes_at(0, 1024), shared[:8], arenas[1].bytes_at(0, 1)]
@@ -113,7 +113,7 @@ def test_tensors_of_two_arenas_and_of_one_storage() -> None:
     assert [region.nbytes for region in place.regions] == [1024, 1024, 32]
 
 
-def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:
+def test_status_message_passes_hub_validation() -> None:
     holding = make()
     mark_verified(holding, 0, 1, 4)
     state = holding.status()
@@ -121,7 +121,7 @@ def test_the_state_told_to_the_hub_fits_its_own_checks() -> None:
     assert state.nbytes == 320 and state.num_chunks == 10
 
 
-def test_the_canary_sings_while_the_bytes_are_those_verified() -> None:
+def test_spot_check_detects_changed_bytes() -> None:
     holding = make()
     chance = random.Random(1)
     assert holding.spot_check(chance) is None
@@ -131,7 +131,7 @@ def test_the_canary_sings_while_the_bytes_are_those_verified() -> None:
     assert {holding.spot_check(chance) for _ in range(40)} == {None, 0}
 
 
-def test_no_chunk_is_written_over_where_chunks_are_as_small_as_gaps_between_tensors() -> None:
+def test_chunk_reads_never_overwrite_neighbouring_chunks() -> None:
     """The peer may not have it yet: what it would give there is not verified by anybody."""
     nbytes = [1100, 1024]
     arena = Arena.allocate(4096)
@@ -144,7 +144,7 @@ def test_no_chunk_is_written_over_where_chunks_are_as_small_as_gaps_between_tens
     assert found.dst.tolist() == [0, 1536] and found.nbytes.tolist() == [1024, 1024]
 
 
-def test_where_one_region_cannot_be_registered_none_is() -> None:
+def test_failed_region_registration_rolls_back_all() -> None:
     """Registrations that nobody knows of would take the page's room until the process leaves."""
     made: list[str] = []
     closed: list[str] = []

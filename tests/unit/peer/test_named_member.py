@@ -23,9 +23,9 @@ def test_lost_member_is_named(kind: type[PenstockError]) -> None:
 
 
 @pytest.mark.parametrize("error", [PeerLost("gone"), SourceUnavailable("no file", uri="s3://bucket/key")])
-def test_other_error_names_the_answering_member(error: PenstockError) -> None:
+def test_other_error_names_answering_member(error: PenstockError) -> None:
     assert received(error).uri == "penstock:planner"
 
 
-def test_fault_without_a_member_keeps_its_bytes() -> None:
+def test_fault_without_member_keeps_its_bytes() -> None:
     assert b"member" not in msgspec.msgpack.encode(Fault(error="busy"))

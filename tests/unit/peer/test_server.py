@@ -74,7 +74,7 @@ def peer(door: PeerServer, key: str, *, member: str = "reader", grant: bytes = b
     return PeerClient(upstream, member=member, key=key, same_host=True, stall_s=5.0)
 
 
-def test_a_reader_learns_map_table_and_log(door: PeerServer, holding: LocalWeights) -> None:
+def test_reader_gets_map_table_and_log(door: PeerServer, holding: LocalWeights) -> None:
     mark_verified(holding, 2)
     with peer(door, holding.key) as reader:
         reader.lease()
@@ -86,7 +86,7 @@ def test_a_reader_learns_map_table_and_log(door: PeerServer, holding: LocalWeigh
     assert door.num_readers(holding.key) == 0
 
 
-def test_places_are_limited_and_come_back(door: PeerServer, holding: LocalWeights) -> None:
+def test_leases_are_limited_and_reusable(door: PeerServer, holding: LocalWeights) -> None:
     first, second = peer(door, holding.key, member="a"), peer(door, holding.key, member="b")
     first.lease(), second.lease()
     with peer(door, holding.key, member="c") as third:
@@ -97,7 +97,7 @@ def test_places_are_limited_and_come_back(door: PeerServer, holding: LocalWeight
     second.close()
 
 
-def test_places_of_token_with_many_members_are_shared(door: PeerServer, holding: LocalWeights) -> None:
+def test_members_with_same_token_share_leases(door: PeerServer, holding: LocalWeights) -> None:
     with ExitStack() as stack:
 
         def lease(member: str, token: bytes) -> PeerClient:
@@ -120,7 +120,7 @@ def test_places_of_token_with_many_members_are_shared(door: PeerServer, holding:
         assert door.num_readers(holding.key) == 2
 
 
-def test_place_is_not_given_up_to_same_token(door: PeerServer, holding: LocalWeights) -> None:
+def test_lease_is_kept_against_same_token(door: PeerServer, holding: LocalWeights) -> None:
     readers = [peer(door, holding.key, member=name, grant=b"good-one") for name in "abc"]
     readers[0].lease(), readers[1].lease()
     with pytest.raises(SourceBusy, match="taken"):
@@ -129,7 +129,7 @@ def test_place_is_not_given_up_to_same_token(door: PeerServer, holding: LocalWei
         reader.close()
 
 
-def test_displaced_reader_that_stays_silent_ends(
+def test_displaced_silent_reader_loses_lease(
     door: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grants = {"a": b"good-1", "b": b"good-1", "c": b"good-2"}
@@ -148,7 +148,7 @@ def test_displaced_reader_that_stays_silent_ends(
         reader.close()
 
 
-def test_a_reader_that_starts_anew_takes_its_own_place(door: PeerServer, holding: LocalWeights) -> None:
+def test_restarted_reader_reuses_its_lease(door: PeerServer, holding: LocalWeights) -> None:
     readers = [peer(door, holding.key) for _ in range(5)]
     for reader in readers:
         reader.lease()
@@ -157,7 +157,7 @@ def test_a_reader_that_starts_anew_takes_its_own_place(door: PeerServer, holding
         reader.close()
 
 
-def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: PeerServer, holding: LocalWeights) -> None:
+def test_bad_grant_key_or_lease_is_refused(door: PeerServer, holding: LocalWeights) -> None:
     with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
         reader.lease()
     with peer(door, "0" * 32) as reader, pytest.raises(NotFound):
@@ -169,7 +169,7 @@ def test_a_bad_grant_a_wrong_key_and_an_unknown_lease_are_refused(door: PeerServ
             reader.log(0, 0.0)
 
 
-def test_draining_gives_no_new_places_and_waits_for_the_old(door: PeerServer, holding: LocalWeights) -> None:
+def test_draining_refuses_new_leases_and_waits(door: PeerServer, holding: LocalWeights) -> None:
     reader = peer(door, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.close).start()
@@ -178,7 +178,7 @@ def test_draining_gives_no_new_places_and_waits_for_the_old(door: PeerServer, ho
         late.lease()
 
 
-def test_a_request_under_way_can_be_interrupted(door: PeerServer, holding: LocalWeights) -> None:
+def test_pending_request_can_be_interrupted(door: PeerServer, holding: LocalWeights) -> None:
     reader = peer(door, holding.key)
     reader.lease()
     threading.Timer(0.1, reader.interrupt).start()
@@ -189,7 +189,7 @@ def test_a_request_under_way_can_be_interrupted(door: PeerServer, holding: Local
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
-def test_a_lease_is_given_back_over_the_connection_that_is_open(
+def test_lease_is_released_over_open_connection(
     door: PeerServer, holding: LocalWeights, monkeypatch: pytest.MonkeyPatch, is_interrupted: bool
 ) -> None:
     opened: list[str] = []
@@ -211,7 +211,7 @@ def test_a_lease_is_given_back_over_the_connection_that_is_open(
     assert door.num_readers(holding.key) == 0 and len(opened) == 1
 
 
-def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: LocalWeights) -> None:
+def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding: LocalWeights) -> None:
     gone = PeerServer(member_socket(tmp_path), allow)
     gone.close()
     with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
@@ -227,12 +227,12 @@ def test_a_door_that_is_gone_or_silent_is_told_apart(tmp_path: Path, holding: Lo
             reader.lease()
 
 
-def test_a_door_listens_at_an_address_that_others_can_be_told(tmp_path: Path) -> None:
+def test_wildcard_listen_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an address that other members can connect to"):
         PeerServer(member_socket(tmp_path), allow, listen="0.0.0.0:0")
 
 
-def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: LocalWeights) -> None:
+def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeights) -> None:
     door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
@@ -261,7 +261,7 @@ def test_over_tcp_nothing_is_told_without_a_grant(tmp_path: Path, holding: Local
         ("GET", "//[x/", b"", 400),
     ],
 )
-def test_hostile_requests_get_an_answer_and_change_nothing(
+def test_hostile_requests_are_answered_and_change_nothing(
     tmp_path: Path, verb: str, path: str, body: bytes, code: int
 ) -> None:
     door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
@@ -274,13 +274,13 @@ def test_hostile_requests_get_an_answer_and_change_nothing(
 
 
 @pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
-def test_an_address_that_is_none(tmp_path: Path, listen: str) -> None:
+def test_invalid_listen_address_raises_config_error(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigError, match=r"host:port|0 to 65535"):
         PeerServer(member_socket(tmp_path), allow, listen=listen)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
-def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
+def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
     door = PeerServer(member_socket(tmp_path), allow, listen="[::1]:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
@@ -295,7 +295,7 @@ def test_a_door_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 @pytest.mark.parametrize(
     "begun", [b"G", b"GET /v1/alive HTTP/1.1\r\nX", b"POST /v1/leases HTTP/1.1\r\nContent-Length: 500\r\n\r\n"]
 )
-def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
+def test_trickling_request_is_closed_at_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
@@ -322,7 +322,7 @@ def test_a_request_that_trickles_in_is_cut_off_however_long_it_goes_on(
     door.close()
 
 
-def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: LocalWeights) -> None:
+def test_readers_share_rate_limit(tmp_path: Path, holding: LocalWeights) -> None:
     door = PeerServer(member_socket(tmp_path), allow, max_bytes_per_s=1000)
     door.show(holding)
     with peer(door, holding.key, member="a") as first:
@@ -333,7 +333,7 @@ def test_readers_share_the_cap_as_they_come_and_go(tmp_path: Path, holding: Loca
     door.close()
 
 
-def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: PeerServer, holding: LocalWeights) -> None:
+def test_interrupted_reader_releases_its_lease(door: PeerServer, holding: LocalWeights) -> None:
     for _ in range(20):
         reader = peer(door, holding.key)
         reader.lease()
@@ -344,14 +344,14 @@ def test_a_lease_is_given_back_although_its_reader_was_interrupted(door: PeerSer
         assert door.num_readers(holding.key) == 0
 
 
-def test_a_place_where_no_door_can_be_is_a_matter_of_configuration(tmp_path: Path) -> None:
+def test_unusable_listen_path_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
         PeerServer(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot listen at"):
         PeerServer(member_socket(tmp_path), allow, listen="192.0.2.1:0")
 
 
-def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path) -> None:
+def test_closed_server_keeps_no_connection_or_weights(tmp_path: Path) -> None:
     path = member_socket(tmp_path)
     door = PeerServer(path, allow)
     with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
@@ -370,7 +370,7 @@ def test_a_door_that_is_closed_keeps_no_connection_and_no_holding(tmp_path: Path
             time.sleep(0.01)
 
 
-def test_only_who_shows_a_grant_or_a_lease_takes_the_place_of_a_member(tmp_path: Path, holding: LocalWeights) -> None:
+def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: LocalWeights) -> None:
     door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     door.show(holding)
     host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
@@ -390,7 +390,7 @@ def test_only_who_shows_a_grant_or_a_lease_takes_the_place_of_a_member(tmp_path:
     door.close()
 
 
-def test_strangers_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(total=1))
     path = member_socket(tmp_path)
     door = PeerServer(path, allow)
@@ -424,7 +424,7 @@ def ask_raw(door: PeerServer, request: bytes) -> bytes:
         return sock.recv(65536).partition(b"\r\n")[0]
 
 
-def test_a_body_nested_without_end_is_malformed_and_ends_no_thread(door: PeerServer) -> None:
+def test_deeply_nested_body_is_malformed(door: PeerServer) -> None:
     body = b"\x81\xa1x" + b"\x91" * 60_000 + b"\xc0"
     head = b"POST /v1/leases HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
     for _ in range(3):
@@ -432,7 +432,7 @@ def test_a_body_nested_without_end_is_malformed_and_ends_no_thread(door: PeerSer
 
 
 @pytest.mark.parametrize("query", ["after=0&wait_ms=" + "9" * 400, "after=" + "9" * 400 + "&wait_ms=0"])
-def test_a_number_without_end_is_malformed(door: PeerServer, holding: LocalWeights, query: str) -> None:
+def test_overlong_number_is_malformed(door: PeerServer, holding: LocalWeights, query: str) -> None:
     with peer(door, holding.key) as reader:
         lease = reader.lease().lease
         request = f"GET /v1/leases/{lease}/log?{query} HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -448,7 +448,7 @@ def test_a_number_without_end_is_malformed(door: PeerServer, holding: LocalWeigh
         pytest.param(msgspec.msgpack.encode({"lease": "a\r\nX: y", "ttl_s": 1.0}), id="a line break in it"),
     ],
 )
-def test_an_answer_that_is_no_message_is_the_peers_fault(tmp_path: Path, answer: bytes) -> None:
+def test_undecodable_answer_blames_source(tmp_path: Path, answer: bytes) -> None:
     def serve(listener: socket.socket) -> None:
         sock, _ = listener.accept()
         with sock:

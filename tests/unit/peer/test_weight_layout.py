@@ -16,7 +16,7 @@ from penstock.peer.local_weights import (
 from penstock.types import DType
 
 
-def test_the_line_is_sorted_by_name_whatever_the_order() -> None:
+def test_layout_is_sorted_by_name() -> None:
     tensors = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.ones(4, dtype=torch.bfloat16)}
     line, rows = layout_of_tensors(tensors)
     again, _ = layout_of_tensors(dict(reversed(tensors.items())))
@@ -25,24 +25,24 @@ def test_the_line_is_sorted_by_name_whatever_the_order() -> None:
     assert rows[1].data_ptr() == tensors["b"].data_ptr()
 
 
-def test_tied_tensors_are_one_row() -> None:
+def test_tied_tensors_form_one_row() -> None:
     weight = torch.ones(3)
     line, rows = layout_of_tensors({"head": weight, "embed": weight.detach()})
     assert line.table.names == ("embed",) and len(rows) == 1
 
 
-def test_empty_tensors_are_rows_of_no_bytes() -> None:
+def test_empty_tensors_are_rows_without_bytes() -> None:
     line, _ = layout_of_tensors({"a": torch.empty(0, 3), "b": torch.empty(0, 3), "c": torch.ones(2)})
     assert line.table.nbytes.tolist() == [0, 0, 8] and line.chunks.num_chunks == 1
 
 
-def test_a_strided_tensor_is_refused_by_name() -> None:
+def test_strided_tensor_is_refused_by_name() -> None:
     with pytest.raises(PlanError) as caught:
         layout_of_tensors({"w": torch.ones(4, 4).t()[:2]})
     assert caught.value.tensor == "w"
 
 
-def test_what_is_described_is_the_same_line() -> None:
+def test_described_table_gives_equal_layout() -> None:
     table = tabulate(("x", "w"), (DType.BF16, DType.F4), ((4, 4), (2, 6)))
     line = WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16, stem="adapter_model.fp16")
     assert line.digest == WeightLayout.of(table, leaf_bytes=8, chunk_bytes=16).digest
@@ -53,7 +53,7 @@ def test_what_is_described_is_the_same_line() -> None:
     assert found.chunks.nbytes.tolist() == line.chunks.nbytes.tolist()
 
 
-def test_table_of_former_release_has_usual_stem() -> None:
+def test_table_from_older_release_has_default_stem() -> None:
     message = to_message(WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem="adapter_model"))
     told = msgspec.to_builtins(message)
     del told["stem"]
@@ -61,7 +61,7 @@ def test_table_of_former_release_has_usual_stem() -> None:
 
 
 @pytest.mark.parametrize("stem", ["имя", "a" * 101, ".x"])
-def test_odd_stem_of_own_files_is_not_sent(stem: str) -> None:
+def test_odd_stem_in_own_files_is_not_sent(stem: str) -> None:
     layout = WeightLayout.of(tabulate(("w",), (DType.BF16,), ((4, 4),)), stem=stem)
     assert from_message(to_message(layout)).stem == "model"
 
@@ -84,7 +84,7 @@ def test_odd_stem_of_own_files_is_not_sent(stem: str) -> None:
         ({"stem": "a" * 300}, "stem"),
     ],
 )
-def test_a_hostile_table_is_a_format_error(change: dict[str, object], fault: str) -> None:
+def test_hostile_table_raises_format_error(change: dict[str, object], fault: str) -> None:
     good = TableMessage(
         leaf_bytes=8, chunk_bytes=16, names=("a", "b"), dtypes=(DType.F32, DType.F32), shapes=((1,), (1,))
     )

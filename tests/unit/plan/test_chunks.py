@@ -26,7 +26,7 @@ def _bytes(pieces: ReadPieces) -> list[list[tuple[int, int]]]:
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40))
-def test_chunks_cover_every_byte_once_and_keep_to_their_bounds(rows: list[int], leaf: int, more: int) -> None:
+def test_chunks_cover_every_byte_once_within_limits(rows: list[int], leaf: int, more: int) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     covered = [np.zeros(nbytes, np.int64) for nbytes in rows]
     for chunk in range(table.num_chunks):
@@ -39,7 +39,7 @@ def test_chunks_cover_every_byte_once_and_keep_to_their_bounds(rows: list[int], 
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
-def test_pieces_of_some_chunks_are_their_leaves_in_order(rows: list[int], leaf: int, more: int, chance) -> None:
+def test_pieces_of_chunks_are_their_leaves(rows: list[int], leaf: int, more: int, chance) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     some = [chunk for chunk in range(table.num_chunks) if chance.random() < 0.5]
     chunks = np.array(some, np.int64)
@@ -54,7 +54,7 @@ def test_pieces_of_some_chunks_are_their_leaves_in_order(rows: list[int], leaf: 
     assert all(a[-1][0] != b[0][0] or a[-1][1] + 1 != b[0][1] for a, b in itertools.pairwise(_bytes(pieces)))
 
 
-def test_a_chunk_is_filled_with_leaves_while_they_fit() -> None:
+def test_chunk_is_filled_with_leaves_while_they_fit() -> None:
     table = chunk_table(np.array([10, 0, 10, 3], np.int64), leaf_bytes=4, chunk_bytes=12)
     # Leaves 4 4 2 | 4 4 2 | 3: greedy up to 12.
     assert table.nbytes.tolist() == [10, 10, 3]
@@ -62,7 +62,7 @@ def test_a_chunk_is_filled_with_leaves_while_they_fit() -> None:
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40))
-def test_every_chunk_takes_what_fits(rows: list[int], leaf: int, more: int) -> None:
+def test_every_chunk_is_filled_greedily(rows: list[int], leaf: int, more: int) -> None:
     """Members that cut one model differently cannot read from each other."""
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     first_leaf, filled = [0], 0
@@ -74,20 +74,20 @@ def test_every_chunk_takes_what_fits(rows: list[int], leaf: int, more: int) -> N
     assert table.first_leaf.tolist() == first_leaf + [table.num_leaves] * bool(table.num_leaves)
 
 
-def test_a_leaf_larger_than_a_chunk_is_refused() -> None:
+def test_leaf_larger_than_chunk_is_refused() -> None:
     with pytest.raises(PlanError, match="cannot hold leaves"):
         chunk_table(np.array([1], np.int64), leaf_bytes=8, chunk_bytes=4)
 
 
 @given(st.sets(st.integers(0, 60)))
-def test_ranges_are_the_same_chunks(chunks: set[int]) -> None:
+def test_ranges_contain_same_chunks(chunks: set[int]) -> None:
     ranges = to_ranges(np.array(sorted(chunks), np.int64))
     assert {chunk for start, stop in ranges for chunk in range(start, stop)} == chunks
     assert all(a[1] < b[0] for a, b in itertools.pairwise(ranges))
 
 
 @given(sizes, st.integers(1, 9), st.integers(0, 40), st.randoms())
-def test_pieces_apart_belong_to_one_chunk_each(rows: list[int], leaf: int, more: int, chance) -> None:
+def test_separate_pieces_belong_to_one_chunk_each(rows: list[int], leaf: int, more: int, chance) -> None:
     table = chunk_table(np.array(rows, np.int64), leaf_bytes=leaf, chunk_bytes=leaf + more)
     chunks = np.array([chunk for chunk in range(table.num_chunks) if chance.random() < 0.5], np.int64)
     pieces, owner = table.pieces_apart(chunks)

@@ -14,7 +14,7 @@ H200 = CLUSTERS["h200"][0]
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_what_is_known_by_name_is_sound_and_goes_through_json(name: str) -> None:
+def test_named_clusters_are_valid_and_survive_json(name: str) -> None:
     cluster, rates = CLUSTERS[name]
     cluster.check()
     rates.check()
@@ -24,7 +24,7 @@ def test_what_is_known_by_name_is_sound_and_goes_through_json(name: str) -> None
 
 
 @pytest.mark.parametrize("raw", [b"", b"{}", b'{"name": 3}', b"[1]", to_json(H200).replace(b'"name"', b'"nme"')])
-def test_what_is_no_cluster_is_a_config_error(raw: bytes) -> None:
+def test_invalid_cluster_json_raises_config_error(raw: bytes) -> None:
     with pytest.raises(ConfigError, match="not describe a Cluster"):
         from_json(raw, Cluster)
 
@@ -41,18 +41,18 @@ def test_what_is_no_cluster_is_a_config_error(raw: bytes) -> None:
         {"straggler_slowdown": 0.5},
     ],
 )
-def test_numbers_that_describe_nothing_are_refused(fields) -> None:
+def test_impossible_cluster_numbers_are_refused(fields) -> None:
     with pytest.raises(PlanError):
         msgspec.structs.replace(H200, **fields).check()
 
 
-def test_rates_that_are_none_are_refused() -> None:
+def test_impossible_rates_are_refused() -> None:
     for field, value in (("digest_gb_per_s", 0.0), ("hop_s", -1.0)):
         with pytest.raises(PlanError):
             msgspec.structs.replace(CLUSTERS["h200"][1], **{field: value}).check()
 
 
-def test_gpus_of_a_node_meet_over_nvlink_and_others_over_nics() -> None:
+def test_links_use_nvlink_within_node() -> None:
     cluster = msgspec.structs.replace(H200, num_nodes=2, nics_per_node=4)
     links = ClusterLinks(cluster, np.ones(16))
     near, far, beside = links.between(np.array([0, 0, 1]), np.array([1, 8, 9]))
@@ -61,7 +61,7 @@ def test_gpus_of_a_node_meet_over_nvlink_and_others_over_nics() -> None:
     assert far.tolist() == beside.tolist()  # two GPUs a NIC
 
 
-def test_stragglers_are_as_many_as_said_and_the_seeds() -> None:
+def test_stragglers_follow_share_and_seed() -> None:
     cluster = msgspec.structs.replace(H200, num_nodes=10, straggler_share=0.1, straggler_slowdown=3.0)
     slow = slowdowns(cluster, 7)
     assert (slow == 3.0).sum() == 8

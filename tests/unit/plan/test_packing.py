@@ -30,19 +30,19 @@ def rectangles(*rows: tuple[int, int, int, int, int, int]) -> Rectangles:
         ((0, 0, 256, 4, 2048, 256), True),
     ],
 )
-def test_short_runs_that_are_one_piece_at_the_reader_are_packed(row, is_packed: bool) -> None:
+def test_short_runs_contiguous_at_reader_are_packed(row, is_packed: bool) -> None:
     assert packable(rectangles(row), MIB).tolist() == [is_packed]
     assert not packable(rectangles(row), 0).any()
 
 
-def test_single_runs_that_are_neighbours_at_the_reader_are_packed_together() -> None:
+def test_single_runs_adjacent_at_reader_are_packed() -> None:
     apart = rectangles(*((4096 * i, 128 * i, 64, 1, 0, 0) for i in range(8)))
     assert not packable(apart, MIB).any()
     together = rectangles(*((4096 * i, 64 * i, 64, 1, 0, 0) for i in reversed(range(8))))
     assert packable(together, MIB).all()
 
 
-def test_a_buffer_that_holds_few_runs_takes_shorter_ones_only() -> None:
+def test_small_buffer_packs_shorter_runs_only() -> None:
     row = rectangles((0, 0, 2048, 1000, 16384, 2048))
     assert packable(row, 16384).any() and not packable(row, 4096).any()
 
@@ -53,7 +53,7 @@ def test_a_buffer_that_holds_few_runs_takes_shorter_ones_only() -> None:
     buffer_bytes=st.integers(256, 4000),
     order=st.randoms(use_true_random=False),
 )
-def test_batches_fit_the_buffer_and_are_every_byte_once(rows, buffer_bytes: int, order) -> None:
+def test_batches_fit_buffer_and_cover_every_byte(rows, buffer_bytes: int, order) -> None:
     table, src, dst = [], 0, 0
     for run, count, gap in rows:
         table.append((src, dst, run, count, run + gap, run))

@@ -94,40 +94,40 @@ COSTS = [100] * 400
 FOUR = {f"w{i}": 100.0 for i in range(4)}
 
 
-def test_equal_workers_end_together():
+def test_equal_workers_finish_together():
     assert play(Placement(COSTS), COSTS, FOUR) == pytest.approx(100.0)
 
 
-def test_a_worker_slowed_five_times_costs_a_fifth_of_the_ideal_at_most():
+def test_slow_worker_costs_little_total_time():
     slow = {"w0": 20.0, "w1": 100.0, "w2": 100.0, "w3": 100.0}
     ideal = sum(COSTS) / sum(slow.values())
     assert play(Placement(COSTS), COSTS, slow) <= 1.05 * ideal
 
 
-def test_a_worker_that_slows_in_the_middle_loses_its_queue():
+def test_worker_slowing_midway_loses_its_queue():
     ideal = 50.0 + (sum(COSTS) - 50.0 * 400) / 320
     placement = Placement(COSTS)
     assert play(placement, COSTS, FOUR, slows={"w2": (50.0, 5.0)}) <= 1.1 * ideal
     assert placement.num_stolen or placement.num_twice
 
 
-def test_a_worker_that_stands_still_at_the_end_is_overtaken():
+def test_stopped_worker_is_overtaken():
     placement = Placement(COSTS)
     assert play(placement, COSTS, FOUR, slows={"w2": (98.5, 1e6)}) <= 105.0
     assert placement.num_twice >= 1
 
 
-def test_what_a_dead_worker_had_is_run_by_others():
+def test_tasks_of_dead_worker_run_elsewhere():
     ideal = 50.0 + (sum(COSTS) - 50.0 * 400) / 300
     assert play(Placement(COSTS), COSTS, FOUR, dies={"w1": 50.0}) <= 1.05 * ideal
 
 
-def test_a_large_task_among_small_ones_does_not_keep_the_others():
+def test_large_task_does_not_delay_small_tasks():
     costs = [4000] + [10] * 1200
     assert play(Placement(costs), costs, FOUR) <= 1.05 * sum(costs) / 400
 
 
-def test_tasks_go_where_their_bytes_are():
+def test_tasks_run_where_their_bytes_are():
     placement = Placement([10] * 40)
     placement.join("a", 0.0, holds=range(20, 40))
     placement.join("b", 0.0)
@@ -135,7 +135,7 @@ def test_tasks_go_where_their_bytes_are():
     assert placement.next("b", 0.0).tasks == (0, 1, 2, 3)
 
 
-def test_what_is_kept_for_one_worker_is_stolen_once_the_rest_is_done():
+def test_reserved_tasks_are_stolen_at_the_end():
     placement = Placement([10] * 20)
     placement.join("a", 0.0, holds=range(20))
     placement.join("b", 0.0)
@@ -146,7 +146,7 @@ def test_what_is_kept_for_one_worker_is_stolen_once_the_rest_is_done():
     assert placement.num_stolen == 4
 
 
-def test_workers_of_one_host_share_what_is_kept_there():
+def test_workers_on_host_share_reserved_tasks():
     placement = Placement([10] * 24)
     placement.join("a", 0.0, holds=range(12, 24), at="host 1")
     placement.join("b", 0.0, holds=range(12, 24), at="host 1")
@@ -168,7 +168,7 @@ def test_workers_of_one_host_share_what_is_kept_there():
     assert placement.next("c", 2.0).tasks == (20, 21, 22, 23)
 
 
-def test_what_two_hosts_have_is_run_by_who_comes_first():
+def test_tasks_on_two_hosts_go_to_first_worker():
     placement = Placement([10] * 8)
     placement.join("a", 0.0, holds=range(8), at="host 1")
     placement.join("b", 0.0, holds=range(4, 8), at="host 2")
@@ -177,7 +177,7 @@ def test_what_two_hosts_have_is_run_by_who_comes_first():
     assert placement.num_stolen == 0
 
 
-def test_nothing_is_fetched_that_another_host_has_while_all_have_work():
+def test_busy_hosts_do_not_steal_remote_tasks():
     """Two hosts of two, each with half of the bytes: they steal only when their own is done."""
     placement = Placement([100] * 400)
     where = {task: f"host {task % 2}" for task in range(400)}
@@ -197,7 +197,7 @@ def test_nothing_is_fetched_that_another_host_has_while_all_have_work():
     assert all(where[task] == f"host {i // 2}" for i, name in enumerate(pace) for task in given[name])
 
 
-def test_a_task_is_run_at_most_twice_at_once():
+def test_task_runs_at_most_twice_concurrently():
     placement = Placement([10])
     for name in "abc":
         placement.join(name, 0.0)
@@ -211,7 +211,7 @@ def test_a_task_is_run_at_most_twice_at_once():
     assert placement.is_done
 
 
-def test_the_end_of_a_task_said_by_a_worker_that_was_lost_counts():
+def test_completion_from_lost_worker_counts():
     placement = Placement([10, 10])
     placement.join("a", 0.0)
     placement.next("a", 0.0)
@@ -221,14 +221,14 @@ def test_the_end_of_a_task_said_by_a_worker_that_was_lost_counts():
     assert placement.next("b", 1.0).tasks == (1,)
 
 
-def test_a_resumed_job_runs_only_what_is_left():
+def test_resumed_job_runs_remaining_tasks_only():
     placement = Placement([10] * 5, done=[0, 2, 4])
     placement.join("a", 0.0)
     assert placement.next("a", 0.0).tasks == (1, 3)
     assert placement.num_left == 2
 
 
-def test_a_worker_is_given_no_more_than_its_depth_and_joins_once():
+def test_worker_queue_is_limited_and_joins_once():
     placement = Placement([1] * 100)
     placement.join("a", 0.0)
     assert len(placement.next("a", 0.0).tasks) == DEPTH
@@ -244,7 +244,7 @@ def test_a_worker_is_given_no_more_than_its_depth_and_joins_once():
     paces=st.lists(st.floats(1.0, 1000.0), min_size=1, max_size=6),
     seed=st.integers(0, 1 << 30),
 )
-def test_all_ends_once_whatever_dies(costs, paces, seed):
+def test_every_task_completes_once_despite_failures(costs, paces, seed):
     chance = random.Random(seed)
     pace = {f"w{i}": p for i, p in enumerate(paces)}
     costs = [max(1, cost) for cost in costs]
@@ -254,7 +254,7 @@ def test_all_ends_once_whatever_dies(costs, paces, seed):
 
 @settings(deadline=None, max_examples=100)
 @given(seed=st.integers(0, 1 << 30))
-def test_any_order_of_calls_keeps_the_books(seed):
+def test_random_call_order_completes_every_task(seed):
     chance = random.Random(seed)
     count = chance.randint(1, 30)
     placement = Placement([chance.randint(1, 9) for _ in range(count)])

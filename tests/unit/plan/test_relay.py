@@ -60,7 +60,7 @@ def fleets(draw) -> list[Node]:
 
 @given(fleets())
 @settings(max_examples=150, deadline=None)
-def test_with_a_whole_holder_everyone_hangs_below_one(fleet) -> None:
+def test_every_receiver_descends_from_whole_holder(fleet) -> None:
     relay = Relay(fleet)
     whole = {one.member for one in fleet if one.whole}
     if not whole:
@@ -73,7 +73,7 @@ def test_with_a_whole_holder_everyone_hangs_below_one(fleet) -> None:
 
 @given(fleets())
 @settings(max_examples=150, deadline=None)
-def test_upstreams_are_never_itself_nor_below_it_and_reach_a_source(fleet) -> None:
+def test_upstreams_never_form_a_cycle(fleet) -> None:
     relay = Relay(fleet)
     whole = {one.member for one in fleet if one.whole}
     for one in fleet:
@@ -90,7 +90,7 @@ def test_upstreams_are_never_itself_nor_below_it_and_reach_a_source(fleet) -> No
 
 @given(fleets())
 @settings(max_examples=150, deadline=None)
-def test_asked_again_a_parent_that_serves_is_kept(fleet) -> None:
+def test_serving_parent_is_kept_on_second_request(fleet) -> None:
     first = Relay(fleet).parents
     again = Relay([replace(one, parent=first.get(one.member, "")) for one in fleet])
     by_name = {one.member: one for one in fleet}
@@ -107,14 +107,14 @@ def test_asked_again_a_parent_that_serves_is_kept(fleet) -> None:
 
 @given(fleets(), st.randoms())
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_the_nodes_does_not_matter(fleet, chance) -> None:
+def test_node_order_does_not_change_relay(fleet, chance) -> None:
     shuffled = list(fleet)
     chance.shuffle(shuffled)
     assert Relay(shuffled).parents == Relay(fleet).parents
 
 
 @given(st.lists(st.sampled_from("ABCD"), min_size=2, max_size=12))
-def test_nobody_whole_is_one_ring_that_visits_each_host_once(hosts) -> None:
+def test_relay_without_holder_is_one_ring(hosts) -> None:
     fleet = [node(f"m{i}", host=host, joined=i) for i, host in enumerate(hosts)]
     parents = Relay(fleet).parents
     at, seen = "m0", []
@@ -127,7 +127,7 @@ def test_nobody_whole_is_one_ring_that_visits_each_host_once(hosts) -> None:
     assert crossings == (len(set(hosts)) if len(set(hosts)) > 1 else 0)
 
 
-def test_a_newcomer_of_a_ring_reads_from_the_last_of_its_host_rack_or_fleet() -> None:
+def test_newcomer_joins_ring_at_nearest_member() -> None:
     places = {"a1": ("A", "r"), "b1": ("B", "s"), "a2": ("A", "r"), "c1": ("C", "r")}
     relay = Relay(node(name, host=host, rack=rack, joined=i) for i, (name, (host, rack)) in enumerate(places.items()))
     before = dict(relay.parents)
@@ -149,7 +149,7 @@ def test_a_newcomer_of_a_ring_reads_from_the_last_of_its_host_rack_or_fleet() ->
     assert {name: relay.parents[name] for name in before} == before
 
 
-def test_a_newcomer_of_a_ring_passes_over_members_that_do_not_serve() -> None:
+def test_newcomer_skips_ring_members_not_serving() -> None:
     full = node("a1", host="A", joined=1, num_readers=2, max_readers=2)
     poor = node("b1", host="B", joined=2, complainers=frozenset({"b2"}))
     relay = Relay([node("c1", host="C", joined=0), full, poor, node("d1", host="D", joined=3)])
@@ -160,7 +160,7 @@ def test_a_newcomer_of_a_ring_passes_over_members_that_do_not_serve() -> None:
     assert alone.append(node("z", host="Z", joined=6)) and alone.upstreams("z") == ("a1",)
 
 
-def test_only_a_ring_takes_newcomers_one_by_one() -> None:
+def test_only_ring_appends_newcomers() -> None:
     empty = Relay([])
     assert empty.append(node("a")) and empty.upstreams("a") == ()
     assert empty.append(node("b")) and empty.upstreams("b") == ("a",)
@@ -171,19 +171,19 @@ def test_only_a_ring_takes_newcomers_one_by_one() -> None:
         assert not relay.append(node("late")) and "late" not in relay and relay.parents == before
 
 
-def test_receivers_form_one_chain_below_one_holder() -> None:
+def test_receivers_form_one_chain_below_holder() -> None:
     fleet = [node("w", CHUNKS, joined=0), *(replace(one, joined=one.joined + 1) for one in members(5))]
     relay = Relay(fleet)
     assert len({relay.parents[one.member] for one in fleet[1:]}) == 5
     assert len(chain_up(relay.parents, "m4")) == 5
 
 
-def test_each_idle_holder_takes_a_child_before_a_receiver_does() -> None:
+def test_idle_holders_get_children_before_receivers() -> None:
     fleet = [node("w", CHUNKS), node("v", CHUNKS), *members(2)]
     assert set(Relay(fleet).parents.values()) == {"w", "v"}
 
 
-def test_near_before_far() -> None:
+def test_nearer_parent_is_preferred() -> None:
     fleet = [
         node("w", CHUNKS, host="A"),
         node("a", 60, host="B", parent="w", rack="r"),
@@ -194,7 +194,7 @@ def test_near_before_far() -> None:
     assert Relay([one for one in fleet if one.member != "a"]).parents["b"] == "v"
 
 
-def test_a_device_holder_before_a_host_holder_of_one_host() -> None:
+def test_device_holder_is_preferred_on_same_host() -> None:
     fleet = [
         node("keeper", CHUNKS, host="A", device="cpu"),
         node("engine", CHUNKS, host="A", device="cuda:0", joined=1),
@@ -203,7 +203,7 @@ def test_a_device_holder_before_a_host_holder_of_one_host() -> None:
     assert Relay(fleet).upstreams("new") == ("engine", "keeper")
 
 
-def test_one_child_on_the_host_and_one_beyond() -> None:
+def test_member_serves_one_child_locally_and_remotely() -> None:
     fleet = [
         node("w", CHUNKS, host="W"),
         node("r1", host="B", joined=1, parent="w"),
@@ -215,7 +215,7 @@ def test_one_child_on_the_host_and_one_beyond() -> None:
     assert (parents["r2"], parents["s2"]) == ("r1", "s1")
 
 
-def test_a_long_chain_makes_the_holder_take_a_second() -> None:
+def test_long_chain_adds_second_holder_child() -> None:
     fleet = [node("w", CHUNKS, joined=-1), *members(MAX_DEPTH + 2)]
     parents = Relay(fleet).parents
     assert sum(parent == "w" for parent in parents.values()) == 2
@@ -245,7 +245,7 @@ def far_children(fleet: list[Node], parents: dict[str, str]) -> tuple[Counter, C
     return Counter(far), Counter(host[parent] for parent in far)
 
 
-def test_many_hosts_hang_by_one_copy_of_each_member_and_not_deep() -> None:
+def test_many_hosts_need_one_copy_per_member() -> None:
     fleet = many(256, 8)
     parents = Relay(fleet).parents
     by_member, _ = far_children(fleet, parents)
@@ -254,13 +254,13 @@ def test_many_hosts_hang_by_one_copy_of_each_member_and_not_deep() -> None:
 
 
 @pytest.mark.parametrize("num_links", [1, 2])
-def test_no_host_sends_more_copies_than_it_has_links(num_links: int) -> None:
+def test_host_sends_no_more_copies_than_links(num_links: int) -> None:
     fleet = many(48, 8, num_links=num_links)
     _, by_host = far_children(fleet, Relay(fleet).parents)
     assert max(by_host.values()) == num_links
 
 
-def test_those_who_came_later_leave_the_trees_as_they_are_and_not_deep() -> None:
+def test_later_members_keep_trees_shallow() -> None:
     fleet, parents = sorted(many(128, 8), key=lambda one: (not one.whole, one.joined)), {}
     for count in range(64, len(fleet) + 1, 64):
         here = [replace(one, parent=parents.get(one.member, "")) for one in fleet[:count]]
@@ -271,7 +271,7 @@ def test_those_who_came_later_leave_the_trees_as_they_are_and_not_deep() -> None
     assert max(len(chain_up(parents, member)) for member in parents) < 4 * MAX_DEPTH
 
 
-def test_a_chain_may_be_deeper_the_more_there_is_to_copy() -> None:
+def test_larger_models_allow_deeper_chains() -> None:
     fleet = many(300, 1, chunks=600 * CHUNKS_A_HOP)
     assert Counter(Relay(fleet).parents.values())["m0"] == 1
     fleet = many(300, 1, chunks=100)
@@ -284,7 +284,7 @@ def test_max_readers_bounds_children() -> None:
     assert DEFAULT_CHILDREN > 2
 
 
-def test_draining_busy_and_complained_of_come_last() -> None:
+def test_unavailable_holders_are_last_choice() -> None:
     holders = {
         "drains": node("drains", CHUNKS, draining=True),
         "busy": node("busy", CHUNKS, num_readers=2, max_readers=2),
@@ -297,43 +297,43 @@ def test_draining_busy_and_complained_of_come_last() -> None:
         assert Relay([bad, node("r")]).upstreams("r") == (name,)
 
 
-def test_a_leaver_is_bridged_by_its_parent() -> None:
+def test_leaving_member_is_bridged_by_its_parent() -> None:
     fleet = [node("w", CHUNKS), node("a", 50, parent="w"), node("b", 40, parent="a")]
     assert Relay(fleet).upstreams("b") == ("a", "w")
     assert Relay([fleet[0], fleet[2]]).upstreams("b") == ("w",)
 
 
-def test_a_parent_far_behind_its_child_is_left() -> None:
+def test_parent_far_behind_child_is_replaced() -> None:
     fleet = [node("w", CHUNKS), node("slow", 10, parent="w"), node("fast", 90, parent="slow")]
     assert Relay(fleet).parents["fast"] == "w"
 
 
-def test_stand_ins_spread_over_equal_holders() -> None:
+def test_alternative_parents_spread_over_equal_holders() -> None:
     fleet = [*(node(f"w{i}", CHUNKS, joined=i) for i in range(8)), *(node(f"r{i}", joined=9 + i) for i in range(8))]
     relay = Relay(fleet)
     assert len({relay.upstreams(f"r{i}")[1] for i in range(8)}) > 3
 
 
-def test_who_is_not_among_the_nodes_may_ask_around() -> None:
+def test_unknown_member_gets_nearby_upstreams() -> None:
     relay = Relay([node("w", CHUNKS, host="A"), node("a", 5, host="B")])
     assert relay.upstreams("x") == ()
     assert relay.around(node("x", host="B"))[0] == "a"
 
 
-def test_newcomers_are_spread_over_those_that_are_not_whole() -> None:
+def test_newcomers_spread_over_incomplete_members() -> None:
     relay = Relay([node("w", CHUNKS), *(node(f"m{i}", 10, joined=i) for i in range(200))])
     second = Counter(relay.around(node(f"new-{i}"))[1] for i in range(200))
     assert len(second) > 30 and max(second.values()) < 20
     assert {relay.around(node(f"new-{i}"))[0] for i in range(9)} == {"w"}
 
 
-def test_alone() -> None:
+def test_single_member_has_no_upstream() -> None:
     assert Relay([node("a")]).upstreams("a") == ()
     assert Relay([]).parents == {}
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_a_thousand_members_take_a_moment(whole: int) -> None:
+def test_relay_handles_a_thousand_members(whole: int) -> None:
     fleet = [node(f"m{i}", CHUNKS if i < whole else 0, host=f"h{i // 8}", joined=i) for i in range(1000)]
     relay = Relay(fleet)
     assert all(relay.upstreams(one.member) for one in fleet if not one.whole)

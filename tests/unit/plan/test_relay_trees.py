@@ -111,7 +111,7 @@ def fleets(draw) -> list[Node]:
 
 @given(fleets())
 @settings(max_examples=300, deadline=None)
-def test_every_receiver_hangs_below_a_whole_holder_in_both_trees(fleet: list[Node]) -> None:
+def test_receivers_descend_from_holder_in_both_trees(fleet: list[Node]) -> None:
     made = in_trees(fleet)
     whole = {one.member for one in fleet if one.whole}
     if not whole:
@@ -128,7 +128,7 @@ def test_every_receiver_hangs_below_a_whole_holder_in_both_trees(fleet: list[Nod
 
 @given(fleets(), st.randoms())
 @settings(max_examples=100, deadline=None)
-def test_the_order_of_the_members_does_not_matter(fleet: list[Node], chance: random.Random) -> None:
+def test_member_order_does_not_change_trees(fleet: list[Node], chance: random.Random) -> None:
     shuffled = list(fleet)
     chance.shuffle(shuffled)
     assert in_trees(shuffled).trees == in_trees(fleet).trees
@@ -136,7 +136,7 @@ def test_the_order_of_the_members_does_not_matter(fleet: list[Node], chance: ran
 
 @given(st.integers(2, 150), st.integers(1, 3), st.sampled_from([0, 1]), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_one_member_a_host_sends_in_one_tree_and_one_copy_in_all(
+def test_single_member_hosts_send_at_most_one_copy(
     count: int, holders: int, links: int, seed: int
 ) -> None:
     fleet = hosts(count, holders=min(holders, count - 1), links=links, seed=seed)
@@ -152,7 +152,7 @@ def test_one_member_a_host_sends_in_one_tree_and_one_copy_in_all(
 
 @given(st.integers(2, 20), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_host_is_read_and_reads_by_one_member_and_no_link_carries_more_than_a_copy(
+def test_each_host_reads_once_per_link(
     count: int, per_host: int, links: int, named: bool
 ) -> None:
     fleet = hosts(count, per_host, links=links, named=named)
@@ -169,7 +169,7 @@ def test_a_host_is_read_and_reads_by_one_member_and_no_link_carries_more_than_a_
 
 @given(st.integers(2, 60), st.data())
 @settings(max_examples=60, deadline=None)
-def test_parents_are_kept_when_members_come_and_leave(count: int, data: st.DataObject) -> None:
+def test_parents_are_kept_as_members_change(count: int, data: st.DataObject) -> None:
     fleet = hosts(count)
     made = in_trees(fleet)
     gone = data.draw(st.sampled_from(fleet[1:])).member
@@ -185,7 +185,7 @@ def test_parents_are_kept_when_members_come_and_leave(count: int, data: st.DataO
     assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in after)
 
 
-def test_those_who_come_in_waves_hang_below_the_ones_before() -> None:
+def test_waves_of_members_attach_below_earlier_waves() -> None:
     fleet, made = sorted(hosts(512), key=lambda one: (not one.whole, one.joined)), None
     for count in range(32, len(fleet) + 1, 32):
         here = fleet[:count] if made is None else again(fleet[:count], made)
@@ -200,7 +200,7 @@ def test_those_who_come_in_waves_hang_below_the_ones_before() -> None:
     assert depth(made) <= math.log2(32) + 3 + 2 * 15
 
 
-def test_who_comes_alone_makes_a_chain_grow() -> None:
+def test_single_newcomers_extend_a_chain() -> None:
     fleet, made = hosts(12), None
     for count in range(1, 13):
         made = in_trees(fleet[:count] if made is None else again(fleet[:count], made))
@@ -215,7 +215,7 @@ def racks(made: Relay, fleet: list[Node]) -> Iterator[int]:
         yield sum(rack[child] != rack[up] for child, up in parents.items())
 
 
-def test_racks_stay_together_where_that_makes_no_chain_of_racks() -> None:
+def test_racks_stay_together_without_deep_chains() -> None:
     fleet = [replace(one, rack=f"rack-{i // 16}") for i, one in enumerate(hosts(256))]
     alone = in_trees([replace(one, rack="") for one in fleet])
     made = in_trees(fleet)
@@ -224,21 +224,21 @@ def test_racks_stay_together_where_that_makes_no_chain_of_racks() -> None:
 
 
 @pytest.mark.parametrize("count", [2, MIN_HOPS + 1, 12])
-def test_few_hosts_are_a_chain(count: int) -> None:
+def test_few_hosts_form_a_chain(count: int) -> None:
     assert len(Relay(hosts(count)).trees) == 1
 
 
-def test_one_host_is_a_chain_whatever_its_length() -> None:
+def test_single_host_forms_a_chain() -> None:
     assert len(Relay(hosts(1, 64, links=1)).trees) == 1
 
 
-def test_hosts_of_many_links_are_chains_which_are_as_shallow() -> None:
+def test_hosts_with_many_links_form_shallow_chains() -> None:
     fleet = hosts(256, 8, links=8, named=True)
     made = Relay(fleet)
     assert len(made.trees) == 1 and depth(made) < MAX_DEPTH
 
 
-def test_many_hosts_of_one_member_or_of_one_link_are_two_trees() -> None:
+def test_many_hosts_with_one_link_form_two_trees() -> None:
     for fleet in (hosts(512), hosts(256, 8, links=1)):
         made = Relay(fleet)
         assert len(made.trees) == NUM_TREES and depth(made) <= 9 + 3 + 7
@@ -246,7 +246,7 @@ def test_many_hosts_of_one_member_or_of_one_link_are_two_trees() -> None:
         assert max(by_host.values()) == NUM_TREES
 
 
-def test_chains_where_someone_cannot_follow_trees_or_has_most_already() -> None:
+def test_members_without_tree_support_force_chains() -> None:
     fleet = hosts(256)
     assert len(Relay([*fleet[:-1], replace(fleet[-1], follows_trees=False)]).trees) == 1
     late = [one if one.whole else replace(one, num_have=CHUNKS * 3 // 4) for one in fleet]
@@ -256,7 +256,7 @@ def test_chains_where_someone_cannot_follow_trees_or_has_most_already() -> None:
     assert Relay(again(late, made)).trees == made.trees
 
 
-def test_trees_are_kept_when_a_member_comes_that_cannot_follow_them() -> None:
+def test_trees_survive_member_without_tree_support() -> None:
     fleet = hosts(256)
     made = Relay(fleet)
     old = Node(member="old", host="old", joined=1e9, num_have=0, num_chunks=CHUNKS)
@@ -269,7 +269,7 @@ def test_trees_are_kept_when_a_member_comes_that_cannot_follow_them() -> None:
     assert all(sum(tree[one.member] for tree in in_tree) <= NUM_TREES for one in here)
 
 
-def test_no_link_of_a_chain_carries_two_copies_where_it_is_known_whose_it_is() -> None:
+def test_named_link_carries_one_copy_per_chain() -> None:
     fleet = hosts(64, 8, links=4, named=True)
     made = Relay(fleet)
     assert len(made.trees) == 1
@@ -277,7 +277,7 @@ def test_no_link_of_a_chain_carries_two_copies_where_it_is_known_whose_it_is() -
     assert max(by_link.values()) == 1 and max(by_host.values()) > 1
 
 
-def test_the_own_parent_comes_first_though_its_places_are_taken() -> None:
+def test_own_parent_is_first_even_when_full() -> None:
     fleet = [replace(one, num_readers=3, max_readers=3) for one in hosts(64)]
     made = Relay(again(fleet, Relay(fleet)))
     for tree, parents in enumerate(made.trees):
@@ -325,11 +325,11 @@ def admitting(readers: int, fleet: list[Node]) -> list[Node]:
         pytest.param(without_parents, id="of different progress, without parents"),
     ],
 )
-def test_twice_as_many_members_are_about_twice_the_work(fleet: Callable[[int], list[Node]]) -> None:
+def test_work_grows_linearly_with_members(fleet: Callable[[int], list[Node]]) -> None:
     assert work(fleet(800)) < 2.6 * work(fleet(400))
 
 
-def test_where_readers_places_run_out_a_child_reads_both_trees_from_its_parent() -> None:
+def test_full_readers_use_one_parent_for_both_trees() -> None:
     made = in_trees(admitting(2, hosts(200, 8, links=1)))
     pairs = {(child, up) for parents in made.trees for child, up in parents.items()}
     readers = Counter(up for _, up in pairs)
@@ -337,7 +337,7 @@ def test_where_readers_places_run_out_a_child_reads_both_trees_from_its_parent()
     assert sum(max(0, count - 2) for count in readers.values()) <= 1
 
 
-def test_trees_that_would_not_be_used_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_trees_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(_nodes: object) -> None:
         raise AssertionError("trees are built")
 

@@ -89,7 +89,7 @@ def weight_sets(draw: st.DrawFn) -> tuple[TensorTable, list[np.ndarray], list[Bo
     pack=st.booleans(),
     small=st.sampled_from([16, 64, 1 << 20]),
 )
-def test_the_plan_moves_exactly_the_wanted_bytes(data, chunk, align, gap, pack, small):  # type: ignore[no-untyped-def]
+def test_plan_moves_exactly_the_wanted_bytes(data, chunk, align, gap, pack, small):  # type: ignore[no-untyped-def]
     table, files, boxes = data
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "SMALL_BYTES", small)
@@ -119,7 +119,7 @@ def test_the_plan_moves_exactly_the_wanted_bytes(data, chunk, align, gap, pack, 
 
 @settings(max_examples=200, deadline=None)
 @given(data=weight_sets(), chunk=st.sampled_from([4, 64]), gap=st.sampled_from([0, 30]), choice=st.data())
-def test_reads_in_another_order_move_the_same_bytes(data, chunk, gap, choice):  # type: ignore[no-untyped-def]
+def test_reordered_reads_move_same_bytes(data, chunk, gap, choice):  # type: ignore[no-untyped-def]
     table, files, boxes = data
     nbytes = [len(f) for f in files]
     plan = plan_load(table, file_nbytes=nbytes, chunk_bytes=chunk, boxes=boxes, pack=False, max_gap_bytes=gap)
@@ -134,14 +134,14 @@ def test_reads_in_another_order_move_the_same_bytes(data, chunk, gap, choice):  
 
 @settings(max_examples=200, deadline=None)
 @given(data=weight_sets())
-def test_without_gaps_or_alignment_nothing_is_over_read_and_covered_reads_are_exact(data):  # type: ignore[no-untyped-def]
+def test_exact_plan_reads_no_extra_bytes(data):  # type: ignore[no-untyped-def]
     table, files, _ = data
     plan = plan_load(table, file_nbytes=[len(f) for f in files], chunk_bytes=64)
     assert int(plan.read_nbytes.sum()) == plan.nbytes
     assert plan.covered().all()
 
 
-def test_small_rows_share_slabs_and_large_ones_do_not() -> None:
+def test_only_small_rows_share_slabs() -> None:
     n = [8192] * 600 + [schedule.SMALL_BYTES, 64, 4, 64]
     offset = np.concatenate(([16], 16 + np.cumsum(n)))[:-1]
     table = TensorTable(
@@ -159,7 +159,7 @@ def test_small_rows_share_slabs_and_large_ones_do_not() -> None:
     assert ((plan.row_offset % schedule.ALIGN_IN_SLAB) == 0).all()
 
 
-def test_a_box_outside_its_tensor_is_a_plan_error() -> None:
+def test_box_outside_tensor_raises_plan_error() -> None:
     with pytest.raises(PlanError, match="outside"):
         box_runs((2, 3), Box(start=(0, 0), stop=(2, 4)), 8)
     with pytest.raises(PlanError, match="inside a byte"):
@@ -168,7 +168,7 @@ def test_a_box_outside_its_tensor_is_a_plan_error() -> None:
         plan_load(_empty(), file_nbytes=[], chunk_bytes=5, align_bytes=2)
 
 
-def test_shard_box_splits_a_dim_evenly_or_refuses() -> None:
+def test_shard_box_splits_dim_evenly_or_raises() -> None:
     assert shard_box((8, 6), -1, 1, 3) == Box(start=(0, 2), stop=(8, 4))
     for shape, dim, rank, world in (((8, 6), 2, 0, 2), ((8, 6), 1, 0, 4), ((8, 6), 0, 2, 2)):
         with pytest.raises(PlanError):

@@ -15,23 +15,23 @@ def rates(links: list[list[int]], capacity: list[float], bound: list[float] | No
     return found.tolist()
 
 
-def test_one_flow_has_its_narrowest_link() -> None:
+def test_single_flow_uses_narrowest_link() -> None:
     assert rates([[0, 1]], [10.0, 4.0]) == [4.0]
 
 
-def test_two_flows_share_a_link_evenly() -> None:
+def test_flows_share_link_evenly() -> None:
     assert rates([[0, 1], [0, 2]], [10.0, 99.0, 99.0]) == [5.0, 5.0]
 
 
-def test_what_one_cannot_use_the_other_has() -> None:
+def test_unused_share_goes_to_other_flow() -> None:
     assert rates([[0, 1], [0, 2]], [10.0, 2.0, 99.0]) == [2.0, 8.0]
 
 
-def test_a_bound_leaves_the_rest_to_others() -> None:
+def test_limited_flow_leaves_rest_to_others() -> None:
     assert rates([[0, 1], [0, 1]], [10.0, 99.0], [3.0, np.inf]) == [3.0, 7.0]
 
 
-def test_a_link_without_end_bounds_nothing() -> None:
+def test_infinite_link_limits_nothing() -> None:
     assert rates([[0, 1]], [10.0, np.inf]) == [10.0]
 
 
@@ -53,7 +53,7 @@ def filled(links: np.ndarray, capacity: np.ndarray, bound: np.ndarray) -> np.nda
 
 @given(st.data())
 @settings(max_examples=150, deadline=None)
-def test_the_same_as_filling_all_alike(data) -> None:
+def test_rates_match_progressive_filling(data) -> None:
     num_links = data.draw(st.integers(2, 6))
     capacity = np.array(data.draw(st.lists(st.integers(1, 50), min_size=num_links, max_size=num_links)), float)
     pairs = st.tuples(*[st.integers(0, num_links - 1)] * 2).filter(lambda pair: pair[0] != pair[1])

@@ -64,28 +64,28 @@ def near(seconds: float) -> object:
     return pytest.approx(seconds, rel=0.02)
 
 
-def test_one_to_one_is_the_wire() -> None:
+def test_one_to_one_sync_takes_wire_time() -> None:
     found = simulate_sync(plan(1, 1), CLUSTER, FREE)
     assert found.predicted_s == near(NBYTES / 50e9)
     assert found.limit_s == pytest.approx(NBYTES / 50e9)
     assert "nic" in found.bottleneck
 
 
-def test_two_receivers_share_what_one_source_sends() -> None:
+def test_two_receivers_share_one_source() -> None:
     found = simulate_sync(plan(1, 2), CLUSTER, FREE)
     assert found.predicted_s == near(2 * NBYTES / 50e9)
     assert found.first_s == near(2 * NBYTES / 50e9)
 
 
-def test_two_sources_fill_one_receivers_link() -> None:
+def test_two_sources_fill_one_receiver_link() -> None:
     assert simulate_sync(plan(2, 1), CLUSTER, FREE).predicted_s == near(NBYTES / 50e9)
 
 
-def test_four_to_four_is_as_one_to_one() -> None:
+def test_four_to_four_takes_time_of_one_to_one() -> None:
     assert simulate_sync(plan(4, 4), CLUSTER, FREE).predicted_s == pytest.approx(NBYTES / 50e9, rel=0.1)
 
 
-def test_ranks_of_one_node_go_by_nvlink() -> None:
+def test_ranks_on_one_node_use_nvlink() -> None:
     one = msgspec.structs.replace(CLUSTER, gpus_per_node=8, nics_per_node=8)
     found = simulate_sync(plan(2, 2), one, FREE, one_node=True)
     assert found.predicted_s == near(NBYTES / 400e9)
@@ -93,7 +93,7 @@ def test_ranks_of_one_node_go_by_nvlink() -> None:
     assert simulate_sync(plan(2, 2), one, FREE).predicted_s == near(NBYTES / 50e9)
 
 
-def test_transform_and_flip_add_what_cannot_overlap() -> None:
+def test_transform_and_flip_add_their_serial_time() -> None:
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=200.0, device_copy_gb_per_s=1.0)
     one = plan(1, 1)
     source = np.full((1, one.num_buckets), 2 * GB)  # a batch or two each
@@ -107,7 +107,7 @@ def test_transform_and_flip_add_what_cannot_overlap() -> None:
     assert exchanged.predicted_s == pytest.approx(found.predicted_s + NBYTES / rates.exchange_gb_per_s / 1e9)
 
 
-def test_posts_are_made_one_by_one() -> None:
+def test_reads_are_posted_one_by_one() -> None:
     rates = msgspec.structs.replace(FREE, post_s=0.5)
     one = plan(4, 2)
     reads = len(StageWork.of(one, rates).receiver) // 2
@@ -138,7 +138,7 @@ def columns(sources: int) -> SyncPlan:
     return plan_sync(held, wants)
 
 
-def test_within_a_node_copies_cost_their_host_and_gaps_their_link() -> None:
+def test_copies_within_node_pay_host_and_link_time() -> None:
     one = plan(2, 1)  # a read of 512 MiB from each source: 16 copies
     work = StageWork.of(one, FREE)
     assert work.num_copies.tolist() == [16, 16] and work.short_bytes.tolist() == [0, 0]
@@ -155,7 +155,7 @@ def test_within_a_node_copies_cost_their_host_and_gaps_their_link() -> None:
 
 
 @pytest.mark.parametrize(("cluster", "expected"), [(NODE, NEAR_READS), (CLUSTER, 4 * READS_OF_ONE)])
-def test_reads_within_the_node_are_two_at_a_time_of_all_sources(cluster: Cluster, expected: int, monkeypatch) -> None:
+def test_reads_within_node_run_two_at_a_time(cluster: Cluster, expected: int, monkeypatch) -> None:
     most = 0
 
     def counted(links: np.ndarray, capacity: np.ndarray) -> np.ndarray:
@@ -169,7 +169,7 @@ def test_reads_within_the_node_are_two_at_a_time_of_all_sources(cluster: Cluster
     assert most == expected and found.moved_bytes == one.nbytes
 
 
-def test_receivers_within_the_node_share_no_link_until_one_is_late() -> None:
+def test_receivers_on_node_share_no_link_until_late() -> None:
     found = simulate_sync(plan(2, 2), NODE, FREE, one_node=True, staged=False)
     assert found.predicted_s == near(NBYTES / 400e9)
     # Three receivers of two sources: each source is read by one or two.
@@ -177,7 +177,7 @@ def test_receivers_within_the_node_share_no_link_until_one_is_late() -> None:
     assert found.predicted_s == near(3 * NBYTES / 2 / 400e9)
 
 
-def test_a_read_that_waits_for_its_rows_takes_no_turn() -> None:
+def test_read_waiting_for_rows_takes_no_turn() -> None:
     one = plan(4, 1)
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=1.0)
     slow = np.zeros((4, one.num_buckets), np.int64)
@@ -187,7 +187,7 @@ def test_a_read_that_waits_for_its_rows_takes_no_turn() -> None:
     assert found.predicted_s == near(1.0 + NBYTES / 2 / 1e9)
 
 
-def test_digests_that_are_asked_for_hold_up_a_transform() -> None:
+def test_requested_digests_delay_transform() -> None:
     one = plan(1, 1)
     rates = msgspec.structs.replace(FREE, quantise_gb_per_s=2.0, digest_gb_per_s=NBYTES / GB)
     last = np.zeros((1, one.num_buckets), np.int64)
@@ -197,7 +197,7 @@ def test_digests_that_are_asked_for_hold_up_a_transform() -> None:
     assert found.predicted_s == pytest.approx(2.0 + 1 / 16, rel=0.05)
 
 
-def test_within_a_node_short_runs_are_gathered_by_a_kernel() -> None:
+def test_short_runs_within_node_use_gather_kernel() -> None:
     one = columns(1)
     work = StageWork.of(one, FREE)
     assert not work.num_copies.any() and work.short_bytes.tolist() == work.nbytes.tolist()
@@ -233,7 +233,7 @@ def narrow_columns(num_rows: int, num_receivers: int) -> SyncPlan:
     )
 
 
-def test_short_runs_between_nodes_are_packed_where_the_source_can() -> None:
+def test_short_runs_between_nodes_are_packed() -> None:
     one = narrow_columns(1 << 20, 1)  # 256 MiB: a million runs, or four buffers
     assert simulate_sync(one, CLUSTER, SLOW_RUNS, staged=False).predicted_s == near(1e-3 * (1 << 20))
     packing = msgspec.structs.replace(SLOW_RUNS, pack_gb_per_s=100.0)
@@ -251,7 +251,7 @@ def test_short_runs_between_nodes_are_packed_where_the_source_can() -> None:
     assert posts.busy_s == pytest.approx(0.2 * 5 + 1e-3)
 
 
-def test_readers_wait_for_the_buffers_of_a_source() -> None:
+def test_readers_wait_for_source_buffers() -> None:
     one = narrow_columns(4096, 32)
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e9, answer_s=0.1)
     found = simulate_sync(one, CLUSTER, rates, staged=False)
@@ -260,21 +260,21 @@ def test_readers_wait_for_the_buffers_of_a_source() -> None:
     assert found.moved_bytes == one.nbytes
 
 
-def test_within_a_node_and_in_long_runs_nothing_is_packed() -> None:
+def test_long_or_local_runs_are_not_packed() -> None:
     rates = msgspec.structs.replace(FREE, pack_gb_per_s=1e-3)
     assert simulate_sync(narrow_columns(1 << 20, 1), NODE, rates, one_node=True, staged=False).predicted_s < 0.1
     assert not StageWork.of(columns(1), rates).packed_bytes.any()  # runs of 32 KiB
     assert not StageWork.of(plan(2, 2), rates).packed_bytes.any()
 
 
-def test_what_python_does_for_a_receiver_is_done_in_turn() -> None:
+def test_receiver_python_work_is_serial() -> None:
     rates = msgspec.structs.replace(FREE, post_s=0.5, step_s=0.5)
     one = plan(4, 1)
     reads = len(StageWork.of(one, rates).receiver)
     assert simulate_sync(one, CLUSTER, rates, staged=False).predicted_s == pytest.approx(reads * 1.0, rel=0.1)
 
 
-def test_an_update_asks_before_it_reads_and_tells_after() -> None:
+def test_update_adds_request_and_report_time() -> None:
     rates = msgspec.structs.replace(FREE, answer_s=0.1)
     found = simulate_sync(plan(1, 1), CLUSTER, rates, staged=False)
     # Part and maps, the digests while it reads, and that it has the version.
@@ -283,7 +283,7 @@ def test_an_update_asks_before_it_reads_and_tells_after() -> None:
     assert simulate_sync(plan(1, 1), wire, rates, staged=False).predicted_s == near(NBYTES / 1e9 + 0.3)
 
 
-def test_a_source_digests_for_its_receivers_in_turn() -> None:
+def test_source_digests_for_receivers_in_turn() -> None:
     rates = msgspec.structs.replace(FREE, digest_gb_per_s=NBYTES / GB)
     found = simulate_sync(plan(1, 2), CLUSTER, rates, staged=False)
     assert found.first_s == pytest.approx(2.0, rel=0.05)  # a second there, and one here
@@ -314,7 +314,7 @@ def measured_model(kind: str, num_trainers: int) -> tuple[list[Layout], list[Lay
         ("llama", 1, True, 0.1037),
     ],
 )
-def test_what_two_and_four_h200_measured_is_predicted_within_a_tenth(
+def test_measured_h200_sync_is_predicted_within_ten_percent(
     kind: str, num_trainers: int, staged: bool, measured_s: float
 ) -> None:
     """Medians of `update`; of the experts the median of three runs: benchmarks/results/cpu2_202611/simulate.md."""
@@ -332,7 +332,7 @@ PYTHON_ON_A_SLOW_HOST = 1802 / 872
     ("kind", "in_arenas", "measured_s"),
     [("llama", False, 0.0948), ("llama", True, 0.0955), ("moe", False, 0.0652), ("fp8", False, 0.0630)],
 )
-def test_a_host_whose_python_is_slow_is_predicted_within_a_tenth(kind: str, in_arenas: bool, measured_s: float) -> None:
+def test_slow_python_host_is_predicted_within_ten_percent(kind: str, in_arenas: bool, measured_s: float) -> None:
     """Medians of `update` on a host of four H200: benchmarks/results/cpu2_202611/simulate.md."""
     held, wanted = measured_model(kind, 2)
     one = plan_sync(held, wanted)
@@ -350,7 +350,7 @@ def test_a_host_whose_python_is_slow_is_predicted_within_a_tenth(kind: str, in_a
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.0914), (1, 0.0911), (2, 0.0950), (2, 0.0938)])
-def test_a_flip_that_exchanges_memory_is_predicted_within_a_tenth(num_trainers: int, measured_s: float) -> None:
+def test_exchanging_flip_is_predicted_within_ten_percent(num_trainers: int, measured_s: float) -> None:
     held, wanted = measured_model("llama", num_trainers)
     cluster, rates = CLUSTERS["h200"]
     found = simulate_sync(plan_sync(held, wanted), cluster, rates, in_arenas=True, one_node=True)
@@ -358,7 +358,7 @@ def test_a_flip_that_exchanges_memory_is_predicted_within_a_tenth(num_trainers: 
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.1087), (2, 0.1125)])
-def test_a_snapshot_that_is_read_while_it_is_copied_is_predicted_within_a_tenth(
+def test_overlapped_snapshot_is_predicted_within_ten_percent(
     num_trainers: int, measured_s: float
 ) -> None:
     held, wanted = measured_model("llama", num_trainers)
@@ -375,7 +375,7 @@ def test_a_snapshot_that_is_read_while_it_is_copied_is_predicted_within_a_tenth(
     assert abs(found.off_by(measured_s)) < 0.1
 
 
-def test_receivers_begin_with_a_source_of_which_they_need_much_whatever_their_order() -> None:
+def test_receivers_start_with_their_largest_source() -> None:
     # FSDP over two to TP over two: an engine needs its own rows from one trainer, and columns of the others from both.
     model = list(kimi_k2(num_layers=3, num_experts=8))
     held, wanted = trainer_layouts(model, 2, shards=2), receiver_layouts(model, 2, tp=2)
@@ -391,14 +391,14 @@ def test_receivers_begin_with_a_source_of_which_they_need_much_whatever_their_or
     assert predicted[0] == pytest.approx(predicted[1], rel=0.01)
 
 
-def test_receivers_that_need_as_much_of_each_source_begin_with_another_one_each() -> None:
+def test_receivers_start_with_distinct_sources() -> None:
     one = plan(4, 4)
     assert [one.part(receiver).first_source for receiver in range(4)] == [0, 1, 2, 3]
     one = plan(4, 2)
     assert [one.part(receiver).first_source for receiver in range(2)] == [0, 2]
 
 
-def test_a_small_watermark_waits_for_each_answer() -> None:
+def test_small_watermark_waits_for_each_answer() -> None:
     rates, one = msgspec.structs.replace(FREE, answer_s=0.1), plan(2, 1)
     some = np.ones((2, one.num_buckets), np.int64)  # sources that transform are asked for each read before it
     wide, narrow = (
@@ -408,14 +408,14 @@ def test_a_small_watermark_waits_for_each_answer() -> None:
     assert narrow.moved_bytes == wide.moved_bytes == NBYTES
 
 
-def test_a_slow_source_is_named_by_its_link() -> None:
+def test_slow_source_is_named_by_its_link() -> None:
     slow = msgspec.structs.replace(CLUSTER, straggler_share=0.5, straggler_slowdown=10.0)
     found = simulate_sync(plan(4, 4), slow, FREE, seed=2)
     assert found.predicted_s > 5 * found.limit_s
     assert found.bottleneck.startswith("the busiest link: nic")
 
 
-def test_the_dead_are_told_with_who_misses_them() -> None:
+def test_dead_ranks_are_listed_with_affected_receivers() -> None:
     deadly = msgspec.structs.replace(CLUSTER, failures_per_gpu_hour=1e5)
     found = simulate_sync(plan(2, 2), deadly, FREE, seed=1)
     assert any("stay on the version before" in line or "delays nobody" in line for line in found.failed)
@@ -426,7 +426,7 @@ sides = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(0, 
 
 @given(sides)
 @settings(max_examples=20, deadline=None)
-def test_equal_seeds_give_equal_predictions_and_every_planned_byte_moves(given) -> None:
+def test_equal_seeds_repeat_and_move_planned_bytes(given) -> None:
     sources, receivers, seed, share = given
     one = plan(sources, receivers)
     cluster = msgspec.structs.replace(CLUSTER, straggler_share=share)
@@ -449,7 +449,7 @@ def test_faster_links_are_never_slower(given, factor: float) -> None:
     assert after <= before * 1.02
 
 
-def test_the_picture_shows_each_lane_and_link() -> None:
+def test_picture_shows_each_lane_and_link() -> None:
     found = simulate_sync(plan(2, 2), CLUSTER, CLUSTERS["h200"][1])
     drawn = svg(found)
     assert ElementTree.fromstring(drawn).tag.endswith("svg")
@@ -458,7 +458,7 @@ def test_the_picture_shows_each_lane_and_link() -> None:
 
 
 @pytest.mark.parametrize("receiver", [0, 1])
-def test_windows_steps_and_their_order_are_those_of_the_receiver(receiver: int) -> None:
+def test_simulated_steps_match_receiver_steps(receiver: int) -> None:
     pytest.importorskip("torch")
     from penstock.plan import sync
     from penstock.sync.publish import transformed
@@ -496,7 +496,7 @@ def test_windows_steps_and_their_order_are_those_of_the_receiver(receiver: int) 
                 assert expected == [i for i in found if key == "cuda:0" or windows.steps[i].source == key]
 
 
-def test_shapes_are_the_models_and_both_sides_fit() -> None:
+def test_model_shapes_fit_both_sides() -> None:
     assert sum(np.prod(one.shape) for one in kimi_k2()) == pytest.approx(1.03e12, rel=0.01)
     model = list(kimi_k2(3, 8))
     assert {one.dim for one in model if one.name.endswith("down_proj.weight")} == {1}
@@ -511,7 +511,7 @@ def test_shapes_are_the_models_and_both_sides_fit() -> None:
         assert twice.sum() == 2 * (tagged + dense)  # what is of no expert is held by two replicas
 
 
-def test_a_prediction_is_compared_with_a_measurement() -> None:
+def test_prediction_is_compared_with_measurement() -> None:
     found = simulate_sync(plan_sync([layout("s0", NAMES)], [layout("r0", NAMES)]), CLUSTER, FREE)
     assert found.off_by(found.predicted_s / 2) == pytest.approx(1.0)
     assert found.off_by(found.predicted_s * 2) == pytest.approx(-0.5)

@@ -144,7 +144,7 @@ def some_side(word: str, model: dict[str, Form], chance: random.Random) -> list[
     st.integers(1, 60),
     st.randoms(use_true_random=False),
 )
-def test_every_wanted_byte_comes_once(shapes: list[tuple[int, ...]], bucket: int, chance: random.Random) -> None:
+def test_every_wanted_byte_is_planned_once(shapes: list[tuple[int, ...]], bucket: int, chance: random.Random) -> None:
     model = {
         f"model.layers.{i // 2}.w{i}": Form(dtype=chance.choice(list(NUMPY)), shape=shape, box=Box.full(shape))
         for i, shape in enumerate(shapes)
@@ -166,7 +166,7 @@ def whole(name: str, shape: tuple[int, ...], **more) -> Row:
     return name, Form(**{"dtype": DType.BF16, **more}, shape=shape, box=Box.full(shape))
 
 
-def test_fsdp_rows_to_tensor_parallel_columns_are_rectangles() -> None:
+def test_fsdp_to_tensor_parallel_plan_uses_rectangles() -> None:
     holdings = [layout(f"t{r}", [sharded("w", (8, 12), 0, r, 4)]) for r in range(4)]
     wants = [layout(f"e{r}", [sharded("w", (8, 12), 1, r, 2)]) for r in range(2)]
     plan = plan_sync(holdings, wants)
@@ -178,7 +178,7 @@ def test_fsdp_rows_to_tensor_parallel_columns_are_rectangles() -> None:
     prove_by_bytes(plan, holdings, wants)
 
 
-def test_whole_experts_are_one_run_from_who_has_them() -> None:
+def test_whole_expert_is_one_run() -> None:
     names = [f"model.layers.{layer}.experts.{e}" for layer in range(3) for e in range(8)]
     holdings = [layout(f"t{r}", [whole(n, (4, 4)) for i, n in enumerate(names) if i % 8 // 4 == r]) for r in range(2)]
     wants = [layout(f"e{r}", [whole(n, (4, 4)) for i, n in enumerate(names) if i % 8 // 2 == r]) for r in range(4)]
@@ -189,7 +189,7 @@ def test_whole_experts_are_one_run_from_who_has_them() -> None:
 
 
 @pytest.mark.parametrize(("num_holders", "num_takers"), [(4, 1), (4, 4), (3, 7), (8, 5), (1, 6)])
-def test_replicas_give_the_same_and_few_of_them_each(num_holders: int, num_takers: int) -> None:
+def test_replicas_send_equal_shares_over_few_links(num_holders: int, num_takers: int) -> None:
     rows = [whole(f"layers.{i}.w", (16,)) for i in range(60)]
     plan = plan_sync(
         [layout(f"t{r}", rows) for r in range(num_holders)], [layout(f"e{r}", rows) for r in range(num_takers)]
@@ -200,7 +200,7 @@ def test_replicas_give_the_same_and_few_of_them_each(num_holders: int, num_taker
     assert (links > 0).sum() <= num_holders + num_takers - 1
 
 
-def test_those_who_must_give_more_elsewhere_give_less_here() -> None:
+def test_source_busy_elsewhere_sends_less() -> None:
     rows = [whole(f"layers.{i}.w", (16,)) for i in range(64)]
     own = [whole(f"layers.{i}.own", (16,)) for i in range(32)]
     plan = plan_sync([layout("t0", rows + own), layout("t1", rows), layout("t2", rows)], [layout("e", rows + own)])
@@ -209,7 +209,7 @@ def test_those_who_must_give_more_elsewhere_give_less_here() -> None:
     assert lone.link_bytes().tolist() == [[32 * 32, 64]]
 
 
-def test_buckets_are_layers_while_they_fit_and_parts_of_layers_where_not() -> None:
+def test_buckets_are_layers_while_they_fit() -> None:
     rows = [whole("embed", (4,)), *(whole(f"m.{layer}.w{i}", (4,)) for layer in (1, 0, 2) for i in range(3))]
     rows.append(whole("m.10.w", (100,)))
     holdings, wants = [layout("t", rows)], [layout("e", rows[::-1])]
@@ -231,14 +231,14 @@ def test_buckets_are_layers_while_they_fit_and_parts_of_layers_where_not() -> No
     assert [len(one) for one in bucketed(16)] == [1, 2, 1, 2, 1, 2, 1, 1]
 
 
-def test_a_bucket_ends_where_it_is_full_for_any_receiver() -> None:
+def test_bucket_ends_when_full_for_any_receiver() -> None:
     rows = [whole(f"w{i}", (4,)) for i in range(4)]
     plan = plan_sync([layout("t", rows)], [layout("a", rows[:1]), layout("b", rows)], bucket_bytes=16)
     assert plan.part(0).bucket_first.tolist() == [0, 1, 1]
     assert plan.part(1).bucket_first.tolist() == [0, 2, 4]
 
 
-def test_what_both_sides_do_not_agree_on_is_listed() -> None:
+def test_mismatches_are_listed() -> None:
     holdings = [layout("t", [whole("a", (4,)), whole("b", (4,)), whole("spare", (4,)), whole("q", (4,), tag="fp8")])]
     wants = [layout("e", [whole("a", (4,), dtype=DType.F32), whole("b", (2, 2)), whole("c", (4,)), whole("q", (4,))])]
     with pytest.raises(PlanError) as caught:
@@ -259,7 +259,7 @@ def test_what_both_sides_do_not_agree_on_is_listed() -> None:
         plan_sync([layout("t", [])], many)
 
 
-def test_a_tensor_may_be_held_and_wanted_in_two_dtypes() -> None:
+def test_tensor_is_synced_in_two_dtypes() -> None:
     low, high = whole("w", (4, 4), dtype=DType.U8, tag="fp8"), whole("w", (4, 4), tag="")
     plan = plan_sync([layout("t", [high, low])], [layout("a", [low]), layout("b", [high])])
     assert [plan.part(r).nbytes for r in range(2)] == [16, 32]
@@ -283,7 +283,7 @@ def test_holes_are_listed_by_tensor() -> None:
         plan_sync(apart, [layout("e", [whole(f"w{i}", (30,)) for i in range(30)])])
 
 
-def test_holdings_that_overlap_are_cut() -> None:
+def test_overlapping_holdings_are_cut() -> None:
     shape = (12, 4)
     holdings = [
         layout("t0", [("w", Form(dtype=DType.BF16, shape=shape, box=Box(start=(0, 0), stop=(8, 4))))]),
@@ -294,7 +294,7 @@ def test_holdings_that_overlap_are_cut() -> None:
     prove_by_bytes(plan_sync(holdings, wants), holdings, wants)
 
 
-def test_a_rank_that_holds_a_box_twice_gives_it_once_and_one_that_wants_it_twice_gets_it_twice() -> None:
+def test_duplicate_box_is_sent_once_and_received_twice() -> None:
     twice = [whole("w", (4,)), whole("w", (4,))]
     holdings, wants = [layout("t", twice)], [layout("e", twice)]
     plan = plan_sync(holdings, wants)
@@ -302,7 +302,7 @@ def test_a_rank_that_holds_a_box_twice_gives_it_once_and_one_that_wants_it_twice
     prove_by_bytes(plan, holdings, wants)
 
 
-def test_packed_elements_travel_by_whole_bytes() -> None:
+def test_packed_elements_move_by_whole_bytes() -> None:
     holdings = [layout("t", [whole("w", (4, 8), dtype=DType.F4)])]
     plan = plan_sync(holdings, [layout("e", [sharded("w", (4, 8), 1, 1, 2, dtype=DType.F4)])])
     assert (plan.part(0).src.tolist(), plan.part(0).run_bytes.tolist()) == ([2], [2])
@@ -310,7 +310,7 @@ def test_packed_elements_travel_by_whole_bytes() -> None:
         plan_sync(holdings, [layout("e", [sharded("w", (4, 8), 1, 1, 8, dtype=DType.F4)])])
 
 
-def test_the_key_changes_with_all_it_depends_on() -> None:
+def test_plan_key_depends_on_every_input() -> None:
     rows = [whole("w", (4,))]
     t, e = layout("t", rows), layout("e", rows)
     keys = {
@@ -328,7 +328,7 @@ def test_the_key_changes_with_all_it_depends_on() -> None:
     assert plan.key == plan_key([t], [e]) and plan != plan_sync([t], [e, e]) and plan != "a plan"
 
 
-def test_a_plan_explains_itself() -> None:
+def test_plan_explains_itself() -> None:
     rows = [whole("w", (4,)), whole("v", (4,))]
     plan = plan_sync([layout("t", [*rows, whole("mtp.w", (4,))])], [layout(f"e{i}", rows) for i in range(3)])
     assert plan.explain(limit=2).splitlines() == [
@@ -344,7 +344,7 @@ def test_a_plan_explains_itself() -> None:
     assert math.prod(plan.link_bytes().shape) == 3
 
 
-def test_nobody_or_nothing_is_a_plan_too() -> None:
+def test_empty_plan_is_valid() -> None:
     assert plan_sync([], []).explain().startswith("0 tensors, 0 sources -> 0 receivers, 0 bytes")
     plan = plan_sync([layout("t", [whole("w", (0, 4))])], [layout("e", [whole("w", (0, 4))]), layout("f", [])])
     assert plan.nbytes == 0 and plan.part(0).nbytes == plan.part(1).nbytes == 0 and plan.num_tensors == 1
@@ -372,7 +372,7 @@ def test_nobody_or_nothing_is_a_plan_too() -> None:
         {"sources": ("t0",)},
     ],
 )
-def test_a_part_that_leaves_its_memories_is_refused(wrong: dict[str, object]) -> None:
+def test_part_outside_its_memories_is_refused(wrong: dict[str, object]) -> None:
     holdings = [layout(f"t{r}", [sharded("w", (4, 12), 0, r, 2)]) for r in range(2)]
     part = plan_sync(holdings, [layout("e", [sharded("w", (4, 12), 1, 0, 2)])]).part(0)
     sizes = {"src_nbytes": [48, 48], "dst_nbytes": 48}

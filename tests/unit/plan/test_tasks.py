@@ -47,7 +47,7 @@ def block(name: str, shape: tuple[int, int]) -> Recipe:
     leaf_bytes=st.sampled_from([1, 256, 4096]),
     data=st.data(),
 )
-def test_every_row_of_every_recipe_is_in_one_task(shapes, task_bytes, leaf_bytes, data):
+def test_every_recipe_row_is_in_one_task(shapes, task_bytes, leaf_bytes, data):
     aligns = [data.draw(st.sampled_from([0, 1, 128])) for _ in shapes]
     recipes = [
         block(f"t{i}", shape) if align == 128 else cast(f"t{i}", shape, align)
@@ -82,32 +82,32 @@ def test_every_row_of_every_recipe_is_in_one_task(shapes, task_bytes, leaf_bytes
     assert tasks.cost.sum() == whole
 
 
-def test_one_embedding_among_norms_is_cut_like_the_rest():
+def test_large_embedding_is_cut_like_other_tensors():
     recipes = [cast("norm", (4096,)), cast("embed", (150_000, 4096)), cast("norm2", (4096,))]
     tasks = cut(recipes, task_bytes=64 << 20)
     assert tasks.cost.max() <= 1.1 * (64 << 20)
     assert len(tasks) == -(-150_000 * 4096 * 6 // (64 << 20)) + 1
 
 
-def test_what_cannot_be_cut_goes_first_the_largest_before_all():
+def test_uncuttable_tensors_go_first_by_size():
     recipes = [cast("a", (64, 64)), cast("big", (512, 512), align=0), cast("bigger", (1024, 512), align=0)]
     tasks = cut(recipes, task_bytes=1 << 17)
     assert [next(tasks.entries(t))[0] for t in range(3)] == [2, 1, 0]
 
 
-def test_cuts_fall_on_leaves_where_that_is_cheap():
+def test_cuts_fall_on_leaves_when_cheap():
     recipe = cast("t", (1000, 64), to=DType.F32)  # 256 bytes a row
     tasks = cut([recipe], task_bytes=1 << 15, leaf_bytes=1 << 12)
     assert all(start * 256 % (1 << 12) == 0 for t in range(len(tasks)) for _, start, _ in tasks.entries(t))
 
 
 @pytest.mark.parametrize("task_bytes", [0, -1])
-def test_tasks_of_no_bytes_are_refused(task_bytes):
+def test_tasks_without_bytes_are_refused(task_bytes):
     with pytest.raises(ConfigError, match="task_bytes"):
         cut([block("w", (300, 256))], task_bytes=task_bytes)
 
 
-def test_rows_of_an_input_that_lies_further_down():
+def test_input_at_offset_takes_its_rows():
     source = spec("part", (10, 4))
     one = Input(source=1, spec=source, box=Box(start=(2, 0), stop=(8, 4)), at=100)
     assert one.taken(0, 100) is None
@@ -116,7 +116,7 @@ def test_rows_of_an_input_that_lies_further_down():
     assert Input(source=1, spec=source, box=one.box, at=None).taken(5, 6) == one.box
 
 
-def test_what_is_read_goes_out_to_the_ends_of_leaves():
+def test_leaf_range_extends_reads_to_leaf_ends():
     one = Input(source=0, spec=spec("t", (100, 8)), box=Box.full((100, 8)))  # 16 bytes a row
     assert one.byte_range(10, 20) == (160, 320)
     assert one.leaf_range(10, 20, 0) == (160, 320)
@@ -138,7 +138,7 @@ def test_scales_are_rows_of_blocks():
     assert out.byte_range(128, 300) == (8, 24)
 
 
-def test_tensors_get_places_wide_ones_first_and_files_are_bounded():
+def test_wide_tensors_are_laid_out_first():
     specs = [
         spec("a", (3,), DType.U8),
         spec("b", (2,), DType.F64),
@@ -151,18 +151,18 @@ def test_tensors_get_places_wide_ones_first_and_files_are_bounded():
     assert files.body_nbytes == (19, 20)
 
 
-def test_two_tensors_of_one_name_are_refused():
+def test_duplicate_tensor_name_is_refused():
     with pytest.raises(PlanError, match="one name") as caught:
         lay_out([spec("a", (1,)), spec("b", (1,)), spec("a", (2,))], shard_bytes=100)
     assert caught.value.tensor == "a"
 
 
-def test_elements_that_fill_no_byte_are_refused():
+def test_elements_not_filling_a_byte_are_refused():
     with pytest.raises(PlanError, match="whole bytes"):
         lay_out([spec("a", (3,), DType.F4)], shard_bytes=100)
 
 
-def test_tasks_that_follow_each_other_write_to_different_files():
+def test_consecutive_tasks_write_to_different_files():
     recipes = [cast("huge", (1, 4000)), *(cast(f"t{i}", (10, 10)) for i in range(12))]
     tasks = cut(recipes, task_bytes=700)
     file_of = np.array([0, *(i // 4 for i in range(12))])
@@ -179,5 +179,5 @@ def test_tasks_that_follow_each_other_write_to_different_files():
 @pytest.mark.parametrize(
     ("nbytes", "expected"), [(0, 64 * MIB), (8 * GB, 64 * MIB), (16 * GB, 16 * GB // 128), (70 * GB, 128 * MIB)]
 )
-def test_tasks_are_larger_for_large_sources(nbytes: int, expected: int) -> None:
+def test_large_sources_get_larger_tasks(nbytes: int, expected: int) -> None:
     assert task_bytes_of(nbytes) == expected

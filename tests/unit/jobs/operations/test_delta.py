@@ -45,7 +45,7 @@ SHAPES = st.sampled_from([(), (1,), (300,), (40, 7), (3, 5, 16), (0, 4), (4, 0),
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_what_is_made_and_applied_is_the_new_version(data):
+def test_applied_delta_yields_new_version(data):
     base, new = {}, {}
     for i in range(data.draw(st.integers(1, 6))):
         shape, dtype = data.draw(SHAPES), data.draw(st.sampled_from(DTYPES))
@@ -81,7 +81,7 @@ def test_what_is_made_and_applied_is_the_new_version(data):
     ApplyDelta(words).check(manifest(found))
 
 
-def test_one_byte_is_one_leaf():
+def test_changed_byte_sends_one_leaf():
     base = {"w": torch.zeros(1000, 16)}
     new = {"w": base["w"].clone()}
     new["w"][500, 3] = 1
@@ -91,14 +91,14 @@ def test_one_byte_is_one_leaf():
     }
 
 
-def test_a_result_that_is_not_the_new_version_is_refused():
+def test_result_contradicting_delta_is_refused():
     base, new = {"w": torch.zeros(64)}, {"w": torch.ones(64)}
     operation = ApplyDelta(encoded(delta_of(manifest(base), manifest(new))))
     with pytest.raises(IntegrityError, match="which the delta names"):
         operation.check(manifest(base))
 
 
-def test_files_that_are_not_the_delta_s_are_refused():
+def test_wrong_base_or_delta_file_is_refused():
     base, new = {"w": torch.zeros(64), "x": torch.zeros(2)}, {"w": torch.ones(64), "x": torch.zeros(2)}
     operation = ApplyDelta(encoded(delta_of(manifest(base), manifest(new))))
     for parts in (

@@ -130,7 +130,7 @@ OTHER_SHAPES = {
 
 
 @pytest.mark.parametrize("situation", OTHER_SHAPES)
-def test_codes_in_other_shapes_stay_or_are_refused(situation):
+def test_codes_with_unknown_shape_are_kept_or_refused(situation):
     parts, config = OTHER_SHAPES[situation]
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match="cannot be read") as raised:
@@ -156,7 +156,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("writer", FOREIGN)
-def test_codes_of_other_writers_stay_or_are_refused(writer):
+def test_codes_from_unknown_writers_are_kept_or_refused(writer):
     parts = {f"a.{name}": torch.zeros(8, 8).to(dtype) for name, dtype in FOREIGN[writer].items()}
     given = {**parts, "norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match=r"cannot be read") as raised:
@@ -220,7 +220,7 @@ def test_gpt_oss_blocks_are_read_transposed(experts, rows, blocks, exponents):
 
 
 @pytest.mark.parametrize("second", [torch.tensor(0.3), torch.full((1,), 3e-5)])
-def test_modelopt_nvfp4_is_read_as_its_library_does(second):
+def test_modelopt_nvfp4_matches_its_library(second):
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 256, (5, 24), dtype=torch.uint8, generator=generator)
     scales = (torch.rand(5, 3, generator=generator) * 448).to(torch.float8_e4m3fn)
@@ -233,7 +233,7 @@ def test_modelopt_nvfp4_is_read_as_its_library_does(second):
     assert torch.equal(found["a.weight"], wanted.view(5, 48))
 
 
-def test_modelopt_formats_other_than_known_are_refused():
+def test_unknown_modelopt_formats_are_refused():
     with pytest.raises(PlanError, match="'W4A16_AWQ' is none of FP8, NVFP4"):
         Dequantise("BF16", NVFP4 | {"quant_algo": "W4A16_AWQ"}).recipes([table_of(modelopt())])
 
@@ -260,7 +260,7 @@ def test_comfyui_scale_weight_is_applied(scale):
     assert {kept[name].dtype for name in others} == {torch.bfloat16}
 
 
-def test_parameters_called_scale_are_plain():
+def test_parameters_named_scale_are_plain():
     given = {
         "norm.weight": torch.ones(4),
         "norm.scale": torch.ones(4),
@@ -286,7 +286,7 @@ def test_several_configurations_are_read_together():
         Dequantise(quantization=declared(config)).recipes([table_of({"a.weight": CODES, "a.weight_scale": SCALE})])
 
 
-def test_nested_dtypes_change_with_the_model():
+def test_nested_dtypes_change_with_model():
     config = {
         "dtype": "float32",
         "text_config": {"dtype": "float32", "n": 1, "deep": {"torch_dtype": "torch.bfloat16"}},
@@ -318,7 +318,7 @@ LIKE_SCALES = {
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("situation", LIKE_SCALES)
-def test_plain_parameters_like_scales_are_converted(situation, quantised):
+def test_scale_like_parameters_are_converted(situation, quantised):
     given = {**LIKE_SCALES[situation], "router.weight": torch.ones(4, 4), "router.scale": torch.ones(4)}
     blocks = {"x.weight": CODES, "x.weight_scale_inv": torch.ones(2, 3)} if quantised else {}
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]} if quantised else None
@@ -331,7 +331,7 @@ def test_plain_parameters_like_scales_are_converted(situation, quantised):
     Linear().recipes([table_of(given), table_of(given)])
 
 
-def test_lone_scale_beside_float_weight_is_refused():
+def test_lone_scale_next_to_float_weight_is_refused():
     exponents = {"x.weight": CODES, "x.scale": torch.ones(2, 3)}
     with pytest.raises(PlanError) as raised:
         Dequantise().recipes([table_of({**exponents, "gate.weight": torch.ones(4, 4), "gate.scale": torch.ones(1, 1)})])

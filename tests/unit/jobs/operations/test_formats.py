@@ -31,7 +31,7 @@ def weights(dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_block_format_is_what_the_whole_tensor_gives(tag, dtype):
+def test_block_format_matches_whole_tensor_result(tag, dtype):
     given, form = weights(dtype), format_of(tag)
     found = check_rows(StoreOperation(tag), given)
     for name, tensor in given.items():
@@ -48,7 +48,7 @@ def test_a_block_format_is_what_the_whole_tensor_gives(tag, dtype):
 
 
 @pytest.mark.parametrize("tag", CASTS)
-def test_a_cast_takes_every_tensor_that_floats(tag):
+def test_cast_converts_every_float_tensor(tag):
     form = format_of(tag)
     given = {**weights(), "stack": values((3, 5, 7), torch.float32, 1), "scalar": torch.tensor(1.5)}
     found = check_rows(StoreOperation(tag), given)
@@ -58,7 +58,7 @@ def test_a_cast_takes_every_tensor_that_floats(tag):
         assert found[name].dtype == wanted.dtype and torch.equal(raw(found[name]), raw(wanted)), name
 
 
-def test_experts_in_a_stack_have_blocks_of_their_own():
+def test_stacked_experts_have_separate_blocks():
     given = {"experts.weight": values((5, 130, 200), torch.bfloat16, 2), "w.weight": torch.ones(4, 4)}
     form = format_of("fp8-block128")
     recipes = {
@@ -75,7 +75,7 @@ def test_experts_in_a_stack_have_blocks_of_their_own():
         assert recipe.outputs[i].byte_range(0, 2)[1] == found[0][i].nbytes
 
 
-def test_only_and_keep_are_patterns_of_whole_names():
+def test_only_and_keep_match_whole_names():
     given = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64), "c.table": torch.ones(64, 64)}
     assert "a.weight_scale" in made(StoreOperation("mxfp8", keep=("b.*",)), given)
     assert (
@@ -92,7 +92,7 @@ def test_only_and_keep_are_patterns_of_whole_names():
 
 @pytest.mark.parametrize("tag", BLOCKS)
 @pytest.mark.parametrize("to", [DType.BF16, DType.F32])
-def test_dequantising_knows_each_format(tag, to):
+def test_dequantise_reads_every_own_format(tag, to):
     given, form = weights(), format_of(tag)
     stored = made(StoreOperation(tag), given)
     found = check_rows(Dequantise(to), stored)
@@ -120,7 +120,7 @@ CODES = torch.randn(256, 384, generator=torch.Generator().manual_seed(7)).to(tor
         ("weight_scale_inv", (256, 12), (1, 32)),
     ],
 )
-def test_fp8_of_other_writers_is_read_whatever_its_scales_are(name, shape, block, dtype):
+def test_foreign_fp8_is_read_with_any_scales(name, shape, block, dtype):
     """Qwen3-FP8's BF16 blocks, llm-compressor's FP8_BLOCK, FP8_DYNAMIC and FP8, FBGEMM's rows."""
     scales = torch.exp2(torch.randint(-6, 6, shape, generator=torch.Generator().manual_seed(1)).float()).to(dtype)
     given = {"a.weight": CODES, f"a.{name}": scales, "a.input_scale": torch.ones(1), "norm.weight": torch.ones(4)}
@@ -131,7 +131,7 @@ def test_fp8_of_other_writers_is_read_whatever_its_scales_are(name, shape, block
     assert torch.equal(found["a.weight"], CODES.float() * factor)
 
 
-def test_stacks_of_experts_are_read_by_their_leading_dim():
+def test_expert_stacks_are_read_by_leading_dim():
     codes = torch.stack([CODES, CODES, CODES])
     for shape in ((3, 2, 3), (3, 1, 1), (3,), (3, 256, 1), (3, 256)):
         scales = torch.rand(shape, generator=torch.Generator().manual_seed(3)) + 0.5
@@ -155,7 +155,7 @@ def test_stacks_of_experts_are_read_by_their_leading_dim():
         ({"weight": CODES, "weight_scale": torch.ones(1), "weight_scale_2": torch.ones(1)}, "format that is not known"),
     ],
 )
-def test_what_is_quantised_and_cannot_be_read_is_refused(parts, says):
+def test_unreadable_quantised_tensor_is_refused(parts, says):
     given = {f"l.0.{name}": tensor for name, tensor in parts.items()}
     with pytest.raises(PlanError, match=says) as raised:
         Dequantise().recipes([table_of(given)])
@@ -165,7 +165,7 @@ def test_what_is_quantised_and_cannot_be_read_is_refused(parts, says):
             merge.recipes([table_of(given), table_of(given)])
 
 
-def test_a_configuration_that_is_not_known_is_refused_with_its_method():
+def test_unknown_quantisation_config_is_refused_with_method():
     given = table_of({"a.qweight": torch.ones(8, 8, dtype=torch.int32), "a.scales": torch.ones(8, 1)})
     gptq = {"quant_method": "gptq", "bits": 4, "modules_to_not_convert": ["lm_head"] * 1000}
     with pytest.raises(PlanError, match="quant_method 'gptq' is none of compressed-tensors, fbgemm_fp8, fp8") as raised:
@@ -179,7 +179,7 @@ def test_a_configuration_that_is_not_known_is_refused_with_its_method():
         Dequantise(quantization=rotated).recipes([table_of({"a.weight": CODES})])
 
 
-def test_blocks_are_those_that_the_configuration_declares():
+def test_declared_block_shape_is_used():
     scales = torch.rand(4, 6, generator=torch.Generator().manual_seed(2))
     given = {"a.weight": CODES, "a.weight_scale_inv": scales}
     with pytest.raises(PlanError, match="do not fit"):
@@ -188,7 +188,7 @@ def test_blocks_are_those_that_the_configuration_declares():
     assert torch.equal(found["a.weight"], CODES.float() * scales.repeat_interleave(64, 0).repeat_interleave(64, 1))
 
 
-def test_integers_of_compressed_tensors_are_read_where_it_says_so():
+def test_compressed_tensors_integers_are_read_when_declared():
     codes = torch.randint(-127, 128, (8, 16), dtype=torch.int8)
     given = {"a.weight": codes, "a.weight_scale": torch.rand(8, 1)}
     said = {
@@ -199,13 +199,13 @@ def test_integers_of_compressed_tensors_are_read_where_it_says_so():
     assert torch.equal(found["a.weight"], codes.float() * given["a.weight_scale"])
 
 
-def test_fp8_without_any_scales_are_numbers():
+def test_fp8_without_scales_is_plain_values():
     found = check_rows(Dequantise("F32"), {"a.weight": CODES, "b": torch.ones(3)})
     assert torch.equal(found["a.weight"], CODES.float()) and torch.equal(found["b"], torch.ones(3))
 
 
 @pytest.mark.parametrize("tag", ["cast:F32", "cast:F16", "cast:F8_E5M2"])
-def test_a_cast_leaves_scales_and_all_that_belongs_to_codes(tag):
+def test_cast_keeps_codes_and_their_scales(tag):
     parts = {
         "a.weight": CODES,
         "a.weight_scale_inv": torch.rand(2, 3).bfloat16(),
@@ -224,7 +224,7 @@ def test_a_cast_leaves_scales_and_all_that_belongs_to_codes(tag):
     assert {found[name].dtype for name in others} == {torch_dtype(format_of(tag).values)}
 
 
-def test_a_model_that_is_stored_so_in_part_names_only_what_is_not():
+def test_partly_quantised_model_names_remaining_tensors():
     form, first = format_of("fp8-block128"), {"a.weight": values((256, 256), torch.bfloat16, 4)}
     given = {
         **made(StoreOperation("fp8-block128"), first),
@@ -241,7 +241,7 @@ def test_a_model_that_is_stored_so_in_part_names_only_what_is_not():
     assert raised.value.tensor == "a.weight" and "dequantise" in str(raised.value)
 
 
-def test_a_model_that_is_stored_another_way_in_one_reading():
+def test_chained_formats_convert_in_one_reading():
     given = {"a.weight": values((260, 300), torch.bfloat16, 4)}
     stored = made(StoreOperation("fp8-block128"), given)
     chain = Chain(Dequantise("F32"), Chain(Rename(((r"^a", "b"),)), StoreOperation("fp8-channel")))
@@ -252,7 +252,7 @@ def test_a_model_that_is_stored_another_way_in_one_reading():
     assert torch.equal(raw(found["b.weight_scale"]), raw(wanted[1]))
 
 
-def test_the_configuration_says_what_is_in_the_files():
+def test_config_describes_stored_files():
     given = [table_of({"a.weight": torch.ones(128, 128), "lm_head.weight": torch.ones(8, 8)})]
     store = StoreOperation("fp8-block128")
     store.recipes(given)

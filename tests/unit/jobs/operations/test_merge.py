@@ -51,7 +51,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     normalize=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
 )
-def test_a_weighted_sum_is_summed_in_fp32_from_the_first_on(weights, normalize, dtype):
+def test_weighted_sum_accumulates_in_fp32(weights, normalize, dtype):
     if normalize and not sum(weights):
         return
     given_ = sources(len(weights), dtype)
@@ -65,20 +65,20 @@ def test_a_weighted_sum_is_summed_in_fp32_from_the_first_on(weights, normalize, 
     assert same(found["steps"], given_[0]["steps"])  # what does not float is the first source's
 
 
-def test_without_weights_it_is_the_average():
+def test_missing_weights_mean_average():
     given_ = sources(3, torch.float32, **LONG)
     wanted = sum(one["w"].double() for one in given_) / 3
     assert torch.allclose(check_rows(Linear(), *given_)["w"].double(), wanted, atol=1e-6)
 
 
-def test_dtypes_may_differ_and_the_first_one_s_is_kept():
+def test_first_source_dtype_is_kept():
     a, b = sources(1)[0], sources(1, torch.float32)[0]
     found = check_rows(Linear((1.0, 1.0)), a, b)
     assert same(found["a"], (a["a"].float() * 0.5 + b["a"] * 0.5).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
-def test_slerp_is_shoemake_s_formula_on_the_whole_tensor(t):
+def test_slerp_matches_shoemake_formula(t):
     given_ = sources(2, torch.float32, **SHAPES, **LONG)
     found = made(Slerp(t), *given_)
     for name in ("a", "stack", "flat", "w"):
@@ -89,14 +89,14 @@ def test_slerp_is_shoemake_s_formula_on_the_whole_tensor(t):
     assert found["none"].shape == (0, 8) and found["scalar"].shape == ()
 
 
-def test_slerp_takes_the_line_where_there_is_no_arc():
+def test_slerp_without_arc_is_linear():
     a = torch.randn(64, 8)
     for b in (a * 3, -a, torch.zeros_like(a)):
         wanted = a * 0.75 + b * 0.25
         assert torch.allclose(made(Slerp(0.25), {"w": a}, {"w": b})["w"], wanted, atol=1e-6)
 
 
-def test_slerp_is_where_mergekit_s_is():
+def test_slerp_matches_mergekit():
     a, b, t = torch.randn(400), torch.randn(400), 0.4
     u, v = a / a.norm(), b / b.norm()
     start = torch.arccos((u * v).sum())
@@ -129,7 +129,7 @@ def ties(base: torch.Tensor, models: list[torch.Tensor], density: float, weights
     shape=st.sampled_from([(40, 23), (7, 5, 3), (100,), (1,)]),
     coarse=st.booleans(),
 )
-def test_ties_trims_votes_and_averages_those_that_agree(density, weights, scale, shape, coarse):
+def test_ties_trims_votes_and_averages(density, weights, scale, shape, coarse):
     chance = torch.Generator().manual_seed(3)
     base, *models = (torch.randn(shape, generator=chance) for _ in range(1 + len(weights)))
     if coarse:  # many changes of one size, many votes that end in a tie
@@ -138,7 +138,7 @@ def test_ties_trims_votes_and_averages_those_that_agree(density, weights, scale,
     assert torch.allclose(found.double(), ties(base, models, density, weights, scale), atol=1e-5)
 
 
-def test_ties_over_several_blocks():
+def test_ties_over_several_blocks_is_consistent():
     given_ = sources(3, torch.bfloat16, **LONG)
     found = made(Ties(0.1), *given_)["w"]
     base, *models = (one["w"] for one in given_)
@@ -147,14 +147,14 @@ def test_ties_over_several_blocks():
     assert 0.8 < (found == base).float().mean() < 0.9  # two tenths of the changes, now and then at one place
 
 
-def test_a_nan_stays_one():
+def test_nan_stays_nan():
     base, model = torch.zeros(10), torch.arange(10.0)
     model[3] = math.nan
     for operation in (Ties(0.2), Linear(), Slerp(0.5)):
         assert made(operation, {"w": base}, {"w": model})["w"][3].isnan(), operation.name
 
 
-def test_sources_that_do_not_match_are_refused_with_what_differs():
+def test_mismatched_sources_are_refused_with_differences():
     a, b = sources(2)
     del b["a"]
     b["more"] = torch.zeros(1)
@@ -169,19 +169,19 @@ def test_sources_that_do_not_match_are_refused_with_what_differs():
     ("operation", "count"),
     [(Linear((1.0, 2.0)), 3), (Linear(), 1), (Slerp(0.5), 3), (Ties(0.5), 1), (Ties(0.5, (1.0,)), 3)],
 )
-def test_a_wrong_number_of_sources_is_refused(operation, count):
+def test_wrong_number_of_sources_is_refused(operation, count):
     with pytest.raises(PlanError):
         operation.recipes([table_of(one) for one in sources(count)])
 
 
-def test_numbers_that_mean_nothing_are_refused():
+def test_meaningless_numbers_are_refused():
     with pytest.raises(ConfigError, match="density"):
         Ties(0.0)
     with pytest.raises(PlanError, match="sum is zero"):
         Linear((1.0, -1.0)).recipes([table_of(one) for one in sources(2)])
 
 
-def test_what_is_stored_after_a_merge_is_the_same_in_parts():
+def test_merge_then_store_is_equal_in_parts():
     tensors = [{"model.layers.0.mlp.up_proj.weight": torch.randn(700, 500), "b": torch.randn(7)} for _ in range(3)]
     for words in ({"op": "store", "format": "fp8-block128"}, {"op": "store", "format": "cast:BF16"}):
         chained = operation_of([{"op": "ties", "density": 0.4}, words])
@@ -208,7 +208,7 @@ BASE = {
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_an_adapter_is_added_by_peft_s_scale(rslora):
+def test_adapter_is_added_with_peft_scale(rslora):
     given_ = adapter(8, 600, 64, "model.layers.0.q_proj") | adapter(4, 128, 64, "model.layers.0.k_proj")
     told = {"r": 8, "lora_alpha": 16, "use_rslora": rslora, "alpha_pattern": {"layers.0.k_proj": 3}}
     found = check_rows(LoraMerge(told), BASE, given_)
@@ -220,7 +220,7 @@ def test_an_adapter_is_added_by_peft_s_scale(rslora):
     assert same(found["model.norm.weight"], BASE["model.norm.weight"])
 
 
-def test_weights_that_lie_the_other_way_round():
+def test_transposed_adapter_weights_are_merged():
     base = {"h.0.c_attn.weight": torch.randn(64, 700)}
     given_ = adapter(8, 700, 64, "h.0.c_attn")
     found = check_rows(LoraMerge({"lora_alpha": 8, "fan_in_fan_out": True}), base, given_)["h.0.c_attn.weight"]
@@ -228,7 +228,7 @@ def test_weights_that_lie_the_other_way_round():
     assert torch.allclose(found, base["h.0.c_attn.weight"] + (b @ a).T, atol=1e-4)
 
 
-def test_an_embedding_s_adapter_and_what_was_trained_whole():
+def test_embedding_adapter_and_saved_modules_are_merged():
     base = {
         "embed.weight": torch.randn(500, 32).bfloat16(),
         "head.weight": torch.randn(9, 32),
@@ -253,12 +253,12 @@ def test_an_embedding_s_adapter_and_what_was_trained_whole():
     "told",
     [{"peft_type": "IA3"}, {"use_dora": True}, {"init_lora_weights": "pissa_niter_4"}, {"init_lora_weights": "olora"}],
 )
-def test_adapters_that_are_no_sum_are_refused(told):
+def test_unsupported_adapter_configuration_is_refused(told):
     with pytest.raises(ConfigError, match="lora-merge"):
         LoraMerge(told)
 
 
-def test_adapters_that_do_not_fit_are_refused():
+def test_mismatched_adapter_is_refused():
     tables = [table_of(BASE), table_of(adapter(8, 600, 64, "model.layers.9.q_proj"))]
     with pytest.raises(PlanError, match="2 tensors of the adapter have no place in the base"):
         LoraMerge({}).recipes(tables)

@@ -62,29 +62,29 @@ class Summed:
         return config
 
 
-def test_a_copy_keeps_names_and_is_cut_by_rows():
+def test_copy_keeps_names_and_cuts_by_rows():
     recipes = CopyOperation().recipes([table(a=(4, 2), b=())])
     assert {recipe.outputs[0].spec.name: recipe.align for recipe in recipes} == {"a": 1, "b": 0}
 
 
-def test_packed_elements_that_end_within_a_byte_are_not_cut():
+def test_packed_rows_ending_within_byte_are_not_cut():
     odd = lay_out([Spec(name="a", dtype=DType.F4, shape=(4, 3))], shard_bytes=1 << 40).table
     assert CopyOperation().recipes([odd])[0].align == 0
 
 
-def test_a_rename_takes_the_first_rule_and_leaves_out_what_is_called_nothing():
+def test_rename_applies_first_rule_and_drops_empty():
     rename = Rename(((r"^old\.", "new."), (r"drop", ""), (r"old", "never")))
     recipes = rename.recipes([table(**{"old.a": (1,), "drop": (1,), "kept": (1,)})])
     assert [recipe.outputs[0].spec.name for recipe in recipes] == ["new.a", "kept"]
 
 
-def test_a_rename_that_makes_two_of_one_name_is_refused_when_it_is_laid_out():
+def test_rename_to_duplicate_name_is_refused_at_layout():
     recipes = Rename((("[ab]", "c"),)).recipes([table(a=(1,), b=(1,))])
     with pytest.raises(PlanError, match="one name"):
         lay_out([recipe.outputs[0].spec for recipe in recipes], shard_bytes=1000)
 
 
-def test_a_chain_row_by_row_keeps_both_alignments():
+def test_row_chain_keeps_both_alignments():
     chain = Chain(Doubled(4), Chain(Rename((("a", "b"),)), Doubled(6)))
     recipes = chain.recipes([table(a=(24, 3), c=(12, 1))])
     assert [recipe.align for recipe in recipes] == [12, 12]
@@ -94,7 +94,7 @@ def test_a_chain_row_by_row_keeps_both_alignments():
     assert chain.config({"x": 1}) == {"x": 1, "doubled": 2}
 
 
-def test_a_chain_that_joins_tensors_is_cut_where_all_of_them_are_cut_alike():
+def test_joining_chain_cuts_all_inputs_alike():
     chain = Chain(Doubled(2), Summed())
     recipes = chain.recipes([table(a=(4, 3), b=(4, 3))])
     assert [recipe.align for recipe in recipes] == [2]
@@ -107,7 +107,7 @@ def test_a_chain_that_joins_tensors_is_cut_where_all_of_them_are_cut_alike():
     assert recipes[0].nbytes(0, 1) == (96, 48)
 
 
-def test_a_chain_prepares_each_source_by_itself():
+def test_chain_prepares_each_source_separately():
     chain = Chain([Doubled(2), CopyOperation()], Linear((1.0, 1.0), normalize=False))
     recipes = chain.recipes([table(a=(4, 3), b=(2,)), table(b=(2,), a=(4, 3))])
     assert [(recipe.outputs[0].spec.name, recipe.align) for recipe in recipes] == [("a", 2), ("b", 2)]
@@ -118,7 +118,7 @@ def test_a_chain_prepares_each_source_by_itself():
         chain.recipes([table(a=(4, 3))])
 
 
-def test_a_chain_leaves_out_what_its_end_does_not_use():
+def test_chain_drops_inputs_its_end_ignores():
     chain = Chain(CopyOperation(), Rename((("drop", ""),)))
     recipes = chain.recipes([table(a=(4,), drop=(4,), z=(4,))])
     assert [recipe.inputs[0].spec.name for recipe in recipes] == ["a", "z"]
@@ -126,12 +126,12 @@ def test_a_chain_leaves_out_what_its_end_does_not_use():
     assert torch.equal(chain.run(recipes[1], 0, 4, [x])[0], x)
 
 
-def test_a_rename_of_everything_to_nothing_is_refused():
+def test_rename_dropping_everything_is_refused():
     with pytest.raises(PlanError, match="left out"):
         Rename(((".", ""),)).recipes([table(a=(1,))])
 
 
-def test_words_make_operations_and_say_what_is_wrong_with_them():
+def test_wrong_operation_words_are_explained():
     assert operation_of([]).name == "copy"
     assert operation_of([{"op": "rename", "rules": [["a", "b"]]}, {"op": "copy"}]).name == "rename(a=b), copy"
     with pytest.raises(ConfigError, match="no operation is called 'fly'"):
@@ -151,11 +151,11 @@ def test_words_make_operations_and_say_what_is_wrong_with_them():
         operation_of([{"op": "reshard", "to": "x"}])
 
 
-def test_several_sources_are_refused_by_what_takes_one():
+def test_single_source_operation_refuses_several():
     with pytest.raises(PlanError, match="takes one source, not 2"):
         CopyOperation().recipes([table(a=(1,)), table(a=(1,))])
 
 
-def test_outputs_whole_whatever_the_rows():
+def test_whole_output_ignores_row_range():
     assert TaskOutput(spec=Spec(name="g", dtype=DType.F32, shape=(1,)), per=0).byte_range(7, 9) == (0, 4)
     assert np.array_equal(lay_out([], shard_bytes=10).table.nbytes, [])

@@ -90,13 +90,13 @@ def equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> No
 
 @pytest.mark.parametrize(("have", "want"), [(1, 2), (1, 4), (2, 1), (2, 4), (4, 2), (2, 2)])
 @pytest.mark.parametrize("layout", ["directories", "vllm"])
-def test_any_number_of_ranks_to_any(have, want, layout):
+def test_any_rank_count_reshards_to_any_other(have, want, layout):
     found = check_rows(Reshard(want, layout=layout, heads=HEADS), *ranks(have))
     equal(found, model() if want == 1 and layout == "directories" else by_hand(want, layout))
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
-def test_fused_heads_are_shared_out_to_any_number_that_divides_them_and_rejoined(count):
+def test_fused_heads_are_split_and_rejoined(count):
     heads, head_dim = (12, 6), 5
     whole = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn((12 + 6 + 6) * head_dim, 8)}
     parts = made(Reshard(count, heads=heads), whole)
@@ -114,28 +114,28 @@ def test_each_byte_is_read_once():
         assert given >= taken
 
 
-def test_a_user_s_rules_come_first():
+def test_user_rules_come_first():
     given = {"odd.thing": torch.arange(24.0).reshape(6, 4), "norm.q_proj.weight": torch.arange(4.0)}
     found = made(Reshard(2, rules=(("odd", "0:2,1"), ("q_proj", "0"))), given)
     assert torch.equal(found["rank-00001-of-00002/odd.thing"], given["odd.thing"][[2, 3, 5]])
     assert torch.equal(found["rank-00001-of-00002/norm.q_proj.weight"], given["norm.q_proj.weight"][2:])
 
 
-def test_what_no_rule_says_is_listed_and_not_guessed():
+def test_tensors_without_rule_are_listed():
     with pytest.raises(PlanError, match=r"no rule says how to split 2 tensors: a, b"):
         Reshard(2).recipes([table_of({"a": torch.zeros(4), "b": torch.zeros(4), "c.norm": torch.zeros(4)})])
     with pytest.raises(PlanError, match="the number of heads is not known"):
         Reshard(2).recipes([table_of({"a.qkv_proj.weight": torch.zeros(16, 2)})])
 
 
-def test_ranks_that_differ_in_what_each_should_have_are_an_error():
+def test_inconsistent_ranks_are_refused():
     given = [{"norm.weight": torch.tensor([float(i), 1.0])} for i in range(2)]
     with pytest.raises(PlanError, match="rank 1 has other bytes") as caught:
         made(Reshard(1), *given)
     assert caught.value.tensor == "norm.weight"
 
 
-def test_shares_that_would_not_be_whole_are_refused():
+def test_uneven_shares_are_refused():
     with pytest.raises(PlanError, match="cannot be divided among 4"):
         Reshard(4).recipes([table_of({"a.up_proj.weight": torch.zeros(6, 2)})])
     for heads, count, name in (((8, 3), 4, "k"), ((6, 2), 4, "q"), ((2, 2), 4, "k"), ((8, 4), 6, "v")):
@@ -185,7 +185,7 @@ def rank_of(name: str, tensor: torch.Tensor, rank: int, count: int) -> torch.Ten
 
 
 @pytest.mark.parametrize(("have", "want"), [(1, 4), (1, 8), (4, 1), (8, 2), (4, 8), (8, 4), (2, 8)])
-def test_fewer_key_heads_than_ranks_are_repeated(have, want):
+def test_too_few_key_heads_are_repeated(have, want):
     whole = grouped_query()
     sources = [{name: rank_of(name, one, rank, have) for name, one in whole.items()} for rank in range(have)]
     found = check_rows(Reshard(want, heads=(8, 2)), *sources)
@@ -205,7 +205,7 @@ def test_fewer_key_heads_than_ranks_are_repeated(have, want):
 
 @pytest.mark.parametrize("name", ["a.k_proj.weight", "a.qkv_proj.weight"])
 @pytest.mark.parametrize("want", [1, 2, 8])
-def test_copies_of_heads_that_differ_are_refused(name, want):
+def test_differing_head_copies_are_refused(name, want):
     whole = grouped_query()
     sources = [{part: rank_of(part, one, rank, 4).clone() for part, one in whole.items()} for rank in range(4)]
     sources[3][name][-1] += 1
@@ -214,7 +214,7 @@ def test_copies_of_heads_that_differ_are_refused(name, want):
     assert caught.value.tensor == name
 
 
-def test_heads_of_another_module_are_not_repeated():
+def test_heads_in_another_module_are_not_repeated():
     encoder = {"vision.q_proj.weight": torch.zeros(64, 2), "vision.k_proj.weight": torch.zeros(64, 2)}
     with pytest.raises(PlanError, match="are not 2 and 8 heads") as caught:
         Reshard(4, heads=(8, 2)).recipes([table_of(encoder)])
@@ -225,13 +225,13 @@ def test_heads_of_another_module_are_not_repeated():
         Reshard(8, heads=(8, 4)).recipes([table_of(cut)])
 
 
-def test_scale_of_whole_tensor_goes_to_every_rank():
+def test_whole_tensor_scale_goes_to_every_rank():
     given = {"a.q_proj.weight": torch.zeros(64, 2).to(FP8), "a.q_proj.weight_scale": torch.ones(1)}
     found = made(Reshard(2, heads=(8, 2)), given)
     assert found["rank-00001-of-00002/a.q_proj.weight_scale"].tolist() == [1.0]
 
 
-def test_words_that_mean_nothing_are_refused():
+def test_invalid_options_are_refused():
     for told in (
         {"to": 0},
         {"to": 2, "layout": "x"},
@@ -275,7 +275,7 @@ def test_unknown_key_heads_are_refused(sources):
     assert len(Reshard(2).recipes([table_of(equal_heads)])) == 2
 
 
-def test_fused_bias_of_experts_is_split():
+def test_fused_expert_bias_is_split():
     rule = TensorParallel().rule_of("experts.w13_bias", (4, 32))
     assert (rule.dim, rule.parts) == (1, (1, 1))
     assert TensorParallel().rule_of("experts.w2_bias", (4, 32)).dim is None
@@ -285,7 +285,7 @@ def test_fused_bias_of_experts_is_split():
 @pytest.mark.parametrize(
     "parts", [("qweight", "qzeros"), ("weight", "weight.absmax"), ("weight_packed", "weight_shape")]
 )
-def test_codes_with_other_rows_need_rules(parts):
+def test_codes_with_different_rows_need_rules(parts):
     given = {f"m.q_proj.{part}": torch.zeros(8, 8, dtype=torch.int32) for part in parts}
     with pytest.raises(PlanError, match="no rule says how to split"):
         Reshard(2, heads=HEADS).recipes([table_of(given)])

@@ -11,7 +11,7 @@ from penstock.jobs.operations.merge import Linear, Slerp, Ties
 from penstock.jobs.operations.spec import maker_of, operation_of, operation_spec, usage, usages
 
 
-def test_usage_has_every_operation_with_its_parameters() -> None:
+def test_usage_lists_every_operation_with_parameters() -> None:
     listed = usages()
     for name, made in (("linear", Linear), ("slerp", Slerp), ("ties", Ties)):
         fields = [field.name for field in dataclasses.fields(made)]
@@ -23,7 +23,7 @@ def test_usage_has_every_operation_with_its_parameters() -> None:
 
 
 @pytest.mark.parametrize("name", ["slurp", "help", ""])
-def test_one_that_is_unknown_lists_all(name: str) -> None:
+def test_unknown_operation_error_lists_all(name: str) -> None:
     for ask in (lambda: maker_of(name), lambda: operation_of([{"op": name}]), lambda: operation_spec(name)):
         with pytest.raises(ConfigError, match="no operation is called") as caught:
             ask()
@@ -31,11 +31,11 @@ def test_one_that_is_unknown_lists_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["slerp:help", "slerp:t", "slerp:t=0.5;x", "slerp:weight=1", "slerp", "slerp:t=much"])
-def test_one_that_is_malformed_says_what_it_takes(text: str) -> None:
+def test_malformed_operation_error_shows_usage(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         operation_of([operation_spec(text)])
     assert "it takes slerp(t)" in str(caught.value.hint)
 
 
-def test_a_function_of_ones_own_is_not_taken_for_an_operation() -> None:
+def test_user_function_is_not_a_named_operation() -> None:
     assert operation_spec("math:sqrt") == {"op": "function", "function": "math:sqrt"}

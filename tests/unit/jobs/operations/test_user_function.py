@@ -69,13 +69,13 @@ def here(name: str) -> str:
     return f"{__name__}:{name}"
 
 
-def test_a_function_by_rows_of_the_names_it_wants():
+def test_row_function_changes_only_wanted_names():
     found = check_rows(function_of(here("halved")), TENSORS)
     assert torch.equal(found["mlp.up"], TENSORS["mlp.up"] / 2)
     assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS if name != "mlp.up")
 
 
-def test_a_function_of_whole_tensors_gets_each_that_floats():
+def test_whole_tensor_function_gets_every_float_tensor():
     found = check_rows(function_of(here("centred")), TENSORS)
     assert torch.equal(found["mlp.up"], centred(TENSORS["mlp.up"], ""))
     assert torch.equal(found["scalar"], torch.tensor(0.0)) and torch.equal(found["steps"], TENSORS["steps"])
@@ -116,13 +116,13 @@ def test_function_after_dequantise_gets_values():
     ("name", "said"),
     [("widened", "returned torch.float32"), ("other_halves", "returned torch.float16"), ("nothing", "NoneType")],
 )
-def test_what_it_had_not_said_is_refused(name, said):
+def test_undeclared_function_output_is_refused(name, said):
     with pytest.raises(OperationFailed, match=said) as caught:
         made(function_of(here(name)), TENSORS)
     assert caught.value.tensor in TENSORS and not caught.value.mutated
 
 
-def test_what_is_no_operation_is_refused():
+def test_non_operation_raises_config_error():
     for where, said in (
         ("no.such.module:f", "No module named"),
         (here("absent"), "has no absent"),
@@ -136,7 +136,7 @@ def test_what_is_no_operation_is_refused():
         function_of(here("Named"), wanted="x")
 
 
-def test_code_that_changed_is_other_code(tmp_path, monkeypatch) -> None:
+def test_changed_function_code_changes_job(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "of_the_user.py"
     file.write_text("def same(tensor, name):\n    return tensor\n")
@@ -147,7 +147,7 @@ def test_code_that_changed_is_other_code(tmp_path, monkeypatch) -> None:
     assert code_of(first) != codes[0]
 
 
-def test_the_code_of_what_is_made_of_a_function_is_where_it_is_named(tmp_path, monkeypatch) -> None:
+def test_code_of_partial_is_code_at_its_name(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     file = tmp_path / "partly.py"
     told = (
@@ -160,7 +160,7 @@ def test_the_code_of_what_is_made_of_a_function_is_where_it_is_named(tmp_path, m
     assert code_of(found) != before
 
 
-def test_options_that_are_not_in_its_name_make_another_job(tmp_path: Path) -> None:
+def test_function_options_change_job_key(tmp_path: Path) -> None:
     write_llama(tmp_path / "made", total_bytes=MIB)
     words = [{"op": "function", "function": here("Scaled"), "by": by} for by in (2, 3, 3)]
     keys = [plan(tmp_path / "made", operations=[word]).key for word in words]
@@ -168,7 +168,7 @@ def test_options_that_are_not_in_its_name_make_another_job(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("by", [Path("x"), 1 << 100, "\ud800"])
-def test_words_that_no_worker_could_be_told_are_refused(by: object, tmp_path: Path) -> None:
+def test_unserialisable_options_are_refused(by: object, tmp_path: Path) -> None:
     write_llama(tmp_path / "made", total_bytes=MIB)
     with pytest.raises(ConfigError, match="plain values"):
         plan(tmp_path / "made", operations=[{"op": "function", "function": here("Scaled"), "by": by}])

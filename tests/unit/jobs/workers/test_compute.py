@@ -12,7 +12,7 @@ from penstock.jobs.workers.compute import ALIGN_BYTES, Buffers, cut, packed
 from penstock.types import MIB
 
 
-def test_a_buffer_that_was_put_back_is_got_again_for_a_size_alike():
+def test_returned_buffer_is_reused_for_similar_size():
     buffers = Buffers(64 * MIB)
     first = buffers.get(33 * MIB)
     assert len(first) >= 33 * MIB
@@ -21,7 +21,7 @@ def test_a_buffer_that_was_put_back_is_got_again_for_a_size_alike():
     assert buffers.get(33 * MIB).data_ptr() != first.data_ptr()
 
 
-def test_the_smallest_that_fits_is_taken_and_none_that_is_far_too_large():
+def test_smallest_fitting_buffer_is_reused():
     buffers = Buffers(64 * MIB)
     large, fits, tight = buffers.get(16 * MIB), buffers.get(11 * MIB), buffers.get(10 * MIB)
     for one in (large, fits, tight):
@@ -31,7 +31,7 @@ def test_the_smallest_that_fits_is_taken_and_none_that_is_far_too_large():
     assert buffers.get(9 * MIB).data_ptr() not in {one.data_ptr() for one in (large, fits, tight)}
 
 
-def test_what_is_kept_makes_room_for_what_is_reserved():
+def test_kept_buffers_make_room_for_reservations():
     buffers = Buffers(8 * MIB)
     one, two = buffers.get(2 * MIB), buffers.get(3 * MIB)
     oldest, newest = weakref.ref(one), weakref.ref(two)
@@ -45,7 +45,7 @@ def test_what_is_kept_makes_room_for_what_is_reserved():
     assert newest() is not None
 
 
-def test_a_task_waits_until_another_holds_less_and_one_alone_always_has_room():
+def test_reservation_waits_for_memory_but_never_alone():
     buffers = Buffers(10)
     buffers.reserve(50, lambda: False)
     waiter = threading.Thread(target=buffers.reserve, args=(5, lambda: False))
@@ -59,7 +59,7 @@ def test_a_task_waits_until_another_holds_less_and_one_alone_always_has_room():
         buffers.reserve(6, lambda: True)
 
 
-def test_tensors_in_one_buffer_are_aligned_and_apart():
+def test_tensors_in_buffer_are_aligned_and_disjoint():
     sizes = [3, 0, ALIGN_BYTES, 1000]
     buffer = Buffers(MIB).get(packed(sizes)[-1])
     parts = cut(buffer, sizes)

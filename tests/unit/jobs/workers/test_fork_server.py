@@ -44,7 +44,7 @@ def ends(pid: int) -> bool:
         os.close(fd)
 
 
-def test_its_exit_code_is_the_result(fork_server: ForkServer) -> None:
+def test_exit_code_is_function_result(fork_server: ForkServer) -> None:
     process = fork_server.fork("operator:add", [2, 3])
     assert process.wait(ENDED_S) == 5
     assert process.wait(ENDED_S) == process.poll() == 5
@@ -52,7 +52,7 @@ def test_its_exit_code_is_the_result(fork_server: ForkServer) -> None:
         process.send_signal(signal.SIGKILL)
 
 
-def test_what_it_prints_and_why_it_failed_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_and_traceback_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     with ForkServer([]) as fork_server:
         assert fork_server.fork("os:system", ["echo hello"]).wait(ENDED_S) == 0
         assert fork_server.fork("operator:truediv", [1, 0]).wait(ENDED_S) == 1
@@ -60,13 +60,13 @@ def test_what_it_prints_and_why_it_failed_goes_to_stderr(capfd: pytest.CaptureFi
     assert "hello" in found.err and "ZeroDivisionError" in found.err and not found.out
 
 
-def test_its_arguments_are_nobodys(fork_server: ForkServer) -> None:
+def test_arguments_are_hidden_from_proc(fork_server: ForkServer) -> None:
     process = fork_server.fork("time:sleep", [600.125])
     for name in ("cmdline", "environ"):
         assert b"600.125" not in Path(f"/proc/{process.pid}/{name}").read_bytes()
 
 
-def test_one_that_is_stopped_is_killed(fork_server: ForkServer) -> None:
+def test_stopped_process_is_killed(fork_server: ForkServer) -> None:
     process = sleeping(fork_server)
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -76,7 +76,7 @@ def test_one_that_is_stopped_is_killed(fork_server: ForkServer) -> None:
     assert process.wait(ENDED_S) == -signal.SIGKILL
 
 
-def test_they_end_with_it(fork_server: ForkServer) -> None:
+def test_processes_end_with_fork_server(fork_server: ForkServer) -> None:
     process = sleeping(fork_server)
     process.send_signal(signal.SIGSTOP)
     os.kill(fork_server.pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ def test_they_end_with_it(fork_server: ForkServer) -> None:
     assert not fork_server.is_alive
 
 
-def test_a_process_whose_fork_server_was_killed_leaves_no_descriptor(fork_server: ForkServer) -> None:
+def test_killed_fork_server_leaks_no_descriptor(fork_server: ForkServer) -> None:
     process = sleeping(fork_server)
     os.kill(fork_server.pid, signal.SIGKILL)
     assert ends(process.pid)
@@ -100,7 +100,7 @@ def test_a_process_whose_fork_server_was_killed_leaves_no_descriptor(fork_server
     assert not [path for path in open_files if "pidfd" in path]
 
 
-def test_one_that_does_not_answer_is_not_taken_for_alive(
+def test_unresponsive_fork_server_is_not_alive(
     fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.jobs.workers.fork_server.ANSWER_S", 0.5)
@@ -112,7 +112,7 @@ def test_one_that_does_not_answer_is_not_taken_for_alive(
     assert ends(process.pid)
 
 
-def test_an_answer_that_nobody_waited_for_is_nobodys(fork_server: ForkServer) -> None:
+def test_interrupted_answer_is_not_given_to_next_call(fork_server: ForkServer) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -129,7 +129,7 @@ def test_an_answer_that_nobody_waited_for_is_nobodys(fork_server: ForkServer) ->
     assert ends(process.pid)
 
 
-def test_it_ends_with_the_thread_that_started_it() -> None:
+def test_fork_server_ends_with_its_thread() -> None:
     found = list[tuple[ForkServer, Forked]]()
 
     def start() -> None:
@@ -144,7 +144,7 @@ def test_it_ends_with_the_thread_that_started_it() -> None:
     fork_server.close()
 
 
-def test_who_asks_and_is_gone_before_the_answer_costs_no_word() -> None:
+def test_caller_gone_before_answer_is_silent() -> None:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.send(json.dumps({"function": "time:sleep", "arguments": [600]}).encode())
     mine.close()
@@ -154,7 +154,7 @@ def test_who_asks_and_is_gone_before_the_answer_costs_no_word() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_child_forked_inside_an_except_block_prints_nothing_of_it() -> None:
+def test_child_forked_in_except_block_prints_nothing() -> None:
     code = (
         "import os\n"
         "from penstock.jobs.workers.fork_server import _child\n"

@@ -48,7 +48,7 @@ def copies(device: Device, num_buffers: int, stall_s: float = 30.0, pins: Pins |
 
 
 @pytest.mark.parametrize("num_buffers", [2, 3, 8])
-def test_every_byte_passes_also_through_fewer_buffers_than_threads(num_buffers: int) -> None:
+def test_few_buffers_copy_every_byte(num_buffers: int) -> None:
     chance = np.random.default_rng(1)
     sources = [chance.integers(0, 256, nbytes, np.uint8) for nbytes in (10 * PAGE + 17, 1, 3 * PAGE, 40 * PAGE, 100, 0)]
     there = [np.zeros(len(source), np.uint8) for source in sources]
@@ -83,7 +83,7 @@ def test_pieces_are_whole_steps_in_order() -> None:
     assert asked == [(0, 3000), (3000, 3000), (6000, 3000), (9000, 1000)]
 
 
-def test_a_failed_read_gives_its_buffer_back() -> None:
+def test_failed_read_returns_its_buffer() -> None:
     def read(at: int, into: memoryview) -> None:
         raise OSError("gone")
 
@@ -96,7 +96,7 @@ def test_a_failed_read_gives_its_buffer_back() -> None:
     assert not pins.pinned
 
 
-def test_a_buffer_of_a_copy_that_hangs_is_neither_lent_again_nor_freed() -> None:
+def test_buffer_in_hanging_copy_is_not_reused() -> None:
     device, memory, lent, pins = Device(), np.zeros(PAGE, np.uint8), list[int](), Pins()
 
     def read(at: int, into: memoryview) -> None:
