@@ -62,7 +62,7 @@ def test_function_is_replaced_once() -> None:
     assert (host().add(1), host.add.__doc__, Host().add(1)) == (4, "Add one.", 2)
 
 
-def test_two_replacements_of_one_function_both_run() -> None:
+def test_two_replacements_of_function_both_run() -> None:
     def plus_ten(original: Any, self: Any, number: int) -> int:
         return 10 + int(original(self, number))
 
@@ -72,7 +72,7 @@ def test_two_replacements_of_one_function_both_run() -> None:
     assert host().add(1) == 14
 
 
-def test_lacking_function_leaves_all_unchanged() -> None:
+def test_missing_function_leaves_class_unchanged() -> None:
     host = host_class()
     with pytest.raises(AttributeError, match="flush"):
         patch_once(host, add=twice, flush=twice)

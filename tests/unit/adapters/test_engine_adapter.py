@@ -44,7 +44,7 @@ def test_unknown_option_is_refused(example: ModuleType) -> None:
         example.Loader({"no_such": 1})
 
 
-def test_other_commands_stay_the_engines(example: ModuleType) -> None:
+def test_other_commands_reach_engine(example: ModuleType) -> None:
     example.register()
     engine = example.Engine.__new__(example.Engine)
     with pytest.raises(ValueError, match="unknown command stop"):

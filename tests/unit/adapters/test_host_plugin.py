@@ -223,7 +223,7 @@ NOT_NEEDED = {
 }
 
 
-def test_vllm_lacking_anything_starts(tmp_path: Path) -> None:
+def test_vllm_missing_any_part_still_starts(tmp_path: Path) -> None:
     lacking = [case for case in used_by(VLLM, tmp_path, "vllm.general_plugins:penstock") if exists(case, VLLM)]
     assert len(lacking) > 40
     whole, *found = run_register(VLLM, tmp_path, "vllm.general_plugins:penstock", [("", "", ""), *lacking])
@@ -246,7 +246,7 @@ def test_vllm_lacking_anything_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["sglang.srt.plugins:penstock", "sglang.srt.plugins:penstock_runai"])
-def test_sglang_lacking_anything_starts(entry: str, tmp_path: Path) -> None:
+def test_sglang_missing_any_part_still_starts(entry: str, tmp_path: Path) -> None:
     lacking = [case for case in used_by(SGLANG, tmp_path, entry) if exists(case, SGLANG)]
     used = {module for module, _, name in lacking if name}
     whole, *found = run_register(SGLANG, tmp_path, entry, [("", "", ""), *lacking])
@@ -257,14 +257,14 @@ def test_sglang_lacking_anything_starts(entry: str, tmp_path: Path) -> None:
         assert len(answer["lines"]) == is_used and not (is_used and answer["load"]), (case, answer)
 
 
-def test_untried_sglang_starts_without_penstock(tmp_path: Path) -> None:
+def test_unsupported_sglang_starts_without_penstock(tmp_path: Path) -> None:
     tree = {**SGLANG, "sglang/version.py": "__version__ = '0.6.0'\n"}
     [answer] = run_register(tree, tmp_path, "sglang.srt.plugins:penstock", [("", "", "")])
     assert "raised" not in answer and not answer["load"]
     assert "0.6.0" in answer["lines"][0] and "0.5.23" in answer["lines"][0]
 
 
-def test_missing_part_is_refused_when_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_part_is_refused_when_requested(caplog: pytest.LogCaptureFixture) -> None:
     plugin = HostPlugin("no-such-engine", supported="Engine 2", log=lambda: logging.getLogger("penstock.test"))
     done: list[str] = []
 

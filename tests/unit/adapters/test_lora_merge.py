@@ -61,7 +61,7 @@ case("score.weight", _base, _lora, _lora[f"{PREFIX}score.weight"], modules_to_sa
 
 
 @pytest.mark.parametrize(("name", "config", "base", "adapter", "true"), CASES, ids=[one[0] for one in CASES])
-def test_boxes_are_those_of_the_whole(
+def test_merged_boxes_match_whole_tensor(
     name: str,
     config: dict[str, Any],
     base: dict[str, torch.Tensor],
@@ -81,7 +81,7 @@ def test_boxes_are_those_of_the_whole(
             assert torch.allclose(made, true[index], atol=1e-5), (rows, columns)
 
 
-def test_an_adapter_that_changes_which_tensors_there_are_is_refused() -> None:
+def test_adapter_changing_tensor_set_is_refused() -> None:
     base = tensors(("model.embed_tokens.weight", (16, 8)), ("q.weight", (10, 8)))
     resized = tensors(
         (f"{PREFIX}model.embed_tokens.weight", (18, 8)),

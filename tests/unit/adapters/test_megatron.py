@@ -183,7 +183,7 @@ def ranks(
         (True, True, (4, 1, 1), {"expert_tp": 2}),
     ],
 )
-def test_all_ranks_together_hold_the_checkpoint(
+def test_all_ranks_together_hold_checkpoint(
     moe: bool, mla: bool, cuts: tuple[int, int, int], options: dict
 ) -> None:
     assert_whole(hugging_face(moe, mla), cuts, options)
@@ -200,7 +200,7 @@ def assert_whole(hf: Mapping[str, torch.Tensor], cuts: tuple[int, int, int], opt
 GRID = Grid(num_heads=HEADS, num_kv_heads=GROUPS, head_dim=HEAD, vocab_size=VOCAB)
 
 
-def test_parameters_that_no_rule_knows_are_listed_and_can_be_given_one() -> None:
+def test_unknown_parameters_are_listed_and_accept_rule() -> None:
     held = {"decoder.layers.0.mixer.weight": made(2, 2), "decoder.layers.1.other": made(2)}
     with pytest.raises(PlanError, match=r"no rule for 2 parameters: decoder.layers.0.mixer.weight, .*other"):
         from_megatron(held, GRID)
@@ -211,6 +211,6 @@ def test_parameters_that_no_rule_knows_are_listed_and_can_be_given_one() -> None
 @pytest.mark.parametrize(
     "name", ["decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.0.mlp.experts.linear_fc1.weight7"]
 )
-def test_sizes_that_are_not_the_grids_are_refused(name: str) -> None:
+def test_sizes_contradicting_grid_are_refused(name: str) -> None:
     with pytest.raises(PlanError, match=name):
         from_megatron({name: made(10, HIDDEN)}, GRID)

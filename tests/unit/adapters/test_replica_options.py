@@ -15,17 +15,17 @@ from penstock.spi.engine_weights import FleetOptions, join, read_options
 HUB = "http://hub:7070"
 
 
-def test_no_fleet_is_none() -> None:
+def test_missing_fleet_gives_no_options() -> None:
     assert FleetOptions.read({}, "llama") is None
     assert FleetOptions.read({"memory_bytes": 1, "hub": None}, "llama") is None
 
 
-def test_everything_is_read() -> None:
+def test_every_fleet_option_is_read() -> None:
     found = FleetOptions.read({"fleet": "l", "hub": HUB, "max_bytes_per_s": "2G", "serve": False}, "s3://b/other")
     assert found == FleetOptions(fleet="l", hub=HUB, max_bytes_per_s=2 << 30, serve=False)
 
 
-def test_a_hub_is_enough_to_join_the_fleet_of_the_models_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_alone_joins_fleet_named_after_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for model in ("org/llama", "s3://bucket/llama/", "/models/llama", "hf://org/llama"):
         assert FleetOptions.read({"hub": HUB}, model) == FleetOptions(fleet="llama", hub=HUB)
     (tmp_path / "llama").mkdir()
@@ -52,7 +52,7 @@ def test_a_hub_is_enough_to_join_the_fleet_of_the_models_name(monkeypatch: pytes
         {"fleet": "m", "max_bytes_per_s": "much"},
     ],
 )
-def test_what_is_refused(extra: dict[str, Any]) -> None:
+def test_wrong_fleet_option_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         FleetOptions.read(extra, "llama")
 
@@ -63,7 +63,7 @@ def test_missing_token_file_is_refused(tmp_path: Path) -> None:
         join(options, "/m", log=logging.getLogger("engine"))
 
 
-def test_local_hub_that_cannot_start_leads_to_storage(monkeypatch, caplog) -> None:
+def test_missing_local_hub_falls_back_to_storage(monkeypatch, caplog) -> None:
     def away(*_: object, **__: object) -> object:
         raise HubUnavailable("nobody listens", uri="http://hub:7070")
 
@@ -76,7 +76,7 @@ def test_local_hub_that_cannot_start_leads_to_storage(monkeypatch, caplog) -> No
     assert "nobody listens" in caplog.text
 
 
-def test_only_the_first_rank_of_a_host_takes_the_port(monkeypatch) -> None:
+def test_only_first_rank_on_host_takes_port(monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(penstock, "join", lambda name, **given: asked.append(given))
     options = FleetOptions(fleet="m", listen="10.0.0.7:7071")

@@ -43,7 +43,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> type[Digester]:
     return fake
 
 
-def test_kernels_are_ready_after_a_load(made: type[Digester]) -> None:
+def test_kernels_are_ready_after_load(made: type[Digester]) -> None:
     with kernels_ready(CUDA, LOG):
         pass
     [(device, thread)] = made.ready
@@ -51,13 +51,13 @@ def test_kernels_are_ready_after_a_load(made: type[Digester]) -> None:
     assert device == "cuda:0" and thread != threading.get_ident()
 
 
-def test_load_that_fails_still_waits_for_the_kernels(made: type[Digester]) -> None:
+def test_failed_load_still_waits_for_kernels(made: type[Digester]) -> None:
     with pytest.raises(ValueError, match="no weights"), kernels_ready(CUDA, LOG):
         raise ValueError("no weights")
     assert len(made.ready) == 1
 
 
-def test_kernels_that_fail_are_logged_and_the_load_goes_on(
+def test_failed_kernels_are_logged_and_load_continues(
     made: type[Digester], caplog: pytest.LogCaptureFixture
 ) -> None:
     made.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
@@ -73,7 +73,7 @@ def test_host_memory_needs_no_kernels(made: type[Digester]) -> None:
 
 
 @pytest.mark.parametrize("saver", [True, False])
-def test_sglang_makes_kernels_ready_where_memory_may_be_released(
+def test_sglang_prepares_kernels_where_memory_is_releasable(
     made: type[Digester], monkeypatch: pytest.MonkeyPatch, saver: bool
 ) -> None:
     context = ModuleType("sglang.srt.runtime_context")
@@ -88,7 +88,7 @@ def test_sglang_makes_kernels_ready_where_memory_may_be_released(
     assert len(made.ready) == saver
 
 
-def test_constants_are_not_allocated_by_the_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constants_are_allocated_outside_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     threads, place = [], cuda._place
 
     def note(*arguments: object) -> torch.Tensor:

@@ -66,13 +66,13 @@ def asked(core: Any, salt: str | None) -> Request:
     return made
 
 
-def test_a_version_and_a_client_each_have_their_own_salt() -> None:
+def test_salt_differs_per_version_and_client() -> None:
     salts = {salt_of(own, version) for own in (None, "a", "b") for version in ("1", "2")}
     assert len(salts) == 6
     assert salt_of(salt_of("a", "1"), "2") == salt_of("a", "2")
 
 
-def test_requests_follow_the_version_until_they_are_computed() -> None:
+def test_requests_use_newest_version_until_computed() -> None:
     core = make_core("penstock")
     waiting, running, late = asked(core, "a"), asked(core, None), asked(core, None)
     core.add_request(waiting)
@@ -88,7 +88,7 @@ def test_requests_follow_the_version_until_they_are_computed() -> None:
         assert request.block_hashes == [f"block of {request.cache_salt}"]
 
 
-def test_engines_with_other_backends_are_left_alone() -> None:
+def test_engines_with_other_backends_are_unchanged() -> None:
     for backend in (None, "nccl"):
         core = make_core(backend)
         one = asked(core, "a")
@@ -134,7 +134,7 @@ class Executor:
 
 
 @pytest.mark.parametrize("which", ["fail", "fail 0", "fail 1", "fail 2"])
-def test_the_call_after_one_that_failed_gets_its_own_answers(which: str) -> None:
+def test_call_after_failed_call_gets_its_answers(which: str) -> None:
     class Mine(Executor):
         pass
 
@@ -157,7 +157,7 @@ def test_the_call_after_one_that_failed_gets_its_own_answers(which: str) -> None
     assert one.response_mqs is queues
 
 
-def test_what_was_never_asked_is_not_waited_for_and_others_are_left_alone() -> None:
+def test_unsent_calls_are_not_awaited() -> None:
     class Mine(Executor):
         pass
 
@@ -222,7 +222,7 @@ def worker_class() -> type[Worker]:
     return type("CpuWorker", (Worker, base), {})
 
 
-def test_a_worker_reports_its_start_until_it_is_warm(worker_class: type[Worker], record: BootRecord) -> None:
+def test_worker_reports_boot_until_warm(worker_class: type[Worker], record: BootRecord) -> None:
     worker = worker_class("penstock")
     worker.init_device()
     worker.load_model(load_dummy_weights=False)
@@ -244,7 +244,7 @@ def test_a_worker_reports_its_start_until_it_is_warm(worker_class: type[Worker],
     assert worker.done.count("compile_or_warm_up_model") == 2
 
 
-def test_a_worker_that_fails_says_in_which_step(worker_class: type[Worker], record: BootRecord) -> None:
+def test_failed_worker_reports_its_step(worker_class: type[Worker], record: BootRecord) -> None:
     worker = worker_class("penstock", fails="compile_or_warm_up_model")
     worker.init_device()
     with pytest.raises(RuntimeError):
@@ -254,7 +254,7 @@ def test_a_worker_that_fails_says_in_which_step(worker_class: type[Worker], reco
     assert (now.state, now.phase, now.error.error) == ("failed", "warm up", "RuntimeError: out of memory")
 
 
-def test_workers_of_other_load_formats_report_nothing(worker_class: type[Worker], record: BootRecord) -> None:
+def test_workers_with_other_load_formats_report_nothing(worker_class: type[Worker], record: BootRecord) -> None:
     worker_class("auto").compile_or_warm_up_model()
     assert record.snapshot() is None
 
@@ -276,7 +276,7 @@ class Models:
         return "Success"
 
 
-def test_the_newest_version_of_an_adapter_has_the_short_name() -> None:
+def test_newest_adapter_version_has_short_name() -> None:
     name_newest_adapter(Models)
     name_newest_adapter(Models)
     models = Models()
@@ -300,7 +300,7 @@ def test_the_newest_version_of_an_adapter_has_the_short_name() -> None:
 
 
 @pytest.mark.parametrize(("load_format", "is_loaded"), [("penstock", True), ("auto", False)])
-def test_functions_that_torch_compiled_ahead_of_time_are_loaded(
+def test_ahead_of_time_compiled_functions_are_loaded(
     monkeypatch: pytest.MonkeyPatch, load_format: str, is_loaded: bool
 ) -> None:
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable

@@ -68,7 +68,7 @@ def worker() -> Any:
     return type("CpuWorker", (Worker, base), {})(config())
 
 
-def test_woken_worker_has_its_bytes_back(worker: Any) -> None:
+def test_woken_worker_has_original_weights(worker: Any) -> None:
     worker.load_model(load_dummy_weights=True)
     before = worker.execute_model(torch.ones(8))
     worker.sleep(1)
@@ -79,7 +79,7 @@ def test_woken_worker_has_its_bytes_back(worker: Any) -> None:
     assert worker.calls == ["load True"]
 
 
-def test_weights_that_came_back_changed_are_reloaded(worker: Any) -> None:
+def test_weights_changed_during_sleep_are_reloaded(worker: Any) -> None:
     before = worker.execute_model(torch.ones(8))
 
     def damage() -> None:

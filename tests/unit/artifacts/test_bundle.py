@@ -87,7 +87,7 @@ def read(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_the_files_come_back_for_this_user_alone(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+def test_unpacked_files_are_private_to_user(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
     path, files = packed
     raw, signature, content = parts(path)
     description = describe(raw, signature, [keys()[1], PUBLIC])
@@ -100,7 +100,7 @@ def test_the_files_come_back_for_this_user_alone(packed: tuple[Path, dict[str, b
     assert stat.S_IMODE((tmp_path / "new/inductor/ab/cab.py").stat().st_mode) == 0o600
 
 
-def test_equal_files_at_one_path_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+def test_equal_files_make_equal_bundles(packed: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
     description = describe(*parts(packed[0])[:2], [PUBLIC])
     shutil.rmtree(description.directory)
     unpack(description, memoryview(parts(packed[0])[2]), Path(description.directory))
@@ -108,27 +108,27 @@ def test_equal_files_at_one_path_make_equal_bundles(packed: tuple[Path, dict[str
     assert (tmp_path / "again.safetensors").read_bytes() == packed[0].read_bytes()
 
 
-def test_without_compiled_code_there_is_no_bundle(tmp_path: Path) -> None:
+def test_missing_compiled_code_makes_no_bundle(tmp_path: Path) -> None:
     (tmp_path / "caches").mkdir()
     with pytest.raises(ConfigError, match="no compiled code"):
         pack(tmp_path / "caches", KEY, PRIVATE, tmp_path / "bundle.safetensors")
 
 
 @pytest.mark.parametrize("trusted", [[], [keys()[1]], [keys()[1], keys()[1]]])
-def test_a_bundle_of_another_signer_is_refused(packed: tuple[Path, dict[str, bytes]], trusted: list[bytes]) -> None:
+def test_bundle_from_untrusted_signer_is_refused(packed: tuple[Path, dict[str, bytes]], trusted: list[bytes]) -> None:
     raw, signature, _ = parts(packed[0])
     with pytest.raises((IntegrityError, ConfigError), match=r"not signed by|no public key is trusted"):
         describe(raw, signature, trusted)
 
 
-def test_a_signature_of_a_manifest_does_not_hold_for_a_bundle(packed: tuple[Path, dict[str, bytes]]) -> None:
+def test_manifest_signature_is_invalid_for_bundle(packed: tuple[Path, dict[str, bytes]]) -> None:
     raw, _, _ = parts(packed[0])
     with pytest.raises(IntegrityError):
         describe(raw, sign(raw, PRIVATE), [PUBLIC])
 
 
 @pytest.mark.parametrize("at", [0, 100, -1])
-def test_a_changed_description_is_refused(packed: tuple[Path, dict[str, bytes]], at: int) -> None:
+def test_changed_description_is_refused(packed: tuple[Path, dict[str, bytes]], at: int) -> None:
     raw, signature, _ = parts(packed[0])
     changed = bytearray(raw)
     changed[at] ^= 1
@@ -136,7 +136,7 @@ def test_a_changed_description_is_refused(packed: tuple[Path, dict[str, bytes]],
         describe(bytes(changed), signature, [PUBLIC])
 
 
-def test_a_description_of_another_format_is_refused() -> None:
+def test_description_in_unknown_format_is_refused() -> None:
     for raw in (b"", b"\xff", b"[" * 100_000, b'{"format": "penstock-artifacts-2"}'):
         with pytest.raises(FormatError):
             describe(raw, sign(bundle.PURPOSE + raw, PRIVATE), [PUBLIC])
@@ -193,7 +193,7 @@ BAD: dict[str, Callable[[], tuple[Description, bytes]]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_nothing_of_a_bad_bundle_is_written(name: str, tmp_path: Path) -> None:
+def test_bad_bundle_writes_nothing(name: str, tmp_path: Path) -> None:
     description, content = BAD[name]()
     (tmp_path / "home").mkdir()
     with pytest.raises(PenstockError):
@@ -201,13 +201,13 @@ def test_nothing_of_a_bad_bundle_is_written(name: str, tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.name != "home"] == []
 
 
-def test_the_made_bundle_is_good_without_a_change(tmp_path: Path) -> None:
+def test_unchanged_bundle_is_unpacked(tmp_path: Path) -> None:
     description, content = made()
     unpack(description, memoryview(content), tmp_path / "new")
     assert read(tmp_path / "new") == {"inductor/a": b"code"}
 
 
-def test_a_full_disk_is_known_before_the_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_detected_before_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.output._free_bytes", lambda path: 3)
     description, content = made()
     with pytest.raises(DiskFull):

@@ -22,19 +22,19 @@ KEY = Key(
 
 
 @pytest.mark.parametrize("name", [field for field in Key.__struct_fields__ if field != "config"])
-def test_every_field_makes_another_id(name: str) -> None:
+def test_every_field_changes_id(name: str) -> None:
     other = msgspec.structs.replace(KEY, **{name: "other"})
     assert other.id != KEY.id
     assert KEY.differences(other) == [f"{name} other instead of {getattr(KEY, name)}"]
 
 
-def test_the_configuration_makes_another_id() -> None:
+def test_configuration_changes_id() -> None:
     other = msgspec.structs.replace(KEY, config={"dtype": "f16", "tp": "2"})
     assert other.id != KEY.id
     assert KEY.differences(other) == ["config.dtype f16 instead of bf16", "config.tp 2 instead of none"]
 
 
-def test_the_order_of_the_configuration_does_not_matter() -> None:
+def test_configuration_order_does_not_change_id() -> None:
     one, two = (
         msgspec.structs.replace(KEY, config=dict(pairs))
         for pairs in ([("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")])
@@ -42,7 +42,7 @@ def test_the_order_of_the_configuration_does_not_matter() -> None:
     assert one.id == two.id and one.differences(two) == []
 
 
-def test_the_key_of_this_process_is_that_of_its_torch_and_cpu() -> None:
+def test_process_key_describes_torch_and_cpu() -> None:
     import torch
 
     key = key_of("w1-00", engine="transformers", config={"dtype": "bf16"})
@@ -50,23 +50,23 @@ def test_the_key_of_this_process_is_that_of_its_torch_and_cpu() -> None:
     assert "instruction sets" in key.device and key_of("w1-00", engine="transformers", config={"dtype": "bf16"}) == key
 
 
-def test_an_engine_that_is_no_distribution_has_no_version() -> None:
+def test_engine_without_distribution_has_no_version() -> None:
     assert key_of("w1-00", engine="mine").engine_version == ""
     assert key_of("w1-00", engine="mine", engine_version="7").engine_version == "7"
 
 
-def test_values_that_are_no_texts_are_refused() -> None:
+def test_non_text_configuration_is_refused() -> None:
     with pytest.raises(ConfigError, match="'tp': 2"):
         key_of("w1-00", engine="mine", config={"tp": 2})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("device", ["gpu", "CPU", "", "cuda:", "mps", "cuda:9999"])
-def test_a_device_that_is_not_here_is_refused(device: str) -> None:
+def test_missing_device_is_refused(device: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(repr(device)) if not device.startswith("cuda:9") else "GPUs"):
         key_of("w1-00", engine="mine", device=device)
 
 
-def test_a_device_is_a_text() -> None:
+def test_device_must_be_text() -> None:
     with pytest.raises(ConfigError, match="device"):
         key_of("w1-00", engine="mine", device=0)  # type: ignore[arg-type]
     assert key_of("w1-00", engine="mine", device="cpu:0") == key_of("w1-00", engine="mine")

@@ -38,7 +38,7 @@ def found(device: torch.device | None, *holdings: HoldingState) -> list[HoldingS
     return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0, Timing())._keepers()]
 
 
-def test_only_what_is_on_the_wanted_gpu() -> None:
+def test_search_finds_model_on_wanted_gpu_only() -> None:
     first, second = kept(0), kept(1, "w1-b")
     assert found(torch.device("cuda", 0), first, second) == [first]
     assert found(torch.device("cuda", 1), first, second) == [second]
@@ -47,7 +47,7 @@ def test_only_what_is_on_the_wanted_gpu() -> None:
         found(None, first, second)
 
 
-def test_what_is_only_elsewhere_is_said() -> None:
+def test_model_on_other_device_is_named() -> None:
     with pytest.raises(ConfigError, match=r"kept on cuda:0, not on cuda:1"):
         found(torch.device("cuda", 1), kept(0))
     with pytest.raises(NotFound, match=r"here: kept, whole, on cuda:0"):

@@ -187,7 +187,7 @@ def test_constructor_neither_joins_nor_serves() -> None:
         cache.open()
 
 
-def test_started_cache_serves_until_its_block_ends(member: Member) -> None:
+def test_started_cache_serves_until_block_ends(member: Member) -> None:
     with make_cache(member) as cache:
         assert cache.state is CacheState.SERVING
         with pytest.raises(ConfigError, match="opened before"):
@@ -199,7 +199,7 @@ def test_started_cache_serves_until_its_block_ends(member: Member) -> None:
         cache.start(cache.tiers, cache.member)
 
 
-def test_interrupted_leave_is_finished_by_the_next(cache: WeightCache, member: Member) -> None:
+def test_interrupted_leave_is_finished_by_next_leave(cache: WeightCache, member: Member) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -225,7 +225,7 @@ ALLOWED = {
 
 @pytest.mark.parametrize("before", list(ResidentState))
 @pytest.mark.parametrize("after", list(ResidentState))
-def test_only_listed_transitions_change_a_model(before: ResidentState, after: ResidentState, member: Member) -> None:
+def test_model_state_changes_only_by_listed_transitions(before: ResidentState, after: ResidentState, member: Member) -> None:
     fleet = HolderFleet(Identity(model="m"), member, None, max_readers=1)
     model = ResidentModel(fleet, "w1-a", NBYTES)  # type: ignore[arg-type]
     ways = {"kept": (), "lost": ("reloading", "lost")}
@@ -276,7 +276,7 @@ def test_model_is_lost_when_its_source_fails(
     cache.check()
 
 
-def test_model_is_lost_when_source_has_another_revision(cache: WeightCache, member: Member, source: Source) -> None:
+def test_reload_with_changed_revision_loses_model(cache: WeightCache, member: Member, source: Source) -> None:
     source.revision = "w1-b"
     damage(member)
     wait_until(cache, ResidentState.LOST)
@@ -295,7 +295,7 @@ def test_model_in_use_stays_kept_after_drop(cache: WeightCache, member: Member) 
         cache.drop("m")
 
 
-def test_drop_waits_for_a_reload(cache: WeightCache, member: Member, source: Source) -> None:
+def test_drop_waits_for_reload(cache: WeightCache, member: Member, source: Source) -> None:
     source.may_give.clear()
     damage(member)
     with pytest.raises(SourceBusy, match="being loaded again"):
@@ -305,7 +305,7 @@ def test_drop_waits_for_a_reload(cache: WeightCache, member: Member, source: Sou
     assert cache.models() == []
 
 
-def test_damage_during_a_drop_starts_no_reload(cache: WeightCache, member: Member, source: Source) -> None:
+def test_damage_during_drop_starts_no_reload(cache: WeightCache, member: Member, source: Source) -> None:
     (weights,) = member.weights
 
     def drain(key: str, drain_s: float) -> int:
@@ -319,7 +319,7 @@ def test_damage_during_a_drop_starts_no_reload(cache: WeightCache, member: Membe
     assert source.num_asked == 1 and weights.damage is not None
 
 
-def test_leave_ends_a_reload_without_a_verdict(cache: WeightCache, member: Member, source: Source) -> None:
+def test_leave_ends_reload_without_error(cache: WeightCache, member: Member, source: Source) -> None:
     source.may_give.clear()
     damage(member)
     (resident,) = cache.models()
@@ -332,7 +332,7 @@ def test_leave_ends_a_reload_without_a_verdict(cache: WeightCache, member: Membe
     cache.check()
 
 
-def test_cache_that_is_not_open_says_so() -> None:
+def test_closed_cache_raises_not_open() -> None:
     cache = WeightCache(memory_bytes="64M")
     for use in (cache.stats, lambda: cache.tiers, lambda: cache.member):
         with pytest.raises(ConfigError, match="not open"):

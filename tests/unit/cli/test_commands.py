@@ -61,7 +61,7 @@ def flip_bit(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def test_inspect_tells_files_dtypes_and_every_tensor(llama: Path, penstock: Penstock) -> None:
+def test_inspect_lists_files_dtypes_and_tensors(llama: Path, penstock: Penstock) -> None:
     found = json.loads(penstock("inspect", llama, "--format", "json")[0])
     index = json.loads((llama / "model.safetensors.index.json").read_text())
     assert {tensor["name"]: tensor["file"] for tensor in found["tensors"]} == index["weight_map"]
@@ -73,14 +73,14 @@ def test_inspect_tells_files_dtypes_and_every_tensor(llama: Path, penstock: Pens
     assert found["digests"] is False
 
 
-def test_inspect_for_people_shows_some_tensors_and_all_on_request(llama: Path, penstock: Penstock) -> None:
+def test_inspect_text_shows_all_tensors_on_request(llama: Path, penstock: Penstock) -> None:
     some, every = penstock("inspect", llama)[0], penstock("inspect", llama, "--all")[0]
     assert "more (--all)" in some
     assert "model.norm.weight" in every
     assert "more (--all)" not in every
 
 
-def test_load_reports_what_it_did(llama: Path, penstock: Penstock) -> None:
+def test_load_prints_its_report(llama: Path, penstock: Penstock) -> None:
     out, err = penstock("load", llama, "--format", "json")
     report = json.loads(out)
     index = json.loads((llama / "model.safetensors.index.json").read_text())
@@ -94,7 +94,7 @@ def test_load_reports_what_it_did(llama: Path, penstock: Penstock) -> None:
     assert str(report["num_tensors"]) in penstock("load", llama)[0]
 
 
-def test_load_takes_names_and_memory(llama: Path, penstock: Penstock) -> None:
+def test_load_accepts_names_and_memory_limit(llama: Path, penstock: Penstock) -> None:
     out, _ = penstock(
         "load", llama, "--names", "*norm*", "--names", "lm_head.*", "--memory-bytes", "64M", "--format", "json"
     )
@@ -103,12 +103,12 @@ def test_load_takes_names_and_memory(llama: Path, penstock: Penstock) -> None:
     assert report["num_tensors"] == sum("norm" in name or "lm_head" in name for name in index["weight_map"])
 
 
-def test_load_writes_a_trace_for_perfetto(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_load_writes_perfetto_trace(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     penstock("load", llama, "--trace", tmp_path / "trace.json")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_dry_run_plans_and_predicts_without_loading(llama: Path, penstock: Penstock) -> None:
+def test_load_dry_run_predicts_without_loading(llama: Path, penstock: Penstock) -> None:
     plan = json.loads(penstock("load", llama, "--dry-run", "--format", "json")[0])
     index = json.loads((llama / "model.safetensors.index.json").read_text())
     assert plan["nbytes"] == index["metadata"]["total_size"]
@@ -118,7 +118,7 @@ def test_a_dry_run_plans_and_predicts_without_loading(llama: Path, penstock: Pen
     assert "read 0: file 0" in penstock("load", llama, "--dry-run")[0]
 
 
-def test_manifest_then_load_and_verify(llama: Path, penstock: Penstock) -> None:
+def test_verify_passes_after_manifest(llama: Path, penstock: Penstock) -> None:
     facts = json.loads(penstock("manifest", llama, "--format", "json")[0])
     assert facts["written"] == [f"{llama}/penstock.manifest"]
     assert facts["revision"].startswith("w1-")
@@ -131,7 +131,7 @@ def test_manifest_then_load_and_verify(llama: Path, penstock: Penstock) -> None:
 
 
 @pytest.mark.parametrize("command", ["load", "verify"])
-def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str, penstock: Penstock) -> None:
+def test_flipped_bit_exits_3_and_names_tensor(llama: Path, command: str, penstock: Penstock) -> None:
     penstock("manifest", llama)
     shard = sorted(llama.glob("*.safetensors"))[1]
     flip_bit(shard, shard.stat().st_size - 1)
@@ -143,7 +143,7 @@ def test_a_flipped_bit_is_three_and_names_the_tensor(llama: Path, command: str, 
     assert out == ""
 
 
-def test_a_damaged_manifest_is_replaced_by_force(llama: Path, penstock: Penstock) -> None:
+def test_damaged_manifest_is_replaced_with_force(llama: Path, penstock: Penstock) -> None:
     penstock("manifest", llama)
     with (llama / "penstock.manifest").open("ab") as file:
         file.write(b"x")
@@ -156,7 +156,7 @@ def test_a_damaged_manifest_is_replaced_by_force(llama: Path, penstock: Penstock
     penstock("verify", llama)
 
 
-def test_damaged_weights_get_no_manifest_in_place_of_the_one_that_is_there(llama: Path, penstock: Penstock) -> None:
+def test_damaged_weights_keep_existing_manifest(llama: Path, penstock: Penstock) -> None:
     first = json.loads(penstock("manifest", llama, "--format", "json")[0])
     before = (llama / "penstock.manifest").read_bytes()
     shard = sorted(llama.glob("*.safetensors"))[1]
@@ -171,7 +171,7 @@ def test_damaged_weights_get_no_manifest_in_place_of_the_one_that_is_there(llama
     penstock("verify", llama)
 
 
-def test_other_tensors_get_no_manifest_in_place_of_the_one_that_is_there(tmp_path: Path, penstock: Penstock) -> None:
+def test_changed_tensors_keep_existing_manifest(tmp_path: Path, penstock: Penstock) -> None:
     import torch
     from safetensors.torch import save_file
 
@@ -184,7 +184,7 @@ def test_other_tensors_get_no_manifest_in_place_of_the_one_that_is_there(tmp_pat
     penstock("verify", file)
 
 
-def test_a_signed_manifest_of_the_same_bytes_is_up_to_date(
+def test_signed_manifest_for_same_bytes_is_current(
     llama: Path, keys: tuple[Path, Path], penstock: Penstock
 ) -> None:
     private, public = keys
@@ -198,7 +198,7 @@ def test_a_signed_manifest_of_the_same_bytes_is_up_to_date(
     penstock("verify", llama, "--public-key", public)
 
 
-def test_a_signature_that_would_not_hold_is_not_left(llama: Path, keys: tuple[Path, Path], penstock: Penstock) -> None:
+def test_stale_signature_is_removed(llama: Path, keys: tuple[Path, Path], penstock: Penstock) -> None:
     private, public = keys
     penstock("manifest", llama, "--sign", private)
     shard = sorted(llama.glob("*.safetensors"))[1]
@@ -212,7 +212,7 @@ def test_a_signature_that_would_not_hold_is_not_left(llama: Path, keys: tuple[Pa
 
 
 @pytest.mark.parametrize("name", ["out", "out.sig"])
-def test_only_a_regular_file_is_replaced_by_a_manifest(
+def test_manifest_replaces_only_regular_files(
     llama: Path, tmp_path: Path, name: str, penstock: Penstock
 ) -> None:
     os.mkfifo(tmp_path / name)
@@ -220,13 +220,13 @@ def test_only_a_regular_file_is_replaced_by_a_manifest(
     assert (tmp_path / name).is_fifo()
 
 
-def test_verify_without_a_manifest_is_three_and_says_why(llama: Path, penstock: Penstock) -> None:
+def test_verify_without_manifest_exits_3_with_reason(llama: Path, penstock: Penstock) -> None:
     out, _ = penstock("verify", llama, code=3)
     assert "NO" in out
     assert "no manifest" in out
 
 
-def test_a_signature_is_made_and_asked_for(
+def test_signature_is_written_and_required(
     llama: Path, keys: tuple[Path, Path], tmp_path: Path, penstock: Penstock
 ) -> None:
     private, public = keys
@@ -239,13 +239,13 @@ def test_a_signature_is_made_and_asked_for(
     penstock("verify", llama, "--public-key", public, code=3)
 
 
-def test_a_key_that_is_not_there_is_wrong_usage(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_missing_key_is_usage_error(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     assert "cannot read the key" in penstock("manifest", llama, "--sign", tmp_path / "absent", code=2)[1]
     assert "cannot read the key" in penstock("verify", llama, "--public-key", tmp_path / "absent", code=2)[1]
     assert not (llama / "penstock.manifest").exists()
 
 
-def test_a_manifest_can_be_written_elsewhere(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
+def test_manifest_is_written_to_out_path(llama: Path, tmp_path: Path, penstock: Penstock) -> None:
     penstock("manifest", llama, "--out", tmp_path / "elsewhere")
     assert (tmp_path / "elsewhere").stat().st_size > 0
     assert not (llama / "penstock.manifest").exists()
@@ -253,7 +253,7 @@ def test_a_manifest_can_be_written_elsewhere(llama: Path, tmp_path: Path, pensto
     assert "DestinationError" in err
 
 
-def test_http_is_read_and_cannot_be_written(llama: Path, penstock: Penstock) -> None:
+def test_http_source_is_readable_but_not_writable(llama: Path, penstock: Penstock) -> None:
     with RangeServer(llama) as server:
         index = f"{server.url}/model.safetensors.index.json"
         report = json.loads(penstock("load", index, "--format", "json")[0])
@@ -263,7 +263,7 @@ def test_http_is_read_and_cannot_be_written(llama: Path, penstock: Penstock) -> 
         assert len(server.requests) == num_requests
 
 
-def test_bench_load_measures_beside_safetensors(llama: Path, penstock: Penstock) -> None:
+def test_bench_load_compares_with_safetensors(llama: Path, penstock: Penstock) -> None:
     rows = json.loads(penstock("bench", "load", llama, "--repeat", 2, "--format", "json")[0])
     assert [row["loader"] for row in rows] == ["penstock", "safetensors"]
     assert len({row["nbytes"] for row in rows}) == 1
@@ -278,13 +278,13 @@ def test_bench_load_measures_beside_safetensors(llama: Path, penstock: Penstock)
     assert "safetensors does not" in err
 
 
-def test_bench_load_of_a_part_leaves_safetensors_out_and_says_so(llama: Path, penstock: Penstock) -> None:
+def test_partial_bench_load_skips_safetensors(llama: Path, penstock: Penstock) -> None:
     out, err = penstock("bench", "load", llama, "--names", "*norm*", "--repeat", 1, "--format", "json")
     assert [row["loader"] for row in json.loads(out)] == ["penstock"]
     assert "left out" in err
 
 
-def test_faults_of_the_source_are_three(tmp_path: Path, llama: Path, penstock: Penstock) -> None:
+def test_source_errors_exit_3(tmp_path: Path, llama: Path, penstock: Penstock) -> None:
     assert "NotFound" in penstock("load", tmp_path / "absent", code=3)[1]
     shard = sorted(llama.glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -293,7 +293,7 @@ def test_faults_of_the_source_are_three(tmp_path: Path, llama: Path, penstock: P
     assert "FormatError" in penstock("inspect", tmp_path / "junk.safetensors", code=3)[1]
 
 
-def test_wrong_configuration_is_two(llama: Path, penstock: Penstock, monkeypatch) -> None:
+def test_wrong_configuration_exits_2(llama: Path, penstock: Penstock, monkeypatch) -> None:
     penstock("load", "nonsense://bucket/x", code=2)
     monkeypatch.setenv("PENSTOCK_RETRIES", "many")
     assert "PENSTOCK_RETRIES" in penstock("load", llama, code=2)[1]
@@ -309,7 +309,7 @@ def test_inspect_imports_no_torch(llama: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_exit_code_reaches_the_shell(llama: Path) -> None:
+def test_exit_code_reaches_shell(llama: Path) -> None:
     (llama / "model-00002-of-00002.safetensors").unlink()
     command = [sys.executable, "-m", "penstock.cli.main", "load", str(llama)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -55,7 +55,7 @@ def test_healthy_report_hides_moved_tasks(capsys: pytest.CaptureFixture[str]) ->
     assert "2 reassigned, 1 duplicated, 1 worker was lost" in capsys.readouterr().out
 
 
-def test_left_out_files_are_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_files_are_grouped_by_reason(capsys: pytest.CaptureFixture[str]) -> None:
     why = {f"m/onnx/{i}": "another format" for i in range(7)} | {"m/x.bin": "weights"}
     write_report(report(left_out=tuple(why), why_left_out=why), OutputFormat.human)
     lines = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
@@ -74,12 +74,12 @@ def test_left_out_files_are_grouped_by_reason(capsys: pytest.CaptureFixture[str]
         ('{"op": "rename", "rules": [["a", "b"]]}', {"op": "rename", "rules": [["a", "b"]]}),
     ],
 )
-def test_operations_are_read_as_they_are_written(text: str, word: dict[str, Any]) -> None:
+def test_operation_text_is_parsed(text: str, word: dict[str, Any]) -> None:
     assert operation_spec(text) == word
 
 
 @pytest.mark.parametrize("text", ["{", "linear:a=1;b", "{1}"])
-def test_what_is_no_operation_is_refused(text: str) -> None:
+def test_invalid_operation_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         operation_spec(text)
 
@@ -95,19 +95,19 @@ def test_what_is_no_operation_is_refused(text: str) -> None:
         ({}, " 16.00 s, of them 2.00 to start and 1.00 to end; "),
     ],
 )
-def test_the_report_says_how_wrong_the_prediction_was_and_what_was_verified(told, says, capsys) -> None:
+def test_report_shows_prediction_error_and_verification(told, says, capsys) -> None:
     write_report(report(**told), OutputFormat.human)
     assert says in capsys.readouterr().out
 
 
-def test_the_report_in_json_has_all_of_it(capsys) -> None:
+def test_json_report_has_every_field(capsys) -> None:
     write_report(report(predicted_s=10.0), OutputFormat.json)
     found = json.loads(capsys.readouterr().out)
     assert found["off_by"] == pytest.approx(0.3) and found["why"] == "no manifest at m"
     assert report().off_by is None and report(predicted_s=1.0, moving_s=0.0).off_by is None
 
 
-def test_a_dry_run_predicts_by_the_rates_of_the_machine(tmp_path: Path, capsys) -> None:
+def test_dry_run_uses_machine_rates(tmp_path: Path, capsys) -> None:
     write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
     rates = msgspec.structs.replace(CPU_RATES, name="mine", quantise_gb_per_s=1e-3)
     (tmp_path / "rates.json").write_bytes(to_json(rates))
@@ -124,7 +124,7 @@ def test_a_dry_run_predicts_by_the_rates_of_the_machine(tmp_path: Path, capsys) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_dry_run_into_a_keeper_is_of_one_file(tmp_path: Path, capsys) -> None:
+def test_dry_run_into_cache_has_one_file(tmp_path: Path, capsys) -> None:
     write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
     for into, is_one in ("keeper:made", True), (str(tmp_path / "out"), False):
         with pytest.raises(SystemExit) as caught:

@@ -31,27 +31,27 @@ def test_doctor_reports_every_part_as_json(tmp_path: Path, monkeypatch) -> None:
     assert "never to be shown" not in result.stdout
 
 
-def test_doctor_for_people_names_the_same_parts() -> None:
+def test_doctor_text_lists_same_parts_as_json() -> None:
     result = CliRunner().invoke(app, ["doctor"], catch_exceptions=False)
     assert result.exit_code == 0
     for part in ("devices", "limits, measured now", "engines", "environment", "give --path FILE"):
         assert part in result.stdout
 
 
-def test_a_file_that_is_not_there_is_a_reason_not_a_failure(tmp_path: Path) -> None:
+def test_missing_file_is_reported_without_failing(tmp_path: Path) -> None:
     limits = doctor.measure_limits(tmp_path / "absent")
     disk = [limit for limit in limits if limit.name.startswith("disk")]
     assert disk
     assert all(limit.gb_per_s is None and "No such file" in limit.why for limit in disk)
 
 
-def test_an_empty_file_has_no_rate(tmp_path: Path) -> None:
+def test_empty_file_has_no_rate(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     limits = doctor.measure_limits(tmp_path / "empty")
     assert any("is empty" in limit.why for limit in limits)
 
 
-def test_a_package_that_is_absent_has_no_version() -> None:
+def test_missing_package_has_no_version() -> None:
     assert terminal.package_version("no-such-distribution") is None
     assert terminal.package_version("penstock")
     assert not terminal.importable("no_such_module")

@@ -46,14 +46,14 @@ def run(arguments: list[str], *, raises: BaseException | None = None, monkeypatc
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else str(value),
 )
-def test_an_error_becomes_its_exit_code(error: Exception, code: int, monkeypatch, capsys) -> None:
+def test_error_becomes_its_exit_code(error: Exception, code: int, monkeypatch, capsys) -> None:
     assert run(["fail"], raises=error, monkeypatch=monkeypatch) == code
     written = capsys.readouterr()
     assert written.out == ""
     assert "no" in written.err or "bug in Penstock" in written.err
 
 
-def test_an_error_says_where_whose_fault_and_what_to_do(monkeypatch, capsys) -> None:
+def test_error_shows_place_blame_and_hint(monkeypatch, capsys) -> None:
     error = errors.SourceTruncated(
         "ends early", uri="s3://b/k", tensor="lm_head.weight", byte_range=(8, 16), hint="copy it again", mutated=True
     )
@@ -64,7 +64,7 @@ def test_an_error_says_where_whose_fault_and_what_to_do(monkeypatch, capsys) -> 
     assert "hint: copy it again" in text
 
 
-def test_an_error_is_one_json_line_where_json_was_asked_for(monkeypatch, capsys) -> None:
+def test_json_format_prints_error_as_json(monkeypatch, capsys) -> None:
     error = errors.FormatError("bad header", uri="a.safetensors")
     assert run(["fail", "--format", "json"], raises=error, monkeypatch=monkeypatch) == 3
     facts = json.loads(capsys.readouterr().err)
@@ -77,12 +77,12 @@ def test_an_error_is_one_json_line_where_json_was_asked_for(monkeypatch, capsys)
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["load"], ["load", "x", "--no-such-option"], ["load", "x", "--format", "xml"]]
 )
-def test_wrong_usage_is_two(arguments: list[str], capsys) -> None:
+def test_wrong_usage_exits_2(arguments: list[str], capsys) -> None:
     assert run(arguments) == 2
     assert capsys.readouterr().out == ""
 
 
-def test_a_wrong_number_of_bytes_is_wrong_usage(capsys) -> None:
+def test_invalid_byte_count_is_usage_error(capsys) -> None:
     assert run(["load", "x", "--memory-bytes", "plenty"]) == 2
     assert "'plenty' is not a number of bytes" in capsys.readouterr().err
 
@@ -90,7 +90,7 @@ def test_a_wrong_number_of_bytes_is_wrong_usage(capsys) -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["load", "--help"], ["version"], ["bench", "load", "--help"], ["doctor", "--help"]]
 )
-def test_help_and_version_need_neither_torch_nor_obstore(arguments: list[str]) -> None:
+def test_help_and_version_import_neither_torch_nor_obstore(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom penstock.cli.main import run\n"
         f"try:\n    run({arguments!r})\n"
@@ -102,7 +102,7 @@ def test_help_and_version_need_neither_torch_nor_obstore(arguments: list[str]) -
     assert done.stdout
 
 
-def test_the_installed_command_runs() -> None:
+def test_installed_command_runs() -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "version", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -112,7 +112,7 @@ def test_the_installed_command_runs() -> None:
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("arguments", [["version"], ["version", "--format", "json"], ["load", "--help"]])
-def test_a_stdout_that_takes_nothing_is_said_in_one_line(arguments: list[str], unbuffered: str) -> None:
+def test_full_stdout_is_reported_in_one_line(arguments: list[str], unbuffered: str) -> None:
     environ = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "penstock.cli.main", *arguments]
@@ -121,7 +121,7 @@ def test_a_stdout_that_takes_nothing_is_said_in_one_line(arguments: list[str], u
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_more_than_a_buffer_into_a_full_stdout() -> None:
+def test_large_output_to_full_stdout_exits_3() -> None:
     code = (
         "from penstock.cli import main\nimport sys\n"
         "main.app.command('much')(lambda: sys.stdout.write('x' * 1_000_000))\nmain.run(['much'])\n"
@@ -132,7 +132,7 @@ def test_more_than_a_buffer_into_a_full_stdout() -> None:
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_had_enough_is_no_fault(unbuffered: str) -> None:
+def test_closed_stdout_reader_is_silent(unbuffered: str) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "version"]
     read, write = os.pipe()
     os.close(read)
@@ -142,12 +142,12 @@ def test_a_reader_that_had_enough_is_no_fault(unbuffered: str) -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_an_interrupt_ends_without_a_traceback(monkeypatch, capsys) -> None:
+def test_interrupt_ends_without_traceback(monkeypatch, capsys) -> None:
     assert run(["fail"], raises=KeyboardInterrupt(), monkeypatch=monkeypatch) == 130
     assert capsys.readouterr().err == ""
 
 
-def test_an_interrupt_that_left_something_says_which_command_goes_on(monkeypatch, capsys) -> None:
+def test_interrupt_shows_command_to_resume(monkeypatch, capsys) -> None:
     interrupt = KeyboardInterrupt()
     interrupt.add_note("3 finished tasks are kept")
     assert run(["fail", "--format", "a b"], raises=interrupt, monkeypatch=monkeypatch) == 130
@@ -170,7 +170,7 @@ def test_an_interrupt_that_left_something_says_which_command_goes_on(monkeypatch
     ],
     ids=" ".join,
 )
-def test_a_place_that_is_not_there_is_told_without_torch(arguments: list[str], tmp_path) -> None:
+def test_missing_location_is_reported_without_torch(arguments: list[str], tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     code = (
         "import sys\nfrom penstock.cli.main import run\n"
@@ -184,7 +184,7 @@ def test_a_place_that_is_not_there_is_told_without_torch(arguments: list[str], t
 
 
 @pytest.mark.parametrize("module", ["typer", "penstock.cli.load", "torch"])
-def test_an_interrupt_while_modules_are_imported_ends_without_a_traceback(module: str, tmp_path) -> None:
+def test_interrupt_during_import_has_no_traceback(module: str, tmp_path) -> None:
     (tmp_path / "model.safetensors").touch()
     code = (
         "import sys\n"

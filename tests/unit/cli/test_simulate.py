@@ -33,7 +33,7 @@ def llama(tmp_path_factory) -> str:
     return str(place)
 
 
-def test_a_sync_of_a_weight_sets_shapes(llama: str, tmp_path: Path) -> None:
+def test_sync_is_simulated_for_model_shapes(llama: str, tmp_path: Path) -> None:
     picture = tmp_path / "sync.svg"
     found = json.loads(run("simulate", "sync", llama, *SMALL, "--format", "json", "--picture", str(picture)))
     assert found["kind"] == "sync" and found["num_receivers"] == 2
@@ -44,7 +44,7 @@ def test_a_sync_of_a_weight_sets_shapes(llama: str, tmp_path: Path) -> None:
         assert word in run("simulate", "sync", llama, *SMALL)
 
 
-def test_a_fetch_on_a_cluster_of_a_file(tmp_path: Path) -> None:
+def test_fetch_is_simulated_for_cluster_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
     file.write_bytes(to_json(CLUSTERS["cpu-pair"][0]))
     by_file = run("simulate", "fetch", "--bytes", "1G", "--nodes", "3", "--cluster", str(file), "--format", "json")
@@ -54,7 +54,7 @@ def test_a_fetch_on_a_cluster_of_a_file(tmp_path: Path) -> None:
         assert word in told
 
 
-def test_what_is_no_cluster_is_a_config_error(tmp_path: Path) -> None:
+def test_invalid_cluster_raises_config_error(tmp_path: Path) -> None:
     for name, match in (("no-such", "cannot read"), (str(tmp_path / "bad"), "not describe a Cluster")):
         (tmp_path / "bad").write_text("{}")
         with pytest.raises(ConfigError, match=match):
@@ -90,12 +90,12 @@ def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
         ({"fetch": 0.0, "compute": 0.0, "send": 0.0}, 1.0),
     ],
 )
-def test_the_rate_of_an_operation_is_of_a_stage_that_it_has(busy_s: dict[str, float], gb_per_s: float) -> None:
+def test_operation_rate_uses_its_own_stage(busy_s: dict[str, float], gb_per_s: float) -> None:
     report = SimpleNamespace(read_bytes=4 * 10**9, busy_s=busy_s, moving_s=4.0)
     assert operation_gb_per_s(cast(Any, report)) == pytest.approx(gb_per_s)
 
 
-def test_hosts_whose_python_is_slow_take_longer(llama: str) -> None:
+def test_slow_python_hosts_take_longer(llama: str) -> None:
     for command in (("sync", llama, *SMALL), ("fetch", "--bytes", "1G", "--nodes", "2")):
         once, twice = (
             json.loads(run("simulate", *command, "--python-slowdown", times, "--format", "json"))["predicted_s"]
@@ -105,7 +105,7 @@ def test_hosts_whose_python_is_slow_take_longer(llama: str) -> None:
 
 
 @pytest.mark.parametrize("times", ["0", "-1", "nan", "inf"])
-def test_python_cannot_take_no_time(llama: str, times: str) -> None:
+def test_zero_python_slowdown_is_refused(llama: str, times: str) -> None:
     with pytest.raises(ConfigError, match="as long"):
         run("simulate", "sync", llama, *SMALL, "--python-slowdown", times)
 
@@ -120,12 +120,12 @@ def test_plans_are_shown_and_explained(llama: str) -> None:
 
 
 @pytest.mark.parametrize("group", ["plan", "simulate"])
-def test_a_group_of_more_receivers_than_there_are_is_refused(group: str, llama: str) -> None:
+def test_tensor_parallel_size_above_receivers_is_refused(group: str, llama: str) -> None:
     with pytest.raises(ConfigError, match="--tp 3, but there are 2 receivers"):
         CliRunner().invoke(app, [group, "sync", llama, "--receivers", "2", "--tp", "3"], catch_exceptions=False)
 
 
-def test_tasks_below_a_leaf_are_refused(llama: str) -> None:
+def test_task_bytes_below_leaf_are_refused(llama: str) -> None:
     for command in (["plan", "convert", llama], ["convert", llama, "out"]):
         with pytest.raises(ConfigError, match="--task-bytes 1 is too small"):
             CliRunner().invoke(app, [*command, "--to", "cast:F32", "--task-bytes", "1"], catch_exceptions=False)
@@ -140,19 +140,19 @@ def test_tasks_below_a_leaf_are_refused(llama: str) -> None:
         ("sync", "kimi-k2", "--watermark-bytes", "1K"),
     ],
 )
-def test_what_no_simulation_can_be_of_is_a_config_error(arguments: tuple[str, ...]) -> None:
+def test_impossible_simulation_raises_config_error(arguments: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=arguments[-2]):
         CliRunner().invoke(app, ["simulate", *arguments], catch_exceptions=False)
 
 
-def test_a_picture_that_cannot_be_written_is_the_destinations_fault(tmp_path: Path) -> None:
+def test_unwritable_picture_raises_destination_error(tmp_path: Path) -> None:
     command = ["simulate", "fetch", "--bytes", "1G", "--picture", str(tmp_path)]
     with pytest.raises(DestinationError, match="picture"):
         CliRunner().invoke(app, command, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
-def test_cold_start_works_with_named_clusters(cluster: str) -> None:
+def test_cold_start_accepts_named_clusters(cluster: str) -> None:
     words = ["simulate", "fetch", "--bytes", "8G", "--nodes", "2", "--holders", "0", "--cluster", cluster]
     found = json.loads(run(*words, "--format", "json"))
     assert found["predicted_s"] > 1 and any("--storage-gb-per-s" in note for note in found["assumed"])

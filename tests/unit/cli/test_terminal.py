@@ -24,14 +24,14 @@ class Report:
     count: np.int64
 
 
-def test_plain_is_what_json_has() -> None:
+def test_plain_values_match_json() -> None:
     report = Report(Path("/a"), DType.BF16, {DType.F4: 0.5}, ("x", "y"), np.int64(3))
     expected = {"path": "/a", "dtype": "BF16", "phases": {"F4": 0.5}, "files": ["x", "y"], "count": 3}
     assert plain(report) == expected
     assert json.loads(json.dumps(plain(report))) == expected
 
 
-def test_json_is_one_document_on_stdout(capsys) -> None:
+def test_write_json_prints_one_document(capsys) -> None:
     write_json({"a": [1, None, True]})
     assert json.loads(capsys.readouterr().out) == {"a": [1, None, True]}
 
@@ -47,11 +47,11 @@ def test_json_is_one_document_on_stdout(capsys) -> None:
         (7e15, "7000.00 TB"),
     ],
 )
-def test_bytes_are_told_in_decimal_units(nbytes: float, text: str) -> None:
+def test_bytes_are_shown_in_decimal_units(nbytes: float, text: str) -> None:
     assert bytes_text(nbytes) == text
 
 
-def test_columns_are_never_cut_and_numbers_stand_right(capsys) -> None:
+def test_columns_are_complete_and_numbers_right_aligned(capsys) -> None:
     write_columns(["name", "n"], [["x" * 300, 7], ["y", 1000]])
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{'name':<300}     n", f"{'x' * 300}     7", f"{'y':<300}  1000"]
@@ -68,16 +68,16 @@ def test_columns_are_never_cut_and_numbers_stand_right(capsys) -> None:
         (10, ["name", "a-name-of…", "no room f…"]),
     ],
 )
-def test_columns_fit_a_width(width: int | None, lines: list[str]) -> None:
+def test_columns_fit_width(width: int | None, lines: list[str]) -> None:
     rows = [["a-name-of-20-letters", "gpu", "because it is so"]]
     assert columns(["name", "kind", "why"], rows, width=width, spare=("why", "kind")) == lines
 
 
-def test_the_text_of_a_cell_is_one_line_and_does_not_steer_the_terminal() -> None:
+def test_cell_text_is_escaped_to_one_line() -> None:
     assert columns(["error"], [["no room\n\x1b[2Jon the disk"]]) == ["error", r"no room\n\x1b[2Jon the disk"]
 
 
-def test_columns_without_rows_are_the_header(capsys) -> None:
+def test_columns_without_rows_print_header(capsys) -> None:
     write_columns(["name", "n"], [])
     assert capsys.readouterr().out == "name  n\n"
 
@@ -100,7 +100,7 @@ def test_fields_are_aligned(capsys) -> None:
     ],
 )
 @pytest.mark.parametrize("as_json", [True, False])
-def test_errors_name_options_of_the_command_line(python, shell, as_json, capsys) -> None:
+def test_errors_name_command_line_options(python, shell, as_json, capsys) -> None:
     write_error(ConfigError(python, hint=python), exit_code=2, as_json=as_json)
     printed = capsys.readouterr().err
     assert printed.count(shell) == 2

@@ -28,7 +28,7 @@ def read(memory: DeviceMemory) -> bytes:
     return ctypes.string_at(memory.address, 5)
 
 
-def test_an_alias_has_the_same_bytes_at_another_address() -> None:
+def test_alias_shares_bytes_at_new_address() -> None:
     driver = FakeCuda()
     memory = made(driver, b"first")
     alias = memory.alias()
@@ -40,7 +40,7 @@ def test_an_alias_has_the_same_bytes_at_another_address() -> None:
     assert memory_of(alias.address + 1) is None
 
 
-def test_memory_is_exchanged_and_the_addresses_stay() -> None:
+def test_exchange_swaps_memory_and_keeps_addresses() -> None:
     driver = FakeCuda()
     live, staged = made(driver, b"old  "), made(driver, b"new  ")
     former = live.alias()
@@ -55,7 +55,7 @@ def test_memory_is_exchanged_and_the_addresses_stay() -> None:
     assert (driver.num_waits, driver.num_handles) == (2, 0)
 
 
-def test_a_refused_exchange_leaves_the_former_memory() -> None:
+def test_refused_exchange_keeps_original_memory() -> None:
     driver = FakeCuda()
     live, staged = made(driver, b"old  "), made(driver, b"new  ")
     driver.refuses = "allow"
@@ -64,7 +64,7 @@ def test_a_refused_exchange_leaves_the_former_memory() -> None:
     assert (live.is_mapped, read(live), read(staged), driver.num_handles) == (True, b"old  ", b"new  ", 0)
 
 
-def test_memory_is_given_up_and_comes_back_at_the_same_address() -> None:
+def test_unmapped_memory_is_renewed_at_same_address() -> None:
     driver = FakeCuda()
     memory = made(driver, b"first")
     address = memory.address
@@ -83,7 +83,7 @@ def test_memory_is_given_up_and_comes_back_at_the_same_address() -> None:
     write(memory, b"again")
 
 
-def test_addresses_are_given_back_with_the_last_reference() -> None:
+def test_last_reference_frees_addresses() -> None:
     driver = FakeCuda()
     driver.most_bytes = UNIT_BYTES
     with pytest.raises(DeviceOutOfMemory):
@@ -103,7 +103,7 @@ def test_addresses_are_given_back_with_the_last_reference() -> None:
     assert (driver.num_opened, driver.num_handles) == (0, 0)
 
 
-def test_waking_the_driver_leaves_nothing() -> None:
+def test_driver_wake_leaves_no_memory() -> None:
     driver = FakeCuda()
     wake(0, driver)
     assert (driver.num_opened, driver.num_handles) == (0, 0)

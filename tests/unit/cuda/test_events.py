@@ -28,19 +28,19 @@ class Event:
         return self.queries < 0 and time.monotonic() - self.begun >= self.seconds
 
 
-def test_it_returns_once_the_device_has_passed_the_event() -> None:
+def test_wait_returns_when_event_passes() -> None:
     event = Event(queries=3)
     assert is_passed(event, 60.0)
     assert event.queries == -1, "it is queried until it is passed, and no more"
 
 
-def test_it_returns_false_at_the_deadline() -> None:
+def test_wait_returns_false_at_deadline() -> None:
     begun = time.monotonic()
     assert not is_passed(Event(seconds=float("inf")), 0.05)
     assert 0.05 <= time.monotonic() - begun < 5.0
 
 
-def test_the_deadline_is_for_each_event_after_the_one_before() -> None:
+def test_each_event_has_a_separate_deadline() -> None:
     # 1 s for all of them, with a deadline of 0.8 s: there was progress.
     events = [Event(seconds=0.2) for _ in range(5)]
     wait_events(events, 0.8, work="copy")
@@ -48,7 +48,7 @@ def test_the_deadline_is_for_each_event_after_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("mutated", [False, True])
-def test_a_device_that_stalls_is_an_error_that_says_what_was_waited_for(mutated: bool) -> None:
+def test_stalled_device_error_names_the_work(mutated: bool) -> None:
     events = [Event(), Event(seconds=float("inf"))]
     with pytest.raises(DestinationError, match=r"the device finished no copy for 0\.05 s") as caught:
         wait_events(events, 0.05, work="copy", mutated=mutated)
@@ -77,7 +77,7 @@ class Driver:
             assert self.alive.pop(stream) == self.device
 
 
-def test_a_stream_is_destroyed_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stream_is_destroyed_with_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setattr(cuda_events, "load_driver", lambda: driver)
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: SimpleNamespace(handle=handle))

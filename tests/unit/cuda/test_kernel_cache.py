@@ -18,12 +18,12 @@ from penstock.cuda.kernel_cache import Launch, launch
 from penstock.errors import MissingExtra
 
 
-def test_no_program_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_grid_skips_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     launch("penstock.cuda.pack_triton", "copy_tiles", 0, (torch.zeros(1),), {})
 
 
-def test_who_has_no_triton_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_triton_raises_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "penstock.cuda.pack_triton", raising=False)
     with pytest.raises(MissingExtra, match="need Triton"):
@@ -37,7 +37,7 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.mark.parametrize("can_store", [True, False])
-def test_a_process_that_compiled_a_kernel_looks_once_for_the_copy(
+def test_compiled_kernel_is_looked_up_once(
     can_store: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log: list[str] = []
@@ -75,7 +75,7 @@ def test_a_process_that_compiled_a_kernel_looks_once_for_the_copy(
     assert log == [*first, *(["context", "copy", "copy"] if can_store else ["triton", "triton"])]
 
 
-def test_what_a_launch_is_given_anew_reaches_the_driver_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_launch_arguments_reach_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, ...]] = []
 
     def launcher(function: object, *grid_and_more: Any) -> int:

@@ -85,7 +85,7 @@ CASES = [
 
 # In parts: together they take a minute of a core, and more than a test may take on a busy machine.
 @pytest.mark.parametrize("part", range(3))
-def test_same_bits_as_xxhash(part: int) -> None:
+def test_interpreted_digests_match_xxhash(part: int) -> None:
     child = subprocess.run(
         [sys.executable, "-W", "error", "-c", CHILD],
         # Each ends with the last case, in which the child then changes bytes.

@@ -31,7 +31,7 @@ def leaves_of(*values: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 15, 16, 17, 32, 240, 241, 1000])
-def test_each_leaf_is_the_librarys_xxh3(nbytes: int) -> None:
+def test_each_leaf_digest_matches_xxh3(nbytes: int) -> None:
     data = bytes(i * 7 % 256 for i in range(nbytes))
     count = int(leaf.num_leaves(np.array([nbytes]), 16)[0])
     out = np.zeros(count, np.uint64)
@@ -39,7 +39,7 @@ def test_each_leaf_is_the_librarys_xxh3(nbytes: int) -> None:
     assert out.tolist() == [xxhash.xxh3_64_intdigest(data[i : i + 16], seed=0) for i in range(0, nbytes, 16)]
 
 
-def test_known_digest_of_nothing_and_of_zeros() -> None:
+def test_digests_of_empty_and_zeros_are_fixed() -> None:
     # The published test value of XXH3-64 over no bytes with seed 0, and one fixed here, so that no upgrade moves them.
     assert xxhash.xxh3_64_intdigest(b"") == 0x2D06800538D394C2
     out = np.zeros(1, np.uint64)
@@ -47,7 +47,7 @@ def test_known_digest_of_nothing_and_of_zeros() -> None:
     assert out.tolist() == [0x2D64C035E85FB928]
 
 
-def test_number_of_leaves() -> None:
+def test_num_leaves_rounds_up() -> None:
     assert leaf.num_leaves(np.array([0, 1, 16, 17, 2**62], np.int64), 16).tolist() == [0, 1, 1, 2, 2**58]
 
 
@@ -71,7 +71,7 @@ def test_revision_is_fixed() -> None:
     assert leaf.revision(BASE, 16, LEAVES) == "w1-a254ff568c4525c5323503838106eec3d00573682c10d51668c1e3a499723485"
 
 
-def test_revision_forgets_order_and_packing() -> None:
+def test_revision_ignores_order_and_packing() -> None:
     moved = replace(BASE.take([2, 0, 1]), offset=np.array([9, 8, 7]), file_index=np.array([2, 1, 0]))
     assert leaf.revision(moved, 16, leaves_of(4, 1, 2, 3)) == leaf.revision(BASE, 16, LEAVES)
 
@@ -90,7 +90,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_revision_tells_apart(other: str) -> None:
+def test_revision_changes_with_any_field(other: str) -> None:
     table, leaf_bytes, leaves = OTHERS[other]
     assert leaf.revision(table, leaf_bytes, leaves) != leaf.revision(BASE, 16, LEAVES)
 
@@ -101,7 +101,7 @@ def test_small_tables_have_revisions(num_rows: int) -> None:
     assert leaf.revision(table, 16, LEAVES[: 2 * num_rows]).startswith("w1-")
 
 
-def test_headers_revision_is_of_the_set() -> None:
+def test_headers_revision_ignores_order() -> None:
     assert leaf.headers_revision([b"1", b"2"]) == leaf.headers_revision([b"2", b"1"])
     assert leaf.headers_revision([b"1", b"2"]) != leaf.headers_revision([b"1"])
     assert leaf.headers_revision([]).startswith("h1-")

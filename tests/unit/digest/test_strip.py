@@ -36,7 +36,7 @@ def strips(*rows: tuple[int, int, int, int]) -> Strips:
     ),
     leaf_bytes=st.sampled_from([16, 64, 100, 1024]),
 )
-def test_as_packed(rows: list[tuple[int, int, int, int]], leaf_bytes: int) -> None:
+def test_strip_digest_matches_packed_bytes(rows: list[tuple[int, int, int, int]], leaf_bytes: int) -> None:
     memory = np.random.default_rng(7).integers(0, 256, 10_000, np.uint8)
     wanted = [(at, run, count, run + gap) for at, run, count, gap in rows]
     made = strips(*wanted)
@@ -49,7 +49,7 @@ def test_as_packed(rows: list[tuple[int, int, int, int]], leaf_bytes: int) -> No
     "row",
     [(0, 0, 1, 0), (0, 1, 0, 1), (-1, 4, 1, 4), (97, 4, 1, 4), (0, 10, 11, 10), (0, 4, 1 << 40, 1 << 40), (0, 4, 9, 2)],
 )
-def test_what_lies_outside_is_refused(row: tuple[int, int, int, int]) -> None:
+def test_strip_outside_memory_is_refused(row: tuple[int, int, int, int]) -> None:
     with pytest.raises(PlanError, match="strip 1"):
         strips((0, 100, 1, 0), row).check(100)
 
@@ -92,7 +92,7 @@ assert torch.equal(out, expected)
 """
 
 
-def test_the_kernels_do_the_same() -> None:
+def test_interpreted_kernels_match_numpy_digests() -> None:
     """By Triton's interpreter; on devices in `tests/gpu`."""
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

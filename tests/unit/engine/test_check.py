@@ -47,7 +47,7 @@ def checker(body: bytearray) -> TensorChecker:
     return TensorChecker(found)
 
 
-def test_leaves_as_they_were_pass_in_whatever_parts_they_come(body: bytearray) -> None:
+def test_correct_leaves_pass_in_any_parts(body: bytearray) -> None:
     held, view = checker(body), memoryview(body)
     held.check(0, 0, view[:25], uri="f")
     held.check(0, 10, view[10:20], uri="f")
@@ -58,7 +58,7 @@ def test_leaves_as_they_were_pass_in_whatever_parts_they_come(body: bytearray) -
 
 
 @pytest.mark.parametrize("at", range(sum(SIZES)))
-def test_a_flipped_bit_is_found_wherever_it_is(body: bytearray, at: int) -> None:
+def test_flipped_bit_is_located(body: bytearray, at: int) -> None:
     held = checker(body)
     body[at] ^= 4
     row, start, name = (0, 0, "a") if at < 25 else (2, 25, "b") if at < 35 else (3, 35, "c")
@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_found_wherever_it_is(body: bytearray, at: int) -> None
     assert error.blame == "source" and not error.mutated and error.hint
 
 
-def test_a_part_is_compared_with_its_own_leaves(body: bytearray) -> None:
+def test_part_is_compared_with_its_leaves(body: bytearray) -> None:
     with pytest.raises(IntegrityError, match=r"\[10, 20\)"):
         checker(body).check(0, 10, memoryview(body)[:10], uri="f")
 
@@ -137,7 +137,7 @@ def checker_of(place: Place, monkeypatch: pytest.MonkeyPatch, most: int) -> Cuda
     return CudaChecker(PLAN, cast("CudaPlace", place))
 
 
-def test_all_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     held = checker_of(Place(3, has_all=True), monkeypatch, DEFAULT_TUNING.slab_blocks)
     pending = held.prepare()
     assert pending is not None and pending.done()
@@ -145,7 +145,7 @@ def test_all_slabs_are_laid_out_once(cuda: None, monkeypatch: pytest.MonkeyPatch
     assert Laid.made == [([0, 1, 2], DEFAULT_TUNING.slab_blocks)]
 
 
-def test_slabs_that_are_not_all_there_are_laid_out_batch_by_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_slabs_are_laid_out_per_batch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(3, has_all=False)
     held = checker_of(place, monkeypatch, DEFAULT_TUNING.slab_blocks)
     held.prepare()
@@ -154,17 +154,17 @@ def test_slabs_that_are_not_all_there_are_laid_out_batch_by_batch(cuda: None, mo
     assert [slabs for slabs, _ in Laid.made] == [[2, 1]]
 
 
-def test_less_scratch_is_taken_where_memory_is_short(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_low_memory_uses_less_scratch(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     checker_of(Place(3, has_all=True), monkeypatch, SMALL_SLAB_BLOCKS).prepare()
     assert Laid.made == [([0, 1, 2], SMALL_SLAB_BLOCKS)]
 
 
-def test_no_memory_for_scratch_is_a_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_scratch_allocation_raises_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceOutOfMemory, match=f"{4 << 20} are needed"):
         checker_of(Place(3, has_all=True), monkeypatch, 0).prepare()
 
 
-def test_nothing_is_prepared_where_the_allocation_failed(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_slab_allocation_prepares_no_kernels(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "warm_up", lambda device: pytest.fail("kernels were loaded"))
     place = Place(3, has_all=False)
     place.is_out_of_memory = True
@@ -172,7 +172,7 @@ def test_nothing_is_prepared_where_the_allocation_failed(cuda: None, monkeypatch
     assert not Laid.made
 
 
-def test_no_memory_to_load_kernels_is_a_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_kernel_load_raises_typed_error(cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def warm_up(device: torch.device) -> None:
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 

@@ -92,7 +92,7 @@ def refuse(error: BaseException) -> Callable[[], None]:
     return run
 
 
-def test_lower_priority_numbers_go_first_and_equals_keep_their_order(ticket: RunState, make: Make) -> None:
+def test_items_run_in_priority_order(ticket: RunState, make: Make) -> None:
     executor, gate = make(), threading.Event()
     log: list[str] = []
     executor.post(Recorded(log, priority=9, run=after(gate.wait)))
@@ -106,7 +106,7 @@ def test_lower_priority_numbers_go_first_and_equals_keep_their_order(ticket: Run
     assert log == ["s9", "s3", "later equal", "s5", "s7"]
 
 
-def test_a_thread_that_waits_keeps_nothing_of_its_last_item(ticket: RunState, make: Make) -> None:
+def test_idle_thread_keeps_no_item(ticket: RunState, make: Make) -> None:
     """An item may be the last that holds memory of the size of the weights."""
     executor, ended = make(2), threading.Event()
     item = Recorded([], run=after(ended.wait))
@@ -117,7 +117,7 @@ def test_a_thread_that_waits_keeps_nothing_of_its_last_item(ticket: RunState, ma
     until(lambda: held() is None)
 
 
-def test_no_thread_before_the_first_step_and_none_after_close(ticket: RunState, make: Make) -> None:
+def test_threads_exist_only_between_post_and_close(ticket: RunState, make: Make) -> None:
     before = threading.active_count()
     executor = make(4)
     assert threading.active_count() == before
@@ -132,14 +132,14 @@ def test_no_thread_before_the_first_step_and_none_after_close(ticket: RunState, 
     assert not executor.is_busy()
 
 
-def test_several_threads_work_at_once(ticket: RunState, make: Make) -> None:
+def test_several_threads_run_concurrently(ticket: RunState, make: Make) -> None:
     executor, together = make(3), threading.Barrier(3, timeout=10)
     executor.post(*(Recorded([], priority=p, run=after(together.wait)) for p in range(3)))
     executor.close()
     assert not ticket.stopped
 
 
-def test_an_error_stops_the_ticket_and_what_waits_is_abandoned(ticket: RunState, make: Make) -> None:
+def test_error_stops_run_and_abandons_waiting_items(ticket: RunState, make: Make) -> None:
     executor = make()
     error = SourceUnavailable("gone")
     first = Recorded([], priority=0, run=refuse(error))
@@ -153,7 +153,7 @@ def test_an_error_stops_the_ticket_and_what_waits_is_abandoned(ticket: RunState,
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), MemoryError()])
-def test_no_error_ends_a_thread_without_a_word(ticket: RunState, make: Make, error: BaseException) -> None:
+def test_unexpected_error_keeps_thread_alive(ticket: RunState, make: Make, error: BaseException) -> None:
     executor = make()
     executor.post(Recorded([], run=refuse(error)))
     until(lambda: ticket.stopped)
@@ -165,7 +165,7 @@ def test_no_error_ends_a_thread_without_a_word(ticket: RunState, make: Make, err
     assert threads[0].is_alive()
 
 
-def test_an_error_in_finish_stops_the_ticket_too(ticket: RunState, make: Make) -> None:
+def test_error_in_finish_stops_run(ticket: RunState, make: Make) -> None:
     executor = make()
     step = Recorded([])
     step.finish = refuse(SourceUnavailable("late"))  # type: ignore[method-assign]
@@ -175,7 +175,7 @@ def test_an_error_in_finish_stops_the_ticket_too(ticket: RunState, make: Make) -
     assert step.ends == [], "finished, though badly: not abandoned as well"
 
 
-def test_device_work_is_finished_when_it_is_done_and_in_order(ticket: RunState, make: Make) -> None:
+def test_device_work_finishes_in_order(ticket: RunState, make: Make) -> None:
     executor = make()
     works = [Work() for _ in range(3)]
     steps = [Recorded([], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]
@@ -191,7 +191,7 @@ def test_device_work_is_finished_when_it_is_done_and_in_order(ticket: RunState, 
     assert [step.ends for step in steps] == [["finish"]] * 3
 
 
-def test_what_the_device_reports_fails_the_ticket(ticket: RunState, make: Make) -> None:
+def test_device_error_fails_run(ticket: RunState, make: Make) -> None:
     executor, work = make(), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)
@@ -201,7 +201,7 @@ def test_what_the_device_reports_fails_the_ticket(ticket: RunState, make: Make) 
     assert step.ends == ["abandon"]
 
 
-def test_a_stopped_ticket_waits_for_the_device_before_it_frees(ticket: RunState, make: Make) -> None:
+def test_cancelled_run_waits_for_device(ticket: RunState, make: Make) -> None:
     executor, work = make(), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)
@@ -217,7 +217,7 @@ def test_a_stopped_ticket_waits_for_the_device_before_it_frees(ticket: RunState,
     assert step.ends == ["finish"] or step.ends == ["abandon"]
 
 
-def test_a_silent_device_is_a_stall_and_is_given_up_in_the_end(ticket: RunState, make: Make) -> None:
+def test_silent_device_raises_stall_and_is_abandoned(ticket: RunState, make: Make) -> None:
     executor, work = make(stall_s=0.05), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)
@@ -228,7 +228,7 @@ def test_a_silent_device_is_a_stall_and_is_given_up_in_the_end(ticket: RunState,
     assert work.num_looks > 1
 
 
-def test_spans_cover_the_device_work(ticket: RunState) -> None:
+def test_spans_include_device_work(ticket: RunState) -> None:
     trace, work = Trace(enabled=True), Work()
     executor = Executor("place", 1, ticket, trace=trace, stall_s=30)
     step = Recorded([], run=lambda: work)

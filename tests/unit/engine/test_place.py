@@ -32,7 +32,7 @@ HALF = FIRST_BYTES // 2
         ([1, 0, 0], 3),
     ],
 )
-def test_first_slabs_reach_the_bytes_or_are_all(slab_nbytes: list[int], num_first: int) -> None:
+def test_first_slabs_cover_requested_bytes(slab_nbytes: list[int], num_first: int) -> None:
     assert num_first_slabs(slab_nbytes) == num_first
 
 
@@ -77,7 +77,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device(monkeypatch)
 
 
-def test_a_slab_that_cannot_be_allocated_leaves_no_copy_queued(device: Device) -> None:
+def test_failed_slab_allocation_queues_no_copy(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes == 2000
     pool = StagingPool(8192, 4096)
@@ -91,14 +91,14 @@ def test_a_slab_that_cannot_be_allocated_leaves_no_copy_queued(device: Device) -
     pool.close()
 
 
-def test_slabs_that_do_not_fit_in_one_piece_are_allocated_one_by_one(device: Device) -> None:
+def test_fragmented_memory_allocates_slabs_separately(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes > 2000
     place.allocate()
     assert [place.slab(index).numel() for index in range(2)] == [1000, 2000]
 
 
-def test_slabs_that_do_not_fit_one_by_one_are_a_typed_error(device: Device) -> None:
+def test_failed_separate_allocation_raises_typed_error(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes >= 2000
     assert not place.is_out_of_memory
@@ -107,7 +107,7 @@ def test_slabs_that_do_not_fit_one_by_one_are_a_typed_error(device: Device) -> N
     assert place.is_out_of_memory
 
 
-def test_threads_that_need_a_slab_wait_for_the_one_that_allocates(device: Device) -> None:
+def test_threads_wait_for_allocating_thread(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     slabs: list[torch.Tensor] = []
     thread = threading.Thread(target=lambda: slabs.append(place.slab(1)))
@@ -121,7 +121,7 @@ def test_threads_that_need_a_slab_wait_for_the_one_that_allocates(device: Device
     assert slabs[0] is place.slab(1)
 
 
-def test_the_first_slabs_are_there_before_the_rest_is_allocated(
+def test_first_slabs_are_usable_during_allocation(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.engine.place.FIRST_BYTES", 1000)
@@ -143,7 +143,7 @@ def test_the_first_slabs_are_there_before_the_rest_is_allocated(
     assert waits and all(waits)
 
 
-def test_threads_that_wait_for_a_slab_go_on_when_the_allocation_fails(device: Device) -> None:
+def test_failed_allocation_wakes_waiting_threads(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: True
     errors: list[Exception] = []
@@ -163,7 +163,7 @@ def test_threads_that_wait_for_a_slab_go_on_when_the_allocation_fails(device: De
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_waiting_for_all_slabs_makes_none(device: Device, fails: bool) -> None:
+def test_waiting_for_slabs_allocates_nothing(device: Device, fails: bool) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     assert not place.wait_for_slabs()
     device.refuses = lambda nbytes: fails and nbytes != 1000

@@ -23,7 +23,7 @@ def run() -> Iterator[Run]:
         yield run
 
 
-def test_items_pass_through_executors_until_one_finishes_the_ticket(run: Run) -> None:
+def test_items_pass_through_executors_to_finish(run: Run) -> None:
     first, second = run.executor("fetch", 2), run.executor("compute", 1)
     log: list[str] = []
 
@@ -37,7 +37,7 @@ def test_items_pass_through_executors_until_one_finishes_the_ticket(run: Run) ->
     assert [(span[0], span[1], span[5]) for span in run.trace.take()] == [("fetch", "read", 3), ("compute", "check", 1)]
 
 
-def test_closing_cancels_what_waits_and_ends_every_thread(run: Run) -> None:
+def test_close_cancels_items_and_ends_threads(run: Run) -> None:
     executor, gate, log = run.executor("fetch", 1), threading.Event(), list[str]()
     began = threading.Event()
 
@@ -59,7 +59,7 @@ def test_closing_cancels_what_waits_and_ends_every_thread(run: Run) -> None:
         run.wait()
 
 
-def test_executors_end_in_order_so_that_the_last_items_are_still_passed_on(run: Run) -> None:
+def test_executors_close_in_pipeline_order(run: Run) -> None:
     first, second = run.executor("fetch", 1), run.executor("send", 1)
     ends: list[str] = []
     began = threading.Event()
@@ -77,7 +77,7 @@ def test_executors_end_in_order_so_that_the_last_items_are_still_passed_on(run: 
     assert ends == ["abandon"], "what the last item passed on was taken, not left behind"
 
 
-def test_an_error_reaches_the_waiter(run: Run) -> None:
+def test_error_reaches_waiter(run: Run) -> None:
     def fail() -> None:
         raise SourceUnavailable("gone")
 
@@ -86,14 +86,14 @@ def test_an_error_reaches_the_waiter(run: Run) -> None:
         run.wait()
 
 
-def test_no_item_under_way_and_no_byte_is_a_stall() -> None:
+def test_idle_run_without_bytes_stalls() -> None:
     with Run(10, trace=Trace(enabled=False), stall_s=0.1) as run:
         run.executor("fetch", 1)
         with pytest.raises(SourceStalled, match="0 of 10 bytes"):
             run.wait()
 
 
-def test_bytes_received_on_the_way_are_progress() -> None:
+def test_received_bytes_count_as_progress() -> None:
     class Receiving(Run):
         received = 0
 
@@ -107,7 +107,7 @@ def test_bytes_received_on_the_way_are_progress() -> None:
 
 
 @pytest.mark.parametrize("how", ["finished", "cancelled", "failed"])
-def test_a_closed_run_is_freed_without_the_collector(how: str) -> None:
+def test_closed_run_is_freed_without_collector(how: str) -> None:
     gc.disable()
     try:
         run = Run(10, trace=Trace(enabled=False), stall_s=30.0)
@@ -129,7 +129,7 @@ def test_a_closed_run_is_freed_without_the_collector(how: str) -> None:
         gc.enable()
 
 
-def test_without_any_thread_nothing_is_queued(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_queues_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     executor, log = run.executor("fetch", 2), list[str]()
 
     def refuse(thread: threading.Thread) -> None:
@@ -144,7 +144,7 @@ def test_without_any_thread_nothing_is_queued(run: Run, monkeypatch: pytest.Monk
     assert log == ["b"]
 
 
-def test_the_interval_is_short_while_a_quick_run_has_threads() -> None:
+def test_quick_run_shortens_switch_interval() -> None:
     before, seen = sys.getswitchinterval(), list[float]()
     with Run(1, trace=Trace(enabled=False), stall_s=30.0, is_quick=True) as run:
         executor = run.executor("fetch", 2)
@@ -155,7 +155,7 @@ def test_the_interval_is_short_while_a_quick_run_has_threads() -> None:
     assert sys.getswitchinterval() == before
 
 
-def test_a_failure_at_the_start_of_a_thread_reaches_the_waiter(run: Run) -> None:
+def test_thread_start_error_reaches_waiter(run: Run) -> None:
     def fail() -> None:
         raise SourceUnavailable("no device", uri="x")
 

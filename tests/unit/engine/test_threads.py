@@ -41,14 +41,14 @@ def here(found: list[int]) -> Callable[[], None]:
     return lambda: found.append(threading.get_ident())
 
 
-def test_a_thread_makes_one_call_after_another(kept: KeptThreads) -> None:
+def test_idle_thread_is_reused(kept: KeptThreads) -> None:
     found: list[int] = []
     for _ in range(20):
         start(kept, here(found)).join(WAIT_S)
     assert len(found) == 20 and len(set(found)) == 1 and found[0] != threading.get_ident()
 
 
-def test_calls_at_the_same_time_have_a_thread_each(kept: KeptThreads) -> None:
+def test_concurrent_calls_use_separate_threads(kept: KeptThreads) -> None:
     together, found = threading.Barrier(5), list[int]()
 
     def work() -> None:
@@ -61,7 +61,7 @@ def test_calls_at_the_same_time_have_a_thread_each(kept: KeptThreads) -> None:
     assert len(found) == 15 and len(set(found)) == 5
 
 
-def test_join_returns_after_the_call_and_not_before(kept: KeptThreads) -> None:
+def test_join_returns_after_call(kept: KeptThreads) -> None:
     gate, log = threading.Event(), list[str]()
 
     def work() -> None:
@@ -76,7 +76,7 @@ def test_join_returns_after_the_call_and_not_before(kept: KeptThreads) -> None:
     assert log == ["work"]
 
 
-def test_a_thread_has_the_name_of_its_call_and_holds_nothing_of_it_afterwards(kept: KeptThreads) -> None:
+def test_thread_takes_call_name_and_keeps_nothing(kept: KeptThreads) -> None:
     class Weights:
         pass
 
@@ -101,7 +101,7 @@ def test_a_thread_has_the_name_of_its_call_and_holds_nothing_of_it_afterwards(ke
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_error_ends_the_thread_and_the_wait_for_it(kept: KeptThreads) -> None:
+def test_failed_call_ends_its_thread(kept: KeptThreads) -> None:
     failed: list[threading.Thread] = []
 
     def work() -> None:
@@ -116,7 +116,7 @@ def test_an_error_ends_the_thread_and_the_wait_for_it(kept: KeptThreads) -> None
     assert found
 
 
-def test_closing_ends_the_threads_that_wait_and_the_others_after_their_call() -> None:
+def test_close_ends_idle_and_busy_threads() -> None:
     kept, gate = KeptThreads(), threading.Event()
     before = set(threading.enumerate())
     start(kept, lambda: None).join(WAIT_S)
@@ -133,7 +133,7 @@ def test_closing_ends_the_threads_that_wait_and_the_others_after_their_call() ->
     assert mine and not any(thread.is_alive() for thread in mine)
 
 
-def test_a_thread_without_work_for_long_ends(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_thread_ends_after_timeout(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.01)
     before, found = set(threading.enumerate()), list[threading.Thread]()
     start(kept, lambda: found.append(threading.current_thread())).join(WAIT_S)
@@ -141,7 +141,7 @@ def test_a_thread_without_work_for_long_ends(kept: KeptThreads, monkeypatch: pyt
     assert not found[0].is_alive() and set(threading.enumerate()) <= before
 
 
-def test_a_call_that_comes_as_its_thread_gives_up_waiting_is_made(kept: KeptThreads) -> None:
+def test_call_arriving_at_timeout_is_made(kept: KeptThreads) -> None:
     call = Call(lambda: None, "penstock-test")
 
     class Late:
@@ -159,14 +159,14 @@ def test_a_call_that_comes_as_its_thread_gives_up_waiting_is_made(kept: KeptThre
     assert kept._next(taken) is call
 
 
-def test_a_thread_that_nobody_gives_a_call_after_it_was_taken_ends(
+def test_taken_thread_without_call_ends(
     kept: KeptThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.01)
     assert kept._next(_Kept(SimpleQueue(), threading.current_thread())) is None
 
 
-def test_a_thread_is_kept_before_the_end_of_its_call_is_told(
+def test_thread_is_reusable_before_join_returns(
     kept: KeptThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gives_back, seen, calls = kept._gives_back, list[bool](), list[Call]()
@@ -183,7 +183,7 @@ def test_a_thread_is_kept_before_the_end_of_its_call_is_told(
     assert seen == [False]
 
 
-def test_the_thread_that_ended_its_call_last_has_the_next_one(kept: KeptThreads) -> None:
+def test_last_idle_thread_is_reused_first(kept: KeptThreads) -> None:
     gates, found = [threading.Event(), threading.Event()], list[int]()
     idents: dict[int, int] = {}
 
@@ -199,7 +199,7 @@ def test_the_thread_that_ended_its_call_last_has_the_next_one(kept: KeptThreads)
     assert found == [idents[0]]
 
 
-def test_a_forked_child_has_threads_of_its_own(kept: KeptThreads) -> None:
+def test_forked_child_starts_new_threads(kept: KeptThreads) -> None:
     start(kept, lambda: None).join(WAIT_S)
     pid = os.fork()
     if not pid:
@@ -210,7 +210,7 @@ def test_a_forked_child_has_threads_of_its_own(kept: KeptThreads) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_thread_may_close_the_threads_that_it_belongs_to(kept: KeptThreads) -> None:
+def test_thread_may_close_its_own_pool(kept: KeptThreads) -> None:
     # As a finalizer may, between the end of a call and the wait for the next one.
     me = threading.current_thread()
     kept._idle.append(_Kept(SimpleQueue(), me))
@@ -218,7 +218,7 @@ def test_a_thread_may_close_the_threads_that_it_belongs_to(kept: KeptThreads) ->
     assert not kept._idle
 
 
-def test_a_process_ends_whatever_its_threads_do() -> None:
+def test_process_exits_despite_running_threads() -> None:
     program = """
 import threading
 from penstock.engine.threads import KeptThreads
@@ -229,7 +229,7 @@ kept.start(threading.Event().wait, "hangs")
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
-def test_more_threads_than_may_wait_end(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_threads_above_limit_end(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "MAX_IDLE", 2)
     together, found = threading.Barrier(6), list[threading.Thread]()
 
@@ -246,7 +246,7 @@ def test_more_threads_than_may_wait_end(kept: KeptThreads, monkeypatch: pytest.M
     assert sum(thread.is_alive() for thread in found) == 2
 
 
-def test_where_no_thread_can_be_started_it_says_so_or_goes_without(
+def test_failed_thread_start_raises_or_returns_none(
     kept: KeptThreads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(self: threading.Thread) -> None:
@@ -258,7 +258,7 @@ def test_where_no_thread_can_be_started_it_says_so_or_goes_without(
         kept.start(lambda: None, "penstock-test")
 
 
-def test_the_runs_of_one_owner_use_the_same_threads(kept: KeptThreads) -> None:
+def test_consecutive_runs_share_threads(kept: KeptThreads) -> None:
     found: list[int] = []
     for _ in range(10):
         with Run(2, trace=Trace(enabled=False), stall_s=WAIT_S, threads=kept) as run:

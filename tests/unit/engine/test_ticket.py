@@ -19,7 +19,7 @@ def idle() -> bool:
     return False
 
 
-def test_a_finished_ticket_lets_its_waiter_go() -> None:
+def test_finish_wakes_waiter() -> None:
     ticket = RunState(10, idle)
     assert not ticket.done and not ticket.stopped
     threading.Timer(0.02, ticket.finish).start()
@@ -28,7 +28,7 @@ def test_a_finished_ticket_lets_its_waiter_go() -> None:
     ticket.check()
 
 
-def test_the_first_error_wins() -> None:
+def test_first_error_wins() -> None:
     ticket = RunState(10, idle)
     first = SourceUnavailable("first")
     ticket.fail(first)
@@ -39,7 +39,7 @@ def test_the_first_error_wins() -> None:
         ticket.wait(stall_s=10)
 
 
-def test_an_error_after_the_end_changes_nothing() -> None:
+def test_error_after_finish_is_ignored() -> None:
     ticket = RunState(10, idle)
     ticket.finish()
     ticket.fail(SourceUnavailable("late"))
@@ -47,7 +47,7 @@ def test_an_error_after_the_end_changes_nothing() -> None:
     ticket.wait(stall_s=10)
 
 
-def test_cancel_is_heard_by_every_waiter() -> None:
+def test_cancel_wakes_every_waiter() -> None:
     ticket = RunState(10, idle)
     heard: list[type[BaseException]] = []
 
@@ -66,7 +66,7 @@ def test_cancel_is_heard_by_every_waiter() -> None:
     assert heard == [Cancelled] * 3
 
 
-def test_a_stranger_among_errors_is_a_bug_and_says_what_it_was() -> None:
+def test_unexpected_error_is_reported_as_bug() -> None:
     ticket = RunState(10, idle)
     ticket.fail(ZeroDivisionError("oops"))
     with pytest.raises(RuntimeError, match="bug") as caught:
@@ -74,14 +74,14 @@ def test_a_stranger_among_errors_is_a_bug_and_says_what_it_was() -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-def test_silence_is_a_stall() -> None:
+def test_silent_run_raises_source_stalled() -> None:
     ticket = RunState(10, idle)
     with pytest.raises(SourceStalled, match="at 0 of 10 bytes"):
         ticket.wait(stall_s=0.05)
     assert ticket.stopped, "a stall stops the work, so that it can be drained"
 
 
-def test_progress_puts_the_deadline_off() -> None:
+def test_progress_extends_deadline() -> None:
     ticket = RunState(10, idle)
 
     def move() -> None:
@@ -96,7 +96,7 @@ def test_progress_puts_the_deadline_off() -> None:
     assert ticket.moved_bytes == 10
 
 
-def test_a_process_that_was_stopped_itself_has_waited_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_suspended_process_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 1.5, 61.5, 62.0, 62.25])
     monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     ticket = RunState(10, idle)
@@ -105,7 +105,7 @@ def test_a_process_that_was_stopped_itself_has_waited_for_nobody(monkeypatch: py
     assert ticket.look() == 0.0
 
 
-def test_a_step_under_way_pauses_the_silence_and_bytes_of_it_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_busy_step_pauses_stall_timer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(20))
     monkeypatch.setattr(ticket_module, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     busy, received = [False], [0]
@@ -120,7 +120,7 @@ def test_a_step_under_way_pauses_the_silence_and_bytes_of_it_end_it(monkeypatch:
     assert [ticket.look(), ticket.look()] == [0.0, 1.0]
 
 
-def test_a_busy_step_has_its_own_deadline() -> None:
+def test_busy_step_outlasts_stall_deadline() -> None:
     ticket = RunState(10, lambda: True)
     threading.Timer(0.3, ticket.finish).start()
     begin = time.monotonic()
@@ -128,7 +128,7 @@ def test_a_busy_step_has_its_own_deadline() -> None:
     assert ticket.done and time.monotonic() - begin > 0.25
 
 
-def test_reached_is_enough_while_work_goes_on() -> None:
+def test_wait_ends_when_condition_is_reached() -> None:
     ticket = RunState(10, idle)
     seen = [False]
 
@@ -141,7 +141,7 @@ def test_reached_is_enough_while_work_goes_on() -> None:
     assert not ticket.done
 
 
-def test_a_released_ticket_holds_neither_error_nor_work() -> None:
+def test_released_run_state_keeps_no_references() -> None:
     class Work:
         def busy(self) -> bool:
             return False

@@ -89,24 +89,24 @@ def run(
     return member, storage, fetch
 
 
-def test_the_first_claim_comes_with_the_first_upstreams() -> None:
+def test_first_claim_arrives_with_upstreams() -> None:
     member, storage, fetch = run(lambda claim: UpstreamsReply(claim=ClaimReply(ranges=((0, 4),)) if claim else None))
     assert member.asked[0] == "both" and member.asked.count("both") == 1
     assert storage.reads == [[0, 1, 2, 3], [4, 5, 6, 7]] and fetch.provenance.faults == []
 
 
-def test_a_claim_follows_an_answer_that_has_none() -> None:
+def test_missing_claim_is_requested_separately() -> None:
     """An older hub, or one at which too many claim."""
     member, storage, _ = run(lambda claim: UpstreamsReply())
     assert member.asked[:2] == ["both", "claim"] and storage.reads == [list(range(NUM_CHUNKS))]
 
 
-def test_a_claim_follows_an_answer_of_a_new_hub() -> None:
+def test_claim_is_requested_again_from_new_hub() -> None:
     member, storage, _ = run(lambda claim: UpstreamsReply(claim=ClaimReply(ask_again_s=0.1, why="the hub is new")))
     assert "claim" in member.asked[1:] and storage.reads == [list(range(NUM_CHUNKS))]
 
 
-def test_after_a_failed_first_request_claims_are_requests_of_their_own() -> None:
+def test_claims_are_sent_separately_after_failed_request() -> None:
     def away(claim: bool) -> UpstreamsReply:
         if claim:
             raise HubUnavailable("the hub is away")
@@ -117,7 +117,7 @@ def test_after_a_failed_first_request_claims_are_requests_of_their_own() -> None
     assert fetch.provenance.faults == []
 
 
-def test_a_refused_member_reads_storage_without_a_claim() -> None:
+def test_refused_member_reads_storage_without_claim() -> None:
     def refuse(claim: bool) -> UpstreamsReply:
         raise PermissionDenied("not for this model")
 
@@ -128,7 +128,7 @@ def test_a_refused_member_reads_storage_without_a_claim() -> None:
     assert "without a claim" in fetch.provenance.faults[0]
 
 
-def test_first_claim_that_comes_late_is_used() -> None:
+def test_late_first_claim_is_used() -> None:
     """Without it, storage would be read without a claim at that moment: no byte came for long."""
     begun = time.monotonic()
 
@@ -141,7 +141,7 @@ def test_first_claim_that_comes_late_is_used() -> None:
     assert storage.reads[0] == [0, 1, 2, 3]
 
 
-def test_storage_is_read_while_the_first_answer_does_not_come() -> None:
+def test_storage_is_read_during_unanswered_claim() -> None:
     """A second claim is not sent meanwhile: the hub would free the chunks of the first one."""
     over = threading.Event()
 

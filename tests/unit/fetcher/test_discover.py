@@ -16,7 +16,7 @@ from penstock.hub.messages import HoldingState, Identity
 @pytest.mark.parametrize(
     ("rest_s", "wait_s", "pause_s"), [(0.0, 30.0, ASK_S), (2.0, 30.0, 2.0), (5.0, 16.0, 2.0), (5.0, 0.8, ASK_S)]
 )
-def test_a_slow_hub_is_asked_less_often_and_often_enough(
+def test_slow_hub_is_polled_less_often(
     rest_s: float, wait_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
@@ -34,7 +34,7 @@ def test_a_slow_hub_is_asked_less_often_and_often_enough(
     assert pauses == [pause_s] * 2
 
 
-def test_discovery_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_discovery_ends_at_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(discover, "time", SimpleNamespace(monotonic=lambda: sum(pauses), sleep=pauses.append))
     hub = SimpleNamespace(rest_s=5.0, status=lambda model, *, within_s: SimpleNamespace(members=[]))

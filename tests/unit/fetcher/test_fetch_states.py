@@ -312,7 +312,7 @@ FAULTS = ["is lost", "stalls", "lies", "full", "refuses"]
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_another_holder_replaces_a_failed_one(how: str) -> None:
+def test_second_holder_replaces_failed_holder(how: str) -> None:
     fetch = Fetch({"A": how, "B": "gives"}, stall_s=0.5)
     fetch.finish()
     fetch.assert_complete()
@@ -327,7 +327,7 @@ def test_another_holder_replaces_a_failed_one(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_storage_replaces_a_failed_holder(how: str) -> None:
+def test_storage_replaces_failed_holder(how: str) -> None:
     weights = make_weights()
     storage = Storage(weights)
     fetch = Fetch({"A": how}, Member("A", gives_claims=False), storage=storage, weights=weights, stall_s=0.6)
@@ -338,7 +338,7 @@ def test_storage_replaces_a_failed_holder(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_only_source_that_fails_is_named_in_error(how: str) -> None:
+def test_failed_only_source_is_named_in_error(how: str) -> None:
     fetch = Fetch({"A": how}, stall_s=0.3)
     with pytest.raises(SourceError) as raised:
         fetch.finish()
@@ -358,7 +358,7 @@ def test_only_source_that_fails_is_named_in_error(how: str) -> None:
 # -- Storage.
 
 
-def test_claimed_chunks_come_from_storage() -> None:
+def test_claimed_chunks_are_read_from_storage() -> None:
     weights = make_weights()
     storage = Storage(weights)
     fetch = Fetch({}, Member(gives_claims=True), storage=storage, weights=weights)
@@ -369,7 +369,7 @@ def test_claimed_chunks_come_from_storage() -> None:
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_failed_storage_ends_fetch_without_holders(is_wrong: bool) -> None:
+def test_failed_storage_without_holders_ends_fetch(is_wrong: bool) -> None:
     weights = make_weights()
     storage = Storage(weights, None if is_wrong else SourceUnavailable("the disk is gone"), lies=is_wrong)
     fetch = Fetch({}, Member(gives_claims=True), storage=storage, weights=weights)
@@ -400,7 +400,7 @@ def test_holder_replaces_failed_storage() -> None:
     assert set(fetch.run.provenance.nbytes_by_path) == {"memory <- B"}
 
 
-def test_claim_of_failed_storage_is_given_back() -> None:
+def test_claim_is_released_when_storage_fails() -> None:
     weights = make_weights()
     member = Member("A", gives_claims=True)
     storage = Storage(weights, SourceUnavailable("the disk is gone"))
@@ -435,7 +435,7 @@ NEXT = {
 
 @pytest.mark.parametrize("before", list(HubState))
 @pytest.mark.parametrize("after", list(HubState))
-def test_only_listed_transitions_change_the_hub(before: HubState, after: HubState) -> None:
+def test_hub_state_changes_only_by_listed_transitions(before: HubState, after: HubState) -> None:
     hub = Fetch({}).run.hub
     assert before is HubState.UNKNOWN or hub.become(before)
     is_allowed = after.name in NEXT[before.name]
@@ -443,7 +443,7 @@ def test_only_listed_transitions_change_the_hub(before: HubState, after: HubStat
     assert hub.state is (after if is_allowed else before)
 
 
-def test_fetch_goes_on_while_hub_is_away() -> None:
+def test_fetch_continues_while_hub_is_away() -> None:
     fetch = Fetch({"A": "stalls"})
     with fetch.run:
         fetch.run.start()
@@ -455,7 +455,7 @@ def test_fetch_goes_on_while_hub_is_away() -> None:
     fetch.assert_complete()
 
 
-def test_hub_that_comes_back_is_used_again() -> None:
+def test_returning_hub_is_used_again() -> None:
     fetch = Fetch({"A": "gives"}, stall_s=20.0)
     fetch.member.error = HubUnavailable("the hub is away")
     with fetch.run:
@@ -467,7 +467,7 @@ def test_hub_that_comes_back_is_used_again() -> None:
     fetch.assert_complete()
 
 
-def test_storage_is_read_after_half_a_stall_without_hub() -> None:
+def test_missing_hub_delays_storage_by_half_stall() -> None:
     weights = make_weights()
     storage = Storage(weights)
     fetch = Fetch({}, storage=storage, weights=weights, stall_s=0.6)
@@ -480,7 +480,7 @@ def test_storage_is_read_after_half_a_stall_without_hub() -> None:
     assert fetch.run.provenance.faults == ["hub: the hub is away; storage is read without a claim"]
 
 
-def test_storage_is_read_at_once_by_member_that_never_joined() -> None:
+def test_unjoined_member_reads_storage_immediately() -> None:
     weights = make_weights()
     away = HubUnavailable("the hub is away")
     fetch = Fetch({}, storage=Storage(weights), weights=weights, away=away, stall_s=60.0)
@@ -490,7 +490,7 @@ def test_storage_is_read_at_once_by_member_that_never_joined() -> None:
     assert fetch.member.claims == [] and fetch.run.hub.state is HubState.UNUSED
 
 
-def test_refused_member_without_storage_fails_at_once() -> None:
+def test_refused_member_without_storage_fails_immediately() -> None:
     fetch = Fetch({}, stall_s=60.0)
     fetch.member.error = PermissionDenied("not for this model")
     with pytest.raises(PermissionDenied, match="not for this model"):
@@ -506,7 +506,7 @@ def test_refused_member_reads_storage_without_claims() -> None:
     assert fetch.member.claims == [] and fetch.run.hub.state is HubState.UNUSED
 
 
-def test_hub_away_without_storage_is_named_in_error() -> None:
+def test_missing_hub_without_storage_is_named() -> None:
     fetch = Fetch({}, stall_s=0.2)
     fetch.member.error = HubUnavailable("the hub is away")
     with pytest.raises(SourceUnavailable, match="the hub is away"):
@@ -516,7 +516,7 @@ def test_hub_away_without_storage_is_named_in_error() -> None:
 # -- Cancellation.
 
 
-def test_close_ends_reads_under_way() -> None:
+def test_close_ends_pending_reads() -> None:
     fetch = Fetch({"A": "stalls"}, stall_s=60.0)
     with fetch.run:
         fetch.run.start()
@@ -540,7 +540,7 @@ def test_cancel_ends_run() -> None:
     assert fetch.run.state is FetchState.CLOSED
 
 
-def test_late_answer_of_hub_starts_no_reader() -> None:
+def test_late_hub_answer_starts_no_reader() -> None:
     fetch = Fetch({"A": "gives"})
     asked, may_answer = threading.Event(), threading.Event()
     answer = fetch.member.upstreams
@@ -559,6 +559,6 @@ def test_late_answer_of_hub_starts_no_reader() -> None:
     assert fetch.holders == {}
 
 
-def test_stalled_holder_is_a_stall_not_absence() -> None:
+def test_stalled_holder_raises_stall_not_not_found() -> None:
     with pytest.raises(SourceStalled):
         Fetch({"A": "stalls"}, stall_s=0.3).finish()

@@ -144,7 +144,7 @@ def parents(weights: LocalWeights) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(
+def test_briefly_full_parent_stays_reported_parent(
     fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
 ) -> None:
     expected = ("P", "" if len(orders) == 1 else "Q")
@@ -156,7 +156,7 @@ def test_a_parent_that_is_full_for_a_moment_stays_the_reported_parent(
     assert parents(weights) == expected
 
 
-def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
+def test_persistently_full_parent_is_replaced_in_report(
     fetch: Assignment, weights: LocalWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch = assignment_of(weights, Timing(full_pause_s=0.0))
@@ -174,7 +174,7 @@ def test_a_parent_that_stays_full_is_replaced_in_the_report_by_the_next_one(
         assert parents(weights) == ("P", "")
 
 
-def test_a_parent_that_failed_is_replaced_in_the_report_by_the_next_one(
+def test_failed_parent_is_replaced_in_report(
     fetch: Assignment, weights: LocalWeights
 ) -> None:
     fetch.follow(reply_of("PG", "QG"))
@@ -220,7 +220,7 @@ def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None
 
 
 @pytest.mark.parametrize("orders", [("PG",), ("PG", "QG")])
-def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
+def test_answer_from_unready_hub_changes_no_rank(
     fetch: Assignment, weights: LocalWeights, orders: tuple[str, ...]
 ) -> None:
     fetch.follow(reply_of(*orders))
@@ -234,7 +234,7 @@ def test_an_answer_of_a_hub_that_does_not_know_the_fleet_yet_changes_no_rank(
     assert readers(fetch)["X"].ranks == (0,)
 
 
-def test_before_the_hub_has_placed_the_member_its_last_answer_counts(fetch: Assignment, weights: LocalWeights) -> None:
+def test_latest_answer_counts_until_placement(fetch: Assignment, weights: LocalWeights) -> None:
     fetch.follow(reply_of("XY", is_placed=False))
     fetch.follow(reply_of("YX", is_placed=False))
     assert {name: reader.ranks for name, reader in readers(fetch).items()} == {"Y": (0,), "X": (1,)}
@@ -254,7 +254,7 @@ def asked(fetch: Assignment) -> set[str]:
     return {name for name, reader in readers(fetch).items() if reader.is_asked}
 
 
-def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_other(fetch: Assignment) -> None:
+def test_news_are_requested_from_parent_per_tree(fetch: Assignment) -> None:
     fetch.follow(reply_of("AG", "DA"))
     assert readers(fetch)["D"].ranks == (UNNAMED, 0)
     assert asked(fetch) == {"A", "D"}
@@ -265,7 +265,7 @@ def test_news_are_asked_of_the_parent_of_each_tree_whatever_its_rank_in_the_othe
     assert asked(fetch) == {"A", "D", "G"}
 
 
-def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(fetch: Assignment) -> None:
+def test_unlisted_upstream_is_asked_when_others_stall(fetch: Assignment) -> None:
     fetch.follow(reply_of("AZ", "DZ"))
     readers(fetch)["A"].is_connected = False
     fetch.follow(reply_of("AG", "DG"))
@@ -275,7 +275,7 @@ def test_an_upstream_that_the_hub_names_no_more_is_asked_once_all_others_stall(f
     assert "Z" in asked(fetch)
 
 
-def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Assignment) -> None:
+def test_spare_reader_is_closed_when_unneeded(fetch: Assignment) -> None:
     fetch.follow(reply_of("PGH", "QGH"))
     spare = readers(fetch)["G"]
     for changes, is_left in [
@@ -290,7 +290,7 @@ def test_a_spare_of_trees_keeps_its_place_only_while_it_is_needed(fetch: Assignm
     assert set(readers(fetch)) == {"P", "Q", "H"}
 
 
-def test_a_spare_stays_while_a_parent_does_not_give(fetch: Assignment) -> None:
+def test_spare_reader_stays_while_parent_is_stalled(fetch: Assignment) -> None:
     fetch.follow(reply_of("PG", "QG"))
     readers(fetch)["G"].is_measured = True
     readers(fetch)["Q"].is_connected = False
@@ -303,21 +303,21 @@ def test_a_spare_stays_while_a_parent_does_not_give(fetch: Assignment) -> None:
     assert "G" in readers(fetch)
 
 
-def test_an_upstream_that_the_hub_names_no_more_is_left_once_all_parents_give(fetch: Assignment) -> None:
+def test_unlisted_upstream_is_dropped_once_parents_send(fetch: Assignment) -> None:
     fetch.follow(reply_of("PZ", "QZ"))
     fetch.follow(reply_of("PG", "QG"))
     leave_unneeded(fetch)
     assert set(readers(fetch)) == {"P", "Q", "G"}
 
 
-def test_a_spare_gets_the_newest_grant(fetch: Assignment) -> None:
+def test_spare_reader_gets_newest_grant(fetch: Assignment) -> None:
     fetch.follow(reply_of("ab"))
     newer = [msgspec.structs.replace(one, grant=b"newer") for one in reply_of("ab").upstreams]
     fetch.follow(msgspec.structs.replace(reply_of("ab"), upstreams=tuple(newer)))
     assert [reader.upstream.grant for reader in fetch.readers] == [b"newer", b"newer"]
 
 
-def test_few_chunks_wait_for_a_full_read_while_storage_is_read(fetch: Assignment) -> None:
+def test_few_chunks_wait_during_storage_read(fetch: Assignment) -> None:
     busy = [True]
     fetch.follow(reply_of("P"))
     reader = readers(fetch)["P"]

@@ -24,7 +24,7 @@ def fail(times: RetryTimes, now: float, error: type = PeerLost, **options: bool)
     times.note_failure("a", error("gone"), now, **given)
 
 
-def test_pauses_double_up_to_a_stall(times: RetryTimes) -> None:
+def test_pauses_double_up_to_stall(times: RetryTimes) -> None:
     assert times.may_try("a", 0.0)
     for pause_s in (FORGIVE_S, 4.0, 8.0, 10.0, 10.0):
         fail(times, 100.0)
@@ -33,20 +33,20 @@ def test_pauses_double_up_to_a_stall(times: RetryTimes) -> None:
     assert times.may_try("b", 100.0)
 
 
-def test_one_that_gives_nothing_is_left_for_longer_where_storage_can_be_read(times: RetryTimes) -> None:
+def test_silent_member_pauses_longer_with_storage(times: RetryTimes) -> None:
     fail(times, 0.0, SourceStalled)
     assert times.may_try("a", FORGIVE_S)
     fail(times, 0.0, SourceStalled, can_read_storage=True)
     assert times.has_failed("a", SILENT_S - 0.1) and times.may_try("a", SILENT_S)
 
 
-def test_one_that_is_too_slow_is_not_tried_again(times: RetryTimes) -> None:
+def test_slow_member_is_not_retried(times: RetryTimes) -> None:
     fail(times, 0.0, is_too_slow=True)
     assert times.has_failed("a", 1e9) and not times.may_be_parent("a", 1e9)
     assert times.full_s("a", 1e9) == 0.0 < math.inf
 
 
-def test_a_full_member_stays_parent_until_it_refused_often_in_a_row(times: RetryTimes) -> None:
+def test_full_member_stays_parent_until_repeated_refusals(times: RetryTimes) -> None:
     for refusals in range(1, BUSY_TRIES + 1):
         times.note_full("a", 5.0)
         assert times.full_s("a", 5.0) == BUSY_S and not times.may_try("a", 5.0)

@@ -38,7 +38,7 @@ def allocate(target: FetchTarget) -> tuple[LocalWeights, dict[str, torch.Tensor]
     return weights, dict(zip(target.layout.table.names, make(), strict=True))
 
 
-def test_new_tensors_are_the_rows_whatever_their_dtypes_and_shapes() -> None:
+def test_new_tensors_share_memory_with_rows() -> None:
     # Not in the order of their names, which is that of the layout.
     weights, tensors = allocate(target_of({name: TENSORS[name][:2] for name in reversed(TENSORS)}))
     assert list(tensors) == sorted(TENSORS)
@@ -60,13 +60,13 @@ def test_new_tensors_are_the_rows_whatever_their_dtypes_and_shapes() -> None:
     assert [row.tolist() for row in weights.rows] == [[i + 1] * row.numel() for i, row in enumerate(weights.rows)]
 
 
-def test_a_model_without_bytes_has_its_tensors() -> None:
+def test_model_without_bytes_has_its_tensors() -> None:
     weights, tensors = allocate(target_of({"a": (DType.F32, (0, 2)), "b": (DType.U8, (0,))}))
     assert [tuple(tensor.shape) for tensor in tensors.values()] == [(0, 2), (0,)] and weights.is_whole
     assert allocate(target_of({}))[1] == {}
 
 
-def test_a_dtype_that_torch_lacks_is_refused_before_memory_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_dtype_is_refused_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("memory was allocated")
 
@@ -77,7 +77,7 @@ def test_a_dtype_that_torch_lacks_is_refused_before_memory_is_taken(monkeypatch:
         target_of({"a": (DType.F4, (2, 3))}).allocate({}, 4, lambda: False)
 
 
-def test_the_digests_of_rows_in_an_arena_are_those_of_the_tensors() -> None:
+def test_arena_row_digests_match_tensor_digests() -> None:
     weights, tensors = allocate(target_of({name: spec[:2] for name, spec in TENSORS.items()}))
     for row in weights.rows:
         row.copy_(torch.arange(row.numel(), dtype=torch.int64).to(torch.uint8))

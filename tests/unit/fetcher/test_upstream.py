@@ -48,7 +48,7 @@ def follow(peer: Peer, ranks: tuple[int, ...], timing: Timing | None = None) -> 
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (0, 1), (1, 1), (1, 2), (UNNAMED, 1)])
-def test_a_parent_and_the_one_after_it_are_connected_to_unasked(
+def test_parent_and_next_upstream_connect_immediately(
     ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "PROBE_S", 0.05)
@@ -61,7 +61,7 @@ def test_a_parent_and_the_one_after_it_are_connected_to_unasked(
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (UNNAMED, 2), (UNNAMED, UNNAMED)])
-def test_others_of_trees_are_connected_to_once_news_are_wanted(
+def test_other_upstreams_connect_on_request(
     ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upstream, "PROBE_S", 0.0)

@@ -29,7 +29,7 @@ def arrived(*chunks: int, wanted: U64 | None = None) -> ReceivedChunks:
     return ReceivedChunks(chunks=np.array(chunks), wanted=wanted, path="a path", upstream_reader=None)
 
 
-def test_takers_share_what_waits_first_come_first_and_take_no_more_than_is_digested_at_once(monkeypatch) -> None:
+def test_verify_batches_are_shared_in_order(monkeypatch) -> None:
     waiting = deque(arrived(i) for i in range(5))
     first = next_batch(waiting, 2)
     assert [int(one.chunks[0]) for one in first] == [0, 1, 2]
@@ -42,7 +42,7 @@ def test_takers_share_what_waits_first_come_first_and_take_no_more_than_is_diges
     assert len(next_batch(waiting, 1)) == 2
 
 
-def test_what_is_right_is_gained_beside_what_is_wrong() -> None:
+def test_correct_chunks_are_kept_next_to_wrong() -> None:
     holding = make()
     right = holding.digest(np.array([0, 3]))
     other = holding.digest(np.array([5, 6]))
@@ -53,7 +53,7 @@ def test_what_is_right_is_gained_beside_what_is_wrong() -> None:
     assert np.frombuffer(holding.log_after(0, 0.0).chunks, "<u4").tolist() == [0, 3, 7]
 
 
-def test_bytes_of_storage_are_held_to_the_manifest_where_there_is_one() -> None:
+def test_storage_bytes_are_checked_against_manifest() -> None:
     holding = make(has_manifest=True)
     holding.rows[2][40] += 1  # the second chunk of t2
     found = verify(holding, [arrived(4, 5), arrived(0, 1)])
@@ -61,7 +61,7 @@ def test_bytes_of_storage_are_held_to_the_manifest_where_there_is_one() -> None:
     assert np.flatnonzero(holding.have).tolist() == [0, 1]
 
 
-def test_storage_that_says_otherwise_than_a_member_ends_it() -> None:
+def test_storage_contradicting_member_raises_integrity_error() -> None:
     holding = make()
     said = holding.digest(np.array([2]))
     said[0] ^= np.uint64(1)

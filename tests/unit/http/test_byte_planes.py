@@ -36,14 +36,14 @@ def back(frame: memoryview, nbytes: int) -> np.ndarray:
 
 @pytest.mark.parametrize(("width", "ratio"), [(2, 1.45), (4, 1.18)])
 @pytest.mark.parametrize("nbytes", [BLOCK_BYTES, BLOCK_BYTES - 4097, 65_539])
-def test_weights_come_out_smaller_whatever_their_width(width: int, ratio: float, nbytes: int) -> None:
+def test_weights_of_any_width_compress(width: int, ratio: float, nbytes: int) -> None:
     block = weights(width, nbytes)
     frame = frame_of(block)
     assert nbytes / len(frame) > ratio
     assert (back(frame, nbytes) == block).all()
 
 
-def test_what_cannot_be_made_smaller_is_hardly_longer() -> None:
+def test_incompressible_block_grows_little() -> None:
     block = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8)
     frame = frame_of(block)
     assert len(block) < len(frame) <= MAX_FRAME_BYTES
@@ -52,14 +52,14 @@ def test_what_cannot_be_made_smaller_is_hardly_longer() -> None:
 
 @given(st.binary(min_size=1, max_size=5000), st.integers(1, 40))
 @settings(max_examples=100, deadline=None)
-def test_anything_comes_back(data: bytes, times: int) -> None:
+def test_any_bytes_survive_compression(data: bytes, times: int) -> None:
     block = np.frombuffer(data * times, np.uint8)
     frame = frame_of(block)
     assert block_bytes(frame) == len(block)
     assert (back(frame, len(block)) == block).all()
 
 
-def test_one_that_looks_like_weights_only_where_it_is_looked_at() -> None:
+def test_partly_compressible_block_survives() -> None:
     block = np.random.default_rng(1).integers(0, 256, BLOCK_BYTES, np.uint8)
     block[: 32 << 10] = weights(2, 32 << 10)
     assert (back(frame_of(block), len(block)) == block).all()
@@ -107,21 +107,21 @@ low = bytes(PLANE)
         frame(low, b""),
     ],
 )
-def test_a_hostile_frame_is_an_error_and_writes_nothing(hostile: bytes) -> None:
+def test_hostile_frame_raises_and_writes_nothing(hostile: bytes) -> None:
     into = np.full(1 << 16, 0xAA, np.uint8)
     with pytest.raises(FormatError):
         Planes().decode(memoryview(hostile), into)
     assert (into == 0xAA).all()
 
 
-def test_a_block_of_another_length_is_refused() -> None:
+def test_wrong_block_length_is_refused() -> None:
     with pytest.raises(FormatError, match="65536 bytes where 65535"):
         Planes().decode(memoryview(GOOD), np.empty((1 << 16) - 1, np.uint8))
 
 
 @given(st.integers(0, len(GOOD) - 1), st.integers(1, 255))
 @settings(max_examples=200, deadline=None)
-def test_a_flipped_byte_is_an_error_or_other_bytes(at: int, by: int) -> None:
+def test_flipped_byte_never_crashes_decoder(at: int, by: int) -> None:
     damaged = bytearray(GOOD)
     damaged[at] ^= by
     into = np.empty(1 << 16, np.uint8)

@@ -68,7 +68,7 @@ def received(reply: HttpReply, nbytes: int) -> bytes:
     ],
     ids=["length", "close", "1.0", "large chunks", "small chunks"],
 )
-def test_a_body_is_received_whole(server: Server, said: bytes, is_reusable: bool, nbytes: int) -> None:
+def test_whole_body_is_received(server: Server, said: bytes, is_reusable: bool, nbytes: int) -> None:
     reply = server.get(said)
     assert not reply.is_reusable
     assert received(reply, nbytes) == BODY
@@ -78,7 +78,7 @@ def test_a_body_is_received_whole(server: Server, said: bytes, is_reusable: bool
         assert server.get(said).read(len(BODY)) == BODY
 
 
-def test_a_body_without_a_length_lasts_until_the_end(server: Server) -> None:
+def test_body_without_length_ends_at_close(server: Server) -> None:
     reply = server.get(OK + b"\r\n" + BODY, ends=True)
     assert reply.length is None
     assert received(reply, 1000) == BODY
@@ -89,7 +89,7 @@ def test_a_body_without_a_length_lasts_until_the_end(server: Server) -> None:
     ("method", "line"),
     [("HEAD", b"200 OK\r\nContent-Length: 5"), ("GET", b"204 No"), ("GET", b"304 Not\r\nContent-Length: 5")],
 )
-def test_answers_without_a_body(server: Server, method: str, line: bytes) -> None:
+def test_answer_without_body_is_empty(server: Server, method: str, line: bytes) -> None:
     said = b"HTTP/1.1 " + line + b"\r\n\r\n"
     for _ in range(2):
         reply = server.get(said, method)
@@ -97,19 +97,19 @@ def test_answers_without_a_body(server: Server, method: str, line: bytes) -> Non
 
 
 @pytest.mark.parametrize("said", [b"Content-Length: 101\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n", b"\r\n"])
-def test_more_than_the_limit_is_not_read(server: Server, said: bytes) -> None:
+def test_body_above_limit_is_refused(server: Server, said: bytes) -> None:
     body = chunked(bytes(101), 50) if b"chunked" in said else bytes(101)
     with pytest.raises(MalformedMessage, match="more than 100 bytes"):
         server.get(OK + said + body, ends=True).read(100)
 
 
 @pytest.mark.parametrize("said", [b"Content-Length: 10\r\n\r\nabc", b"Transfer-Encoding: chunked\r\n\r\n5\r\nabc"])
-def test_a_body_that_ends_early(server: Server, said: bytes) -> None:
+def test_truncated_body_raises(server: Server, said: bytes) -> None:
     with pytest.raises(MalformedMessage, match="in the middle"):
         server.get(OK + said, ends=True).read(100)
 
 
-def test_bytes_behind_an_answer_are_not_taken_for_the_next(server: Server) -> None:
+def test_trailing_bytes_make_connection_unusable(server: Server) -> None:
     for said in (
         b"Content-Length: 2\r\n\r\nokHTTP/1.1 200 OK\r\n",
         b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\nHTTP/1.1",
@@ -125,13 +125,13 @@ def test_bytes_behind_an_answer_are_not_taken_for_the_next(server: Server) -> No
 @pytest.mark.parametrize(
     "said", [b"5;" + b"x" * 200_000, b"0\r\n" + b"A: b\r\n" * 40_000], ids=["extension", "trailer"]
 )
-def test_chunks_without_bytes_end(server: Server, said: bytes) -> None:
+def test_chunked_body_without_bytes_ends(server: Server, said: bytes) -> None:
     reply = server.get(OK + b"Transfer-Encoding: chunked\r\n\r\n" + said)
     with pytest.raises(MalformedMessage):
         reply.readinto(memoryview(bytearray(10)))
 
 
-def test_a_server_that_reads_a_request_slowly_holds_it_for_its_deadline_only() -> None:
+def test_slow_request_reader_is_cut_at_deadline() -> None:
     mine, theirs = socket.socketpair()
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     stop = threading.Event()
@@ -153,14 +153,14 @@ def test_a_server_that_reads_a_request_slowly_holds_it_for_its_deadline_only() -
     theirs.close()
 
 
-def test_bytes_of_a_second_answer_are_no_part_of_a_body(server: Server) -> None:
+def test_pipelined_answer_is_not_part_of_body(server: Server) -> None:
     extra = OK + b"Content-Length: 5\r\n\r\nhello"
     reply = server.get(OK + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n" + extra)
     assert reply.read(1000) == b"abc" and not reply.is_reusable
 
 
 @pytest.mark.parametrize("line", [b"HTTP/1.1 099 No", b"RTSP/1.0 200 OK", b"ICE/1.0 200 OK"])
-def test_what_is_no_answer_of_http(server: Server, line: bytes) -> None:
+def test_non_http_answer_raises(server: Server, line: bytes) -> None:
     with pytest.raises(MalformedMessage):
         server.get(line + b"\r\nContent-Length: 0\r\n\r\n")
 
@@ -184,7 +184,7 @@ def test_error_body_is_read_within_limit(server: Server, said: bytes, found: byt
     assert reply.is_reusable == (found == b"<Code>A</")
 
 
-def test_long_error_body_is_cut(server: Server) -> None:
+def test_long_error_body_is_truncated(server: Server) -> None:
     reply = server.get(OK + b"Content-Length: 256000\r\n\r\n" + BODY)
     assert len(reply.read_some(100, wait_s=5.0)) == 100
     assert not reply.is_reusable

@@ -69,7 +69,7 @@ def read(
     return asked
 
 
-def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
+def test_slow_link_is_compressed_with_reason(clock: Clock) -> None:
     choice = CompressionChoice()
     assert "too little" in choice.decision()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
@@ -80,18 +80,18 @@ def test_a_slow_link_is_coded_and_says_by_how_much(clock: Clock) -> None:
     assert why == "1.50x by byte planes: 0.19 GB/s, raw 0.12"
 
 
-def test_a_link_faster_than_the_codec_is_never_coded(clock: Clock) -> None:
+def test_fast_link_is_never_compressed(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.2, coded=0.9))
     assert choice.decision() == (False, "not compressed: the link gives 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
 
 
-def test_the_gain_must_be_worth_it(clock: Clock) -> None:
+def test_small_gain_is_not_compressed(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.0, coded=2.0, codec=MARGIN - 0.01))
 
 
-def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None:
+def test_unprofitable_codec_is_dropped(clock: Clock) -> None:
     choice = CompressionChoice()
     asked = read(choice, clock, 200, raw=0.5, coded=0.51)
     assert 0 < asked.count(True) * 4 <= 60
@@ -99,7 +99,7 @@ def test_a_codec_that_does_not_keep_its_promise_is_dropped(clock: Clock) -> None
     assert choice.decision() == (False, "not compressed: compressed gave 0.51 GB/s, raw 0.50")
 
 
-def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
+def test_codec_that_becomes_slow_is_dropped(clock: Clock) -> None:
     choice = CompressionChoice()
     assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
     asked = read(choice, clock, 100, raw=0.125, coded=0.08)
@@ -107,7 +107,7 @@ def test_a_codec_that_falls_behind_later_is_dropped(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: compressed gave 0.08 GB/s, raw 0.12")
 
 
-def test_a_link_is_measured_anew(clock: Clock) -> None:
+def test_link_is_measured_again_later(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
     clock.now += AGAIN_S
@@ -116,7 +116,7 @@ def test_a_link_is_measured_anew(clock: Clock) -> None:
     assert not read(choice, clock, 100, raw=1.2, coded=0.9)[-1]
 
 
-def test_a_peer_that_declines_is_not_asked_again(clock: Clock) -> None:
+def test_declining_peer_is_not_asked_again(clock: Clock) -> None:
     choice = CompressionChoice(always=True)
     is_coded = choice.begin()
     assert is_coded
@@ -126,7 +126,7 @@ def test_a_peer_that_declines_is_not_asked_again(clock: Clock) -> None:
     assert choice.decision() == (False, "not compressed: the peer does not compress")
 
 
-def test_answers_of_the_other_kind_do_not_count(clock: Clock) -> None:
+def test_mixed_answers_do_not_count(clock: Clock) -> None:
     """A connection still brings what it was asked raw for: the rate is of both, and says nothing of coding."""
     choice = CompressionChoice()
     straggler = choice.begin()

@@ -72,7 +72,7 @@ def get(pool: ControlPool) -> tuple[int, bytes]:
         return connection.request("GET", "/", timeout_s=20)
 
 
-def test_a_connection_is_used_again(start) -> None:
+def test_connection_is_reused(start) -> None:
     server = start(answer_all)
     with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
         for _ in range(3):
@@ -80,7 +80,7 @@ def test_a_connection_is_used_again(start) -> None:
     assert server.num_connections == 1
 
 
-def test_a_connection_that_the_server_closed_is_replaced_in_a_pool(start) -> None:
+def test_closed_connection_is_replaced_in_pool(start) -> None:
     def once(sock: socket.socket) -> None:
         sock.recv(65536)
         sock.sendall(ANSWER)
@@ -93,7 +93,7 @@ def test_a_connection_that_the_server_closed_is_replaced_in_a_pool(start) -> Non
     assert server.num_connections == 3
 
 
-def test_an_answer_in_drips_ends_at_the_deadline(start) -> None:
+def test_trickling_answer_ends_at_deadline(start) -> None:
     def drip(sock: socket.socket) -> None:
         sock.recv(65536)
         while True:
@@ -107,7 +107,7 @@ def test_an_answer_in_drips_ends_at_the_deadline(start) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_refused_connection_is_no_silence() -> None:
+def test_refused_connection_is_not_silence() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with ControlConnection(over_tcp("127.0.0.1", port), "host") as connection, pytest.raises(ConnectionRefusedError):
@@ -117,7 +117,7 @@ def test_a_refused_connection_is_no_silence() -> None:
 @pytest.mark.parametrize(
     "data", [b"SSH-2.0-x\r\n", b"HTTP/1.1 abc\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nok"]
 )
-def test_what_is_no_answer_is_malformed(start, data: bytes) -> None:
+def test_malformed_answer_raises(start, data: bytes) -> None:
     def say(sock: socket.socket) -> None:
         sock.recv(65536)
         sock.sendall(data)
@@ -127,7 +127,7 @@ def test_what_is_no_answer_is_malformed(start, data: bytes) -> None:
         connection.request("GET", "/", timeout_s=5)
 
 
-def test_a_name_that_is_none_is_an_error_of_the_connection() -> None:
+def test_invalid_host_name_raises_os_error() -> None:
     with (
         ControlConnection(over_tcp("a..b", 80), "host") as connection,
         pytest.raises(OSError, match="no name of a host"),
@@ -135,7 +135,7 @@ def test_a_name_that_is_none_is_an_error_of_the_connection() -> None:
         connection.request("GET", "/", timeout_s=5)
 
 
-def test_another_thread_interrupts_a_request(start) -> None:
+def test_other_thread_interrupts_request(start) -> None:
     server = start(lambda sock: time.sleep(30))
     with ControlConnection(over_tcp("127.0.0.1", server.port), "host") as connection:
         threading.Timer(0.2, connection.interrupt).start()
@@ -145,7 +145,7 @@ def test_another_thread_interrupts_a_request(start) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_pool_keeps_a_bounded_number_of_connections_and_closes_them(start) -> None:
+def test_pool_limits_and_closes_idle_connections(start) -> None:
     together = threading.Barrier(MAX_IDLE + 4)
 
     def meet(sock: socket.socket) -> None:
@@ -168,7 +168,7 @@ def test_a_pool_keeps_a_bounded_number_of_connections_and_closes_them(start) -> 
         get(pool)
 
 
-def test_closing_a_pool_ends_the_requests_under_way(start) -> None:
+def test_pool_close_ends_pending_requests(start) -> None:
     server = start(lambda sock: time.sleep(30))
     pool = ControlPool(over_tcp("127.0.0.1", server.port), "host")
     threading.Timer(0.2, pool.close).start()
@@ -178,7 +178,7 @@ def test_closing_a_pool_ends_the_requests_under_way(start) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_a_request_goes_nowhere_else_when_another_thread_closes_the_connection(start, monkeypatch) -> None:
+def test_closed_connection_does_not_reconnect(start, monkeypatch) -> None:
     server = start(answer_all)
     connected: list[object] = []
 

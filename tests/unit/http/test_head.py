@@ -16,7 +16,7 @@ ANSWER = b'HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\nETag:  "a" \r\nV
 
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 7, 1000])
-def test_an_answer_comes_in_pieces(piece: int) -> None:
+def test_answer_is_parsed_in_pieces(piece: int) -> None:
     parser, behind, at = MessageParser(is_request=False), None, 0
     while behind is None:
         behind = parser.feed_head(ANSWER[at : at + piece])
@@ -28,7 +28,7 @@ def test_an_answer_comes_in_pieces(piece: int) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 5, 1000])
-def test_a_request_comes_in_pieces(piece: int) -> None:
+def test_request_is_parsed_in_pieces(piece: int) -> None:
     data = b"POST /v1/x?a=b%20c HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\nUpgrade: h2c\r\n"
     data += b"Connection: upgrade\r\n\r\nabcGET"
     parser, behind, at = MessageParser(is_request=True), None, 0
@@ -71,7 +71,7 @@ MALFORMED_FIELDS = [
 @pytest.mark.parametrize("is_request", [True, False])
 @pytest.mark.parametrize("piece", [1, 1 << 20])
 @pytest.mark.parametrize("fields", MALFORMED_FIELDS, ids=lambda fields: str(fields[:40]))
-def test_fields_that_are_unclear_are_refused(fields: bytes, piece: int, is_request: bool) -> None:
+def test_ambiguous_header_fields_are_refused(fields: bytes, piece: int, is_request: bool) -> None:
     data = (b"POST / HTTP/1.1\r\n" if is_request else b"HTTP/1.1 200 OK\r\n") + fields + b"\r\n\r\n"
     parser = MessageParser(is_request=is_request)
     with pytest.raises(MalformedMessage):
@@ -98,19 +98,19 @@ def test_fields_that_are_unclear_are_refused(fields: bytes, piece: int, is_reque
         (True, b"NOTHING / HTTP/1.1"),
     ],
 )
-def test_first_lines_that_are_none_are_refused(is_request: bool, line: bytes) -> None:
+def test_malformed_start_line_is_refused(is_request: bool, line: bytes) -> None:
     parser = MessageParser(is_request=is_request)
     with pytest.raises(MalformedMessage):
         parser.feed_head(line + b"\r\n\r\n")
         parser.request() if is_request else parser.response()
 
 
-def test_what_is_no_http_is_refused_before_its_end() -> None:
+def test_non_http_bytes_are_refused_early() -> None:
     with pytest.raises(MalformedMessage):
         MessageParser(is_request=False).feed_head(b"SSH-2.0-x\r\n")
 
 
-def test_a_chunked_body_and_what_is_wrong_with_it() -> None:
+def test_malformed_chunked_body_is_refused() -> None:
     def fed(*pieces: bytes) -> tuple[bytes, MessageParser]:
         parser = MessageParser(is_request=False)
         behind = parser.feed_head(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -129,13 +129,13 @@ def test_a_chunked_body_and_what_is_wrong_with_it() -> None:
 
 @pytest.mark.parametrize("fields", ["", "Connection: close\r\n", "Connection: keep-alive\r\n"])
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_who_keeps_a_connection(version: str, fields: str) -> None:
+def test_keep_alive_follows_version_and_header(version: str, fields: str) -> None:
     parser = MessageParser(is_request=False)
     parser.feed_head(f"HTTP/{version} 200 OK\r\n{fields}Content-Length: 0\r\n\r\n".encode())
     assert parser.response().keeps_alive == (fields != "Connection: close\r\n" and (version == "1.1" or bool(fields)))
 
 
-def test_a_request_is_written_without_room_for_another() -> None:
+def test_request_head_refuses_injected_lines() -> None:
     assert request_head("GET", "/a%20b", [("Host", "h")]) == b"GET /a%20b HTTP/1.1\r\nHost: h\r\n\r\n"
     for value in ("a\r\nX: 1", "a\nX: 1", "a\rX: 1", "a\0", "\u20ac"):
         with pytest.raises(ConfigError, match="request header"):
@@ -151,7 +151,7 @@ def connected() -> tuple[HttpConnection, socket.socket]:
     return HttpConnection(mine, pace_s=10), theirs
 
 
-def test_interim_answers_are_skipped_and_are_few() -> None:
+def test_interim_answers_are_skipped_and_limited() -> None:
     connection, theirs = connected()
     theirs.sendall(b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n" + ANSWER)
     assert connection.receive_response(10)[0].status == 206
@@ -163,7 +163,7 @@ def test_interim_answers_are_skipped_and_are_few() -> None:
     theirs.close()
 
 
-def test_a_head_has_one_deadline_however_it_drips() -> None:
+def test_head_has_one_deadline() -> None:
     connection, theirs = connected()
     stop = threading.Event()
 
@@ -189,7 +189,7 @@ def test_a_head_has_one_deadline_however_it_drips() -> None:
     theirs.close()
 
 
-def test_a_connection_that_ends_is_told_from_an_answer_that_does() -> None:
+def test_closed_and_truncated_connections_raise_distinct_errors() -> None:
     for said, error in ((b"", ConnectionResetError), (b"HTTP/1.1 200", ConnectionAbortedError)):
         connection, theirs = connected()
         theirs.sendall(said)

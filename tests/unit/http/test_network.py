@@ -75,12 +75,12 @@ def test_proxy_is_chosen_by_scheme(environ: dict[str, str], url: str, proxy: tup
         ("", HOST, False),
     ],
 )
-def test_no_proxy_names_direct_hosts(no_proxy: str, url: str, is_direct: bool) -> None:
+def test_no_proxy_lists_direct_hosts(no_proxy: str, url: str, is_direct: bool) -> None:
     for name in ("no_proxy", "NO_PROXY"):
         assert (proxy_of(urlsplit(url), {**PROXY, name: no_proxy}) is None) == is_direct
 
 
-def test_user_of_proxy_is_decoded() -> None:
+def test_proxy_credentials_are_decoded() -> None:
     found = proxy_of(urlsplit(HOST), {"https_proxy": "http://user:p%40ss@proxy:1"})
     assert found is not None
     assert found.headers == [("Proxy-Authorization", "Basic dXNlcjpwQHNz")]
@@ -106,11 +106,11 @@ def test_unusable_proxy_raises_config_error(value: str, said: str) -> None:
     assert proxy_of(urlsplit(HOST), {"ALL_PROXY": value, "NO_PROXY": "example.org"}) is None
 
 
-def test_exclusions_for_obstore_leave_out_ports() -> None:
+def test_obstore_exclusions_omit_ports() -> None:
     assert exclusions({"NO_PROXY": "a.org, b.org:80 [::1],10.0.0.0/8"}) == "a.org,::1,10.0.0.0/8"
 
 
-def test_bundles_of_other_tools_are_trusted(tmp_path: Path) -> None:
+def test_bundles_from_other_tools_are_trusted(tmp_path: Path) -> None:
     environ = {"REQUESTS_CA_BUNDLE": "/r.pem", "CURL_CA_BUNDLE": "/c.pem"}
     names = [bundle.name for bundle in bundles(Settings(ca_file=tmp_path / "own.pem"), environ)]
     assert names == ["ca_file (PENSTOCK_CA_FILE)", "REQUESTS_CA_BUNDLE"]
@@ -158,7 +158,7 @@ def test_bundle_may_be_a_directory(tmp_path: Path) -> None:
         "64:ff9b::6464:64c8",
     ],
 )
-def test_local_service_is_recognised_in_each_form(address: str) -> None:
+def test_local_service_is_recognised_in_every_form(address: str) -> None:
     assert is_local_service(address)
 
 
@@ -166,5 +166,5 @@ def test_local_service_is_recognised_in_each_form(address: str) -> None:
     "address",
     ["127.0.0.1", "::1", "::", "93.184.216.34", "64:ff9b::5db8:d822", "2002:5db8:d822::1", "2001:db8::a9fe:a9fe"],
 )
-def test_other_address_is_no_local_service(address: str) -> None:
+def test_remote_address_is_not_local_service(address: str) -> None:
     assert not is_local_service(address)

@@ -35,7 +35,7 @@ def read(pool: Pool, url: str) -> bytes:
     return body
 
 
-def test_an_answer_that_nobody_asked_for_is_not_that_to_the_next_request(pool: Pool) -> None:
+def test_unsolicited_answer_is_not_used_for_next_request(pool: Pool) -> None:
     """It comes after the first answer was read, and lies in the socket while the connection is idle."""
     sent = threading.Event()
 
@@ -62,20 +62,20 @@ def test_an_answer_that_nobody_asked_for_is_not_that_to_the_next_request(pool: P
 
 
 @pytest.mark.parametrize("proxy", ["http://proxy:abc", "http://a..b:80"])
-def test_a_proxy_without_a_valid_address(pool: Pool, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+def test_invalid_proxy_address_raises_config_error(pool: Pool, monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
     monkeypatch.setenv("http_proxy", proxy)
     with pytest.raises(ConfigError, match="no valid address"):
         pool.get(urlsplit("http://host/x"))
 
 
-def test_a_host_name_that_only_a_proxy_would_resolve_is_checked(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_name_is_validated_before_proxy(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "")
     with pytest.raises(ConfigError, match="host name is not valid"):
         pool.get(urlsplit("https://a..b/x"))
 
 
-def test_a_tunnel_to_an_ipv6_address_has_it_in_brackets(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tunnel_request_brackets_ipv6_address(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bytes] = []
 
     def serve(listener: socket.socket) -> None:

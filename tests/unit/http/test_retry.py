@@ -31,7 +31,7 @@ def patience(clock: Clock, *, retries: int = 5, stall_s: float = 30.0) -> Patien
     return Patience("s3://b/k", Settings(retries=retries, stall_s=stall_s), clock=clock, sleep=clock.sleep)
 
 
-def test_pauses_double_with_jitter_up_to_a_bound(clock: Clock) -> None:
+def test_pauses_double_with_jitter_and_limit(clock: Clock) -> None:
     one = patience(clock, retries=12)
     for _ in range(12):
         one.failed("503", byte_range=(0, 1), cause=None)
@@ -40,7 +40,7 @@ def test_pauses_double_with_jitter_up_to_a_bound(clock: Clock) -> None:
         assert whole_s / 2 <= pause_s <= whole_s
 
 
-def test_gives_up_after_so_many_failures(clock: Clock) -> None:
+def test_retries_end_after_configured_failures(clock: Clock) -> None:
     one, cause = patience(clock, retries=2), OSError("reset")
     one.failed("reset", byte_range=(5, 9), cause=cause)
     one.failed("reset", byte_range=(5, 9), cause=cause)
@@ -49,7 +49,7 @@ def test_gives_up_after_so_many_failures(clock: Clock) -> None:
     assert (caught.value.uri, caught.value.byte_range, caught.value.__cause__) == ("s3://b/k", (5, 9), cause)
 
 
-def test_a_byte_restores_it(clock: Clock) -> None:
+def test_received_byte_resets_retries(clock: Clock) -> None:
     one = patience(clock, retries=1)
     for _ in range(50):
         one.progress()
@@ -59,7 +59,7 @@ def test_a_byte_restores_it(clock: Clock) -> None:
         one.failed("reset", byte_range=(0, 1), cause=None)
 
 
-def test_silence_is_a_stall(clock: Clock) -> None:
+def test_repeated_silence_raises_source_stalled(clock: Clock) -> None:
     one = patience(clock, retries=50)
     for _ in range(2):
         clock.now_s += 10
@@ -69,7 +69,7 @@ def test_silence_is_a_stall(clock: Clock) -> None:
         one.failed("timed out", byte_range=(0, 1), silent=True, cause=None)
 
 
-def test_the_servers_wish_is_honoured_within_bounds(clock: Clock) -> None:
+def test_retry_after_is_honoured_within_limits(clock: Clock) -> None:
     one = patience(clock, stall_s=7.0)
     one.failed("429", byte_range=(0, 1), wait_s=2.0, cause=None)
     one.failed("429", byte_range=(0, 1), wait_s=86_400.0, cause=None)

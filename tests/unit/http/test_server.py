@@ -105,7 +105,7 @@ def has_ended(sock: socket.socket) -> bool:
         return True
 
 
-def test_a_connection_is_used_again_until_the_client_says_otherwise(path: str) -> None:
+def test_connection_is_kept_until_client_closes(path: str) -> None:
     with connect(path) as sock:
         assert ask(sock, post("/echo", b"one")) == (200, b"one")
         assert ask(sock, get("/gone")) == (410, b"")
@@ -115,7 +115,7 @@ def test_a_connection_is_used_again_until_the_client_says_otherwise(path: str) -
         assert has_ended(sock)
 
 
-def test_requests_that_arrive_together_are_answered_in_order(path: str) -> None:
+def test_pipelined_requests_are_answered_in_order(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one") + get("/gone") + post("/echo", b"two")[:-1])
         assert [receive(sock), receive(sock)] == [(200, b"one"), (410, b"")]
@@ -123,7 +123,7 @@ def test_requests_that_arrive_together_are_answered_in_order(path: str) -> None:
         assert receive(sock) == (200, b"abcd")
 
 
-def test_a_half_closed_connection_gets_its_answer(path: str) -> None:
+def test_half_closed_connection_gets_answer(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one"))
         sock.shutdown(socket.SHUT_WR)
@@ -145,24 +145,24 @@ def test_a_half_closed_connection_gets_its_answer(path: str) -> None:
         (f"POST /echo HTTP/1.1\r\nContent-Length: {MAX_BODY_BYTES + 1}\r\n\r\n".encode(), 413),
     ],
 )
-def test_what_is_refused_ends_the_connection(path: str, raw: bytes, status: int) -> None:
+def test_refused_request_ends_connection(path: str, raw: bytes, status: int) -> None:
     with connect(path) as sock:
         assert ask(sock, raw) == (status, b"")
         assert has_ended(sock)
 
 
-def test_a_head_of_sixteen_kib_is_taken(path: str) -> None:
+def test_head_of_16_kib_is_accepted(path: str) -> None:
     with connect(path) as sock:
         assert ask(sock, get("/gone", "a: " + "b" * (15 << 10))) == (410, b"")
 
 
-def test_a_body_that_no_handler_read_is_not_the_next_request(path: str) -> None:
+def test_unread_body_is_not_next_request(path: str) -> None:
     with connect(path) as sock:
         assert ask(sock, post("/unread", get("/long/3"))) == (200, b"unread")
         assert has_ended(sock)
 
 
-def test_a_client_that_expects_it_is_told_to_go_on_only_if_its_body_is_wanted(path: str) -> None:
+def test_expect_continue_is_answered_when_body_wanted(path: str) -> None:
     expecting = "Expect: 100-continue"
     with connect(path) as sock:
         assert ask(sock, post("/echo", b"one", expecting)[:-3]) == (100, b"")
@@ -171,7 +171,7 @@ def test_a_client_that_expects_it_is_told_to_go_on_only_if_its_body_is_wanted(pa
         assert has_ended(sock)
 
 
-def test_an_error_after_the_head_of_an_answer_ends_the_connection(path: str) -> None:
+def test_error_after_answer_head_ends_connection(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(get("/broken"))
         assert sock.recv(999).endswith(b"\r\n\r\n")
@@ -179,7 +179,7 @@ def test_an_error_after_the_head_of_an_answer_ends_the_connection(path: str) -> 
 
 
 @pytest.mark.parametrize("limits", [ConnectionLimits(head_s=1.0)])
-def test_a_head_and_its_body_share_one_deadline(path: str) -> None:
+def test_head_and_body_share_one_deadline(path: str) -> None:
     with connect(path) as sock:
         begun = time.monotonic()
         raw = post("/echo", b"0123456789")
@@ -191,14 +191,14 @@ def test_a_head_and_its_body_share_one_deadline(path: str) -> None:
 
 
 @pytest.mark.parametrize("limits", [ConnectionLimits(total=1)])
-def test_a_connection_without_a_place_is_answered_so(path: str) -> None:
+def test_connection_above_limit_gets_503(path: str) -> None:
     with connect(path) as first, connect(path) as second:
         assert ask(first, get("/gone")) == (410, b"")
         assert receive(second) == (503, b"")
         assert has_ended(second)
 
 
-def test_a_closed_server_cuts_its_connections_and_its_threads_end(tmp_path: Path) -> None:
+def test_closed_server_ends_connections_and_threads(tmp_path: Path) -> None:
     path = str(tmp_path / "closing.sock")
     server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
     with connect(path) as idle, connect(path) as half:
@@ -214,7 +214,7 @@ def test_a_closed_server_cuts_its_connections_and_its_threads_end(tmp_path: Path
     assert server.num_open == 0
 
 
-def test_a_forked_child_neither_ends_connections_nor_keeps_them(path: str) -> None:
+def test_forked_child_neither_closes_nor_keeps_connections(path: str) -> None:
     ready, done = os.pipe(), os.pipe()
     with connect(path) as kept, connect(path) as ended:
         for sock in (kept, ended):

@@ -33,7 +33,7 @@ def say(log: logging.Logger, caller: str, *lines: str) -> None:
     contextvars.copy_context().run(speak)
 
 
-def test_a_caller_in_a_loop_drowns_nobody(log, tmp_path, monkeypatch) -> None:
+def test_looping_caller_hides_no_other_lines(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "LINES_AT_ONCE", 3)
     handler = audit.audit_handler(tmp_path / "audit.log")
@@ -48,7 +48,7 @@ def test_a_caller_in_a_loop_drowns_nobody(log, tmp_path, monkeypatch) -> None:
     ]  # fmt: skip
 
 
-def test_stranger_in_loop_leaves_lines_to_others(log, tmp_path, monkeypatch) -> None:
+def test_looping_stranger_hides_no_other_lines(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "STRANGER_LINES_PER_S", 0.0)
     monkeypatch.setattr(audit, "STRANGER_LINES_AT_ONCE", 2)
     handler = audit.audit_handler(tmp_path / "audit.log")
@@ -61,7 +61,7 @@ def test_stranger_in_loop_leaves_lines_to_others(log, tmp_path, monkeypatch) -> 
     assert "event=left_out caller=stranger lines=18" in lines
 
 
-def test_files_are_private_and_of_bounded_size(log, tmp_path, monkeypatch) -> None:
+def test_files_are_private_and_limited_in_size(log, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(audit, "FILE_BYTES", 10_000)
     handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
@@ -73,12 +73,12 @@ def test_files_are_private_and_of_bounded_size(log, tmp_path, monkeypatch) -> No
     assert "n=999 " in (tmp_path / "audit.log").read_text()
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_audit_file_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be written"):
         audit.audit_handler(tmp_path / "none" / "audit.log")
 
 
-def test_a_rate_comes_back_and_forgets_old_names() -> None:
+def test_rate_recovers_and_drops_old_names() -> None:
     now = 0.0
     limit = RateLimit(2.0, 4.0, clock=lambda: now)
     assert [limit.allow("a") for _ in range(6)] == [True] * 4 + [False] * 2

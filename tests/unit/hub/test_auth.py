@@ -20,7 +20,7 @@ def auth(tmp_path: Path) -> Auth:
     return Auth.of(token_file=file)
 
 
-def test_tokens_and_their_models(auth) -> None:
+def test_token_limits_caller_to_its_models(auth) -> None:
     assert auth.guards
     every = auth.caller(f"Bearer {TOKEN}")
     assert every is not None and every.models is None
@@ -34,23 +34,23 @@ def test_tokens_and_their_models(auth) -> None:
 @pytest.mark.parametrize(
     "shown", ["", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", "Bearer é\udcff"]
 )
-def test_strangers(auth, shown) -> None:
+def test_unknown_token_is_refused(auth, shown) -> None:
     assert auth.caller(shown) is None
 
 
-def test_without_tokens_everyone_may() -> None:
+def test_missing_token_file_allows_everyone() -> None:
     assert Auth().caller("") == Caller(is_operator=True) and not Auth().guards
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "short\n", "spaces-are-patterns!but-not-this\n"])
-def test_a_token_file_without_a_good_token(tmp_path, text) -> None:
+def test_token_file_without_valid_token_is_refused(tmp_path, text) -> None:
     file = tmp_path / "tokens"
     file.write_text(text)
     with pytest.raises(ConfigError):
         Auth.of(token_file=file)
 
 
-def test_what_comes_together(tmp_path) -> None:
+def test_incomplete_tls_settings_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Auth.of(token_file=tmp_path / "none")
     with pytest.raises(ConfigError, match="come together"):
@@ -59,7 +59,7 @@ def test_what_comes_together(tmp_path) -> None:
         Auth.of(client_ca=tmp_path / "ca.pem")
 
 
-def test_a_token_is_good_from_when_it_is_in_the_file_until_it_is_not(auth, tmp_path, caplog) -> None:
+def test_token_file_changes_take_effect(auth, tmp_path, caplog) -> None:
     file, third = tmp_path / "tokens", "a-third-token-of-some"
     assert auth.caller(f"Bearer {third}") is None
     file.write_text(f"{third}\n")

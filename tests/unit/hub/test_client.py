@@ -28,7 +28,7 @@ from penstock.hub.store import MemoryStore
 
 
 @pytest.mark.parametrize("name", ["PENSTOCK_CA_FILE", "PENSTOCK_CERT_FILE"])
-def test_a_certificate_of_the_environment_is_used(name: str, monkeypatch, tmp_path) -> None:
+def test_certificate_from_environment_is_used(name: str, monkeypatch, tmp_path) -> None:
     monkeypatch.setenv(name, str(tmp_path / "absent.pem"))
     with (
         HubClient.connect("https://127.0.0.1:1", timeout_s=0.2) as hub,
@@ -69,7 +69,7 @@ class _Clock:
         self._now += seconds
 
 
-def test_a_connection_that_another_thread_dropped_is_a_failure_like_any_other(monkeypatch) -> None:
+def test_connection_dropped_by_thread_is_hub_unavailable(monkeypatch) -> None:
     """Otherwise the thread that beats would end, and the hub would forget the member."""
     hub = HubClient(_Told(), timeout_s=0.3)
     open_client = hub._open
@@ -84,7 +84,7 @@ def test_a_connection_that_another_thread_dropped_is_a_failure_like_any_other(mo
         hub.status()
 
 
-def test_a_hub_that_was_given_no_time_to_answer_is_not_called_silent(monkeypatch) -> None:
+def test_hub_without_time_to_answer_is_not_silent(monkeypatch) -> None:
     """It would be passed over, and lose what it knows."""
     line, clock = _Told(), _Clock()
 
@@ -108,7 +108,7 @@ def test_a_hub_that_was_given_no_time_to_answer_is_not_called_silent(monkeypatch
     assert len(line.silent) > 2 and not any(line.silent)
 
 
-def test_a_hub_that_takes_a_question_and_never_answers_is_silent(monkeypatch) -> None:
+def test_hub_that_never_answers_is_silent(monkeypatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         line = _Told()
         monkeypatch.setattr(line, "reach", lambda within_s: f"http://127.0.0.1:{mute.getsockname()[1]}")

@@ -68,13 +68,13 @@ def fill(bench: HubBench, hubs: list[Directory], members: list[str]) -> dict[str
     raise AssertionError("goes on for ever")
 
 
-def test_who_starts_alone_starts_at_once(bench, hub) -> None:
+def test_single_reader_claims_immediately(bench, hub) -> None:
     bench.join(hub, "a")
     assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 16])
-def test_storage_is_read_once_by_all_together(bench, hub, count) -> None:
+def test_storage_is_read_once_by_all_members(bench, hub, count) -> None:
     members = [f"m{i}" for i in range(count)]
     bench.join(hub, *members)
     read = fill(bench, [hub], members)
@@ -87,7 +87,7 @@ def both(hub: Directory, member: str, state: HoldingState) -> UpstreamsReply:
     return hub.upstreams(UpstreamsRequest(member=member, holding=state, can_read_storage=True, claim=True))
 
 
-def test_a_claim_with_a_request_for_upstreams_is_like_one_by_itself(bench, hub) -> None:
+def test_claim_with_upstreams_matches_separate_claim(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
     bench.beat(hub, "a", key_state(((0, 50),)))
     reply = both(hub, "b", key_state())
@@ -104,14 +104,14 @@ def test_a_claim_with_a_request_for_upstreams_is_like_one_by_itself(bench, hub) 
     assert hub.upstreams(plain).claim is None
 
 
-def test_a_new_hub_gives_no_claim_with_upstreams_either(bench) -> None:
+def test_new_hub_gives_no_claim_with_upstreams(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
     claim = both(hub, "a", key_state()).claim
     assert claim is not None and not claim.ranges and "new" in claim.why
 
 
-def test_upstreams_are_answered_where_other_hubs_always_win_the_table(bench, monkeypatch) -> None:
+def test_upstreams_are_answered_despite_claim_races(bench, monkeypatch) -> None:
     class Raced(MemoryStore):
         def write(self, name, value, *, ttl_s=None, expected=ANY):
             if name.startswith("claim/"):
@@ -129,7 +129,7 @@ def test_upstreams_are_answered_where_other_hubs_always_win_the_table(bench, mon
         bench.claim(hub, "b", key_state())
 
 
-def test_holders_of_older_releases_get_grants_that_are_signed_alone(bench, hub) -> None:
+def test_older_holders_get_separately_signed_grants(bench, hub) -> None:
     bench.join(hub, "new", "reader")
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.4"))
     checkers = {name: GrantChecker(hub._grants().public_key, name) for name in ("new", "old")}
@@ -146,14 +146,14 @@ def test_holders_of_older_releases_get_grants_that_are_signed_alone(bench, hub) 
         msgspec.msgpack.decode(grants["new"][64:], type=Grant)
 
 
-def test_two_hubs_on_one_store_give_each_chunk_once(bench, hub) -> None:
+def test_two_hubs_assign_each_chunk_once(bench, hub) -> None:
     members = [f"m{i}" for i in range(6)]
     bench.join(hub, *members)
     read = fill(bench, [hub, bench.hub()], members)
     assert set().union(*read.values()) == set(range(100))
 
 
-def test_what_is_all_claimed_is_given_again_when_it_comes_free(bench) -> None:
+def test_released_chunks_are_claimed_again(bench) -> None:
     """Also where the hub answers many requests by one snapshot."""
     seconds = itertools.count()
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)) / 1000)
@@ -173,7 +173,7 @@ def test_what_is_all_claimed_is_given_again_when_it_comes_free(bench) -> None:
     assert new and new <= chunks(given["r0"]) | chunks(given["r1"]) - again
 
 
-def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
+def test_concurrent_claims_do_not_overlap(bench, hub) -> None:
     hubs = [hub, bench.hub()]
     members = [f"m{i}" for i in range(8)]
     bench.join(hub, *members)
@@ -194,7 +194,7 @@ def test_claims_of_many_threads_and_two_hubs_do_not_overlap(bench, hub) -> None:
     assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
 
 
-def test_ranges_are_not_counted_where_one_can_be_read_that_has_all(bench, hub, monkeypatch) -> None:
+def test_fragmented_member_is_skipped_for_complete_holder(bench, hub, monkeypatch) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.beat(hub, "a", key_state(tuple((chunk, chunk + 1) for chunk in range(0, 100, 2))))
@@ -209,7 +209,7 @@ def test_ranges_are_not_counted_where_one_can_be_read_that_has_all(bench, hub, m
     assert hub._view(IDENTITY.key()).had("a", 100).all()
 
 
-def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> None:
+def test_pieces_are_a_quarter_of_equal_share(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
         hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
@@ -220,7 +220,7 @@ def test_pieces_are_a_quarter_of_an_equal_share_within_bounds(bench, hub) -> Non
     assert bench.claim(hub, "b", key_state(num_chunks=1600)).ranges == ((64, 68),)  # 64 MiB at least
 
 
-def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) -> None:
+def test_last_pieces_share_the_remainder(bench, hub) -> None:
     bench.join(hub, "a", "b", "c", "d")
     for member in "abcd":
         hub.upstreams(UpstreamsRequest(member=member, holding=key_state(num_chunks=1600), can_read_storage=True))
@@ -236,7 +236,7 @@ def test_the_last_pieces_are_shares_of_what_is_left_and_no_crumbs(bench, hub) ->
     assert sum(given) == 80 and min(given[:-1]) >= 6  # a 64th of an equal share of all
 
 
-def test_what_members_have_is_not_read_again(bench, hub) -> None:
+def test_chunks_held_by_members_are_not_claimed(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.beat(hub, "a", key_state(((0, 90),)))
     assert bench.claim(hub, "b", key_state()).ranges == ((90, 100),)
@@ -244,20 +244,20 @@ def test_what_members_have_is_not_read_again(bench, hub) -> None:
     assert reply.ranges == () and "every chunk" in reply.why
 
 
-def test_a_question_whose_answer_was_lost_may_be_asked_again(bench, hub) -> None:
+def test_repeated_claim_gets_same_answer(bench, hub) -> None:
     bench.join(hub, "a")
     first = bench.claim(hub, "a", key_state())
     assert bench.claim(hub, "a", key_state()) == first
 
 
-def test_what_a_member_gives_back_goes_to_another(bench, hub) -> None:
+def test_returned_chunks_go_to_other_member(bench, hub) -> None:
     bench.join(hub, "a", "b")
     assert bench.claim(hub, "a", key_state()).ranges == ((0, 25),)
     assert bench.claim(hub, "a", key_state(((0, 5),)), ask=False).ranges == ()
     assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 5
 
 
-def test_a_dead_readers_part_goes_to_the_living(bench, hub) -> None:
+def test_chunks_of_dead_reader_are_reassigned(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.claim(hub, "a", key_state())
     for _ in range(7):
@@ -268,7 +268,7 @@ def test_a_dead_readers_part_goes_to_the_living(bench, hub) -> None:
         bench.beat(hub, "a", key_state())
 
 
-def test_what_a_dead_reader_had_passed_on_is_not_read_again(bench, hub) -> None:
+def test_chunks_passed_on_by_dead_reader_stay_read(bench, hub) -> None:
     bench.join(hub, "a", "b", "c")
     bench.claim(hub, "a", key_state())
     bench.beat(hub, "a", key_state(((0, 20),)))
@@ -277,7 +277,7 @@ def test_what_a_dead_reader_had_passed_on_is_not_read_again(bench, hub) -> None:
     assert min(chunks(bench.claim(hub, "c", key_state()).ranges)) == 10
 
 
-def test_a_reader_that_lives_but_gets_no_further_keeps_nobody(bench, hub) -> None:
+def test_stalled_reader_loses_its_claim(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.claim(hub, "a", key_state())
     given = bench.claim(hub, "b", key_state()).ranges
@@ -288,7 +288,7 @@ def test_a_reader_that_lives_but_gets_no_further_keeps_nobody(bench, hub) -> Non
     assert bench.claim(hub, "b", key_state(given)).ranges[0][0] == 0
 
 
-def test_a_piece_may_take_an_hour(bench, hub) -> None:
+def test_slow_piece_may_take_an_hour(bench, hub) -> None:
     bench.join(hub, "a")
     bench.claim(hub, "a", key_state())
     for minute in range(60):
@@ -303,7 +303,7 @@ def test_a_piece_may_take_an_hour(bench, hub) -> None:
     assert min(chunks(bench.claim(hub, "b", key_state()).ranges)) == 25
 
 
-def test_a_slow_reader_that_gets_on_keeps_its_part(bench, hub) -> None:
+def test_slow_reader_with_progress_keeps_claim(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.claim(hub, "a", key_state())
     for step in range(20):
@@ -312,7 +312,7 @@ def test_a_slow_reader_that_gets_on_keeps_its_part(bench, hub) -> None:
         assert not chunks(bench.claim(hub, "b", key_state(((25, 100),))).ranges)
 
 
-def test_a_new_hub_gives_nothing_until_members_could_announce(bench) -> None:
+def test_new_hub_assigns_nothing_before_announcements(bench) -> None:
     hub = bench.hub(fresh=False)
     hub.begin()
     bench.join(hub, "a", "b")
@@ -326,7 +326,7 @@ def test_a_new_hub_gives_nothing_until_members_could_announce(bench) -> None:
     assert bench.claim(hub, "a", key_state(((0, 40),), claims=((40, 60),))).ranges
 
 
-def test_a_hub_that_lost_its_store_asks_for_hello_again(bench, hub) -> None:
+def test_hub_with_empty_store_requests_hello(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.beat(hub, "a", key_state(WHOLE))
     new = HubBench(now=bench.now)
@@ -338,7 +338,7 @@ def test_a_hub_that_lost_its_store_asks_for_hello_again(bench, hub) -> None:
     assert new.parents(again, [("b", key_state())]) == {"b": ("a",)}
 
 
-def test_replicas_sign_with_one_key_after_their_store_lost_its_memory() -> None:
+def test_replicas_keep_signing_key_after_store_loss() -> None:
     bench = HubBench()
     first, second = bench.hub(), bench.hub(fresh=False)
 
@@ -352,7 +352,7 @@ def test_replicas_sign_with_one_key_after_their_store_lost_its_memory() -> None:
     assert key(third, "c") == key(first, "a") == key(second, "b")
 
 
-def test_a_store_that_was_away_counts_as_new(bench, hub) -> None:
+def test_returning_store_counts_as_new(bench, hub) -> None:
     hub.begin()
     bench.join(hub, "a")
     assert bench.claim(hub, "a", key_state()).ranges
@@ -361,14 +361,14 @@ def test_a_store_that_was_away_counts_as_new(bench, hub) -> None:
     assert bench.claim(hub, "a", key_state()).ranges == ()
 
 
-def test_two_that_say_they_read_the_same_after_a_restart(bench, hub) -> None:
+def test_overlapping_claims_after_restart_are_kept(bench, hub) -> None:
     bench.join(hub, "a", "b")
     bench.claim(hub, "a", key_state(claims=((0, 10),)))
     reply = bench.claim(hub, "b", key_state(claims=((5, 15),)))
     assert not chunks(reply.ranges) & set(range(10))
 
 
-def test_a_latecomer_joins_the_running_distribution(bench, hub) -> None:
+def test_late_member_joins_running_distribution(bench, hub) -> None:
     bench.join(hub, "a", "b")
     states = [("a", key_state(((0, 50),))), ("b", key_state(((50, 80),)))]
     assert bench.parents(hub, states) == {"a": ("b",), "b": ("a",)}
@@ -377,7 +377,7 @@ def test_a_latecomer_joins_the_running_distribution(bench, hub) -> None:
     assert found["late"] and min(chunks(bench.claim(hub, "late", key_state()).ranges)) >= 80
 
 
-def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub) -> None:
+def test_receivers_follow_whole_holder_with_valid_grants(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     welcome = hub.hello(Hello(member="b", host="host-b", doors=("unix:///b",)))
     checkers = {name: GrantChecker(welcome.grant_key, name) for name in "wa"}
@@ -392,7 +392,7 @@ def test_receivers_hang_below_the_whole_one_with_grants_that_it_takes(bench, hub
         assert upstream.doors == (f"unix:///{upstream.member}",)
 
 
-def test_what_is_asked_of_one_model_costs_nothing_of_others(bench, hub, monkeypatch) -> None:
+def test_request_cost_is_independent_of_other_models(bench, hub, monkeypatch) -> None:
     other = msgspec.structs.replace(IDENTITY, model="other/llama")
     bench.join(hub, "w", "idle", *(f"m{i}" for i in range(20)))
     bench.beat(hub, "w", key_state(WHOLE))
@@ -417,7 +417,7 @@ def test_what_is_asked_of_one_model_costs_nothing_of_others(bench, hub, monkeypa
     assert len(hub.status().members) == 22
 
 
-def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
+def test_reader_without_layout_is_given_upstreams(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     asked = msgspec.structs.replace(key_state(), num_chunks=0, nbytes=0)
@@ -427,7 +427,7 @@ def test_who_does_not_know_the_line_is_told_whom_to_ask(bench, hub) -> None:
 
 
 @pytest.mark.parametrize("fault", ["unreachable", "stalled"])
-def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) -> None:
+def test_one_complaint_moves_reader_several_move_all(bench, hub, fault) -> None:
     bench.join(hub, "w", "v", "a", "b", "c")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.beat(hub, "v", key_state(WHOLE))
@@ -447,7 +447,7 @@ def test_a_complaint_moves_the_reader_and_several_move_all(bench, hub, fault) ->
     assert hub.status().members[-1].complaints == 2
 
 
-def test_wrong_bytes_that_are_not_proven_move_their_readers_alone(bench, hub) -> None:
+def test_unproven_wrong_bytes_move_only_complainers(bench, hub) -> None:
     bench.join(hub, "w", "v", "honest", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     for liar in "ab":
@@ -458,7 +458,7 @@ def test_wrong_bytes_that_are_not_proven_move_their_readers_alone(bench, hub) ->
     assert bench.claim(hub, "a", key_state()).ranges
 
 
-def test_proof_of_earlier_release_counts_as_complaint(bench, hub) -> None:
+def test_proof_from_older_release_counts_as_complaint(bench, hub) -> None:
     bench.join(hub, "w", "v", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     proof = Proof(epoch=7, signature=b"s", leaf_bytes=1, spans=b"", at=b"", said=b"", table=b"t" * 4096, leaves=b"")
@@ -470,7 +470,7 @@ def test_proof_of_earlier_release_counts_as_complaint(bench, hub) -> None:
     assert entry is not None and len(entry.value) < 500  # the proof itself is not kept
 
 
-def test_complaint_of_wrong_bytes_outlives_later_one(bench, hub) -> None:
+def test_wrong_bytes_complaint_outlives_later_complaint(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
@@ -479,7 +479,7 @@ def test_complaint_of_wrong_bytes_outlives_later_one(bench, hub) -> None:
     assert bench.store.read(f"complaint/{IDENTITY.key()}/w~a").value == graver
 
 
-def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, hub) -> None:
+def test_many_members_with_one_caller_count_once(bench, hub) -> None:
     liars = [f"liar{i}" for i in range(20)]
     bench.join(hub, "w", "v", "honest", *liars)
     bench.beat(hub, "w", key_state(WHOLE))
@@ -490,7 +490,7 @@ def test_one_caller_is_one_complainer_however_many_members_it_speaks_for(bench, 
     assert bench.claim(hub, "honest", key_state()).ranges == ()  # what it has counts
 
 
-def test_who_complains_may_ask_about_the_model_and_not_too_often(bench, hub) -> None:
+def test_complainer_needs_model_access_and_rate_limit(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complaint = FaultReport(member="a", of="w", key=IDENTITY.key(), fault="wrong bytes")
@@ -504,7 +504,7 @@ def test_who_complains_may_ask_about_the_model_and_not_too_often(bench, hub) -> 
     complain(hub, "a", "w", caller="token:b")
 
 
-def test_members_of_a_revoked_token_are_removed(bench, hub) -> None:
+def test_members_with_revoked_token_are_removed(bench, hub) -> None:
     for name in ("good", "bad"):
         hello = Hello(member=name, host="h", doors=("unix:///d",))
         hub.hello(hello, Caller(name=f"token:{name}"))
@@ -517,7 +517,7 @@ def test_members_of_a_revoked_token_are_removed(bench, hub) -> None:
         bench.beat(hub, "bad")
 
 
-def test_complaints_are_forgotten(bench, hub) -> None:
+def test_complaints_expire(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "stalled")
@@ -536,7 +536,7 @@ def test_complaints_are_forgotten(bench, hub) -> None:
         assert counted() == left
 
 
-def test_a_lighter_complaint_does_not_take_back_a_graver_one(bench, hub) -> None:
+def test_lighter_complaint_keeps_graver_complaint(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     complain(hub, "a", "w", "wrong bytes")
@@ -548,7 +548,7 @@ def test_a_lighter_complaint_does_not_take_back_a_graver_one(bench, hub) -> None
     assert hub.status().members[-1].complaints == 1
 
 
-def test_what_only_an_unreachable_holder_has_is_read_from_storage(bench, hub) -> None:
+def test_chunks_on_unreachable_holder_are_read_from_storage(bench, hub) -> None:
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
     assert bench.claim(hub, "a", key_state()).ranges == ()
@@ -557,7 +557,7 @@ def test_what_only_an_unreachable_holder_has_is_read_from_storage(bench, hub) ->
     assert bench.claim(hub, "b", key_state()).ranges == ()
 
 
-def test_a_member_that_left_is_nobodys_upstream_and_stays_gone(bench, hub) -> None:
+def test_departed_member_is_no_upstream_and_cannot_return(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     hub.leave("w")
@@ -569,14 +569,14 @@ def test_a_member_that_left_is_nobodys_upstream_and_stays_gone(bench, hub) -> No
         bench.join(hub, "w")
 
 
-def test_an_id_is_one_life(bench, hub) -> None:
+def test_member_id_belongs_to_one_process(bench, hub) -> None:
     bench.join(hub, "a")
     bench.join(hub, "a")
     with pytest.raises(PermissionDenied, match="another process"):
         bench.join(hub, "a", host="elsewhere")
 
 
-def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
+def test_holding_missing_from_heartbeat_is_dropped(bench, hub) -> None:
     bench.join(hub, "w", "a")
     bench.beat(hub, "w", key_state(WHOLE))
     bench.now += 3
@@ -598,13 +598,13 @@ def test_what_a_beat_leaves_out_is_held_no_more(bench, hub) -> None:
         {"state": "whole"},
     ],
 )
-def test_a_holding_that_contradicts_itself_is_refused(bench, hub, bad) -> None:
+def test_contradictory_holding_is_refused(bench, hub, bad) -> None:
     bench.join(hub, "a")
     with pytest.raises(PlanError):
         bench.beat(hub, "a", msgspec.structs.replace(key_state(), **bad))
 
 
-def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
+def test_unknown_member_must_say_hello(bench, hub) -> None:
     for ask in (
         lambda: bench.beat(hub, "x"),
         lambda: bench.claim(hub, "x", key_state()),
@@ -615,7 +615,7 @@ def test_strangers_are_asked_to_say_hello(bench, hub) -> None:
             ask()
 
 
-def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
+def test_why_names_differences_and_complainers(bench, hub) -> None:
     other = msgspec.structs.replace(IDENTITY, quantization="fp8", parallel={"tp": "0/2"})
     bench.join(hub, "w", "v", "q", "a")
     bench.beat(hub, "w", key_state(WHOLE))
@@ -640,7 +640,7 @@ def test_why_names_what_differs_and_who_complains(bench, hub) -> None:
     assert sum("the identities differ" in line for line in asked) == 3
 
 
-def test_why_makes_no_more_lines_than_it_answers_with(bench, hub, monkeypatch) -> None:
+def test_why_limits_number_of_lines(bench, hub, monkeypatch) -> None:
     members = [f"m{i}" for i in range(60)]
     bench.join(hub, "w", *members)
     bench.beat(hub, "w", key_state(WHOLE))
@@ -659,7 +659,7 @@ def test_why_makes_no_more_lines_than_it_answers_with(bench, hub, monkeypatch) -
     assert made <= 201
 
 
-def test_status_says_all_of_each(bench, hub) -> None:
+def test_status_shows_every_field(bench, hub) -> None:
     bench.join(hub, "w", "idle", rack="r7")
     bench.now += 3
     bench.beat(hub, "w", key_state(WHOLE))
@@ -671,7 +671,7 @@ def test_status_says_all_of_each(bench, hub) -> None:
 
 
 @pytest.mark.parametrize("num_chunks", [0, 100])
-def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, num_chunks) -> None:
+def test_grant_key_must_match_identity(bench, hub, num_chunks) -> None:
     """A token for some models would open all."""
     bench.join(hub, "holder", "reader")
     bench.beat(hub, "holder", key_state(WHOLE))
@@ -681,7 +681,7 @@ def test_no_grant_for_a_key_that_is_not_of_the_identity_asked_with(bench, hub, n
         hub.upstreams(UpstreamsRequest(member="reader", holding=asked))
 
 
-def test_members_that_left_are_forgotten(bench) -> None:
+def test_departed_members_are_forgotten(bench) -> None:
     """The hub kept `gone/ID` of every member that ever left: 38 MB of 100,000."""
     hub = bench.hub()
 
@@ -702,7 +702,7 @@ def failure(message: str = "no holder", age_s: float = 1.0) -> FailureReport:
     return FailureReport(age_s=age_s, verb="fetch", model="llama", error="NotFound", message=message, blame="source")
 
 
-def test_failures_outlive_their_member_and_are_listed_once(bench, hub) -> None:
+def test_failures_outlive_member_and_are_listed_once(bench, hub) -> None:
     bench.join(hub, "a", "b")
     for member in "ab":  # of one process: both report its failures
         hub.beat(member, Beat(failures=(failure(),)))
@@ -715,7 +715,7 @@ def test_failures_outlive_their_member_and_are_listed_once(bench, hub) -> None:
     assert hub.status().failures == ()
 
 
-def test_failures_are_listed_for_an_hour_though_their_process_repeats_them(bench, hub) -> None:
+def test_repeated_failures_are_listed_for_one_hour(bench, hub) -> None:
     bench.join(hub, "a")
     hub.beat("a", Beat(failures=(failure("old", FAILURE_TTL_S), failure("newer", 3000.0), failure())))
     assert [entry.message for entry in hub.status().failures] == ["no holder", "newer"]
@@ -725,13 +725,13 @@ def test_failures_are_listed_for_an_hour_though_their_process_repeats_them(bench
     assert [entry.message for entry in hub.status().failures] == ["no holder"]
 
 
-def test_a_member_reports_no_failures_of_models_that_its_token_is_not_for(bench, hub) -> None:
+def test_failures_for_forbidden_models_are_dropped(bench, hub) -> None:
     bench.join(hub, "a")
     hub.beat("a", Beat(failures=(failure(),)), Caller(models=("other",)))
     assert hub.status().failures == ()
 
 
-def test_status_shows_state_and_phase_of_a_start(bench, hub) -> None:
+def test_status_shows_boot_state_and_phase(bench, hub) -> None:
     bench.join(hub, "a")
     assert hub.status().members[0].boot == ""
     # A member of the former release reports its phases and its error too. The hub keeps neither.
@@ -748,7 +748,7 @@ def job(phase: str = "running") -> JobState:
     )
 
 
-def test_the_state_of_a_conversion_is_bounded(bench, hub) -> None:
+def test_conversion_state_is_limited_in_size(bench, hub) -> None:
     lost = WorkerState(worker="w0", device="cuda:0", state="lost", end="e" * MAX_TEXT)
     hub.job("a", msgspec.structs.replace(job(), workers=(lost,) * MAX_WORKERS))
     huge = WorkerState(worker="w" * MAX_TEXT, device="d" * MAX_TEXT, end="e" * MAX_TEXT)
@@ -757,7 +757,7 @@ def test_the_state_of_a_conversion_is_bounded(bench, hub) -> None:
     assert [entry.job for entry in hub.status().jobs] == ["a"]
 
 
-def test_the_hub_keeps_a_bounded_number_of_conversions(bench) -> None:
+def test_number_of_conversions_is_limited(bench) -> None:
     hub = bench.hub(conversions=3)
     for name, phase in (("a", "running"), ("b", "done"), ("c", "running")):
         bench.now += 1

@@ -39,7 +39,7 @@ def upstreams(hub: Directory, member: str = "r", **more) -> list[str]:
     return [upstream.member for upstream in hub.upstreams(request).upstreams]
 
 
-def test_readers_are_sent_elsewhere_until_it_is_undone(bench: HubBench, hub: Directory) -> None:
+def test_readers_avoid_drained_member_until_restored(bench: HubBench, hub: Directory) -> None:
     assert set(upstreams(hub)) == {"a", "b"}
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 1
@@ -53,7 +53,7 @@ def test_readers_are_sent_elsewhere_until_it_is_undone(bench: HubBench, hub: Dir
     assert set(upstreams(hub)) == {"a", "b"}
 
 
-def test_a_new_reader_without_a_layout_is_not_sent_there(bench: HubBench, hub: Directory) -> None:
+def test_reader_without_layout_avoids_drained_member(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 1
     asks = HoldingState(key=IDENTITY.key(), identity=IDENTITY, num_chunks=0, nbytes=0)
@@ -63,7 +63,7 @@ def test_a_new_reader_without_a_layout_is_not_sent_there(bench: HubBench, hub: D
     assert hub.upstreams(named).upstreams == ()
 
 
-def test_the_last_holder_can_be_drained_and_storage_is_read_then(bench: HubBench, hub: Directory) -> None:
+def test_last_holder_may_be_drained_to_storage(bench: HubBench, hub: Directory) -> None:
     for member in "ab":
         hub.drain(member, ORDER, OPERATOR)
     bench.now += 1
@@ -71,13 +71,13 @@ def test_the_last_holder_can_be_drained_and_storage_is_read_then(bench: HubBench
     assert bench.claim(hub, "r", key_state(((0, 1),))).ranges != ()
 
 
-def test_a_drained_member_still_fetches(bench: HubBench, hub: Directory) -> None:
+def test_drained_member_still_fetches(bench: HubBench, hub: Directory) -> None:
     hub.drain("r", ORDER, OPERATOR)
     bench.now += 1
     assert set(upstreams(hub)) == {"a", "b"}
 
 
-def test_its_state_and_the_reason_are_shown(bench: HubBench, hub: Directory) -> None:
+def test_drain_state_and_reason_are_shown(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     shown = {member.member: member for member in hub.status().members}
     assert shown["a"].drain == Drain(by="token:operator", reason="a new driver")
@@ -87,7 +87,7 @@ def test_its_state_and_the_reason_are_shown(bench: HubBench, hub: Directory) -> 
     assert "a: is whole; an operator drains it" in "\n".join(hub.why(WhyRequest(model="llama", member="r")).lines)
 
 
-def test_the_order_ends_with_the_member(bench: HubBench, hub: Directory) -> None:
+def test_drain_ends_with_its_member(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     bench.now += 11  # past the time to live of a silent member
     bench.join(hub, "a")
@@ -97,7 +97,7 @@ def test_the_order_ends_with_the_member(bench: HubBench, hub: Directory) -> None
         hub.drain("nobody", ORDER, OPERATOR)
 
 
-def test_a_hub_that_lost_its_memory_takes_it_over_from_beats_while_it_is_new(bench: HubBench, hub: Directory) -> None:
+def test_restarted_hub_learns_drain_from_heartbeat(bench: HubBench, hub: Directory) -> None:
     hub.drain("a", ORDER, OPERATOR)
     order = hub.beat("a", Beat(holdings=(key_state(WHOLE),))).drain
     assert order == Drain(by="token:operator", reason="a new driver")
@@ -116,7 +116,7 @@ def test_a_hub_that_lost_its_memory_takes_it_over_from_beats_while_it_is_new(ben
     assert new.beat("a", Beat(holdings=(key_state(WHOLE),), drain=order)).drain is None
 
 
-def test_every_order_is_audited(hub: Directory, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_drain_order_is_audited(hub: Directory, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "penstock.audit"):
         hub.drain("a", ORDER, OPERATOR)
         hub.drain("a", None, OPERATOR)
@@ -126,7 +126,7 @@ def test_every_order_is_audited(hub: Directory, caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_a_member_writes_no_line_of_the_audit(caplog: pytest.LogCaptureFixture) -> None:
+def test_member_text_cannot_forge_audit_lines(caplog: pytest.LogCaptureFixture) -> None:
     bench = HubBench()
     hub = bench.hub(fresh=False)
     hub.begin()
@@ -137,7 +137,7 @@ def test_a_member_writes_no_line_of_the_audit(caplog: pytest.LogCaptureFixture) 
     assert line.startswith("event=drain_restored member=a ") and "\n" not in line
 
 
-def test_an_operator_of_some_models_drains_no_member_with_others(bench: HubBench, hub: Directory) -> None:
+def test_limited_operator_cannot_drain_other_models(bench: HubBench, hub: Directory) -> None:
     limited = Caller(models=("llama",), name="token:limited", is_operator=True)
     hub.drain("a", ORDER, limited)
     bench.beat(hub, "b", key_state(WHOLE), key_state(WHOLE, identity=Identity(model="secret")))
@@ -145,7 +145,7 @@ def test_an_operator_of_some_models_drains_no_member_with_others(bench: HubBench
         hub.drain("b", ORDER, limited)
 
 
-def test_the_right_is_a_word_in_the_token_file(tmp_path) -> None:
+def test_operator_right_is_set_in_token_file(tmp_path) -> None:
     path = tmp_path / "tokens"
     path.write_text("member-0123456789 llama*\noperator-0123456789 @operator\nsome-of-it-0123456789 llama* @operator\n")
     auth = Auth.of(token_file=path)
@@ -160,7 +160,7 @@ def test_the_right_is_a_word_in_the_token_file(tmp_path) -> None:
         Auth.of(token_file=path)
 
 
-def test_who_needs_no_token_may_drain_but_not_by_a_certificate(tmp_path) -> None:
+def test_certificate_without_token_cannot_drain(tmp_path) -> None:
     """Without tokens and certificates the hub's socket is private to its user."""
     caller = Auth().caller("")
     assert caller is not None and caller.is_operator
