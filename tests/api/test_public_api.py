@@ -10,11 +10,11 @@ import ast
 from scripts import api
 
 
-def test_public_api_equals_snapshot() -> None:
+def test_public_api_matches_snapshot() -> None:
     assert api.report().splitlines() == api.SNAPSHOT.read_text(encoding="utf-8").splitlines()
 
 
-def test_documented_names_are_found() -> None:
+def test_documented_names_exist() -> None:
     assert [line for line in api.below() if line.endswith("not found")] == []
 
 
@@ -24,7 +24,7 @@ def test_class_lists_inherited_members_and_defaults() -> None:
     assert any(line.startswith("    .__init__(message: str, *, mutated: bool=False") for line in lines)
 
 
-def test_signature_leaves_out_self_alone() -> None:
+def test_signature_omits_only_self() -> None:
     tree = ast.parse("class A:\n def a(self): ...\n def b(self, x: int=1, *, y=2) -> str: ...\n")
     methods = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     assert [api.signature(node, is_method=True) for node in methods] == ["()", "(x: int=1, *, y=2) -> str"]

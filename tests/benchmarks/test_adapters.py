@@ -20,7 +20,7 @@ SMALL = ("--hidden", "64", "--layers", "1", "--vocab", "256", "--repeat", "1")
 
 
 @drill
-def test_each_way_has_its_row(host: Host) -> None:
+def test_each_transfer_method_has_a_row(host: Host) -> None:
     done = subprocess.run([sys.executable, str(BENCH), *SMALL], env={**os.environ}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     whole, model, directory = (json.loads(line) for line in done.stdout.splitlines())

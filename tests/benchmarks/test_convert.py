@@ -22,7 +22,7 @@ def rows(home: Path, *more: str) -> tuple[int, list[dict[str, object]]]:
 
 
 @drill
-def test_it_runs(tmp_path: Path) -> None:
+def test_convert_benchmark_reports_every_case(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "fp8", "--script-bytes", "17M")
     assert code == 0
     assert [row["case"] for row in found] == ["penstock", "torch script"]
@@ -31,7 +31,7 @@ def test_it_runs(tmp_path: Path) -> None:
 
 
 @drill
-def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
+def test_failed_row_keeps_other_rows(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "merge", "--mergekit", "/bin/false")
     assert code == 1
     assert [row["case"] for row in found] == ["penstock", "mergekit", "torch script"]
@@ -39,7 +39,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 
 @drill
-def test_what_there_is_no_time_for_is_left_out(tmp_path: Path) -> None:
+def test_rows_beyond_time_budget_are_skipped(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--budget-s", "1")
     assert code == 1
     assert len(found) == 4 and all("no time left" in str(row["failed"]) for row in found)

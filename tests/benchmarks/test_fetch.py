@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @drill
-def test_the_command_prints_each_receiver_and_the_limit() -> None:
+def test_fetch_benchmark_prints_receivers_and_limit() -> None:
     what = ["--total-gb", "0.02", "--receivers", "2", "--repeat", "2", "--format", "json"]
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "fetch", *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
@@ -25,7 +25,7 @@ def test_the_command_prints_each_receiver_and_the_limit() -> None:
     assert limit["who"] == "limit"
 
 
-def test_a_device_that_is_none_is_told_before_processes_start() -> None:
+def test_invalid_device_is_refused_before_start() -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "fetch", "--device", "gpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and "'gpu' is not a device" in done.stderr
@@ -34,7 +34,7 @@ def test_a_device_that_is_none_is_told_before_processes_start() -> None:
 @drill
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_page_has_every_row(tmp_path: Path) -> None:
+def test_page_has_every_row(tmp_path: Path) -> None:
     what = ["--small", "--total-gb", "0.02", "--disk-gb", "0.01", "--world-size", "2", "--reps", "1"]
     places = ["--files-dir", str(tmp_path), "--out", str(tmp_path / "out"), "--budget-s", "250"]
     command = [sys.executable, "-m", "benchmarks.bench_fetch", *what, *places]

@@ -24,7 +24,7 @@ def can_shape() -> bool:
 
 
 @pytest.mark.skipif(not can_shape(), reason="network namespaces need root, ip and tc")
-def test_the_benchmark_runs() -> None:
+def test_host_benchmark_reports_positive_rates() -> None:
     words = [
         sys.executable,
         "-m",

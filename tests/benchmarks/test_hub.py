@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 ROOT = Path(__file__).parents[2]
 
 
-def test_it_runs() -> None:
+def test_hub_benchmark_reports_every_operation() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_hub", "--members", "12", "--chunks", "40", "--seconds", "1.5"]
     done = subprocess.run(
         [*command, "--spread-s", "0.2", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("more", [[], ["--whole-experts", "--scale", "2"]])
-def test_it_runs(more: list[str]) -> None:
+def test_plan_benchmark_reports_sync_plan(more: list[str]) -> None:
     small = ["--layers", "3", "--experts", "32", "--trainers", "16", "--receivers", "8", "--shards", "8"]
     command = [sys.executable, "-m", "benchmarks.bench_plan", *small, "--rounds", "1", "--json", *more]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -36,7 +36,7 @@ def test_tasks_are_planned_and_placed(op: str) -> None:
     assert told["predicted_s"] >= told["limit_s"] > 0
 
 
-def test_a_first_version_is_measured() -> None:
+def test_first_version_is_measured_on_every_rank() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_first_version", "--small", "--runs", "1", "--prepare"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -44,7 +44,7 @@ def test_a_first_version_is_measured() -> None:
     assert heads[1:] == ["trainer 0", "trainer 1", "engine 0", "engine 1", "all", "wall"]
 
 
-def test_a_loader_is_recorded() -> None:
+def test_loader_recording_is_measured() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_record", "--small", "--runs", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

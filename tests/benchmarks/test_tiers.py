@@ -18,7 +18,7 @@ def ran(*arguments: str) -> str:
     return done.stdout
 
 
-def test_each_link_has_its_row_and_its_limit(tmp_path: Path) -> None:
+def test_each_link_has_a_row_with_limit(tmp_path: Path) -> None:
     found = ran("--dir", str(tmp_path))
     for what in ("host -> disk, first", "disk -> host", "host -> disk", "fresh load"):
         assert f"| {what} |" in found, found
@@ -26,7 +26,7 @@ def test_each_link_has_its_row_and_its_limit(tmp_path: Path) -> None:
 
 
 @drill
-def test_the_keepers_swaps(tmp_path: Path) -> None:
+def test_weight_cache_swaps_are_measured(tmp_path: Path) -> None:
     found = ran("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found
     assert "fresh load | 1 |" in found, found

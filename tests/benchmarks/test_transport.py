@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("transport", ["loopback", "shm"])
-def test_it_runs(transport: str) -> None:
+def test_transport_benchmark_reports_every_segment_size(transport: str) -> None:
     command = [sys.executable, "-m", "benchmarks.bench_transport", "--transport", transport]
     command += ["--mib", "1", "--reps", "1", "--threads", "2", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -7,7 +7,7 @@ from tests.support.drills import drill
 
 
 @drill
-def test_births_and_deaths_leave_nothing_in_those_that_stay() -> None:
+def test_members_joining_and_dying_leak_nothing() -> None:
     outcome = run(20.0, seed=1)
     assert outcome.holds, "\n".join(outcome.lines())
     assert min(outcome.counts.get(what, 0) for what in ("fetches", "attachments", "updates", "client's turns")) > 0

@@ -97,21 +97,21 @@ class TestHttps(TestHttp):
         self.server.replace("object.bin", data)
         return open_source(f"{self.server.url}/object.bin", settings=Settings(stall_s=20.0, ca_file=self.ca_file))
 
-    def test_unknown_certificate(self) -> None:
+    def test_unknown_certificate_is_refused(self) -> None:
         self.server.replace("object.bin", b"x")
         with pytest.raises(SourceUnavailable, match="ca_file") as caught:
             open_source(f"{self.server.url}/object.bin", settings=SETTINGS)
         assert caught.value.uri == f"{self.server.url}/object.bin"
 
     @pytest.mark.parametrize("content", [None, b"no certificate"])
-    def test_wrong_ca_file(self, tmp_path: Path, content: bytes | None) -> None:
+    def test_invalid_ca_file_is_refused(self, tmp_path: Path, content: bytes | None) -> None:
         ca_file = tmp_path / "ca.pem"
         if content is not None:
             ca_file.write_bytes(content)
         with pytest.raises(ConfigError, match="ca_file"):
             open_source(f"{self.server.url}/object.bin", settings=Settings(ca_file=ca_file))
 
-    def test_faults(self) -> None:
+    def test_read_survives_connection_faults(self) -> None:
         data = sample(500_000)
         source = self.make(data)
         try:
@@ -125,7 +125,7 @@ class TestHttps(TestHttp):
         finally:
             source.close()
 
-    def test_stalled(self) -> None:
+    def test_stalled_server_raises_source_stalled(self) -> None:
         self.server.replace("object.bin", sample(1000))
         source = open_source(
             f"{self.server.url}/object.bin", settings=Settings(stall_s=0.6, retries=2, ca_file=self.ca_file)

@@ -55,7 +55,7 @@ def run_ranks(runtime: str, *arguments: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def test_vllm_in_this_process_has_each_version(model: Path, runtime: str, tmp_path: Path) -> None:
+def test_in_process_vllm_serves_each_version(model: Path, runtime: str, tmp_path: Path) -> None:
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "llm", str(model)],
@@ -74,13 +74,13 @@ def test_vllm_in_this_process_has_each_version(model: Path, runtime: str, tmp_pa
     assert all(seen["difference"] < 1e-3 for seen in said), said
 
 
-def test_merged_from_the_shards_of_two_ranks(model: Path, runtime: str) -> None:
+def test_adapter_is_merged_from_two_ranks(model: Path, runtime: str) -> None:
     versions = run_ranks(runtime, "merge", str(model))
     assert [seen["version"] for seen in versions] == [1, 2]
     assert all(seen["merged"] < 1e-6 for seen in versions), versions
 
 
-def test_the_server_has_each_version_of_the_adapter(
+def test_server_serves_each_adapter_version(
     model: Path, runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")

@@ -69,7 +69,7 @@ def read_by_reference(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_stored_model_has_the_values_and_logits_of_the_reference(
+def test_stored_model_matches_reference_values_and_logits(
     name: str, tied: bool, to: str, tmp_path: Path
 ) -> None:
     source = write(name, tmp_path / "source", tied=tied)
@@ -101,7 +101,7 @@ def test_gpt2_is_refused(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.timeout(900)
-def test_dequantised_models_compute_in_vllm_as_in_transformers(tmp_path: Path) -> None:
+def test_dequantised_models_match_transformers_in_vllm(tmp_path: Path) -> None:
     """Several architectures in one engine process: most of the time is its start.
 
     Not DeepSeek-V3: vLLM and transformers differ by 0.86 on a tiny one that was never converted.
@@ -118,7 +118,7 @@ def test_dequantised_models_compute_in_vllm_as_in_transformers(tmp_path: Path) -
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_rows_in_fp8_compute_in_vllm(tmp_path: Path) -> None:
+def test_fp8_rows_match_reference_in_vllm(tmp_path: Path) -> None:
     """The one format of these for which vLLM has CPU kernels: blocks, MXFP8 and NVFP4 need a GPU there."""
     stored = []
     for tied in (False, True):

@@ -79,7 +79,7 @@ def runtime() -> Iterator[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllms_second_replica_starts_from_the_first(
+def test_second_vllm_replica_starts_from_first(
     llama: Path, tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = {"model": str(llama), "load_format": "penstock", "model_loader_extra_config": {"fleet": "llama"}}
@@ -103,7 +103,7 @@ def test_vllms_second_replica_starts_from_the_first(
         assert first == true
 
 
-def test_the_transformers_example_generates_the_same_text(runtime: str) -> None:
+def test_transformers_example_generates_equal_text(runtime: str) -> None:
     example = Path(__file__).resolve().parents[2] / "examples" / "fetch_transformers.py"
     done = subprocess.run(
         [sys.executable, str(example)],

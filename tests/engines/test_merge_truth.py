@@ -109,7 +109,7 @@ def merge_by_functions_of_mergekit(kind: str, values: Sequence[Any]) -> Any:
 @pytest.mark.parametrize("kind", MERGES)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", MODELS)
-def test_merges_have_the_tensors_and_logits_of_mergekit(name: str, tied: bool, kind: str, tmp_path: Path) -> None:
+def test_merges_match_mergekit_tensors_and_logits(name: str, tied: bool, kind: str, tmp_path: Path) -> None:
     num_sources, operation, options = MERGES[kind]
     # FP32: mergekit's `ties` computes in the dtype of the sources, Penstock always in FP32.
     sources = [write(name, tmp_path / f"{i}", tied=tied, seed=i, dtype="float32") for i in range(num_sources)]
@@ -132,7 +132,7 @@ def test_merges_have_the_tensors_and_logits_of_mergekit(name: str, tied: bool, k
 
 @needs_mergekit
 @pytest.mark.parametrize("kind", ["linear", "slerp"])
-def test_merges_of_bf16_are_those_of_mergekit_but_for_the_last_bit(kind: str, tmp_path: Path) -> None:
+def test_bf16_merges_match_mergekit_within_last_bit(kind: str, tmp_path: Path) -> None:
     num_sources, operation, options = MERGES[kind]
     sources = [write("llama", tmp_path / f"{i}", seed=i) for i in range(num_sources)]
     ours = tensors(merge(sources, tmp_path / "merged", operation))
@@ -199,7 +199,7 @@ def assert_loads_whole(directory: Path) -> None:
 @pytest.mark.parametrize("which", ADAPTERS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", MODELS)
-def test_merged_adapters_have_the_logits_of_peft(name: str, tied: bool, which: str, tmp_path: Path) -> None:
+def test_merged_adapters_match_peft_logits(name: str, tied: bool, which: str, tmp_path: Path) -> None:
     base = write(name, tmp_path / "base", tied=tied, dtype="float32")
     beside, by_peft = train(base, tmp_path / "adapter", adapter_options(name, which))
     merged = merge([base, tmp_path / "adapter"], tmp_path / "merged", {"op": "lora-merge"})
@@ -214,7 +214,7 @@ def test_merged_adapters_have_the_logits_of_peft(name: str, tied: bool, which: s
 @needs_peft
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_trained_biases_have_the_logits_of_peft(name: str, bias: str, tmp_path: Path) -> None:
+def test_trained_biases_match_peft_logits(name: str, bias: str, tmp_path: Path) -> None:
     more = {"attention_bias": True} if name == "llama" else {}
     base = write(name, tmp_path / "base", tied=True, dtype="float32", **more)
     options = adapter_options(name, "attention") | {"bias": bias}
@@ -230,7 +230,7 @@ def test_trained_biases_have_the_logits_of_peft(name: str, bias: str, tmp_path: 
 @needs_peft
 @pytest.mark.parametrize("to", ["fp8-block128", "fp8-channel"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
-def test_an_fp8_base_is_dequantised_before_an_adapter_is_merged(name: str, to: str, tmp_path: Path) -> None:
+def test_fp8_base_is_dequantised_before_merge(name: str, to: str, tmp_path: Path) -> None:
     """`lora-merge` reads an FP8 base as it would read the dequantised one, whose logits with the adapter PEFT gives."""
     stored = tmp_path / "stored"
     convert(write(name, tmp_path / "base"), stored, to=to, devices="cpu", workers=1)
@@ -252,7 +252,7 @@ def test_an_fp8_base_is_dequantised_before_an_adapter_is_merged(name: str, to: s
 @needs_peft
 @needs_vllm
 @pytest.mark.timeout(900)
-def test_merged_models_compute_in_vllm_as_peft_and_transformers_do(tmp_path: Path) -> None:
+def test_merged_models_match_peft_in_vllm(tmp_path: Path) -> None:
     """Several results in one engine process: most of the time is its start."""
     results, wanted = [], []
     for name, tied, which in (

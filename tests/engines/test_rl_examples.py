@@ -14,7 +14,7 @@ RUN = Path(__file__).resolve().parents[2] / "examples" / "rl" / "run.py"
 
 
 @pytest.mark.parametrize("program", ["torchrun_grpo", "trl_grpo"])
-def test_an_engine_and_a_trainer_come_back(program: str, tmp_path: Path) -> None:
+def test_killed_engine_and_trainer_recover(program: str, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     if program == "trl_grpo":
         pytest.importorskip("trl")
@@ -24,7 +24,7 @@ def test_an_engine_and_a_trainer_come_back(program: str, tmp_path: Path) -> None
 
 # TRL's rollout worker and Penstock's transfer for TRL import vLLM.
 @pytest.mark.small
-def test_trl_learns_by_the_server_without_vllm(tmp_path: Path) -> None:
+def test_trl_learns_through_server_without_vllm(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     pytest.importorskip("trl")
     told = _run("trl_grpo", tmp_path, "--engine", "transformers", "--steps", "12", "--rise", "0.1")

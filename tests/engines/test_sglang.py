@@ -146,26 +146,26 @@ def assert_equal(state: dict[str, torch.Tensor], true: dict[str, torch.Tensor]) 
         *("updated by sync", "not updated by sync"),
     ],
 )
-def test_the_parameters_are_those_of_the_default_loader(case: str, done: dict) -> None:
+def test_parameters_match_default_loader(case: str, done: dict) -> None:
     true = done["states"]["default"]
     assert len(true) == 15
     assert_equal(done["states"][case], true)
 
 
-def test_an_update_says_whether_it_was_made(done: dict) -> None:
+def test_update_reports_success_or_reason(done: dict) -> None:
     said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
     assert [".pt True" in line for line in said] == [True, True, False, True, False]
     assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]
     assert "the path names no version of a sync" in said[4], said[4]
 
 
-def test_a_truncated_file_is_a_typed_error_that_names_it(done: dict) -> None:
+def test_truncated_file_raises_named_error(done: dict) -> None:
     error = done["states"]["broken"]["error"]
     assert error.startswith("SourceTruncated"), error
     assert "broken/model.safetensors" in error
 
 
-def test_sglang_is_given_a_directory_without_weights_for_a_uri(done: dict) -> None:
+def test_uri_becomes_directory_without_weights(done: dict) -> None:
     resolved = [json.loads(line[9:]) for line in done["log"].splitlines() if line.startswith("RESOLVED ")]
     (uri,) = [one for one in resolved if Path(one["model_path"]).is_relative_to(done["cache"])]
     assert uri["served_model_name"] == "llama"
@@ -174,12 +174,12 @@ def test_sglang_is_given_a_directory_without_weights_for_a_uri(done: dict) -> No
     assert not list(Path(uri["model_path"]).glob("*.safetensors"))
 
 
-def test_the_log_says_which_path_was_taken(done: dict) -> None:
+def test_log_names_chosen_path(done: dict) -> None:
     assert "not attached to keeper's llama" in done["log"]
     assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 
 
-def test_schedulers_start_by_the_entry_points_and_join_by_the_hub_alone(llama: Path, tmp_path: Path) -> None:
+def test_schedulers_start_through_entry_points_and_hub(llama: Path, tmp_path: Path) -> None:
     """They are SGLang's own scheduler processes, spawned; without Run:ai's package only the entry point stands in."""
     assert importlib.util.find_spec("runai_model_streamer") is None
     files = {file.name: file.read_bytes() for file in llama.iterdir()}

@@ -31,14 +31,14 @@ def said_by(name: str, environ: dict[str, str]) -> str:
     return done.stdout
 
 
-def test_fsdp_ranks_train_and_tensor_parallel_ranks_serve(environ: dict[str, str]) -> None:
+def test_fsdp_trainer_syncs_to_tensor_parallel_ranks(environ: dict[str, str]) -> None:
     said = said_by("sync_torchrun.py", environ)
     assert said.count("logits equal to the reference's") == 6
     assert said.count("2 committed") == 3
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-def test_ray_actors(environ: dict[str, str]) -> None:
+def test_ray_actors_generate_trained_tokens(environ: dict[str, str]) -> None:
     said = said_by("sync_ray.py", environ)
     assert said.count("tokens equal to the trainer's: True") == 6
     assert "3 texts in 3 steps" in said

@@ -59,7 +59,7 @@ def trained(tmp_path_factory: Any) -> tuple[Path, list[dict[str, tuple[Told, dic
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("which", CONFIGS)
-def test_after_a_step_the_receiver_is_what_the_trainer_would_save(
+def test_receiver_equals_trainer_save_after_step(
     which: str, dtype: str, trained: Any, tmp_path: Path
 ) -> None:
     directory, ranks = trained

@@ -35,7 +35,7 @@ def assert_same_model(mine: Any, true: Any) -> None:
 
 @pytest.mark.parametrize("which", ["llama", "sharded_llama", "tied_llama"])
 @pytest.mark.parametrize("model_class", [transformers.LlamaForCausalLM, transformers.AutoModelForCausalLM])
-def test_a_causal_lm(
+def test_causal_model_is_filled(
     which: str, model_class: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory: Path = request.getfixturevalue(which)
@@ -51,14 +51,14 @@ def test_tied_weights_stay_tied(tied_llama: Path) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_another_dtype_is_cast_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_dtype_is_cast_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock")
     mine = from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16)
     assert "loaded by transformers" in caplog.text
     assert_same_model(mine, transformers.LlamaForCausalLM.from_pretrained(llama, dtype=torch.bfloat16))
 
 
-def test_experts_saved_apart_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_separately_saved_experts_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_mixtral(tmp_path)
     caplog.set_level(logging.INFO, "penstock")
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
@@ -66,14 +66,14 @@ def test_experts_saved_apart_are_merged(tmp_path: Path, caplog: pytest.LogCaptur
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
 
 
-def test_a_base_model_fills_its_part_of_a_head_model(llama: Path) -> None:
+def test_base_model_is_filled_from_head_model(llama: Path) -> None:
     mine = from_pretrained(transformers.LlamaModel, str(llama))
     true = transformers.LlamaModel.from_pretrained(llama)
     for name, tensor in true.state_dict().items():
         assert torch.equal(mine.state_dict()[name], tensor)
 
 
-def test_a_model_that_generates(llama: Path) -> None:
+def test_loaded_model_generates_equal_tokens(llama: Path) -> None:
     prompt = torch.tensor([[1, 5, 9, 200, 17, 33, 2, 8]])
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(llama))
     true = transformers.AutoModelForCausalLM.from_pretrained(llama)
@@ -81,17 +81,17 @@ def test_a_model_that_generates(llama: Path) -> None:
     assert torch.equal(mine.generate(prompt, **arguments), true.generate(prompt, **arguments))
 
 
-def test_no_model_there(tmp_path: Path) -> None:
+def test_missing_model_raises_not_found(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"config\.json"):
         from_pretrained(transformers.AutoModelForCausalLM, str(tmp_path))
 
 
-def test_a_config_without_a_model_of_that_kind(llama: Path) -> None:
+def test_config_without_matching_model_is_refused(llama: Path) -> None:
     with pytest.raises(ConfigError, match="AutoModelForSpeechSeq2Seq"):
         from_pretrained(transformers.AutoModelForSpeechSeq2Seq, str(llama))
 
 
-def test_a_quantised_model_is_left_to_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_quantised_model_is_loaded_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.AutoConfig.from_pretrained(llama)
     # transformers knows no such quantiser, warns and loads the model as it is.
     config.quantization_config = {"quant_method": "bitsandbytes"}
@@ -101,12 +101,12 @@ def test_a_quantised_model_is_left_to_transformers(llama: Path, caplog: pytest.L
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama, config=config))
 
 
-def test_what_only_a_fill_in_place_can_do_is_refused_elsewhere(llama: Path) -> None:
+def test_in_place_options_are_refused_elsewhere(llama: Path) -> None:
     with pytest.raises(ConfigError, match="verify=True"):
         from_pretrained(transformers.LlamaForCausalLM, str(llama), dtype=torch.bfloat16, verify=True)
 
 
-def test_from_an_object_store(llama: Path, s3_llama: str, s3_options: dict[str, str]) -> None:
+def test_model_in_object_store_is_loaded(llama: Path, s3_llama: str, s3_options: dict[str, str]) -> None:
     mine = from_pretrained(transformers.AutoModelForCausalLM, s3_llama, storage_options=s3_options)
     assert_same_model(mine, transformers.AutoModelForCausalLM.from_pretrained(llama))
     cast = from_pretrained(

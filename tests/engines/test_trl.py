@@ -22,7 +22,7 @@ SCRIPT = Path(__file__).with_name("trl_syncs.py")
 
 
 @pytest.mark.parametrize(("num_ranks", "options"), [(2, []), (1, ["--whole"]), (2, ["--lora"])])
-def test_the_server_has_the_weights_of_each_version(
+def test_server_has_weights_of_each_version(
     num_ranks: int, options: list[str], runtime: str, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"

@@ -95,13 +95,13 @@ def assert_three_versions(steps: list[Mapping[str, Any]], *, is_sharded: bool) -
 
 
 @pytest.mark.small
-def test_another_release_of_verl_is_refused(runtime: str) -> None:
+def test_unsupported_verl_release_is_refused(runtime: str) -> None:
     code = "import verl; verl.__version__ = '0.8.0'; import penstock_rl.verl"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert "ConfigError: verl 0.8.0 is not one of 0.9" in done.stderr, done.stderr[-2000:]
 
 
-def test_shards_are_published_and_a_trainer_killed_while_they_are_read_changes_nothing(
+def test_trainer_killed_during_read_changes_nothing(
     experts: Path, runtime: str
 ) -> None:
     said = run("verl_syncs.py", runtime, str(experts), json.dumps({"killed": "trainer", "stall_s": 5}))
@@ -114,7 +114,7 @@ def test_shards_are_published_and_a_trainer_killed_while_they_are_read_changes_n
     assert all(error in ("PeerLost", "SourceStalled", "StaleDescriptor") for error in end["receivers"]), end
 
 
-def test_whole_tensors_are_shared_and_a_killed_receiver_keeps_the_other_on_its_version(
+def test_killed_receiver_leaves_other_on_its_version(
     dense: Path, runtime: str
 ) -> None:
     # Adapters, which verl merges while it gathers.
@@ -126,7 +126,7 @@ def test_whole_tensors_are_shared_and_a_killed_receiver_keeps_the_other_on_its_v
     assert end["receivers"] == ["PeerLost", "killed"], end
 
 
-def test_a_vllm_server_has_the_log_probabilities_of_each_version(dense: Path, runtime: str) -> None:
+def test_vllm_server_matches_log_probabilities_per_version(dense: Path, runtime: str) -> None:
     steps = run("verl_vllm_syncs.py", runtime, str(dense))["STEP"]
     assert [step["penstock/version"] for step in steps] == [0, 1, 2]
     assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps
@@ -134,12 +134,12 @@ def test_a_vllm_server_has_the_log_probabilities_of_each_version(dense: Path, ru
 
 # Ten processes import verl and vLLM one after the other, 200 s of a core: `make test` runs it with DRILLS=all.
 @pytest.mark.slow
-def test_verls_trainer_learns(runtime: str, tmp_path: Path) -> None:
+def test_verl_trainer_learns(runtime: str, tmp_path: Path) -> None:
     told = train(runtime, tmp_path, "--steps", "6")
     assert "log-probabilities equal in 6 steps" in told
 
 
-def test_verls_trainer_resumes_after_its_engine_was_killed(runtime: str, tmp_path: Path) -> None:
+def test_verl_trainer_resumes_after_engine_is_killed(runtime: str, tmp_path: Path) -> None:
     told = train(runtime, tmp_path, "--steps", "16", "--kill", "engine@4")
     assert "log-probabilities equal in 16 steps" in told
     assert "verl resumed with 2 ranks from its checkpoint of step 3" in told

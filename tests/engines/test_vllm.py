@@ -67,30 +67,30 @@ def true_tokens(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[i
     return found
 
 
-def test_a_local_model(llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
+def test_local_model_generates_equal_tokens(llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
     assert tokens(tmp_path, model=str(llama), load_format="penstock") == true_tokens
 
 
-def test_a_sharded_model_with_options(sharded_llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
+def test_sharded_model_with_options_generates_equal_tokens(sharded_llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
     options = {"memory_bytes": "32M", "verify": False}
     arguments = {"load_format": "penstock", "model_loader_extra_config": options}
     assert tokens(tmp_path, model=str(sharded_llama), **arguments) == true_tokens
 
 
-def test_a_tied_model(tied_llama: Path, tmp_path: Path) -> None:
+def test_tied_model_generates_equal_tokens(tied_llama: Path, tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     true = tokens(tmp_path / "a", model=str(tied_llama), load_format="auto")
     assert tokens(tmp_path, model=str(tied_llama), load_format="penstock") == true
 
 
-def test_a_model_in_an_object_store(
+def test_model_in_object_store_generates_equal_tokens(
     s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, true_tokens: list[int]
 ) -> None:
     assert tokens(tmp_path, s3_environment, model=s3_llama, load_format="penstock") == true_tokens
 
 
 @pytest.mark.parametrize("place", ["local", "s3"])
-def test_vllms_own_runai_streamer_code_over_the_compat_names(
+def test_vllm_runai_loader_uses_compat_names(
     place: str, llama: Path, s3_llama: str, s3_environment: dict[str, str], tmp_path: Path, true_tokens: list[int]
 ) -> None:
     model = str(llama) if place == "local" else s3_llama
@@ -98,7 +98,7 @@ def test_vllms_own_runai_streamer_code_over_the_compat_names(
     assert tokens(tmp_path, s3_environment, model=model, **arguments) == true_tokens
 
 
-def test_an_unknown_option_is_named(llama: Path, tmp_path: Path) -> None:
+def test_unknown_option_is_named(llama: Path, tmp_path: Path) -> None:
     done = run(tmp_path, model=str(llama), load_format="penstock", model_loader_extra_config={"memroy_bytes": 1})
     assert done.returncode != 0
     assert "memroy_bytes" in done.stderr
@@ -108,12 +108,12 @@ def test_an_unknown_option_is_named(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "extra", [[], {"verify": "yes"}, {"memory_bytes": "lots"}, {"storage_options": 3}, {"distributed": 1}]
 )
-def test_options_of_the_wrong_kind(extra: Any) -> None:
+def test_wrong_option_type_is_refused(extra: Any) -> None:
     with pytest.raises(ConfigError):
         read_options(extra)
 
 
-def test_the_entry_point_is_installed() -> None:
+def test_entry_point_is_installed() -> None:
     from importlib.metadata import entry_points
 
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "penstock"]

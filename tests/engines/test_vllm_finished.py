@@ -31,7 +31,7 @@ def keeper() -> Iterator[KeeperProcess]:
 
 
 @pytest.mark.parametrize("name", ["llama", "tied_llama"])
-def test_the_second_engine_loads_nothing(
+def test_second_engine_attaches_without_loading(
     name: str, keeper: KeeperProcess, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     llama: Path = request.getfixturevalue(name)
@@ -54,7 +54,7 @@ def test_the_second_engine_loads_nothing(
     assert "handed over" in done.stdout + done.stderr
 
 
-def test_ranks_have_parameters_of_their_own(keeper: KeeperProcess, llama: Path, tmp_path: Path) -> None:
+def test_each_rank_keeps_separate_parameters(keeper: KeeperProcess, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "true").mkdir()
     true = tokens(tmp_path / "true", model=str(llama), load_format="auto")
     for said in ("handed over", "finished parameters"):
@@ -63,7 +63,7 @@ def test_ranks_have_parameters_of_their_own(keeper: KeeperProcess, llama: Path, 
         assert (done.stdout + done.stderr).count(said) >= 2
 
 
-def test_without_a_keeper_it_loads_and_says_so(llama: Path, tmp_path: Path) -> None:
+def test_missing_cache_is_logged_and_engine_loads(llama: Path, tmp_path: Path) -> None:
     done = run(tmp_path, model=str(llama), **FINISHED)
     assert "TOKENS" in done.stdout, done.stderr[-4000:]
     assert "are not kept for the next engine" in done.stdout + done.stderr
@@ -89,7 +89,7 @@ def true(llama: Path, tmp_path: Path) -> list[int]:
 
 
 @pytest.mark.timeout(900)
-def test_an_engine_of_another_size(llama: Path, true: list[int], tmp_path: Path) -> None:
+def test_engine_with_different_size_reuses_parameters(llama: Path, true: list[int], tmp_path: Path) -> None:
     kept: list[dict[str, str]] = []
     for sizes in ((1, 2), (2, 1)):
         with ps.cache.WeightCache(accept=True):
@@ -104,7 +104,7 @@ def test_an_engine_of_another_size(llama: Path, true: list[int], tmp_path: Path)
 
 
 @pytest.mark.timeout(900)
-def test_what_cannot_be_used(llama: Path, true: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_parameters_are_loaded_again(llama: Path, true: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         start(llama, tmp_path, 2, true)

@@ -34,7 +34,7 @@ def servers(llama: Path, runtime: str, tmp_path: Path) -> Iterator[dict[str, Ser
         yield found
 
 
-def test_both_servers_have_a_version_or_none_has(
+def test_servers_commit_version_together_or_not(
     servers: dict[str, Server], llama: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch

@@ -107,7 +107,7 @@ def engine(llama: Path, runtime: str, tmp_path_factory: pytest.TempPathFactory) 
         os.environ["PYTHONPATH"] = before
 
 
-def test_weights_are_back_before_the_first_request(engine: Engine, llama: Path, runtime: str, tmp_path: Path) -> None:
+def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, runtime: str, tmp_path: Path) -> None:
     server = engine.server
     assert len({tuple(engine.expected(version)) for version in (None, 1, 2, 5, 6, 7, 8)}) == 7
     # Before any version of a trainer: the weights of the start, by the engine's own loader.

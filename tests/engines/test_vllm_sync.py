@@ -226,7 +226,7 @@ def trainer(script: str, runtime: str, directory: Path, *arguments: str, num_ran
         made.close()
 
 
-def test_tokens_are_those_of_the_new_weights_and_only_then(
+def test_tokens_change_only_after_weight_update(
     server: Server, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     assert len({tuple(tokens) for tokens in fresh.values()}) == 3
@@ -290,7 +290,7 @@ def test_tokens_are_those_of_the_new_weights_and_only_then(
     assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
 
 
-def test_what_the_routes_are_told_wrong_is_named(server: Server) -> None:
+def test_wrong_route_arguments_are_named(server: Server) -> None:
     wrong = [({}, "'name'"), ({"name": ""}, "'name'"), ({"name": "policy", "memory": "disk"}, "'disk'")]
     wrong.append(({"name": "policy", "prepare_s": -1}, "'prepare_s'"))
     for body, named in (*wrong, ({"name": "policy", "sped": 1}, "'sped'")):
@@ -299,7 +299,7 @@ def test_what_the_routes_are_told_wrong_is_named(server: Server) -> None:
     assert len(server.tokens(PROMPT, NUM_TOKENS)) == NUM_TOKENS
 
 
-def test_two_ranks_of_a_trainer_send_by_vllms_interface(
+def test_two_trainer_ranks_send_through_vllm_interface(
     server: Server, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     with trainer(SHARDED, runtime, tmp_path, str(llama), server.url, "snapshot", "shards", num_ranks=2) as ranks:
@@ -324,7 +324,7 @@ def test_two_ranks_of_a_trainer_send_by_vllms_interface(
 
 
 @pytest.mark.parametrize(("mode", "gather"), [("live", "shards"), ("snapshot", "gather")])
-def test_an_engine_of_one_worker_and_other_ways_to_send(
+def test_single_worker_engine_receives_every_send_mode(
     mode: str, gather: str, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     with (

@@ -59,7 +59,7 @@ def assert_same(mine: Any, true: Any) -> None:
 
 @pytest.mark.parametrize("name", ["org/llama", "org/mixtral"])
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float16}])
-def test_a_model_on_a_gpu(name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_patched_libraries_load_model_on_gpu(name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     auto = transformers.AutoModelForCausalLM
     with patched_libraries() as report:
         mine = auto.from_pretrained(name, device_map="cuda", **options)
@@ -69,7 +69,7 @@ def test_a_model_on_a_gpu(name: str, options: dict[str, Any], hub: HuggingFaceSe
         assert_same(auto.from_pretrained(models[name], device_map="cuda", **options), mine)
 
 
-def test_host_memory_is_bounded(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_host_memory_is_limited(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     auto = transformers.AutoModelForCausalLM
     # The first load brings the driver's own memory.
     auto.from_pretrained(models["org/mixtral"], device_map="cuda")

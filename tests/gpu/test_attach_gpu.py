@@ -41,7 +41,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("segments", ["False", "True"])
-def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> None:
+def test_attach_shares_kept_device_memory(llama, allocated, segments: str) -> None:
     environ = {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{segments}"}
     with KeeperProcess([str(llama), "--device", "cuda:0"], environ=environ, timeout_s=120) as keeper:
         attached = ps.cache.attach("llama", device="cuda:0")
@@ -71,7 +71,7 @@ def test_kept_device_memory_is_used_itself(llama, allocated, segments: str) -> N
         assert keeper.process.wait(timeout=30) == 0
 
 
-def test_the_next_engine_uses_what_the_first_left(llama, allocated) -> None:
+def test_next_engine_attaches_same_memory(llama, allocated) -> None:
     with KeeperProcess([str(llama), "--device", "cuda:0"], timeout_s=120):
         for _ in range(3):
             with ps.cache.attach("llama") as attached:
@@ -80,7 +80,7 @@ def test_the_next_engine_uses_what_the_first_left(llama, allocated) -> None:
             gc.collect()
 
 
-def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocated, monkeypatch) -> None:
+def test_flipped_device_memory_is_reloaded_before_attach(llama, allocated, monkeypatch) -> None:
     """The engine digests on the device; what it finds, the keeper is told. Its own look at chunks is off."""
     wanted = by_safetensors(llama)
     with monkeypatch.context() as patched, ps.cache.WeightCache(device="cuda:0") as keeper:
@@ -101,7 +101,7 @@ def test_flipped_device_memory_is_never_attached_and_loaded_again(llama, allocat
         gc.collect()
 
 
-def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> None:
+def test_cache_detects_flipped_device_memory(llama, allocated) -> None:
     with ps.cache.WeightCache(device="cuda:0") as keeper:
         keeper.keep("llama", llama)
         attached = ps.cache.attach("llama")
@@ -126,7 +126,7 @@ def test_a_keeper_finds_flipped_device_memory_by_itself(llama, allocated) -> Non
 
 
 @pytest.mark.gpus(2)
-def test_another_device_is_refused(llama) -> None:
+def test_wrong_device_is_refused(llama) -> None:
     with KeeperProcess([str(llama), "--device", "cuda:1"], timeout_s=120):
         with pytest.raises(ps.ConfigError, match="kept on cuda:1"):
             ps.cache.attach("llama", device="cuda:0", timeout_s=0.0)

@@ -48,7 +48,7 @@ class Hostile(LocalLauncher):
             self.is_struck = True
 
 
-def test_quantised_by_two_workers_of_which_one_is_killed(sources: list[Path], tmp_path: Path) -> None:
+def test_killed_worker_does_not_change_quantised_result(sources: list[Path], tmp_path: Path) -> None:
     told = {"to": "fp8-block128", "operations": [{"op": "rename", "rules": [[r"^model\.", "m."]]}], **SMALL}
     convert(sources[0], tmp_path / "cpu", devices="cpu", workers=4, **told)
     with Hostile() as launcher:
@@ -67,7 +67,7 @@ def test_quantised_by_two_workers_of_which_one_is_killed(sources: list[Path], tm
     assert 0 < report.peak_bytes <= 80 << 20
 
 
-def test_merged(sources: list[Path], tmp_path: Path) -> None:
+def test_gpu_merge_matches_cpu_merge(sources: list[Path], tmp_path: Path) -> None:
     told = {"operations": [{"op": "linear", "weights": [0.5, 0.3, 0.2]}], **SMALL}
     convert(sources, tmp_path / "cpu", devices="cpu", workers=4, **told)
     convert(sources, tmp_path / "gpu", devices=["cuda:0"], workers=1, **told)
@@ -75,7 +75,7 @@ def test_merged(sources: list[Path], tmp_path: Path) -> None:
     assert penstock.verify(tmp_path / "gpu").verified
 
 
-def test_staged_in_pieces_of_a_small_budget(tmp_path: Path) -> None:
+def test_small_budget_stages_in_pieces(tmp_path: Path) -> None:
     """Pieces of a quarter of the memory: of 1 MiB, and of 8 MiB, less than one read, with leaves that are compared."""
     source = tmp_path / "source"
     write_llama(source, num_layers=1, hidden=2048, vocab=4096, fp8=False)
@@ -99,7 +99,7 @@ def test_staged_in_pieces_of_a_small_budget(tmp_path: Path) -> None:
         assert 0 < report.peak_bytes <= int(memory[:-1]) << 19
 
 
-def test_a_source_with_a_wrong_byte_is_refused(sources: list[Path], tmp_path: Path) -> None:
+def test_source_with_wrong_byte_is_refused(sources: list[Path], tmp_path: Path) -> None:
     source = shutil.copytree(sources[0], tmp_path / "source")
     penstock.manifest(source)
     weights = next(source.glob("*.safetensors"))

@@ -40,7 +40,7 @@ def on_host(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_a_state_of_two_devices_comes_back(own: bool, tmp_path: Path) -> None:
+def test_state_on_two_devices_is_restored(own: bool, tmp_path: Path) -> None:
     writer = dcp.FileSystemWriter(tmp_path / "checkpoint") if own else CheckpointWriter(tmp_path / "checkpoint")
     saved = state_of(1)
     dcp.save(saved, storage_writer=writer)
@@ -53,7 +53,7 @@ def test_a_state_of_two_devices_comes_back(own: bool, tmp_path: Path) -> None:
     assert own or all(report.verified for report in reader.reports)
 
 
-def test_a_checkpoint_of_hugging_face_by_boxes_and_casts(tmp_path: Path) -> None:
+def test_hugging_face_checkpoint_loads_boxes_and_casts(tmp_path: Path) -> None:
     write_llama(tmp_path, num_layers=1, hidden=256, fp8=False, shards=2)
     whole = penstock.load(tmp_path)
     state = {
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_hugging_face_by_boxes_and_casts(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("staging_bytes", [None, "128K"])
-def test_asynchronous_saves_stage_from_the_device(staging_bytes: str | None, tmp_path: Path) -> None:
+def test_async_saves_stage_from_device(staging_bytes: str | None, tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "checkpoint", replace=True, staging_bytes=staging_bytes)
     for seed in (1, 2):
         state = state_of(seed)

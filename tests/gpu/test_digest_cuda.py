@@ -49,13 +49,13 @@ def data() -> Bytes:
 
 
 @pytest.mark.parametrize("shift", [0, 8, 1, 2, 13])
-def test_every_length_to_1100(data: Bytes, shift: int) -> None:
+def test_every_length_to_1100_matches_xxhash(data: Bytes, shift: int) -> None:
     lengths = np.arange(1, 1101)
     data.check(lengths * 16 + shift, lengths)
 
 
 @pytest.mark.parametrize("kind", ["aligned", "any"])
-def test_random_large_leaves(data: Bytes, kind: str) -> None:
+def test_random_large_leaves_match_xxhash(data: Bytes, kind: str) -> None:
     rng = np.random.default_rng(11)
     nbytes = rng.integers(241, (1 << 20) + 1, 300)
     offsets = rng.integers(0, (63 << 20) // 16, 300) * 16
@@ -63,7 +63,7 @@ def test_random_large_leaves(data: Bytes, kind: str) -> None:
 
 
 @pytest.mark.parametrize("leaf_bytes", [4096, 65536, 262144, 1 << 20])
-def test_whole_leaves_and_the_block_edges(data: Bytes, leaf_bytes: int) -> None:
+def test_leaf_and_block_edges_match_xxhash(data: Bytes, leaf_bytes: int) -> None:
     nbytes = np.repeat(leaf_bytes + np.array([0, -1, 1, -64, 64, -1023, -1024]), 4)
     data.check(np.tile([0, 16, 64, 7], 7), nbytes)
 
@@ -77,13 +77,13 @@ def test_whole_leaves_and_the_block_edges(data: Bytes, leaf_bytes: int) -> None:
         {"finish_leaves": 8, "finish_unroll": 32, "short_warps": 1},
     ],
 )
-def test_the_shape_of_launches_changes_nothing(data: Bytes, tuning: dict[str, int]) -> None:
+def test_launch_shape_does_not_change_digests(data: Bytes, tuning: dict[str, int]) -> None:
     rng = np.random.default_rng(5)
     nbytes = rng.integers(1, 100_000, 400) >> rng.integers(0, 17, 400)
     data.check(rng.integers(0, 60 << 20, 400), np.maximum(nbytes, 1), **tuning)
 
 
-def test_60_000_leaves_of_an_expert_checkpoint(data: Bytes) -> None:
+def test_60_000_expert_leaves_match_xxhash(data: Bytes) -> None:
     """Weights beside 4-byte scales, many leaves over the same bytes so that the host's share stays short."""
     distinct = np.where(np.arange(600) % 2, 4, 8192 + 64 * np.arange(600))
     offsets = np.arange(600, dtype=np.int64) * 65536
@@ -92,7 +92,7 @@ def test_60_000_leaves_of_an_expert_checkpoint(data: Bytes) -> None:
     assert not differing(got, expected)
 
 
-def test_one_flipped_bit_is_found_in_its_row() -> None:
+def test_flipped_bit_is_found_in_its_row() -> None:
     data = Bytes(1 << 20)
     offsets = np.arange(16, dtype=np.int64) * 65536
     nbytes = np.array([65536, 65535, 240, 241, 4, 16, 100, 1024, 1025, 3, 1, 8, 9, 129, 17, 60000], dtype=np.int64)
@@ -107,7 +107,7 @@ def test_one_flipped_bit_is_found_in_its_row() -> None:
         before = after
 
 
-def test_on_a_stream_of_its_own_into_a_given_tensor(data: Bytes) -> None:
+def test_digest_runs_on_separate_stream(data: Bytes) -> None:
     offsets, nbytes = np.arange(64, dtype=np.int64) * 262144, np.full(64, 262144)
     out = torch.zeros(64, dtype=torch.int64, device=DEVICE)
     stream = torch.cuda.Stream()
@@ -118,7 +118,7 @@ def test_on_a_stream_of_its_own_into_a_given_tensor(data: Bytes) -> None:
     assert not wrong
 
 
-def test_no_leaves_and_bad_columns() -> None:
+def test_empty_leaves_and_bad_columns_are_handled() -> None:
     none = np.empty(0, dtype=np.int64)
     assert cuda.leaf_digests_cuda(none, none, DEVICE).shape == (0,)
     with pytest.raises(ValueError, match="leaf 1 is empty"):

@@ -26,7 +26,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
         yield found
 
 
-def test_physical_memory_is_exchanged_under_a_tensor() -> None:
+def test_exchange_swaps_physical_memory_under_tensor() -> None:
     arenas = [Arena.allocate(50_000_000, DEVICE, is_remappable=True) for _ in range(2)]
     live, staged = (arena.bytes_at(0, 50_000_000) for arena in arenas)
     live.fill_(1)
@@ -50,7 +50,7 @@ def test_physical_memory_is_exchanged_under_a_tensor() -> None:
     assert int(live.sum()) == 4 * 50_000_000
 
 
-def test_memory_is_freed_after_the_kernels_that_use_it() -> None:
+def test_memory_is_freed_after_pending_kernels() -> None:
     free = torch.cuda.mem_get_info()[0]
     for _ in range(20):
         arena = Arena.allocate(200_000_000, DEVICE, is_remappable=True)
@@ -63,7 +63,7 @@ def test_memory_is_freed_after_the_kernels_that_use_it() -> None:
     assert torch.cuda.mem_get_info()[0] >= free - 200_000_000
 
 
-def test_another_device_of_the_process_reads_it() -> None:
+def test_second_device_reads_exchanged_memory() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     memory = DeviceMemory(10_000_000, 0)
@@ -84,7 +84,7 @@ def test_another_device_of_the_process_reads_it() -> None:
 
 
 @pytest.mark.parametrize("serve", [True, False])
-def test_a_graph_captured_before_runs_with_the_new_version(stack: ExitStack, tmp_path: Path, serve: bool) -> None:
+def test_captured_graph_runs_with_new_version(stack: ExitStack, tmp_path: Path, serve: bool) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=True), Model()
     engine = stack.enter_context(
         ps.subscriber("policy", served, arena=True, serve=serve, connection=SETTINGS, rank=(0, 1))
@@ -112,7 +112,7 @@ def test_a_graph_captured_before_runs_with_the_new_version(stack: ExitStack, tmp
     assert [parameter.data_ptr() for parameter in served.parameters()] == places
 
 
-def test_engines_take_versions_from_each_other(stack: ExitStack, tmp_path: Path) -> None:
+def test_engines_receive_versions_from_each_other(stack: ExitStack, tmp_path: Path) -> None:
     trainer, first, second = Trainer(stack, tmp_path, arena=True), Model(), Model()
     engine = stack.enter_context(ps.subscriber("policy", first, arena=True, connection=SETTINGS, rank=(0, 2)))
     for version in (1, 2, 3):
@@ -125,7 +125,7 @@ def test_engines_take_versions_from_each_other(stack: ExitStack, tmp_path: Path)
     assert list(report.sources) == [engine.member.id]
 
 
-def test_sleep_and_wake_keep_the_addresses(stack: ExitStack, tmp_path: Path) -> None:
+def test_sleep_and_wake_keep_addresses(stack: ExitStack, tmp_path: Path) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=True), Model()
     engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
     places = [parameter.data_ptr() for parameter in served.parameters()]

@@ -54,7 +54,7 @@ def on_devices(rank: int, world_size: int, cases: list[Case]) -> Any:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_the_same_model_from_one_reading(models: dict[str, Path], world_size: int) -> None:
+def test_ranks_load_equal_models_from_one_read(models: dict[str, Path], world_size: int) -> None:
     llama, mixtral = str(models["llama"]), str(models["mixtral"])
     cases = [(llama, kind, 256 << 20) for kind in ("plain", "cast", "tp_size", "fsdp")]
     # A window below the size of two tensors.
@@ -71,7 +71,7 @@ def truncated_on_one_rank(rank: int, world_size: int, directories: list[str]) ->
     from_pretrained(transformers.AutoModelForCausalLM, directories[rank], group=dist.group.WORLD, device_map={"": rank})
 
 
-def test_a_file_that_one_rank_cannot_read_fails_all(models: dict[str, Path], tmp_path: Path) -> None:
+def test_unreadable_file_on_one_rank_fails_all(models: dict[str, Path], tmp_path: Path) -> None:
     import shutil
 
     broken = tmp_path / "llama"

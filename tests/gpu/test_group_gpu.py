@@ -97,7 +97,7 @@ def assert_all_raised(outcomes: list[Outcome]) -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_every_rank_has_everything_and_the_bytes_are_read_once(checkpoint: Path, world_size: int) -> None:
+def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) -> None:
     outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
     wanted = by_safetensors(checkpoint)
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
@@ -107,7 +107,7 @@ def test_every_rank_has_everything_and_the_bytes_are_read_once(checkpoint: Path,
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_small_tensors_and_a_small_budget(tmp_path: Path, world_size: int) -> None:
+def test_small_tensors_and_small_budget_are_loaded(tmp_path: Path, world_size: int) -> None:
     write_moe(tmp_path / "moe", num_tensors=2000, shards=2)
     outcomes = run(everything, world_size, [str(tmp_path / "moe")] * world_size, {"memory_bytes": 16 * MIB})
     wanted = all_bits(by_safetensors(tmp_path / "moe"))
@@ -117,19 +117,19 @@ def test_small_tensors_and_a_small_budget(tmp_path: Path, world_size: int) -> No
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("dim", [0, 1])
-def test_each_rank_has_its_own_boxes(checkpoint: Path, world_size: int, dim: int) -> None:
+def test_each_rank_gets_its_boxes(checkpoint: Path, world_size: int, dim: int) -> None:
     outcomes = run(own_boxes, world_size, [str(checkpoint)] * world_size, dim)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", True)] * world_size
 
 
-def test_device_memory_comes_back(checkpoint: Path) -> None:
+def test_device_memory_is_freed(checkpoint: Path) -> None:
     outcomes = run(memory_comes_back, 2, [str(checkpoint)] * 2)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", True)] * 2, outcomes
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("fault", ["truncated", "missing", "reading"])
-def test_one_failing_rank_fails_all(checkpoint: Path, tmp_path: Path, world_size: int, fault: str) -> None:
+def test_failing_rank_fails_all_ranks(checkpoint: Path, tmp_path: Path, world_size: int, fault: str) -> None:
     directories = [str(checkpoint)] * world_size
     if fault == "reading":
         assert_all_raised(run(reading_fails, world_size, directories, 1))

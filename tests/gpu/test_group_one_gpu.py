@@ -55,7 +55,7 @@ def load_rank(rank: int, world_size: int, directory: str, on_own_stream: bool, o
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["small tensors", "large tensors"])
-def test_every_rank_has_everything(tmp_path: Path, kind: str, world_size: int, on_own_stream: bool) -> None:
+def test_every_rank_gets_everything(tmp_path: Path, kind: str, world_size: int, on_own_stream: bool) -> None:
     if kind == "small tensors":
         write_moe(tmp_path / "model", num_tensors=3000, shards=2)
     else:
@@ -70,7 +70,7 @@ def test_every_rank_has_everything(tmp_path: Path, kind: str, world_size: int, o
 
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
-def test_more_pieces_than_a_stream_takes(tmp_path: Path, on_own_stream: bool) -> None:
+def test_pieces_above_stream_limit_are_copied(tmp_path: Path, on_own_stream: bool) -> None:
     # A scale of 12 bytes behind each tensor: pieces do not join across what aligns the next one.
     tensors: dict[str, torch.Tensor] = {}
     for number in range(2500):
@@ -85,7 +85,7 @@ def test_more_pieces_than_a_stream_takes(tmp_path: Path, on_own_stream: bool) ->
 
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
-def test_python_goes_on_while_copies_wait_for_room_on_the_stream(on_own_stream: bool) -> None:
+def test_python_runs_while_copies_wait_for_stream(on_own_stream: bool) -> None:
     driver, device = load_driver(), torch.device("cuda:0")
     source = torch.randint(0, 256, (4000, 64), dtype=torch.uint8, device=device)
     into = torch.zeros_like(source)
@@ -120,7 +120,7 @@ def test_python_goes_on_while_copies_wait_for_room_on_the_stream(on_own_stream: 
 
 @pytest.mark.parametrize("on_own_stream", [False, True], ids=["default-stream", "own-stream"])
 @pytest.mark.parametrize("num_pieces", [1, 8, 9, 200])
-def test_pieces_are_packed_and_unpacked_by_the_driver(num_pieces: int, on_own_stream: bool) -> None:
+def test_driver_packs_and_unpacks_pieces(num_pieces: int, on_own_stream: bool) -> None:
     device, chance = torch.device("cuda:0"), np.random.default_rng(num_pieces)
     # Two rounds of three turns, of which the last does not exist. Those of rank 1 stay as they were.
     sizes = [chance.integers(1, 5000, num_pieces).tolist() for _ in range(5)]

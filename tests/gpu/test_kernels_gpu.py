@@ -52,7 +52,7 @@ def copies(home: Path) -> list[Path]:
     return sorted((home / ".cache" / "penstock" / "kernels").iterdir())
 
 
-def test_a_second_process_needs_no_triton_and_a_damaged_copy_is_made_anew(tmp_path: Path) -> None:
+def test_second_process_reuses_stored_kernels(tmp_path: Path) -> None:
     assert used(tmp_path) == "triton"
     assert len(copies(tmp_path)) == 4
     assert used(tmp_path) == "copy"
@@ -62,12 +62,12 @@ def test_a_second_process_needs_no_triton_and_a_damaged_copy_is_made_anew(tmp_pa
     assert used(tmp_path) == "copy"
 
 
-def test_formats_have_copies_too(tmp_path: Path) -> None:
+def test_format_kernels_are_stored(tmp_path: Path) -> None:
     assert used(tmp_path, FORMATS) == "triton"
     assert used(tmp_path, FORMATS) == "copy"
 
 
-def test_a_copy_that_others_may_write_is_not_run(tmp_path: Path) -> None:
+def test_kernel_writable_by_others_is_not_run(tmp_path: Path) -> None:
     used(tmp_path)
     for copy in copies(tmp_path):
         copy.chmod(0o666)

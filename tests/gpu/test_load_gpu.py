@@ -79,7 +79,7 @@ VERBS = ["load", "stream", "load_into", "safe_open"]
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
-def test_every_dtype_and_shape_class(tmp_path: Path, verb: str, aligned: bool) -> None:
+def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, verb: str, aligned: bool) -> None:
     path = tmp_path / "model.safetensors"
     made = {name: row for name, row in every_dtype(path, aligned=aligned).items() if torch_holds(name)}
     with theirs_open(path, framework="pt") as file:
@@ -91,25 +91,25 @@ def test_every_dtype_and_shape_class(tmp_path: Path, verb: str, aligned: bool) -
 
 
 @pytest.mark.parametrize("verb", VERBS[:3])
-def test_a_sharded_checkpoint(sharded: Path, verb: str) -> None:
+def test_sharded_checkpoint_is_loaded(sharded: Path, verb: str) -> None:
     wanted = by_safetensors(sharded)
     assert_same(load_by(verb, sharded, wanted), wanted)
 
 
-def test_loads_again_in_the_same_process(sharded: Path) -> None:
+def test_repeated_loads_are_equal(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     for _ in range(3):
         assert_same(penstock.load(sharded, device=DEVICE), wanted)
 
 
-def test_several_threads_load_at_once(sharded: Path) -> None:
+def test_concurrent_loads_are_equal(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: penstock.load(sharded, device=DEVICE), range(4)):
             assert_same(found, wanted)
 
 
-def test_device_without_an_index_is_the_current_one(sharded: Path) -> None:
+def test_device_without_index_is_current_device(sharded: Path) -> None:
     assert_same(penstock.load(sharded, device="cuda", names="*norm*"), only(by_safetensors(sharded), "norm"))
 
 
@@ -118,13 +118,13 @@ def only(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]
 
 
 @pytest.mark.gpus(2)
-def test_another_device_than_the_current_one(sharded: Path) -> None:
+def test_load_to_non_current_device(sharded: Path) -> None:
     found = penstock.load(sharded, device="cuda:1")
     assert torch.cuda.current_device() == 0
     assert_same(found, by_safetensors(sharded), device="cuda:1")
 
 
-def test_names_read_only_what_they_name(sharded: Path) -> None:
+def test_names_read_only_selected_tensors(sharded: Path) -> None:
     found = penstock.load(sharded, device=DEVICE, names="*layers.1.*")
     wanted = only(by_safetensors(sharded), ".layers.1.")
     assert_same(found, wanted)
@@ -133,7 +133,7 @@ def test_names_read_only_what_they_name(sharded: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_boxes_are_tensor_parallel_shards(stacked: Path, dim: int, rank: int) -> None:
+def test_boxes_load_tensor_parallel_shards(stacked: Path, dim: int, rank: int) -> None:
     whole = load_file(stacked)
     boxes = {name: shard_box(tuple(t.shape), dim, rank, 2) for name, t in whole.items() if t.ndim > dim}
     wanted = {
@@ -144,7 +144,7 @@ def test_boxes_are_tensor_parallel_shards(stacked: Path, dim: int, rank: int) ->
         assert_same(penstock.load(stacked, device=DEVICE, boxes=boxes, **options), wanted)
 
 
-def test_a_box_inside_and_an_empty_one(stacked: Path) -> None:
+def test_inner_and_empty_boxes_are_loaded(stacked: Path) -> None:
     whole = load_file(stacked)
     boxes = {
         "experts": Box(start=(3, 17, 5), stop=(6, 80, 128)),
@@ -157,20 +157,20 @@ def test_a_box_inside_and_an_empty_one(stacked: Path) -> None:
 
 
 @pytest.mark.parametrize("verb", VERBS[:3])
-def test_a_tensor_larger_than_the_staging_pool(tmp_path: Path, verb: str) -> None:
+def test_tensor_larger_than_staging_pool_is_loaded(tmp_path: Path, verb: str) -> None:
     torch.manual_seed(1)
     wanted = {"a": torch.randint(0, 255, (3,), dtype=torch.uint8), "large": torch.randn(24 * MIB // 4 + 77)}
     save_file(wanted, tmp_path / "model.safetensors")
     assert_same(load_by(verb, tmp_path / "model.safetensors", wanted, memory_bytes=4 * MIB), wanted)
 
 
-def test_thousands_of_small_tensors(tmp_path: Path) -> None:
+def test_thousands_of_small_tensors_are_loaded(tmp_path: Path) -> None:
     write_moe(tmp_path, num_tensors=3000, tensor_bytes=10_000, shards=2)
     wanted = by_safetensors(tmp_path)
     assert_same(penstock.load(tmp_path, device=DEVICE), wanted)
 
 
-def test_the_stream_is_in_file_order_and_what_it_yields_is_owned(sharded: Path) -> None:
+def test_streamed_tensors_are_ordered_and_owned(sharded: Path) -> None:
     wanted, order, kept = by_safetensors(sharded), [], {}
     for path in sorted(sharded.glob("*.safetensors")):
         with theirs_open(path, framework="pt") as file:
@@ -182,7 +182,7 @@ def test_the_stream_is_in_file_order_and_what_it_yields_is_owned(sharded: Path) 
     assert_same(kept, wanted)
 
 
-def test_load_into_a_module_keeps_addresses_and_ties(sharded: Path) -> None:
+def test_load_into_keeps_addresses_and_ties(sharded: Path) -> None:
     wanted = by_safetensors(sharded)
     module = torch.nn.Module()
     names = {name: name.replace(".", "_") for name in wanted}
@@ -196,7 +196,7 @@ def test_load_into_a_module_keeps_addresses_and_ties(sharded: Path) -> None:
     assert_same({name: getattr(module, names[name]).data for name in wanted}, wanted)
 
 
-def test_load_into_refuses_other_shapes_before_it_touches_anything(stacked: Path) -> None:
+def test_load_into_refuses_wrong_shape_before_writing(stacked: Path) -> None:
     targets = empty_like(load_file(stacked))
     for tensor in targets.values():
         tensor.fill_(3)
@@ -208,7 +208,7 @@ def test_load_into_refuses_other_shapes_before_it_touches_anything(stacked: Path
     assert bool((targets["tall"] == 3).all())
 
 
-def test_safe_open_slices(stacked: Path) -> None:
+def test_safe_open_slices_match_safetensors(stacked: Path) -> None:
     whole = load_file(stacked)
     with penstock.safe_open(stacked, framework="pt", device=DEVICE) as file:
         assert bits(file.get_slice("wide")[3:77, 5:]) == bits(whole["wide"][3:77, 5:])
@@ -217,7 +217,7 @@ def test_safe_open_slices(stacked: Path) -> None:
         assert file.get_slice("tall")[:4].device == torch.device(DEVICE)
 
 
-def test_over_http(sharded: Path) -> None:
+def test_http_source_loads_to_device(sharded: Path) -> None:
     with RangeServer(sharded) as server:
         uris = [f"{server.url}/{path.name}" for path in sorted(sharded.glob("*.safetensors"))]
         assert_same(penstock.load(uris, device=DEVICE), by_safetensors(sharded))

@@ -111,7 +111,7 @@ def do_load_into(path: Path, **options: Any) -> None:
 DOES = [do_load, do_stream, do_load_into]
 
 
-def test_memory_is_the_tensors_and_dropping_one_frees_it(checkpoint: Path, allocated: int) -> None:
+def test_dropped_tensor_frees_device_memory(checkpoint: Path, allocated: int) -> None:
     weights = penstock.load(checkpoint, device=DEVICE)
     held = settled() - allocated
     assert NUM_TENSORS * TENSOR_BYTES <= held <= NUM_TENSORS * TENSOR_BYTES + 2 * MIB
@@ -127,7 +127,7 @@ def test_staging_stays_within_memory_bytes(checkpoint: Path) -> None:
     assert_same(weights, by_safetensors(checkpoint))
 
 
-def test_a_budget_that_cannot_do_is_refused(checkpoint: Path, allocated: int) -> None:
+def test_too_small_budget_is_refused(checkpoint: Path, allocated: int) -> None:
     with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
         penstock.load(checkpoint, device=DEVICE, memory_bytes=4096)
     assert settled() == allocated
@@ -135,7 +135,7 @@ def test_a_budget_that_cannot_do_is_refused(checkpoint: Path, allocated: int) ->
     assert_same(found, by_safetensors(checkpoint))
 
 
-def test_slabs_that_a_copy_needed_early_outlive_allocate() -> None:
+def test_early_slabs_survive_allocation() -> None:
     """Copies start before the memory of all slabs is made; bytes that have arrived are not thrown away."""
     place = CudaPlace(torch.device(DEVICE), [MIB, MIB, MIB])
     early = place.slab(1)
@@ -147,7 +147,7 @@ def test_slabs_that_a_copy_needed_early_outlive_allocate() -> None:
 
 
 @pytest.mark.parametrize("do", DOES[:2])
-def test_out_of_device_memory_is_typed_and_leaks_nothing(
+def test_device_oom_raises_typed_error_without_leaks(
     checkpoint: Path, allocated: int, do: Callable[..., None]
 ) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
@@ -172,7 +172,7 @@ def test_out_of_device_memory_is_typed_and_leaks_nothing(
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("how", ["break", "close", "drop"])
-def test_an_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how: str, taken: int) -> None:
+def test_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how: str, taken: int) -> None:
     tensors = penstock.stream(checkpoint, device=DEVICE, memory_bytes=32 * MIB)
     kept = [next(tensors) for _ in range(taken)]
     if how == "break":
@@ -191,7 +191,7 @@ def test_an_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, 
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_a_source_that_fails_midway(
+def test_source_failing_midway_raises_and_frees(
     checkpoint: Path, allocated: int, monkeypatch: pytest.MonkeyPatch, do: Callable[..., None]
 ) -> None:
     monkeypatch.setenv("PENSTOCK_IO_URING", "0")  # the kernel's own reads cannot be made to fail from here
@@ -206,7 +206,7 @@ def test_a_source_that_fails_midway(
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_digests_hold_on_the_device(checkpoint: Path, do: Callable[..., None]) -> None:
+def test_device_digests_detect_flipped_bit(checkpoint: Path, do: Callable[..., None]) -> None:
     digested(checkpoint)
     do(checkpoint, verify=True)
     flip_a_bit(checkpoint / "model-1.safetensors")
@@ -219,7 +219,7 @@ def test_digests_hold_on_the_device(checkpoint: Path, do: Callable[..., None]) -
 
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
-def test_digests_hold_for_every_length_beside_a_region(tmp_path: Path, verb: str) -> None:
+def test_digests_cover_every_length_next_to_region(tmp_path: Path, verb: str) -> None:
     """Scalars, short and long tensors in shared slabs, matrices in slabs of their own, one of them cut to a region."""
     path = tmp_path / "model.safetensors"
     torch.manual_seed(4)
@@ -252,7 +252,7 @@ def test_digests_hold_for_every_length_beside_a_region(tmp_path: Path, verb: str
     assert_same(found(), wanted)
 
 
-def test_a_verified_stream_holds_no_more_than_a_window(checkpoint: Path, allocated: int) -> None:
+def test_verified_stream_stays_within_window(checkpoint: Path, allocated: int) -> None:
     digested(checkpoint)
     torch.cuda.reset_peak_memory_stats()
     with penstock.stream(checkpoint, device=DEVICE, memory_bytes=16 * MIB) as stream:
@@ -261,7 +261,7 @@ def test_a_verified_stream_holds_no_more_than_a_window(checkpoint: Path, allocat
     assert torch.cuda.max_memory_allocated() - allocated < NUM_TENSORS * TENSOR_BYTES // 2
 
 
-def test_the_report_says_verified_or_why_not(checkpoint: Path) -> None:
+def test_report_shows_verification_or_reason(checkpoint: Path) -> None:
     plain = penstock.load(checkpoint, device=DEVICE).report
     assert not plain.verified
     assert plain.why
@@ -269,7 +269,7 @@ def test_the_report_says_verified_or_why_not(checkpoint: Path) -> None:
     assert penstock.load(checkpoint, device=DEVICE).report.verified
 
 
-def test_tensors_are_usable_on_any_stream_at_once(checkpoint: Path) -> None:
+def test_tensors_are_usable_on_any_stream(checkpoint: Path) -> None:
     wanted = {name: int(tensor.sum()) for name, tensor in by_safetensors(checkpoint).items()}
     streams = [torch.cuda.Stream() for _ in range(3)]
     for side in (torch.cuda.default_stream(), *streams):
@@ -283,7 +283,7 @@ def test_tensors_are_usable_on_any_stream_at_once(checkpoint: Path) -> None:
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-def test_memory_that_queued_kernels_still_write_is_not_taken(checkpoint: Path) -> None:
+def test_memory_used_by_queued_kernels_is_not_reused(checkpoint: Path) -> None:
     """A block freed on the caller's stream, with work queued on it, is reused by the load only after that work."""
     wanted = by_safetensors(checkpoint)
     torch.cuda.empty_cache()
@@ -296,7 +296,7 @@ def test_memory_that_queued_kernels_still_write_is_not_taken(checkpoint: Path) -
     assert_same(penstock.load(checkpoint, device=DEVICE), wanted)
 
 
-def test_load_into_waits_for_kernels_queued_on_the_targets(checkpoint: Path) -> None:
+def test_load_into_waits_for_kernels_on_targets(checkpoint: Path) -> None:
     found = targets()
     torch.cuda._sleep(400_000_000)
     for tensor in found.values():

@@ -57,7 +57,7 @@ def read(reader, descriptor, rows=((0, 0, NBYTES),)) -> bytes:
 
 
 @pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.gpus(2)), "cpu"])
-def test_another_process_reads_it(reader, device: str) -> None:
+def test_second_process_reads_device_memory(reader, device: str) -> None:
     with HolderProcess("nixl", nbytes=NBYTES, device=device) as holder:
         assert read(reader, holder.descriptor) == pattern(NBYTES)
         old, new = holder.descriptor, holder.fence(2)
@@ -67,7 +67,7 @@ def test_another_process_reads_it(reader, device: str) -> None:
         assert read(reader, new, rows[::-1]) == pattern(NBYTES, 2)
 
 
-def test_a_device_is_read_into_the_host() -> None:
+def test_device_memory_is_read_into_host() -> None:
     transport = NixlTransport()
     memory = allocate(NBYTES, "cpu")
     into = transport.register(memory)
@@ -77,7 +77,7 @@ def test_a_device_is_read_into_the_host() -> None:
     transport.close()
 
 
-def test_a_killed_holder_ends_its_readers(reader) -> None:
+def test_killed_holder_ends_its_readers(reader) -> None:
     """Within the deadline, by a typed error; this process's device goes on."""
     transport, into = reader
     with HolderProcess("nixl", nbytes=NBYTES, device="cuda:0") as holder:

@@ -70,7 +70,7 @@ def start(stack: ExitStack, pods: tuple[Pod, Pod], segments: str) -> tuple[Keepe
     return keeper, engine
 
 
-def test_device_memory_crosses_pods_as_file_descriptors(llama: Path, pods: tuple[Pod, Pod], stack: ExitStack) -> None:
+def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod, Pod], stack: ExitStack) -> None:
     keeper, engine = start(stack, pods, "True")
     wanted = digests(by_safetensors(llama))
 
@@ -101,7 +101,7 @@ def test_device_memory_crosses_pods_as_file_descriptors(llama: Path, pods: tuple
     assert engine.ask("check", timeout_s=LAST_S)["error"] == "PeerLost"
 
 
-def test_device_memory_without_file_descriptors_is_refused_and_the_reason_says_what_to_do(
+def test_device_memory_without_descriptors_is_refused_with_hint(
     pods: tuple[Pod, Pod], stack: ExitStack
 ) -> None:
     """torch's default memory has a handle only, which names a process of the keeper's PID namespace."""

@@ -48,7 +48,7 @@ def assert_same(mine: Any, true: Any) -> None:
 
 @pytest.mark.parametrize("name", [*(f"t.{d}" for d in HELD), "scalar", "none", "odd", "after.odd", "big", "huge"])
 @pytest.mark.parametrize("device", ["cuda", 0, "cuda:0"])
-def test_get_tensor(file: Path, name: str, device: Any) -> None:
+def test_get_tensor_matches_safetensors(file: Path, name: str, device: Any) -> None:
     with safe_open(file, "pt", device=device) as mine, safetensors.safe_open(file, "pt", device=device) as true:
         found = mine.get_tensor(name)
         assert_same(found, true.get_tensor(name))
@@ -62,7 +62,7 @@ def test_get_tensor(file: Path, name: str, device: Any) -> None:
     ids=repr,
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [d for d in HELD if d is not DType.F4])
-def test_slices(file: Path, dtype: DType, index: Any) -> None:
+def test_slices_match_safetensors(file: Path, dtype: DType, index: Any) -> None:
     try:
         true = safetensors.safe_open(file, "pt", device="cuda").get_slice(f"t.{dtype}")[index]
     except (RuntimeError, NotImplementedError) as error:
@@ -70,12 +70,12 @@ def test_slices(file: Path, dtype: DType, index: Any) -> None:
     assert_same(safe_open(file, "pt", device="cuda").get_slice(f"t.{dtype}")[index], true)
 
 
-def test_a_slice_of_columns_of_a_big_tensor(file: Path) -> None:
+def test_column_slice_in_big_tensor_matches_safetensors(file: Path) -> None:
     true = safetensors.safe_open(file, "pt", device="cuda").get_slice("big")[10:2990, 1234:4321]
     assert_same(safe_open(file, "pt", device="cuda").get_slice("big")[10:2990, 1234:4321], true)
 
 
-def test_load_file(file: Path) -> None:
+def test_load_file_matches_safetensors(file: Path) -> None:
     true = safetensors.safe_open(file, "pt", device="cuda").get_tensors()
     mine = load_file(file, device="cuda")
     assert list(mine) == safe_open(file).offset_keys()

@@ -71,7 +71,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
 
 @pytest.mark.parametrize("arena", [False, True])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_the_device_has_the_memory_while_the_engine_sleeps(
+def test_sleeping_engine_frees_device_memory(
     stack: ExitStack, tmp_path: Path, mode: str, arena: bool
 ) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=arena), Model()
@@ -101,7 +101,7 @@ def test_the_device_has_the_memory_while_the_engine_sleeps(
     assert served.has(trainer.task, 3)
 
 
-def test_an_engine_that_brings_its_bytes_back(stack: ExitStack, tmp_path: Path) -> None:
+def test_engine_restoring_its_bytes_is_verified(stack: ExitStack, tmp_path: Path) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=True), Model()
     engine = stack.enter_context(ps.subscriber("policy", served, connection=SETTINGS, rank=(0, 1)))
     trainer.publish(1)
@@ -119,7 +119,7 @@ def test_an_engine_that_brings_its_bytes_back(stack: ExitStack, tmp_path: Path) 
     assert served.has(trainer.task, 1)
 
 
-def test_digests_of_many_tensors_are_quick() -> None:
+def test_digests_of_many_tensors_are_fast() -> None:
     torch.manual_seed(0)
     sizes = [*range(1, 300), 4096, 1 << 20, 3 << 20, *([1 << 24] * 16)]
     tensors = [torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE) for size in sizes]
@@ -140,7 +140,7 @@ def test_digests_of_many_tensors_are_quick() -> None:
     assert len(kept) == len(tensors) and digest_s < copy_s, (digest_s, copy_s)
 
 
-def test_digests_are_right_after_the_memory_pool_of_their_first_use_is_gone() -> None:
+def test_digests_survive_freed_memory_pool() -> None:
     # As an engine with a sleep mode: its model is loaded and verified inside a pool whose memory is taken away.
     program = """
 import numpy as np, torch
@@ -161,7 +161,7 @@ print(any(begin <= at < begin + size for begin, size in spans), leaf_digests_cud
     assert done.stdout.split() == ["False", "True"], done.stdout + done.stderr
 
 
-def test_sleeps_one_after_the_other_keep_no_more_memory() -> None:
+def test_repeated_sleeps_use_constant_memory() -> None:
     tensors = [torch.ones(32 << 20, dtype=torch.uint8, device=DEVICE) for _ in range(4)]
     digests = MemoryDigests(tensors)
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 NBYTES = 64_000_013
 
 
-def test_another_processs_host_memory_comes_to_a_device() -> None:
+def test_host_memory_from_another_process_reaches_device() -> None:
     shm = ShmTransport()
     transport = StagedTransport("staged_shm", shm)
     memory = allocate(NBYTES, "cuda:0")
@@ -37,7 +37,7 @@ def test_another_processs_host_memory_comes_to_a_device() -> None:
     shm.close()
 
 
-def test_runs_of_another_processs_host_memory_are_read_by_a_kernel() -> None:
+def test_kernel_reads_runs_in_pinned_host_memory() -> None:
     shm = ShmTransport()
     transport = PinnedTransport(shm)
     memory = allocate(NBYTES, "cuda:0")
@@ -60,7 +60,7 @@ def test_runs_of_another_processs_host_memory_are_read_by_a_kernel() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_a_keeper_on_the_host_feeds_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
+def test_host_cache_feeds_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str) -> None:
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         write_llama(tmp_path / "llama", total_bytes=100_000_000)

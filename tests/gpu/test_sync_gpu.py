@@ -60,7 +60,7 @@ def random_strips(nbytes: int, num: int, seed: int) -> Strips:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_digests_of_strips_are_the_cpus(seed: int) -> None:
+def test_strip_digests_match_cpu(seed: int) -> None:
     data = torch.from_numpy(np.random.default_rng(seed).integers(0, 256, 40_000_000, np.uint8))
     there = data.to(DEVICE)
     strips = random_strips(data.numel(), 300, seed)
@@ -73,7 +73,7 @@ def test_digests_of_strips_are_the_cpus(seed: int) -> None:
         assert np.array_equal(table.digest().cpu().numpy().view(np.uint64), strip_digests(data.numpy(), strips))
 
 
-def test_rectangles_are_copied_and_nothing_beside() -> None:
+def test_only_rectangles_are_copied() -> None:
     chance = np.random.default_rng(5)
     src = torch.from_numpy(chance.integers(0, 256, 20_000_000, np.uint8)).to(DEVICE)
     dst, at, rows = torch.zeros(60_000_000, dtype=torch.uint8, device=DEVICE), 3, []
@@ -95,7 +95,7 @@ def test_rectangles_are_copied_and_nothing_beside() -> None:
 
 
 @pytest.mark.parametrize("device", HOLDER_DEVICE)
-def test_a_part_from_other_processes(links: PeerLinks, device: str) -> None:
+def test_part_is_read_from_other_processes(links: PeerLinks, device: str) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, MIB)[1]
     into = LocalVersion(wants[1], on_device(wants[1], DEVICE), links)
@@ -120,7 +120,7 @@ def test_a_part_from_other_processes(links: PeerLinks, device: str) -> None:
             one.close()
 
 
-def test_bytes_changed_without_a_fence_are_found(links: PeerLinks) -> None:
+def test_unfenced_change_is_detected(links: PeerLinks) -> None:
     holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
     part = parts(holdings, wants, 1 << 30)[0]
     source = LocalVersion(holdings[0], on_device(holdings[0], DEVICE), links)
@@ -144,7 +144,7 @@ def test_bytes_changed_without_a_fence_are_found(links: PeerLinks) -> None:
     assert caught.value.mutated
 
 
-def test_shadow_and_replica(links: PeerLinks) -> None:
+def test_staged_version_and_snapshot_are_served(links: PeerLinks) -> None:
     with open_links(only=["cuda_ipc", "shm"]) as links:
         holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 2, 2)
         part = parts(holdings, wants, MIB)[1]
@@ -180,7 +180,7 @@ def test_shadow_and_replica(links: PeerLinks) -> None:
                 pinned.snapshot(version + 1)
 
 
-def test_a_kernel_packs_strips_as_the_host_does(links: PeerLinks) -> None:
+def test_packing_kernel_matches_host(links: PeerLinks) -> None:
     strips = random_strips(64 * MIB, 200, 7)
     strips = strips[np.cumsum(strips.nbytes) <= 32 * MIB]
     source, into = (Arena.allocate(nbytes, DEVICE) for nbytes in (64 * MIB, 32 * MIB))
@@ -198,7 +198,7 @@ def test_a_kernel_packs_strips_as_the_host_does(links: PeerLinks) -> None:
 
 
 @pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
-def test_columns_of_a_device_are_packed_for_a_reader_over_nixl() -> None:
+def test_device_columns_are_packed_over_nixl() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 1, 2), sharded("s", SHAPES, 1, 4, 2)
     part = parts(holdings, wants, 1 << 30)[1]
     with open_links(only=["nixl"]) as links:

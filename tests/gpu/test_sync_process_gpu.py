@@ -35,7 +35,7 @@ def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: obje
     ("source", "replica", "path"),
     [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "pinned_shm")],
 )
-def test_each_version_arrives_bit_for_bit(
+def test_each_version_arrives_bitwise_equal(
     tmp_path: Path, stack: ExitStack, source: str, replica: str, path: str, mode: str
 ) -> None:
     publishers = ranks(stack, tmp_path, "publisher", 0, mode=source, options={"arena": True, "replica": replica})

@@ -59,7 +59,7 @@ def tiers() -> dict[str, str]:
         return {held.identity.model: held.tier for member in hub.status().members for held in member.holdings}
 
 
-def test_a_keepers_models_swap_on_the_device(runtime, tmp_path: Path) -> None:
+def test_cached_models_swap_on_device(runtime, tmp_path: Path) -> None:
     for seed, name in enumerate("abc"):
         write_llama(tmp_path / name, total_bytes=120_000_000, seed=seed)
     wanted = {name: by_safetensors(tmp_path / name) for name in "abc"}
@@ -78,6 +78,6 @@ def test_a_keepers_models_swap_on_the_device(runtime, tmp_path: Path) -> None:
         assert keeper.process.poll() is None
 
 
-def test_the_benchmark_runs(tmp_path: Path) -> None:
+def test_tier_benchmark_runs_on_gpu(tmp_path: Path) -> None:
     found = ran("--device", "cuda:0", "--dir", str(tmp_path))
     assert "| host -> gpu |" in found and "| gpu -> host, first |" in found, found

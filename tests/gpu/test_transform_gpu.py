@@ -18,19 +18,19 @@ DEVICE = torch.device("cuda")
 
 
 @pytest.mark.parametrize("tag", sorted(FORMATS))
-def test_the_kernels_have_the_bits_of_the_reference(tag: str) -> None:
+def test_kernels_match_reference_bitwise(tag: str) -> None:
     shapes = (*transform_suite.SMALL, *transform_suite.LARGE)
     assert transform_suite.check_kernels(FORMATS[tag], DEVICE, shapes) >= 20
 
 
 @pytest.mark.parametrize("tag", ["fp8-block128", "mxfp8", "mxfp8-floor", "nvfp4"])
-def test_rounding_by_bits_is_that_of_the_processor(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_software_rounding_matches_hardware_rounding(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuse, "_NATIVE", (99, 0))
     transform_suite.check_kernels(FORMATS[tag], DEVICE)
 
 
 @pytest.mark.parametrize("tag", sorted(FORMATS))
-def test_the_reference_has_the_same_bits_on_the_device(tag: str) -> None:
+def test_reference_matches_on_device(tag: str) -> None:
     form = FORMATS[tag]
     for source in transform_suite.sources(form, transform_suite.SMALL):
         here, there = quantize.quantise(form, source), quantize.quantise(form, source.to(DEVICE))
@@ -39,7 +39,7 @@ def test_the_reference_has_the_same_bits_on_the_device(tag: str) -> None:
             assert same.all()
 
 
-def test_many_small_tensors_are_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_tensors_share_kernel_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     form = format_of("fp8-block128")
     data = torch.randn(2000, 40, 176, device=DEVICE).bfloat16()
     codes = torch.empty(data.shape, dtype=torch.float8_e4m3fn, device=DEVICE)

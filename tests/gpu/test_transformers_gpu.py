@@ -47,14 +47,14 @@ def test_logits_are_equal(tmp_path: Path, dtype: str, max_shard_size: str, tied:
     assert torch.equal(logits(mine), logits(true))
 
 
-def test_a_checkpoint_that_transformers_converts(tmp_path: Path) -> None:
+def test_checkpoint_converted_by_transformers_matches(tmp_path: Path) -> None:
     directory = write(tmp_path, tied=False, max_shard_size="1GB", dtype="float32")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).to("cuda")
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(directory), device_map="cuda:0", dtype=torch.bfloat16)
     assert torch.equal(logits(mine), logits(true))
 
 
-def test_it_answers_while_it_loads(tmp_path: Path) -> None:
+def test_model_answers_during_load(tmp_path: Path) -> None:
     directory = write(tmp_path, tied=False, max_shard_size="4MB", dtype="bfloat16")
     ps.manifest(str(directory))
     true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
@@ -69,7 +69,7 @@ def test_it_answers_while_it_loads(tmp_path: Path) -> None:
     assert {p.device.type for p in loading.module.parameters()} == {"cuda"}
 
 
-def test_the_next_process_uses_finished_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_next_process_attaches_processed_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write(tmp_path, tied=True, max_shard_size="1GB", dtype="bfloat16")
     true = transformers.AutoModelForCausalLM.from_pretrained(directory).to("cuda")
     with tempfile.TemporaryDirectory(prefix="pk-") as sockets:

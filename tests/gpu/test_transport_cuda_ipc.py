@@ -57,7 +57,7 @@ def read(reader, descriptor, rows=((0, 0, NBYTES),)) -> bytes:
 
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
 @pytest.mark.parametrize("device", ["cuda:0", pytest.param("cuda:1", marks=pytest.mark.gpus(2))])
-def test_another_process_reads_it(reader, device: str, env) -> None:
+def test_second_process_reads_device_memory(reader, device: str, env) -> None:
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device=device, env=env) as holder:
         assert read(reader, holder.descriptor) == pattern(NBYTES)
         rows = [(at, at, min(999_983, NBYTES - at)) for at in range(0, NBYTES, 999_983)]
@@ -71,14 +71,14 @@ def test_another_process_reads_it(reader, device: str, env) -> None:
 
 @pytest.mark.gpus(2)
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
-def test_a_device_that_this_process_does_not_see(reader, env) -> None:
+def test_device_hidden_from_this_process_is_readable(reader, env) -> None:
     """The holder numbers another device 0, as where each process is given one by CUDA_VISIBLE_DEVICES."""
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env={"CUDA_VISIBLE_DEVICES": "1", **env}) as holder:
         assert read(reader, holder.descriptor) == pattern(NBYTES)
 
 
 @pytest.mark.parametrize("env", [{}, EXPANDABLE], ids=["cudaMalloc", "expandable_segments"])
-def test_a_killed_holder_is_lost(reader, env) -> None:
+def test_killed_holder_raises_peer_lost(reader, env) -> None:
     """Also while it is read; this process's device goes on."""
     transport, into = reader
     with HolderProcess("cuda_ipc", nbytes=NBYTES, device="cuda:0", env=env) as holder:
@@ -96,7 +96,7 @@ def test_a_killed_holder_is_lost(reader, env) -> None:
     assert int(torch.ones(1000, device="cuda").sum()) == 1000
 
 
-def test_a_fence_under_reads(reader) -> None:
+def test_fence_during_reads_is_detected(reader) -> None:
     """Reads that end without an error have the bytes of one generation."""
     transport, into = reader
     outcomes = set()
@@ -117,7 +117,7 @@ def test_a_fence_under_reads(reader) -> None:
 
 
 @pytest.mark.gpus(2)
-def test_two_devices_of_one_process(reader) -> None:
+def test_two_devices_in_one_process_are_read(reader) -> None:
     holder = CudaIpcTransport()
     memory = allocate(NBYTES, "cuda:1")
     whole(memory).copy_(torch.frombuffer(bytearray(pattern(NBYTES)), dtype=torch.uint8))
@@ -126,7 +126,7 @@ def test_two_devices_of_one_process(reader) -> None:
     holder.close()
 
 
-def test_a_model_in_an_arena_is_one_registration() -> None:
+def test_model_in_arena_is_one_registration() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(50))).cuda()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (arena,) = rehome(model)
@@ -138,6 +138,6 @@ def test_a_model_in_an_arena_is_one_registration() -> None:
     transport.close()
 
 
-def test_no_room_is_typed() -> None:
+def test_impossible_allocation_raises_typed_error() -> None:
     with pytest.raises(DeviceOutOfMemory):
         Arena.allocate(1 << 50, "cuda")

@@ -47,7 +47,7 @@ def read(raw: bytes) -> Any:
 
 @given(VALUES, st.integers(2, 5))
 @settings(max_examples=150, deadline=None)
-def test_plain_values_come_back_from_every_protocol(value: Any, protocol: int) -> None:
+def test_plain_values_survive_every_pickle_protocol(value: Any, protocol: int) -> None:
     assert read(pickle.dumps(value, protocol)) == value
     again = torch.load(io.BytesIO(archive(value)), weights_only=False)
     assert again == value and type(again) is type(value)
@@ -104,7 +104,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_pickles_that_lie_are_refused(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lying_pickles_are_refused(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.dcp.pickled.MAX_VALUES", 1 << 10)
     raw, words = ATTACKS[attack]
     tracemalloc.start()
@@ -117,7 +117,7 @@ def test_pickles_that_lie_are_refused(attack: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("value", [object(), torch.ones(2), [1, {"a": Path()}], 1 << 4000], ids=str)
-def test_values_that_are_not_plain_are_not_written(value: Any) -> None:
+def test_non_plain_values_are_not_written(value: Any) -> None:
     with pytest.raises(PlanError):
         archive(value)
 
@@ -171,7 +171,7 @@ def test_damaged_archives_are_read_or_refused(data: st.DataObject) -> None:
         ((1 << 40, 1 << 40), [((0, 0), (1 << 39, 1 << 40)), ((1 << 39, 0), (1 << 39, 1 << 40))], True),
     ],
 )
-def test_parts_that_overlap_leave_a_hole(size: Any, chunks: Any, is_whole: bool) -> None:
+def test_overlapping_parts_are_refused(size: Any, chunks: Any, is_whole: bool) -> None:
     stored = [ChunkStorageMetadata(offsets=torch.Size(at), sizes=torch.Size(extent)) for at, extent in chunks]
     if is_whole:
         distcp.require_covered("w", torch.Size(size), stored, "x")
@@ -180,13 +180,13 @@ def test_parts_that_overlap_leave_a_hole(size: Any, chunks: Any, is_whole: bool)
         distcp.require_covered("w", torch.Size(size), stored, "x")
 
 
-def test_an_archive_whose_directory_is_all_of_it_is_refused() -> None:
+def test_archive_with_oversized_directory_is_refused() -> None:
     end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 1, 1, 100, 0, 0)
     with pytest.raises(FormatError, match="too long"):
         distcp.directory(end.rjust(1024, b"\0"), 100 << 30, uri="x", tensor="w")
 
 
-def test_what_metadata_says_of_its_parts_is_checked(metadata: bytes) -> None:
+def test_part_metadata_is_checked(metadata: bytes) -> None:
     def changed(old: bytes, new: bytes) -> bytes:
         assert metadata.count(old) and len(old) == len(new)
         return metadata.replace(old, new)
@@ -212,7 +212,7 @@ ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type) and i
 
 
 @pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: kind.__name__)
-def test_errors_reach_other_ranks_as_they_are(kind: type[PenstockError]) -> None:
+def test_errors_reach_other_ranks_unchanged(kind: type[PenstockError]) -> None:
     """DCP gathers the exceptions of all ranks by pickle."""
     error = kind("no room", **FIELDS.get(kind, {"uri": "s3://x/y"}))
     again = pickle.loads(pickle.dumps(error))  # noqa: S301

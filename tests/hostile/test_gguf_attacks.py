@@ -108,7 +108,7 @@ LIES: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", LIES)
-def test_a_lying_header_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_lying_header_is_refused_by_name(case: str, tmp_path: Path) -> None:
     data, fault = LIES[case]
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
@@ -119,7 +119,7 @@ def test_a_lying_header_is_refused_by_name(case: str, tmp_path: Path) -> None:
         penstock.inspect(path)
 
 
-def test_the_pieces_of_these_files_make_a_good_one() -> None:
+def test_attack_building_blocks_form_valid_file() -> None:
     data = file_of(
         entry("k", BOOL, b"\1"),
         entry("l", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text("")),
@@ -134,7 +134,7 @@ def test_the_pieces_of_these_files_make_a_good_one() -> None:
     assert dict(header.metadata) == {"GGUF.version": "3", "k": "true", "l": '["x", ""]', "GGUF.types": '{"b": "Q8_0"}'}
 
 
-def test_a_file_cut_anywhere_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     (path,) = gguf_file.write(tmp_path / "m.gguf", tokens=20)
     data = path.read_bytes()
     end = gguf.GGUFReader(path).tensors[-1]
@@ -155,7 +155,7 @@ def test_a_file_cut_anywhere_is_refused_and_nothing_is_loaded(tmp_path: Path) ->
         (file_of(*(info(chr(97 + i), dims=(40,), offset=160 * i) for i in range(3)), tensors=3), "before the bodies"),
     ],
 )
-def test_a_shorter_body_is_a_truncated_source(data: bytes, fault: str) -> None:
+def test_short_body_raises_source_truncated(data: bytes, fault: str) -> None:
     with pytest.raises((SourceTruncated, FormatError), match=fault):
         read_header(MemorySource(data))
 
@@ -187,7 +187,7 @@ def hundred_mb(piece: bytes, head: bytes) -> bytes:
         pytest.param(hundred_mb(info("", dims=()), MAGIC + struct.pack("<IQQ", 3, 1 << 19, 0)), id="empty names"),
     ],
 )
-def test_a_header_of_the_longest_length_takes_little_memory(data: bytes) -> None:
+def test_longest_header_needs_little_memory(data: bytes) -> None:
     source = MemorySource(data)
     tracemalloc.start()
     begun = time.monotonic()
@@ -199,7 +199,7 @@ def test_a_header_of_the_longest_length_takes_little_memory(data: bytes) -> None
     assert peak < 3 * len(data) and took < 60
 
 
-def test_a_hundred_thousand_tensors_are_read() -> None:
+def test_hundred_thousand_tensors_are_read() -> None:
     count = 100_000
     data = file_of(*(info(str(i), dims=(0,)) for i in range(count)), tensors=count, body=0)
     assert len(read_header(MemorySource(data)).tensors) == count
@@ -214,7 +214,7 @@ def parts_of(tmp_path: Path) -> list[Path]:
     return parts
 
 
-def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_part_is_named(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].unlink()
     for place in (parts[0], parts[2], tmp_path):
@@ -222,14 +222,14 @@ def test_a_part_that_is_missing_is_named(tmp_path: Path) -> None:
             penstock.load(place)
 
 
-def test_a_part_that_is_cut_is_named(tmp_path: Path) -> None:
+def test_truncated_part_is_named(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[2].write_bytes(parts[2].read_bytes()[:-200])
     with pytest.raises(SourceTruncated, match=r"m-00003-of-00003\.gguf"):
         penstock.load(parts[0])
 
 
-def test_a_part_under_another_name_is_no_model(tmp_path: Path) -> None:
+def test_renamed_part_is_not_a_model(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     alone = parts[1].rename(tmp_path / "whole.gguf")
     with pytest.raises(FormatError, match=r"'whole.gguf' is one of 3 parts of a model, and 1 files are opened"):
@@ -238,14 +238,14 @@ def test_a_part_under_another_name_is_no_model(tmp_path: Path) -> None:
         penstock.load([parts[0], alone])
 
 
-def test_a_part_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
+def test_swapped_part_is_refused(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(FormatError, match=r"part 3 of 3 by its header, as 'm-00002-of-00003.gguf' is"):
         penstock.load(parts[0])
 
 
-def test_parts_of_two_models_are_refused(tmp_path: Path) -> None:
+def test_parts_from_two_models_are_refused(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     (tmp_path / "other").mkdir()
     writer = gguf.GGUFWriter(tmp_path / "other" / "o.gguf", "llama", split_max_tensors=1)
@@ -304,7 +304,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 @settings(max_examples=400, deadline=None)
 @given(mutated() | st.binary(max_size=80).map(lambda tail: MAGIC + struct.pack("<I", 3) + tail))
-def test_what_is_accepted_of_mutated_files_the_package_reads_equally(data: bytes) -> None:
+def test_accepted_mutations_match_gguf_package(data: bytes) -> None:
     try:
         header = read_header(MemorySource(data, uri="memory:m.gguf"))
     except PenstockError as error:
@@ -326,7 +326,7 @@ def test_what_is_accepted_of_mutated_files_the_package_reads_equally(data: bytes
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300))
-def test_any_bytes_raise_nothing_else(data: bytes) -> None:
+def test_arbitrary_bytes_raise_only_typed_errors(data: bytes) -> None:
     for head in (b"", MAGIC, MAGIC + struct.pack("<IQQ", 3, 1, 1)):
         with contextlib.suppress(FormatError, SourceTruncated):
             read_header(MemorySource(head + data, uri="memory:m.gguf"))

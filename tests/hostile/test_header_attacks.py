@@ -170,7 +170,7 @@ ATTACKS: dict[str, tuple[bytes, str | None, str, bool]] = {
 
 
 @pytest.mark.parametrize("case", ATTACKS)
-def test_a_lying_header_is_refused_by_name(case: str) -> None:
+def test_lying_header_is_refused_by_name(case: str) -> None:
     data, tensor, words, library_refuses = ATTACKS[case]
     with pytest.raises(FormatError) as caught:
         read_header(MemorySource(data, uri="mem:attack"))
@@ -185,14 +185,14 @@ def test_a_lying_header_is_refused_by_name(case: str) -> None:
         safetensors.deserialize(data)
 
 
-def test_a_shorter_body_is_a_truncated_source() -> None:
+def test_short_body_raises_source_truncated() -> None:
     data = file_of({"a": t([4], [0, 4])}, b"xyz")
     with pytest.raises(SourceTruncated) as caught:
         read_header(MemorySource(data))
     assert caught.value.byte_range == (len(data), len(data) + 1)
 
 
-def test_names_in_errors_are_cut_short() -> None:
+def test_names_in_errors_are_shortened() -> None:
     with pytest.raises(FormatError) as caught:
         read_header(MemorySource(one(shape=b"[2]", name=b"n" * 1_000_000)))
     assert len(str(caught.value)) < 1000
@@ -219,7 +219,7 @@ HUGE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("case", HUGE)
-def test_a_header_of_the_longest_length_takes_little_memory(case: str) -> None:
+def test_longest_header_needs_little_memory(case: str) -> None:
     raw = HUGE[case]()
     tracemalloc.start()
     try:
@@ -231,7 +231,7 @@ def test_a_header_of_the_longest_length_takes_little_memory(case: str) -> None:
     assert peak_bytes < 5 * len(raw)
 
 
-def test_the_length_is_checked_before_anything_is_read() -> None:
+def test_length_is_checked_before_reading() -> None:
     class Counted(MemorySource):
         reads: list[int] = []  # noqa: RUF012  # a class for one test
 
@@ -245,14 +245,14 @@ def test_the_length_is_checked_before_anything_is_read() -> None:
     assert source.reads == [0]
 
 
-def test_too_long_to_walk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_too_long_to_scan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_WALK_LIMIT_BYTES", 10)
     data = file_of({"a": t([1], [0, 1]) | {"unknown": 1}}, b"x")
     with pytest.raises(FormatError, match="unknown fields in"):
         read_header(MemorySource(data))
 
 
-def test_large_headers_are_counted_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_header_is_counted_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "_LARGE_BYTES", 10)
     monkeypatch.setattr(parser, "MAX_TENSORS", 2)
     fine = {"a": t([1], [0, 1]), "b": t([1], [1, 2])}
@@ -286,14 +286,14 @@ INDEX_ATTACKS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("case", INDEX_ATTACKS)
-def test_a_lying_index_is_refused(case: str) -> None:
+def test_lying_index_is_refused(case: str) -> None:
     raw, words = INDEX_ATTACKS[case]
     with pytest.raises(FormatError, match=words) as caught:
         parse_index(raw, uri="mem:index")
     assert caught.value.uri == "mem:index"
 
 
-def test_an_index_longer_than_a_header_may_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlong_index_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parser, "MAX_HEADER_BYTES", 10)
     with pytest.raises(FormatError, match="at most 10"):
         parse_index(b'{"weight_map":{}}', uri="mem:index")
@@ -366,7 +366,7 @@ def accepted_only_by_the_library(data: bytes) -> bool:
 
 @settings(max_examples=1500, deadline=None)
 @given(mutated() | st.binary(max_size=64) | st.binary(max_size=64).map(file_of))
-def test_mutated_headers_are_accepted_and_refused_as_by_the_library(data: bytes) -> None:
+def test_mutated_headers_are_judged_like_safetensors(data: bytes) -> None:
     try:
         theirs = {name: (row["dtype"], row["shape"]) for name, row in safetensors.deserialize(data)}
     except safetensors.SafetensorError:
@@ -383,7 +383,7 @@ def test_mutated_headers_are_accepted_and_refused_as_by_the_library(data: bytes)
 
 @settings(max_examples=500, deadline=None)
 @given(st.binary(max_size=200))
-def test_any_bytes_as_index_raise_nothing_else(raw: bytes) -> None:
+def test_arbitrary_index_bytes_raise_only_format_error(raw: bytes) -> None:
     for text in (raw, b'{"weight_map":{' + raw + b"}}"):
         with contextlib.suppress(FormatError):
             found = parse_index(text, uri="mem:index")

@@ -115,7 +115,7 @@ def holds_dims_beyond_64_bits(data: bytes) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_reader_agrees_on_a_mutated_file(tmp_path: Path, seed: int) -> None:
+def test_every_reader_agrees_on_mutated_file(tmp_path: Path, seed: int) -> None:
     path, dice = tmp_path / "model.safetensors", random.Random(seed)
     base = original(path)
     good = 0
@@ -138,7 +138,7 @@ def test_every_reader_agrees_on_a_mutated_file(tmp_path: Path, seed: int) -> Non
     assert 0.05 * NUM_FILES < good < 0.5 * NUM_FILES
 
 
-def test_what_inspect_says_cannot_be_loaded_is_what_torch_cannot_hold(tmp_path: Path) -> None:
+def test_inspect_lists_dtypes_unsupported_by_torch(tmp_path: Path) -> None:
     for dtype in DType:
         if dtype in NOT_IN_TORCH:
             with pytest.raises(PlanError):
@@ -154,7 +154,7 @@ def test_what_inspect_says_cannot_be_loaded_is_what_torch_cannot_hold(tmp_path: 
 
 
 @pytest.mark.parametrize("shape", [[16, 1], [0, 7]])
-def test_four_bit_rows_that_end_inside_a_byte_are_refused_by_all(tmp_path: Path, shape: list[int]) -> None:
+def test_four_bit_rows_ending_within_byte_are_refused(tmp_path: Path, shape: list[int]) -> None:
     """The one kind of file that `inspect` listed and nobody could load."""
     nbytes = shape[0] * shape[1] // 2
     raw = json.dumps({"a": {"dtype": "F4", "shape": shape, "data_offsets": [0, nbytes]}}).encode()

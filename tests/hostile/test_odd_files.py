@@ -89,7 +89,7 @@ def replace(path: Path, odd: str) -> None:
 
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize("name", ["penstock.manifest", "model.safetensors.index.json"])
-def test_an_index_or_manifest_that_is_no_file_is_refused(sharded: Path, name: str, odd: str) -> None:
+def test_special_file_as_index_or_manifest_is_refused(sharded: Path, name: str, odd: str) -> None:
     if odd == "directory" and name != "penstock.manifest":
         pytest.skip("a directory of that name is no index, and what lies beside it is loaded")
     replace(sharded / name, odd)
@@ -100,7 +100,7 @@ def test_an_index_or_manifest_that_is_no_file_is_refused(sharded: Path, name: st
 
 @pytest.mark.parametrize("odd", ODD[:4])
 @pytest.mark.parametrize("with_index", [True, False])
-def test_a_shard_that_is_no_file_is_named(sharded: Path, odd: str, with_index: bool) -> None:
+def test_special_file_as_shard_is_named(sharded: Path, odd: str, with_index: bool) -> None:
     """Without an index nothing else would tell that a part of the model is missing."""
     if not with_index:
         (sharded / "model.safetensors.index.json").unlink()
@@ -114,7 +114,7 @@ def test_a_shard_that_is_no_file_is_named(sharded: Path, odd: str, with_index: b
 
 
 @pytest.mark.parametrize("odd", ODD[:3])
-def test_a_signature_or_key_that_is_no_file_is_refused(sharded: Path, tmp_path: Path, odd: str) -> None:
+def test_special_file_as_signature_or_key_is_refused(sharded: Path, tmp_path: Path, odd: str) -> None:
     assert command("manifest", str(sharded)) in {0, None}
     key = tmp_path / "key.pem"
     replace(key, odd)
@@ -126,12 +126,12 @@ def test_a_signature_or_key_that_is_no_file_is_refused(sharded: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("odd", ODD[:3])
-def test_a_token_file_that_is_no_file_is_refused(tmp_path: Path, odd: str) -> None:
+def test_special_file_as_token_file_is_refused(tmp_path: Path, odd: str) -> None:
     replace(tmp_path / "tokens", odd)
     assert isinstance(refused(lambda: first_token(tmp_path / "tokens")), ConfigError)
 
 
-def test_a_configuration_that_is_no_file_ends_a_conversion(sharded: Path, tmp_path: Path) -> None:
+def test_special_file_as_config_stops_conversion(sharded: Path, tmp_path: Path) -> None:
     replace(sharded / "config.json", "pipe")
     assert "config.json" in str(refused(lambda: penstock.convert(sharded, tmp_path / "out")))
     assert not (tmp_path / "out").exists()
@@ -142,7 +142,7 @@ NAMES: list[Any] = ["model\0.safetensors", "", None, 7, 1.5, b"model.safetensors
 
 @pytest.mark.parametrize("name", [*NAMES, ["a.safetensors", 7], [None]], ids=repr)
 @pytest.mark.parametrize("verb", VERBS)
-def test_what_is_no_name_is_a_config_error(verb: str, name: Any) -> None:
+def test_invalid_name_raises_config_error_in_verbs(verb: str, name: Any) -> None:
     if verb == "fetch" and name is None:
         pytest.skip("None is no fallback there")
     assert isinstance(refused(lambda: VERBS[verb](name)), ConfigError)
@@ -172,13 +172,13 @@ OTHERS: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 @pytest.mark.parametrize("verb", OTHERS)
-def test_what_is_no_name_is_a_config_error_elsewhere(verb: str, name: Any) -> None:
+def test_invalid_name_raises_config_error_in_options(verb: str, name: Any) -> None:
     if name is None and verb in {"public_key", "trace"}:
         pytest.skip("None is none there")
     assert isinstance(refused(lambda: OTHERS[verb](name)), ConfigError)
 
 
-def test_a_good_directory_beside_odd_names_still_loads(sharded: Path, tmp_path: Path) -> None:
+def test_odd_neighbouring_files_are_ignored(sharded: Path, tmp_path: Path) -> None:
     """Only what would be read is held to be a file."""
     whole = penstock.load(sharded, copy=True)
     os.mkfifo(sharded / "notes.txt")

@@ -75,7 +75,7 @@ def logits(made: Any) -> torch.Tensor:
     return made(PROMPT).logits
 
 
-def test_a_model_of_peft_receives_the_adapter_alone(host: Host) -> None:
+def test_peft_model_receives_adapter_only(host: Host) -> None:
     trained, served, other_alpha = model(1), model(2), model(2, lora_alpha=32)
     base = {name: one.clone() for name, one in served.state_dict().items() if "lora_" not in name}
     with (
@@ -99,7 +99,7 @@ def test_a_model_of_peft_receives_the_adapter_alone(host: Host) -> None:
     assert all(torch.equal(one, base[name]) for name, one in served.state_dict().items() if name in base)
 
 
-def test_compiled_model_has_its_adapter(host: Host) -> None:
+def test_compiled_model_receives_adapter(host: Host) -> None:
     trained, served = model(1), model(2)
     compiled = torch.compile(trained, backend="eager"), torch.compile(served, backend="eager")
     assert adapter_tensors(compiled[0]).keys() == adapter_tensors(trained).keys()
@@ -112,7 +112,7 @@ def test_compiled_model_has_its_adapter(host: Host) -> None:
         assert torch.equal(logits(served), logits(trained))
 
 
-def test_a_base_that_does_not_match_is_refused(host: Host) -> None:
+def test_mismatched_base_is_refused(host: Host) -> None:
     trained, served = model(1), model(2)
     before = {name: one.clone() for name, one in adapter_tensors(served).items()}
     bases = ["b1", "b2"]
@@ -145,7 +145,7 @@ def test_a_base_that_does_not_match_is_refused(host: Host) -> None:
             subscriber.update()
 
 
-def test_a_synced_base_is_named_by_its_version(host: Host) -> None:
+def test_synced_base_is_identified_by_version(host: Host) -> None:
     trained, served = model(1), model(2)
     base = dict(base_model().state_dict())
     received = {name: torch.zeros_like(one) for name, one in base.items()}
@@ -169,7 +169,7 @@ def test_a_synced_base_is_named_by_its_version(host: Host) -> None:
         base_identity(7)  # type: ignore[arg-type]
 
 
-def test_base_of_restarted_trainer_is_another(host: Host) -> None:
+def test_base_from_restarted_trainer_differs(host: Host) -> None:
     trained, served = model(1), model(2)
     base = {"w": torch.zeros(4)}
     with contextlib.ExitStack() as stack:
@@ -274,7 +274,7 @@ MOVES: dict[str, Any] = {
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_moved_adapter_is_followed_by_both_sides(host: Host, mode: Any, move: Any) -> None:
+def test_moved_adapter_is_followed_on_both_sides(host: Host, mode: Any, move: Any) -> None:
     trained, served = model_of_two(1), model_of_two(2)
     with (
         adapter_publisher("a", trained, base="b1", mode=mode) as publisher,
@@ -336,7 +336,7 @@ def test_cast_adapter_is_merged_and_cast_base_refused(host: Host) -> None:
 
 @pytest.mark.parametrize("part", ["lora_A", "q_proj.base_layer", "norm"])
 @pytest.mark.parametrize("publish", [adapter_publisher, merged_publisher])
-def test_freed_memory_of_model_is_refused(host: Host, publish: Any, part: str) -> None:
+def test_freed_model_memory_is_refused(host: Host, publish: Any, part: str) -> None:
     trained = model(1)
     options = {"base": "b1"} if publish is adapter_publisher else {}
     parameter = next(one for name, one in trained.named_parameters() if part in name)
@@ -415,7 +415,7 @@ def test_staged_version_is_refused_after_merge(host: Host) -> None:
         assert torch.allclose(logits(served), logits(trained), atol=1e-4)
 
 
-def test_scaled_model_is_refused_at_once(host: Host) -> None:
+def test_scaled_model_is_refused_immediately(host: Host) -> None:
     made = model(1)
     scale(made)
     for make in (adapter_publisher, adapter_subscriber):
@@ -426,7 +426,7 @@ def test_scaled_model_is_refused_at_once(host: Host) -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_other_rank_after_restart_is_refused_first(host: Host, mode: Any) -> None:
+def test_second_rank_restart_is_refused_first(host: Host, mode: Any) -> None:
     with (
         adapter_subscriber("a", model(2), base="b1", mode=mode) as subscriber,
         plain_subscriber("a", base="b1", mode=mode) as other,
@@ -443,7 +443,7 @@ def test_other_rank_after_restart_is_refused_first(host: Host, mode: Any) -> Non
             assert subscriber.version == 1 and other.update().version == 2
 
 
-def test_directories_are_those_of_peft_and_never_change(host: Host, tmp_path: Path) -> None:
+def test_directories_follow_peft_layout_and_never_change(host: Host, tmp_path: Path) -> None:
     trained = model(1)
     with (
         adapter_publisher("team/a", trained, base="b1") as publisher,
@@ -485,7 +485,7 @@ class Engine:
         del self.adapters[name]
 
 
-def test_an_engine_has_each_version_under_a_name_of_its_own(host: Host) -> None:
+def test_engine_lists_each_version_under_separate_name(host: Host) -> None:
     trained, engine, bases = model(1), Engine(), ["b1"]
     with (
         adapter_publisher("a", trained, base=lambda: bases[0]) as publisher,
@@ -546,7 +546,7 @@ def routes() -> Iterator[tuple[str, list[tuple[str, Any]], list[int]]]:
     server.server_close()
 
 
-def test_the_routes_of_servers(routes: tuple[str, list[tuple[str, Any]], list[int]]) -> None:
+def test_server_routes_match_vllm_and_sglang(routes: tuple[str, list[tuple[str, Any]], list[int]]) -> None:
     """As vLLM 0.32 and SGLang 0.5.23 have them; vLLM's are run in `make test-engines`."""
     url, asked, answers = routes
     for server, prefix in ((VllmServer(url), "/v1"), (SglangServer(url), "")):
@@ -571,7 +571,7 @@ def merged_by_peft(trained: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_at_the_source_and_at_the_receiver(host: Host, dtype: torch.dtype) -> None:
+def test_merge_at_source_matches_merge_at_receiver(host: Host, dtype: torch.dtype) -> None:
     trained, here = model(1, dtype), base_model(dtype)
     whole = {name: torch.zeros_like(one) for name, one in here.state_dict().items()}
     start = {name: one.clone() for name, one in trained.state_dict().items() if "lora_" not in name}
@@ -609,7 +609,7 @@ def test_merged_at_the_source_and_at_the_receiver(host: Host, dtype: torch.dtype
     assert all(torch.equal(one, start[name]) for name, one in trained.state_dict().items() if name in start)
 
 
-def test_merged_weights_that_others_changed_are_not_merged_again(host: Host) -> None:
+def test_externally_changed_merged_weights_are_refused(host: Host) -> None:
     trained, here, bases = model(1), base_model(), ["b1"]
     with (
         adapter_publisher("a", trained, base=lambda: bases[0]) as publisher,
@@ -634,7 +634,7 @@ def test_merged_weights_that_others_changed_are_not_merged_again(host: Host) -> 
         assert torch.allclose(logits(here), logits(trained), atol=1e-4)
 
 
-def test_merging_follows_a_model_that_moved(host: Host) -> None:
+def test_merging_follows_moved_model(host: Host) -> None:
     trained, here = model(1), base_model()
     with (
         adapter_publisher("a", trained, base="b1") as publisher,
@@ -658,7 +658,7 @@ def test_merging_follows_a_model_that_moved(host: Host) -> None:
         assert merging.version == 3
 
 
-def test_adapters_that_cannot_be_merged_or_are_none(host: Host) -> None:
+def test_unmergeable_adapters_are_refused(host: Host) -> None:
     with pytest.raises(ps.ConfigError, match="DoRA"):
         merged_publisher("a", model(1, use_dora=True))
     with pytest.raises(ps.ConfigError, match="LlamaForCausalLM has no adapter 'default'"):

@@ -257,7 +257,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_a_storage_registered_in_this_process(tensors, installed: Path, tmp_path: Path) -> None:
+def test_storage_registered_in_process_is_used(tensors, installed: Path, tmp_path: Path) -> None:
     # Without its entry point, so that only the registration can make the scheme known.
     (installed / "extensions-1.0.dist-info" / "entry_points.txt").unlink()
     run(
@@ -272,7 +272,7 @@ def test_a_storage_registered_in_this_process(tensors, installed: Path, tmp_path
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
 
 
-def test_a_storage_and_an_operation_of_an_installed_package(tensors, installed: Path, tmp_path: Path) -> None:
+def test_installed_storage_and_operation_reach_workers(tensors, installed: Path, tmp_path: Path) -> None:
     """The workers of a conversion are other processes: they know the storage by its entry point."""
     run(
         "import penstock\n"
@@ -325,13 +325,13 @@ def fetch_in_processes(tmp_path: Path, transports: str = '["peek"]') -> dict[str
     return reasons
 
 
-def test_a_transport_of_an_installed_package(installed: Path, runtime: str, tmp_path: Path) -> None:
+def test_installed_transport_carries_fetch(installed: Path, runtime: str, tmp_path: Path) -> None:
     """Both ends know it by its entry point, and it carries every byte of a fetch."""
     (path,) = fetch_in_processes(tmp_path)
     assert path.startswith("peek")
 
 
-def test_a_transport_that_refuses_the_peer_leaves_it_to_the_next_and_the_report_says_why(
+def test_refusing_transport_falls_back_with_reason(
     installed: Path, runtime: str, tmp_path: Path
 ) -> None:
     refuses = 'rank=5, unless_peer=lambda into, source: f"process {source.endpoint} is private")'
@@ -341,7 +341,7 @@ def test_a_transport_that_refuses_the_peer_leaves_it_to_the_next_and_the_report_
     assert re.search(r"peek: process \d+ is private", why)
 
 
-def test_a_broken_entry_point_is_named_and_keeps_nobody_from_other_transports(installed: Path, runtime: str) -> None:
+def test_broken_entry_point_is_named_and_skipped(installed: Path, runtime: str) -> None:
     information = installed / "extensions-1.0.dist-info" / "entry_points.txt"
     information.write_text(
         "[penstock.transports]\nbad = no_such_module:KIND\n"
@@ -368,7 +368,7 @@ def test_a_broken_entry_point_is_named_and_keeps_nobody_from_other_transports(in
     )
 
 
-def test_a_format_of_an_installed_package(installed: Path, tmp_path: Path) -> None:
+def test_installed_format_is_stored_and_dequantised(installed: Path, tmp_path: Path) -> None:
     """A conversion stores it, describes it in config.json, and `dequantise` reads it again."""
     source = tmp_path / "model"
     source.mkdir()
@@ -410,7 +410,7 @@ def test_a_format_of_an_installed_package(installed: Path, tmp_path: Path) -> No
         ({"scaling": "none"}, "no blocks"),
     ],
 )
-def test_a_format_that_the_kernels_cannot_store_is_refused(change: dict[str, object], why: str) -> None:
+def test_format_unsupported_by_kernels_is_refused(change: dict[str, object], why: str) -> None:
     form = Format(tag="fp8-block64", values=DType.F8_E4M3, scaling="amax", block=(64, 64))
     with pytest.raises(ConfigError, match=why):
         register_format(replace(form, **change))
@@ -420,30 +420,30 @@ def test_a_format_that_the_kernels_cannot_store_is_refused(change: dict[str, obj
     ("name", "why"),
     [("shm", "there is one"), ("Peek", "not a name"), ("staged_peek", "not a name"), ("", "not a name")],
 )
-def test_a_transport_name_that_is_taken_or_none_is_refused(name: str, why: str) -> None:
+def test_taken_or_invalid_transport_name_is_refused(name: str, why: str) -> None:
     kind = TransportKind(name=name, open=lambda setup: object(), reach="host", rank=5)
     with pytest.raises(ConfigError, match=why):
         register_transport(kind)
 
 
 @pytest.mark.parametrize("register", [register_format, register_transport])
-def test_what_is_of_another_type_is_refused(register: Callable[[object], None]) -> None:
+def test_wrong_extension_type_is_refused(register: Callable[[object], None]) -> None:
     with pytest.raises(ConfigError, match="is 'peek' "):
         register("peek")
 
 
 @pytest.mark.parametrize("scheme", ["file", "S3", "a b", "", "x://"])
-def test_what_is_no_scheme_is_refused(scheme: str) -> None:
+def test_invalid_scheme_is_refused(scheme: str) -> None:
     with pytest.raises(ConfigError, match="not a URI scheme"):
         register_storage(scheme, object)
 
 
-def test_a_scheme_has_one_storage() -> None:
+def test_scheme_accepts_one_storage() -> None:
     with pytest.raises(ConfigError, match="there is one"):
         register_storage("s3", object)
 
 
-def test_an_unknown_scheme_names_those_that_are_known() -> None:
+def test_unknown_scheme_error_lists_known_schemes() -> None:
     with pytest.raises(ConfigError, match="no storage for nowhere://") as caught:
         penstock.load("nowhere://model")
     assert "s3://" in str(caught.value)

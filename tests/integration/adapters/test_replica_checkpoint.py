@@ -60,7 +60,7 @@ def assert_equal(found: Mapping[str, torch.Tensor], true: Mapping[str, torch.Ten
     assert all(torch.equal(found[name].view(torch.uint8), true[name].view(torch.uint8)) for name in true)
 
 
-def test_from_a_keeper_then_from_storage(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_replica_reads_cache_then_storage(llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     true = ps.load(str(llama), "cpu")
     with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("kept", str(llama))
@@ -79,14 +79,14 @@ def test_from_a_keeper_then_from_storage(llama: Path, tmp_path: Path, caplog: py
     assert str(llama) in caplog.text
 
 
-def test_a_replica_serves_what_it_read_unless_told_otherwise(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_replica_serves_weights_unless_disabled(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = read(llama, fleet="seeds")
     caplog.clear()
     assert_equal(read(llama, fleet="seeds", serve=False), first)
     assert " <- " in caplog.text
 
 
-def test_a_truncated_shard_yields_nothing(llama: Path) -> None:
+def test_truncated_shard_yields_no_tensor(llama: Path) -> None:
     shard = max(llama.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-64])
     tensors = replica.checkpoint(str(llama), None, {}, ALONE, model=str(llama), log=LOG, progress=False)
@@ -104,7 +104,7 @@ def test_a_truncated_shard_yields_nothing(llama: Path) -> None:
         {"finished": True, "distributed": True},
     ],
 )
-def test_options_that_are_refused(extra: dict[str, Any]) -> None:
+def test_invalid_option_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         replica.read_options(extra)
 
@@ -120,7 +120,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.stop()
 
 
-def test_a_hub_in_the_environment_makes_a_replica_join_and_serve(
+def test_hub_in_environment_makes_replica_join(
     llama: Path, hub: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = read(llama)
@@ -142,7 +142,7 @@ def test_a_hub_in_the_environment_makes_a_replica_join_and_serve(
     assert " <- " not in caplog.text
 
 
-def test_new_weights_of_a_model_take_the_place_of_the_former_ones(llama: Path, hub: str) -> None:
+def test_new_model_weights_replace_former_weights(llama: Path, hub: str) -> None:
     former = read(llama)
     write_llama(llama, total_bytes=4 * MIB, shards=2, seed=1)
     assert_equal(read(llama), ps.load(str(llama), "cpu"))
@@ -151,7 +151,7 @@ def test_new_weights_of_a_model_take_the_place_of_the_former_ones(llama: Path, h
     assert not torch.equal(former["lm_head.weight"], read(llama)["lm_head.weight"])
 
 
-def test_a_keeper_is_found_by_the_models_name_and_must_have_the_same_weights(
+def test_cache_is_found_by_model_name(
     llama: Path, hub: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     true = ps.load(str(llama), "cpu")
@@ -175,7 +175,7 @@ def test_a_keeper_is_found_by_the_models_name_and_must_have_the_same_weights(
         assert "not attached to a keeper of llama" in caplog.text
 
 
-def test_all_files_but_the_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_files_except_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     files = {"config.json": b"{}", "sub/tokenizer.json": b"[1]", "model.safetensors": b"x" * 64, "old.bin": b"y"}
     with HuggingFaceServer({"org/tiny": files}) as hub:

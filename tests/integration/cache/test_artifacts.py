@@ -78,7 +78,7 @@ def homes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Homes]:
     yield Homes(tmp_path, monkeypatch)
 
 
-def test_what_one_home_compiled_is_in_another(homes: Homes) -> None:
+def test_compiled_code_is_restored_in_another_home(homes: Homes) -> None:
     saved, files = homes.bake()
     assert Path(saved.uri).parent == homes.model / "penstock-artifacts"
     second = homes.enter("second")
@@ -100,7 +100,7 @@ print(restored.key.id, restored.num_files, "torch" in sys.modules)
 """
 
 
-def test_a_restore_does_not_import_torch(homes: Homes) -> None:
+def test_restore_does_not_import_torch(homes: Homes) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     command = [sys.executable, "-c", RESTORE_WITHOUT_TORCH, str(homes.model), str(homes.public)]
@@ -109,7 +109,7 @@ def test_a_restore_does_not_import_torch(homes: Homes) -> None:
 
 
 @pytest.mark.parametrize(("name", "is_told"), [("first", False), ("second", True)])
-def test_what_torch_tuned_is_said_to_be_lost_at_another_path(
+def test_tuning_lost_at_another_path_is_logged(
     homes: Homes, name: str, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = homes.enter("first")
@@ -133,7 +133,7 @@ def test_what_torch_tuned_is_said_to_be_lost_at_another_path(
         ({"at": "/nowhere"}, "no bundle in /nowhere"),
     ],
 )
-def test_a_changed_field_is_named_and_the_engine_compiles(homes: Homes, changes: dict[str, object], why: str) -> None:
+def test_changed_field_is_named_and_engine_compiles(homes: Homes, changes: dict[str, object], why: str) -> None:
     homes.bake()
     homes.enter("second")
     restored = homes.restore(**changes)
@@ -141,7 +141,7 @@ def test_a_changed_field_is_named_and_the_engine_compiles(homes: Homes, changes:
     assert read(restored.directory) == {} and os.environ["TRITON_CACHE_DIR"] == str(restored.directory / "triton")
 
 
-def test_a_bundle_of_another_signer_leaves_nothing(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
+def test_bundle_from_untrusted_signer_restores_nothing(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
     homes.bake()
     homes.enter("second")
     stranger = homes.directory / "stranger.pem"
@@ -153,7 +153,7 @@ def test_a_bundle_of_another_signer_leaves_nothing(homes: Homes, caplog: pytest.
     assert listed.key is None and listed.signature == "refused"
 
 
-def test_a_bundle_under_another_name_is_refused(homes: Homes) -> None:
+def test_renamed_bundle_is_refused(homes: Homes) -> None:
     saved, _ = homes.bake()
     homes.enter("second")
     other = homes.restore(config={"dtype": "f16"})
@@ -164,7 +164,7 @@ def test_a_bundle_under_another_name_is_refused(homes: Homes) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 7, 200, 4096, -1])
-def test_a_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
+def test_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
     saved, _ = homes.bake()
     whole = Path(saved.uri).read_bytes()
     Path(saved.uri).write_bytes(whole[:size])
@@ -176,7 +176,7 @@ def test_a_truncated_bundle_is_refused(homes: Homes, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
 @pytest.mark.parametrize("change", ["missing", "dtype", "shape", "empty"])
-def test_a_file_that_is_no_bundle_is_not_used(homes: Homes, name: str, change: str) -> None:
+def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -> None:
     saved, _ = homes.bake()
     tensors = load_file(saved.uri)
     whole = tensors.pop(name)
@@ -195,7 +195,7 @@ def test_a_file_that_is_no_bundle_is_not_used(homes: Homes, name: str, change: s
 
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
-def test_a_part_that_is_longer_than_it_may_be_is_not_read(
+def test_oversized_bundle_part_is_not_read(
     homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A header may state any size, and a file may have holes; unsigned bytes must not fill the memory."""
@@ -225,7 +225,7 @@ def test_a_part_that_is_longer_than_it_may_be_is_not_read(
     assert sum(reads) < 1 << 20
 
 
-def test_content_is_read_only_after_its_signature(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_read_after_signature(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
     homes.bake()
     read_part, parts = store._read_part, list[str]()
 
@@ -242,7 +242,7 @@ def test_content_is_read_only_after_its_signature(homes: Homes, monkeypatch: pyt
     assert homes.restore().is_found and "content" in parts
 
 
-def test_a_full_disk_does_not_fail_the_start(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_fail_start(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
     homes.bake()
     homes.enter("second")
     monkeypatch.setattr("penstock.storage.output._free_bytes", lambda path: 3)
@@ -250,7 +250,7 @@ def test_a_full_disk_does_not_fail_the_start(homes: Homes, monkeypatch: pytest.M
     assert not restored.is_found and "no room" in restored.why and read(restored.directory) == {}
 
 
-def test_a_bundle_that_came_later_is_found(homes: Homes) -> None:
+def test_bundle_added_later_is_found(homes: Homes) -> None:
     home = homes.enter("first")
     empty = homes.restore().directory
     (empty / "inductor" / "locks").mkdir(parents=True)
@@ -263,7 +263,7 @@ def test_a_bundle_that_came_later_is_found(homes: Homes) -> None:
     assert again.num_files == len(files) and again.directory == empty and empty.parent == home
 
 
-def test_without_a_hub_the_storage_is_read(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_hub_falls_back_to_storage(homes: Homes, caplog: pytest.LogCaptureFixture) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     restored = homes.restore(connection=f"unix://{homes.directory}/no-hub")
@@ -271,14 +271,14 @@ def test_without_a_hub_the_storage_is_read(homes: Homes, caplog: pytest.LogCaptu
     assert "storage is read" in caplog.text
 
 
-def test_a_model_hub_cannot_be_written(homes: Homes) -> None:
+def test_model_hub_is_not_writable(homes: Homes) -> None:
     homes.bake()
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="hf:// is not an object store that can be written to"):
         penstock_compile_cache.save("hf://org/llama", restored.key, private_key=homes.private)
 
 
-def test_a_directory_that_others_can_write_to_is_refused(homes: Homes) -> None:
+def test_directory_writable_by_others_is_refused(homes: Homes) -> None:
     home = homes.enter("open")
     home.mkdir(mode=0o777)
     home.chmod(0o777)
@@ -286,7 +286,7 @@ def test_a_directory_that_others_can_write_to_is_refused(homes: Homes) -> None:
         homes.restore()
 
 
-def test_without_a_private_key_or_a_restore_nothing_is_saved(homes: Homes) -> None:
+def test_save_needs_private_key_and_restore(homes: Homes) -> None:
     homes.enter("first")
     restored = homes.restore()
     with pytest.raises(ps.ConfigError, match="no private key"):
@@ -302,7 +302,7 @@ def test_without_a_private_key_or_a_restore_nothing_is_saved(homes: Homes) -> No
     assert not (homes.model / "penstock-artifacts").exists() and not (homes.directory / "new").exists()
 
 
-def test_a_bundle_is_saved_beside_its_own_model_only(homes: Homes) -> None:
+def test_bundle_is_saved_next_to_its_model(homes: Homes) -> None:
     homes.enter("first")
     restored, named = homes.restore(), homes.restore(model="any of these")
     for each in (restored, named):
@@ -321,7 +321,7 @@ def test_a_bundle_is_saved_beside_its_own_model_only(homes: Homes) -> None:
     assert penstock_compile_cache.save(other, named.key, private_key=homes.private).num_files
 
 
-def test_a_list_names_what_is_missing_and_what_is_damaged(homes: Homes) -> None:
+def test_list_names_missing_and_damaged_bundles(homes: Homes) -> None:
     def listed(*words: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["artifacts", "list", *words])
         assert done.exception is None or isinstance(done.exception, ps.PenstockError | SystemExit)
@@ -344,7 +344,7 @@ def test_a_list_names_what_is_missing_and_what_is_damaged(homes: Homes) -> None:
     assert lines["unsigned.safetensors"].endswith(": refused: the bundle is not signed")
 
 
-def test_the_command_says_once_why_a_bundle_is_refused(homes: Homes) -> None:
+def test_refused_bundle_is_explained_once(homes: Homes) -> None:
     saved, _ = homes.bake()
     Path(saved.uri).write_bytes(Path(saved.uri).read_bytes()[:-1])
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
@@ -372,7 +372,7 @@ def start(homes: Homes, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_killed_restore_leaves_nothing_and_the_next_one_completes(homes: Homes) -> None:
+def test_killed_restore_leaves_nothing(homes: Homes) -> None:
     _, files = homes.bake()
     second = homes.enter("second")
     with start(homes, "kill") as killed:
@@ -384,7 +384,7 @@ def test_a_killed_restore_leaves_nothing_and_the_next_one_completes(homes: Homes
     assert [path for path in second.iterdir() if path.is_dir()] == [restored.directory]
 
 
-def test_the_processes_of_a_host_restore_once(homes: Homes) -> None:
+def test_processes_on_host_restore_once(homes: Homes) -> None:
     _, files = homes.bake()
     homes.enter("second")
     processes = [start(homes) for _ in range(4)]
@@ -392,7 +392,7 @@ def test_the_processes_of_a_host_restore_once(homes: Homes) -> None:
     assert sorted(found) == [[True, 0]] * 3 + [[True, len(files)]]
 
 
-def test_bundles_in_an_object_store(homes: Homes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_bundles_are_stored_in_object_store(homes: Homes, tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         SwiftServer.check()
     except Unavailable as error:
@@ -433,7 +433,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_a_fleet_carries_a_bundle(homes: Homes, hub: str) -> None:
+def test_fleet_distributes_bundle(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     assert homes.restore(connection=hub).source == saved.uri
@@ -444,7 +444,7 @@ def test_a_fleet_carries_a_bundle(homes: Homes, hub: str) -> None:
     assert restored.source == f"fleet:artifacts-{restored.key.id}" and read(restored.directory) == files
 
 
-def test_a_keeper_serves_the_bundles_of_its_models(homes: Homes, hub: str) -> None:
+def test_cache_serves_bundles_of_its_models(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
     listed = subprocess.run(
         [sys.executable, "-m", "penstock", "artifacts", "list", str(homes.model), "--keep"],
@@ -460,7 +460,7 @@ def test_a_keeper_serves_the_bundles_of_its_models(homes: Homes, hub: str) -> No
     assert restored.source == f"fleet:artifacts-{restored.key.id}" and read(restored.directory) == files
 
 
-def test_the_command_restores_lists_and_saves(homes: Homes) -> None:
+def test_command_restores_lists_and_saves(homes: Homes) -> None:
     home = homes.enter("first")
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
     done = CliRunner().invoke(app, ["artifacts", "restore", str(homes.model), *words])
@@ -496,7 +496,7 @@ print(json.dumps(dict(counters["inductor"])))
 """
 
 
-def test_torch_finds_what_another_home_compiled(homes: Homes) -> None:
+def test_torch_reuses_code_compiled_in_another_home(homes: Homes) -> None:
     hits = []
     for name in ("first", "second"):
         homes.enter(name)

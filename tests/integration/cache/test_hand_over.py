@@ -82,7 +82,7 @@ def kept() -> list[tuple[str, str]]:
     return [(state.state, holder.name) for holder in ps.hub.status("finished").members for state in holder.holdings]
 
 
-def test_the_next_process_uses_the_same_memory(keeper: KeeperProcess) -> None:
+def test_next_process_attaches_same_memory(keeper: KeeperProcess) -> None:
     model = made()
     wanted, own, objects = answer(model), model[0].weight.data_ptr(), [id(p) for p in model.parameters()]
     attached = ps.cache.cache_parameters(model, "finished")
@@ -100,7 +100,7 @@ def test_the_next_process_uses_the_same_memory(keeper: KeeperProcess) -> None:
     assert found["path"].startswith("shm, mapped: ")
 
 
-def test_the_keeper_goes_on_when_the_engine_is_gone() -> None:
+def test_cache_keeps_parameters_after_engine_exit() -> None:
     model = made()
     with ps.cache.WeightCache(accept=True) as keeper:
         attached = ps.cache.cache_parameters(model, "finished")
@@ -122,7 +122,7 @@ def test_the_keeper_goes_on_when_the_engine_is_gone() -> None:
         assert [model.model for model in keeper.models()] == ["finished"]
 
 
-def test_tied_tensors_and_buffers() -> None:
+def test_tied_tensors_and_buffers_are_kept() -> None:
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -158,7 +158,7 @@ class TiedByMemory(torch.nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_tensors_that_are_tied_by_their_memory(device: str) -> None:
+def test_tensors_tied_by_memory_are_kept(device: str) -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         model = TiedByMemory()
         wanted, objects = model.embed.weight.detach().clone(), list(model.parameters())
@@ -177,7 +177,7 @@ def test_tensors_that_are_tied_by_their_memory(device: str) -> None:
         gc.collect()
 
 
-def test_nothing_is_kept_that_could_not_be_bound() -> None:
+def test_unbindable_model_is_not_kept() -> None:
     class Other(torch.nn.Linear):
         """Its state has a tensor more from the second time on."""
 
@@ -195,7 +195,7 @@ def test_nothing_is_kept_that_could_not_be_bound() -> None:
         assert keeper.models() == []
 
 
-def test_where_no_keeper_accepts_them() -> None:
+def test_parameters_without_accepting_cache_raise_not_found() -> None:
     model = made()
     own = model[0].weight.data_ptr()
     with pytest.raises(NotFound, match="no keeper on this host accepts"):
@@ -205,7 +205,7 @@ def test_where_no_keeper_accepts_them() -> None:
     assert model[0].weight.data_ptr() == own
 
 
-def test_a_keeper_without_room_says_how_much_it_takes() -> None:
+def test_full_cache_error_states_needed_bytes() -> None:
     model = made()
     own = model[0].weight.data_ptr()
     with ps.cache.WeightCache(accept=True, memory_bytes="1M") as keeper:
@@ -217,7 +217,7 @@ def test_a_keeper_without_room_says_how_much_it_takes() -> None:
     assert model[0].weight.data_ptr() == own
 
 
-def test_other_bytes_under_a_name_that_is_taken() -> None:
+def test_conflicting_bytes_under_taken_name_are_refused() -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         first = ps.cache.cache_parameters(made(0), "finished")
         with pytest.raises(OperationFailed, match="kept already, with other bytes"):
@@ -229,7 +229,7 @@ def test_other_bytes_under_a_name_that_is_taken() -> None:
         second.close()
 
 
-def test_two_engines_at_once() -> None:
+def test_concurrent_engines_keep_one_copy() -> None:
     results: list[torch.Tensor] = []
     with ps.cache.WeightCache(accept=True) as keeper:
         # Made here: the seed is the process's.
@@ -252,7 +252,7 @@ def test_two_engines_at_once() -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "4")
     code = (
         "import torch, penstock as ps; from penstock.cache import engine_parameters as h; import os, signal\n"
@@ -278,7 +278,7 @@ def test_an_engine_that_is_killed_in_the_middle_leaves_nothing(monkeypatch: pyte
             assert "other" in [model.model for model in keeper.models()]
 
 
-def test_a_keeper_that_is_killed_in_the_middle(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_cache_leaves_engine_working(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     model = made()
     own, wanted = model[0].weight.data_ptr(), answer(model)
     real = handing._ask
@@ -295,7 +295,7 @@ def test_a_keeper_that_is_killed_in_the_middle(keeper: KeeperProcess, monkeypatc
     assert torch.equal(answer(model), wanted)
 
 
-def test_what_cannot_be_kept_is_refused() -> None:
+def test_unsupported_parameters_are_refused() -> None:
     class Odd(torch.Tensor):
         pass
 
@@ -315,7 +315,7 @@ def test_what_cannot_be_kept_is_refused() -> None:
         assert keeper.models() == []
 
 
-def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_without_offer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         server = handing._keeper_of(torch.device("cpu"))
@@ -325,7 +325,7 @@ def test_a_request_for_what_nobody_offers(monkeypatch: pytest.MonkeyPatch) -> No
         assert keeper.models() == []
 
 
-def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         ps.cache.cache_parameters(made(), "finished").close()
@@ -346,7 +346,7 @@ def test_damage_without_the_engine_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("save", [save_llama, save_mixtral], ids=["llama", "merged experts"])
-def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.transformers")
     directory = save(tmp_path / "model")
     # A copy of the files is known to be the same by its digests only.
@@ -385,7 +385,7 @@ def test_a_model_of_transformers(save: Any, tmp_path: Path, caplog: pytest.LogCa
         gc.collect()
 
 
-def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
+def test_two_checkpoints_share_one_name(tmp_path: Path) -> None:
     auto = transformers.AutoModelForCausalLM
     directories = [save_llama(tmp_path / str(seed), seed=seed) for seed in range(2)]
     with ps.cache.WeightCache(accept=True) as keeper:
@@ -400,7 +400,7 @@ def test_two_checkpoints_under_one_name(tmp_path: Path) -> None:
         gc.collect()
 
 
-def test_a_checkpoint_that_is_replaced_before_the_load(
+def test_checkpoint_replaced_before_load_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     auto = transformers.AutoModelForCausalLM
@@ -435,7 +435,7 @@ def test_a_checkpoint_that_is_replaced_before_the_load(
 
 @pytest.mark.parametrize("step", ["attach", "attach_into"])
 @pytest.mark.parametrize("kind", [ConfigError, PlanError])
-def test_a_keeper_that_transformers_cannot_use(
+def test_unusable_cache_falls_back_to_loading(
     step: str,
     kind: type[ps.PenstockError],
     tmp_path: Path,
@@ -462,7 +462,7 @@ def test_a_keeper_that_transformers_cannot_use(
         keeper.drop(keeper.models()[0].model, drain_s=5)
 
 
-def test_damaged_parameters_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     auto = transformers.AutoModelForCausalLM
     directory = save_llama(tmp_path / "model")
@@ -479,7 +479,7 @@ def test_damaged_parameters_of_transformers(tmp_path: Path, monkeypatch: pytest.
             gc.collect()
 
 
-def test_without_a_keeper_transformers_loads_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_cache_is_logged_and_model_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = save_llama(tmp_path / "model")
     model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper="mine")
     assert model.model.embed_tokens.weight.numel()
@@ -494,7 +494,7 @@ def test_without_a_keeper_transformers_loads_and_says_so(tmp_path: Path, caplog:
         ("", {"device_map": "auto"}, "device_map"),
     ],
 )
-def test_what_transformers_cannot_attach_to(name: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_unsupported_transformers_options_are_refused(name: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
     place = name or save_llama(tmp_path / "model")
     with pytest.raises(ConfigError, match=why):
         from_pretrained(transformers.AutoModelForCausalLM, place, keeper=True, **options)

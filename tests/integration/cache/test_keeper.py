@@ -71,7 +71,7 @@ def until(happens, timeout_s: float = 10.0) -> None:
         time.sleep(0.02)
 
 
-def test_an_engine_and_the_one_after_it_use_the_same_memory(keeper, wanted) -> None:
+def test_consecutive_engines_attach_same_memory(keeper, wanted) -> None:
     for _ in range(2):
         found = subprocess.run([sys.executable, "-c", ENGINE], capture_output=True, text=True, check=True, timeout=60)
         said = json.loads(found.stdout)
@@ -82,7 +82,7 @@ def test_an_engine_and_the_one_after_it_use_the_same_memory(keeper, wanted) -> N
     assert keeper.process.poll() is None
 
 
-def test_what_an_engine_writes_no_other_sees(keeper, wanted) -> None:
+def test_engine_writes_are_private(keeper, wanted) -> None:
     first, second = ps.cache.attach("llama", verify=False), ps.cache.attach("llama")
     assert second.report.verified and not first.report.verified
     first["model.norm.weight"].zero_()
@@ -91,7 +91,7 @@ def test_what_an_engine_writes_no_other_sees(keeper, wanted) -> None:
     assert_same(ps.cache.attach("llama"), wanted)
 
 
-def test_a_module_uses_kept_memory(keeper, wanted) -> None:
+def test_module_uses_kept_memory(keeper, wanted) -> None:
     class Part(torch.nn.Module):
         def __init__(self, device: str) -> None:
             super().__init__()
@@ -119,7 +119,7 @@ def test_a_module_uses_kept_memory(keeper, wanted) -> None:
         assert (module.lm_head.weight is before) == (device == "cpu")
 
 
-def test_tied_target_of_different_kept_tensors_refused(keeper) -> None:
+def test_tied_target_with_different_tensors_is_refused(keeper) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -142,7 +142,7 @@ def test_tied_target_of_different_kept_tensors_refused(keeper) -> None:
         attached.attach_into(torch.nn.ModuleDict({"lm_head": torch.nn.LazyLinear(4)}), strict=False)
 
 
-def test_nobody_keeps_it(llama) -> None:
+def test_missing_model_raises_not_found(llama) -> None:
     begun = time.monotonic()
     with pytest.raises(ps.NotFound, match="no hub runs"):
         ps.cache.attach("llama", timeout_s=0.0)
@@ -157,12 +157,12 @@ def test_nobody_keeps_it(llama) -> None:
         ps.cache.attach("llama", connection="unix:///nowhere/hub.sock", timeout_s=0.0)
 
 
-def test_an_engine_that_waits_for_its_keeper(llama, wanted) -> None:
+def test_attach_waits_for_cache_to_start(llama, wanted) -> None:
     with KeeperProcess([str(llama)]):
         assert_same(ps.cache.attach("llama", timeout_s=30.0, device="cpu"), wanted)
 
 
-def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> None:
+def test_stopping_cache_waits_for_its_engine(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGTERM)
     until(lambda: attached.lease_state == "draining")
@@ -178,7 +178,7 @@ def test_a_keeper_that_is_told_to_stop_waits_for_its_engine(keeper, wanted) -> N
     assert_same(attached, wanted)  # host memory stays while it is mapped
 
 
-def test_a_keeper_that_is_killed(keeper, wanted) -> None:
+def test_killed_cache_is_reported_lost(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGKILL)
     keeper.process.wait(timeout=20)
@@ -189,7 +189,7 @@ def test_a_keeper_that_is_killed(keeper, wanted) -> None:
     attached.close()
 
 
-def test_several_models_and_their_bound(llama, wanted, tmp_path) -> None:
+def test_several_models_share_memory_limit(llama, wanted, tmp_path) -> None:
     write_llama(tmp_path / "draft", total_bytes=3_000_000, seed=7)
     draft = by_safetensors(tmp_path / "draft")
     with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
@@ -205,7 +205,7 @@ def test_several_models_and_their_bound(llama, wanted, tmp_path) -> None:
         assert [one.model for one in keeper.models()] == ["llama", "draft"]
 
 
-def test_a_model_is_not_dropped_while_an_engine_uses_it(llama) -> None:
+def test_attached_model_is_not_dropped(llama) -> None:
     with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
         attached = ps.cache.attach("llama")
@@ -228,7 +228,7 @@ def test_a_model_is_not_dropped_while_an_engine_uses_it(llama) -> None:
             keeper.drop("llama")
 
 
-def test_revisions_side_by_side(llama, wanted, tmp_path) -> None:
+def test_two_revisions_are_kept_together(llama, wanted, tmp_path) -> None:
     write_llama(tmp_path / "new", total_bytes=30_000_000, seed=3)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
@@ -244,7 +244,7 @@ def test_revisions_side_by_side(llama, wanted, tmp_path) -> None:
         assert_same(ps.cache.attach("llama"), by_safetensors(tmp_path / "new"))
 
 
-def test_an_engine_takes_no_readers_place(llama, wanted) -> None:
+def test_attached_engine_uses_no_reader_slot(llama, wanted) -> None:
     with ps.cache.WeightCache(max_readers=1) as keeper:
         keeper.keep("llama", llama)
         engines = [ps.cache.attach("llama") for _ in range(3)]
@@ -257,7 +257,7 @@ def test_an_engine_takes_no_readers_place(llama, wanted) -> None:
         del engines
 
 
-def test_a_forked_child_leaves_the_lease_alone(keeper) -> None:
+def test_forked_child_keeps_parent_lease(keeper) -> None:
     attached = ps.cache.attach("llama")
     child = os.fork()
     if child == 0:
@@ -268,7 +268,7 @@ def test_a_forked_child_leaves_the_lease_alone(keeper) -> None:
     assert attached.lease_state == "kept"
 
 
-def test_the_command_says_what_is_wrong(llama, tmp_path) -> None:
+def test_keep_command_explains_errors(llama, tmp_path) -> None:
     with pytest.raises(ChildProcessError, match="BudgetTooSmall"):
         KeeperProcess([str(llama), "--memory-bytes", "1M"])
     with pytest.raises(ChildProcessError, match="NotFound"):

@@ -62,7 +62,7 @@ def until(happens, timeout_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tmp_path) -> None:
+def test_model_is_demoted_and_promoted_without_source(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
         keeper.keep("a", models["a"])
         memory = weakref.ref(shared_at(keeper.member.weights[0].place.regions[0].address, 1))
@@ -87,7 +87,7 @@ def test_a_model_makes_room_and_comes_back_without_its_source(models, wanted, tm
         assert stats.tiers["host"].peak_bytes <= BOUND
 
 
-def test_what_is_in_use_stays(models, wanted, tmp_path) -> None:
+def test_model_in_use_is_not_demoted(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         attached = ps.cache.attach("a")
@@ -107,7 +107,7 @@ def test_what_is_in_use_stays(models, wanted, tmp_path) -> None:
         assert_same(ps.cache.attach("a", timeout_s=20.0, verify=True), wanted["a"])
 
 
-def test_a_fetch_of_a_resting_model_brings_it_back(models, wanted, tmp_path) -> None:
+def test_fetch_promotes_demoted_model(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
@@ -119,7 +119,7 @@ def test_a_fetch_of_a_resting_model_brings_it_back(models, wanted, tmp_path) -> 
         assert tiers(keeper) == {"a": "host", "b": "disk"}
 
 
-def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted, tmp_path) -> None:
+def test_small_disk_reads_source_again(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path, disk_bytes=35_000_000) as keeper:
         for name, directory in models.items():
             keeper.keep(name, directory)
@@ -136,7 +136,7 @@ def test_where_there_is_no_room_on_disk_the_source_is_read_again(models, wanted,
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
 
-def test_a_disk_that_is_full_is_said_and_the_source_is_read_again(models, wanted, small_disk, caplog) -> None:
+def test_full_disk_reads_source_again(models, wanted, small_disk, caplog) -> None:
     with ps.cache.WeightCache(
         memory_bytes=BOUND, disk=small_disk(10 << 20)
     ) as keeper:  # as far as it knows there is room
@@ -151,7 +151,7 @@ def test_a_disk_that_is_full_is_said_and_the_source_is_read_again(models, wanted
         assert keeper.stats().tiers["disk"].used_bytes == 0
 
 
-def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) -> None:
+def test_missing_source_keeps_model_listed(models, wanted, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
@@ -166,7 +166,7 @@ def test_a_source_that_is_away_leaves_the_model_known(models, wanted, tmp_path) 
         assert_same(ps.cache.attach("a", timeout_s=20.0, verify=True), wanted["a"])
 
 
-def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_path) -> None:
+def test_changed_source_is_not_loaded(models, wanted, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill", disk_bytes=4096) as keeper:
@@ -180,7 +180,7 @@ def test_a_source_that_is_another_now_is_not_taken_for_it(models, wanted, tmp_pa
         assert {held.identity.model for held in keeper.member.weights} == {"a", "b"}
 
 
-def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) -> None:
+def test_damaged_memory_is_reloaded_before_demotion(models, wanted, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         for row in keeper.member.weights[0].rows:
@@ -194,7 +194,7 @@ def test_damaged_memory_is_read_again_and_not_moved(models, wanted, tmp_path) ->
         assert (links["source", "host"].num_moves, links["host", "disk"].num_moves) == (3, 2)
 
 
-def test_damaged_memory_that_cannot_be_read_again_is_not_moved(models, tmp_path) -> None:
+def test_damaged_unreloadable_memory_is_not_demoted(models, tmp_path) -> None:
     source = tmp_path / "a"
     shutil.copytree(models["a"], source)
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "spill") as keeper:
@@ -211,7 +211,7 @@ def test_damaged_memory_that_cannot_be_read_again_is_not_moved(models, tmp_path)
         keeper.check()
 
 
-def test_a_resting_model_is_dropped(models, tmp_path) -> None:
+def test_demoted_model_is_dropped(models, tmp_path) -> None:
     with ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path) as keeper:
         keeper.keep("a", models["a"])
         keeper.keep("b", models["b"])
@@ -223,7 +223,7 @@ def test_a_resting_model_is_dropped(models, tmp_path) -> None:
             ps.cache.attach("a", timeout_s=0.0)
 
 
-def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, tmp_path) -> None:
+def test_alternating_engines_always_get_correct_bytes(models, wanted, tmp_path) -> None:
     faults: list[BaseException] = []
 
     def engine(name: str) -> None:
@@ -248,7 +248,7 @@ def test_engines_that_ask_by_turns_always_have_the_right_bytes(models, wanted, t
         assert keeper.stats().tiers["host"].peak_bytes <= BOUND
 
 
-def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
+def test_demotion_needs_memory_limit_and_directory(tmp_path) -> None:
     with pytest.raises(ps.ConfigError, match="need memory_bytes"):
         ps.cache.WeightCache(disk=tmp_path)
     with pytest.raises(ps.ConfigError, match="in host memory already"):
@@ -260,7 +260,7 @@ def test_idle_models_need_a_bound_and_a_place(tmp_path) -> None:
         ps.cache.WeightCache(memory_bytes=BOUND, disk=tmp_path / "file").open()
 
 
-def test_the_command_keeps_more_than_memory_holds_and_says_where(models, wanted, tmp_path) -> None:
+def test_command_keeps_models_beyond_memory(models, wanted, tmp_path) -> None:
     uris = [str(models[name]) for name in ("a", "b")]
     bounds = ["--memory-bytes", str(BOUND), "--disk", str(tmp_path)]
     with KeeperProcess([*uris, *bounds]) as keeper:

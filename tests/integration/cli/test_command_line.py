@@ -36,7 +36,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_ctrl_c_in_a_conversion_says_how_to_resume_and_it_resumes(tmp_path: Path) -> None:
+def test_interrupted_conversion_explains_how_to_resume(tmp_path: Path) -> None:
     # Large enough that its tasks take longer than it takes to see the bar and press a key.
     write_llama(tmp_path / "large", total_bytes=96 << 20)
     words = ["convert", str(tmp_path / "large"), str(tmp_path / "an out"), *TO_F32, "--task-bytes", "256K"]
@@ -79,7 +79,7 @@ def write(source: Path, to: Path, *, replace: bool = False, progress: object = F
         pull(fleet, to=to, fallback=source, replace=replace, progress=progress)
 
 
-def test_force_replaces_a_result_once_the_new_one_is_complete(
+def test_force_replaces_result_after_completion(
     made: Path, other: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     out = tmp_path / "out"
@@ -102,7 +102,7 @@ def test_force_replaces_a_result_once_the_new_one_is_complete(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_old_result_stays_where_the_new_one_fails(made: Path, tmp_path: Path, launcher_fork_servers: None) -> None:
+def test_failed_conversion_keeps_old_result(made: Path, tmp_path: Path, launcher_fork_servers: None) -> None:
     out, seen = tmp_path / "out", set[str]()
     write(made, out)
     first = revision(out)
@@ -118,7 +118,7 @@ def test_the_old_result_stays_where_the_new_one_fails(made: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
-def test_force_replaces_nothing_but_weight_sets(kind: str, made: Path, tmp_path: Path) -> None:
+def test_force_replaces_only_weight_sets(kind: str, made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.write_text("precious")
@@ -131,7 +131,7 @@ def test_force_replaces_nothing_but_weight_sets(kind: str, made: Path, tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_force_replaces_a_link_and_not_what_it_leads_to(made: Path, other: Path, tmp_path: Path) -> None:
+def test_force_replaces_link_and_keeps_target(made: Path, other: Path, tmp_path: Path) -> None:
     write(made, tmp_path / "v1")
     (tmp_path / "current").symlink_to("v1")
     write(other, tmp_path / "current", replace=True)
@@ -140,7 +140,7 @@ def test_force_replaces_a_link_and_not_what_it_leads_to(made: Path, other: Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]
 
 
-def test_force_takes_no_source_and_no_object_store(made: Path, tmp_path: Path) -> None:
+def test_force_refuses_source_and_object_store(made: Path, tmp_path: Path) -> None:
     write(made, tmp_path / "out")
     with pytest.raises(ConfigError, match="the destination is the source"):
         ps.convert(tmp_path / "out", tmp_path / "out", to="cast:F32", workers=1, replace=True)
@@ -148,7 +148,7 @@ def test_force_takes_no_source_and_no_object_store(made: Path, tmp_path: Path) -
         ps.convert(made, "s3://bucket/out", replace=True)
 
 
-def test_where_names_cannot_be_exchanged_it_takes_two_steps_and_says_so(
+def test_unsupported_exchange_uses_two_renames(
     made: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(one: Path, other: Path) -> None:
@@ -179,7 +179,7 @@ NEEDED = re.compile(r"no room: ([\d.]+) MB are needed, ([\d.]+) MB are free")
 
 
 @pytest.mark.parametrize("command", ["convert", "pull", "storage-initializer"])
-def test_a_disk_too_small_says_what_is_needed_and_free_before_a_byte_is_written(
+def test_too_small_disk_is_reported_before_writing(
     command: str, made: Path, small_disk: Callable[[int], Path], fork_server: ForkServer
 ) -> None:
     disk = small_disk(4 << 20)
@@ -199,7 +199,7 @@ def test_a_disk_too_small_says_what_is_needed_and_free_before_a_byte_is_written(
     assert not any(path.is_file() for path in disk.rglob("*"))
 
 
-def test_a_disk_that_fills_up_meanwhile_says_what_is_needed_and_free(
+def test_disk_filled_midway_reports_needed_bytes(
     small_disk: Callable[[int], Path], tmp_path: Path
 ) -> None:
     disk = small_disk(1 << 20)
@@ -210,7 +210,7 @@ def test_a_disk_that_fills_up_meanwhile_says_what_is_needed_and_free(
 
 
 @pytest.mark.usefixtures("own_runtime")
-def test_status_fits_the_terminal_and_follows_its_size(made: Path, fork_server: ForkServer) -> None:
+def test_status_fits_resized_terminal(made: Path, fork_server: ForkServer) -> None:
     with ps.cache.WeightCache() as keeper:
         keeper.keep("a-model-with-a-rather-long-name", made, progress=False)
         whole = commands.run(fork_server, ["status"]).stdout
@@ -261,7 +261,7 @@ def test_empty_mount_point_is_filled(command: str, made: Path, small_disk: Calla
         assert ps.verify(disk, progress=False).verified
 
 
-def test_bind_mount_of_one_file_system_is_filled(made: Path, small_disk: Callable[[int], Path]) -> None:
+def test_bind_mount_on_same_filesystem_is_filled(made: Path, small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(64 << 20)
     (disk / "a b").mkdir()
     (disk / "volume").mkdir()

@@ -56,7 +56,7 @@ def hub(tokens, tmp_path):
     assert "event=issued" in (tmp_path / "stderr").read_text()
 
 
-def test_status_and_why(hub, tokens, penstock: Run) -> None:
+def test_status_and_why_describe_fleet(hub, tokens, penstock: Run) -> None:
     asked = ["--hub", hub, "--token-file", str(tokens)]
     assert "no member has or wants llama" in penstock("status", "llama", *asked).stdout
     with HubClient.connect(hub, TOKEN, life="w") as w, HubClient.connect(hub, TOKEN, life="a") as a:
@@ -94,7 +94,7 @@ def test_status_and_why(hub, tokens, penstock: Run) -> None:
     watched.communicate(timeout=20)
 
 
-def test_what_is_wrong_is_said_at_once(tokens, tmp_path, penstock: Run) -> None:
+def test_wrong_hub_options_are_explained(tokens, tmp_path, penstock: Run) -> None:
     for arguments, word in (
         (["--listen", "0.0.0.0:0"], "strangers"),
         (["--listen", "127.0.0.1:0"], "--token-file"),
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said_at_once(tokens, tmp_path, penstock: Run) -> None:
     assert done.returncode == 2 and "not the address of a hub" in done.stderr
 
 
-def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstock: Run) -> None:
+def test_local_hub_needs_no_options(tmp_path_factory, monkeypatch, penstock: Run) -> None:
     place = tmp_path_factory.mktemp("run")
     os.chmod(place, 0o700)
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
@@ -117,7 +117,7 @@ def test_this_hosts_own_hub_needs_nothing(tmp_path_factory, monkeypatch, penstoc
     assert "no member has or fetches llama" in penstock("why", "llama").stdout
 
 
-def test_a_hub_without_options_listens_for_its_own_user_alone(tmp_path_factory, monkeypatch, penstock: Run) -> None:
+def test_default_hub_is_private_to_user(tmp_path_factory, monkeypatch, penstock: Run) -> None:
     place = tmp_path_factory.mktemp("run") / "below"
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
     with subprocess.Popen([*PENSTOCK, "hub"], stdout=subprocess.PIPE, text=True) as process:
@@ -137,7 +137,7 @@ def test_a_hub_without_options_listens_for_its_own_user_alone(tmp_path_factory, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_hub_that_is_told_to_stop_leaves_no_socket_behind(tmp_path, number: signal.Signals) -> None:
+def test_stopped_hub_removes_its_socket(tmp_path, number: signal.Signals) -> None:
     path = tmp_path / "hub.sock"
     command = [*PENSTOCK, "hub", "--listen", f"unix://{path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -149,7 +149,7 @@ def test_a_hub_that_is_told_to_stop_leaves_no_socket_behind(tmp_path, number: si
     assert not path.exists()
 
 
-def test_a_hub_that_stops_in_the_middle_of_a_request_logs_no_traceback(tmp_path) -> None:
+def test_hub_stopped_during_request_logs_no_traceback(tmp_path) -> None:
     path = tmp_path / "hub.sock"
     command = [*PENSTOCK, "hub", "--listen", f"unix://{path}"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -166,7 +166,7 @@ def test_a_hub_that_stops_in_the_middle_of_a_request_logs_no_traceback(tmp_path)
         assert "Traceback" not in process.stderr.read()
 
 
-def test_an_address_without_tokens_is_refused_in_one_way() -> None:
+def test_public_address_without_tokens_is_refused() -> None:
     done = subprocess.run([*PENSTOCK, "hub", "--listen", "127.0.0.1:7070"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert "open to strangers" in done.stderr and "only processes of this user" not in done.stderr

@@ -39,7 +39,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_bar_ends_at_100_per_cent(name: str, sealed: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_progress_bar_ends_at_100_percent(name: str, sealed: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     words = COMMANDS[name].format(sealed=sealed, tmp=tmp_path).split()
     with Terminal(columns=120) as terminal:
         terminal.fork(fork_server, words)
@@ -49,7 +49,7 @@ def test_a_bar_ends_at_100_per_cent(name: str, sealed: Path, tmp_path: Path, for
         assert len(bars) == (3 if name == "bench load" else 1)
 
 
-def test_the_bars_of_processes_are_not_mixed(fork_server: ForkServer) -> None:
+def test_bars_from_several_processes_are_not_mixed(fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
         terminal.fork(fork_server, ["bench", "fetch", "--total-gb", "0.001", "--receivers", "1", "--repeat", "2"])
         assert terminal.end() == 0, terminal.text
@@ -57,7 +57,7 @@ def test_the_bars_of_processes_are_not_mixed(fork_server: ForkServer) -> None:
         assert bar.startswith("fetch ") and ENDED.search(bar) and "2 fetches" in bar
 
 
-def test_a_kept_model_has_a_bar(sealed: Path, fork_server: ForkServer) -> None:
+def test_keep_command_shows_bar(sealed: Path, fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
         terminal.fork(fork_server, ["keep", str(sealed), "--model", "m"])
         terminal.until(lambda: "SIGTERM or Ctrl-C ends it" in terminal.text)
@@ -66,7 +66,7 @@ def test_a_kept_model_has_a_bar(sealed: Path, fork_server: ForkServer) -> None:
 
 
 @pytest.mark.parametrize("columns", [120, 60])
-def test_a_running_load_says_rate_and_time_left_on_one_line(columns: int, made: Path, fork_server: ForkServer) -> None:
+def test_running_load_shows_rate_and_time(columns: int, made: Path, fork_server: ForkServer) -> None:
     faults = Faults(total_bytes_per_s=6_000_000)
     with RangeServer(made, faults=faults) as server, Terminal(columns=columns) as terminal:
         terminal.fork(
@@ -82,7 +82,7 @@ def test_a_running_load_says_rate_and_time_left_on_one_line(columns: int, made: 
         assert ENDED.search(end if columns == 120 else end.partition("  ")[0]), terminal.text
 
 
-def test_ctrl_c_clears_the_bar(made: Path, fork_server: ForkServer) -> None:
+def test_interrupt_clears_bar(made: Path, fork_server: ForkServer) -> None:
     with RangeServer(made, faults=Faults(total_bytes_per_s=6_000_000)) as server, Terminal() as terminal:
         # Small chunks, since a load that is interrupted waits for those under way.
         terminal.fork(
@@ -94,7 +94,7 @@ def test_ctrl_c_clears_the_bar(made: Path, fork_server: ForkServer) -> None:
         assert terminal.lines == []
 
 
-def test_a_wait_for_a_holder_counts_its_seconds_and_leaves_an_error_alone(fork_server: ForkServer) -> None:
+def test_wait_for_holder_counts_seconds(fork_server: ForkServer) -> None:
     with Terminal() as terminal:
         terminal.fork(fork_server, ["pull", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
         terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)

@@ -56,7 +56,7 @@ def command(*arguments: str | Path) -> int:
     return int(ended.value.code or 0)
 
 
-def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkeypatch) -> None:
+def test_pulled_weights_match_held_weights(keeper, llama, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(pulling, "SHARD_BYTES", 7_000_000)
     assert command("llama", "--to", tmp_path / "out", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
@@ -80,7 +80,7 @@ def test_what_is_pulled_is_what_was_held(keeper, llama, tmp_path, capsys, monkey
         (["my model.safetensors"], "my model.safetensors"),
     ],
 )
-def test_pulled_files_have_names_of_source(names, single, tmp_path, capsys, monkeypatch) -> None:
+def test_pulled_files_have_source_names(names, single, tmp_path, capsys, monkeypatch) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for part, name in enumerate(names):
@@ -102,21 +102,21 @@ def test_pulled_files_have_names_of_source(names, single, tmp_path, capsys, monk
         assert ps.verify(out).verified
 
 
-def test_pull_says_that_small_files_stay_behind(keeper, tmp_path, capsys) -> None:
+def test_pull_reports_that_small_files_are_missing(keeper, tmp_path, capsys) -> None:
     assert command("llama", "--to", tmp_path / "out") == 0
     assert "weights only: a fleet has no config.json" in capsys.readouterr().out
     assert command("llama", "--device", "cpu") == 0
     assert "weights only" not in capsys.readouterr().out
 
 
-def test_a_model_that_no_member_has_is_read_from_storage_only_if_named(tmp_path, capsys) -> None:
+def test_unheld_model_needs_fallback_to_storage(tmp_path, capsys) -> None:
     assert command("org/name", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback org/name " in capsys.readouterr().err
     assert command("llama", "--to", tmp_path / "out", "--timeout-s", "0") == 3
     assert "--fallback URI " in capsys.readouterr().err
 
 
-def test_a_holder_under_another_key_is_named(tmp_path, llama, capsys) -> None:
+def test_holder_with_different_key_is_named(tmp_path, llama, capsys) -> None:
     with ps.join("m") as holder:
         holder.offer(ps.load(llama))
         assert command("m", "--device", "cpu", "--fallback", llama, "--format", "json") == 0
@@ -126,7 +126,7 @@ def test_a_holder_under_another_key_is_named(tmp_path, llama, capsys) -> None:
 
 
 @pytest.mark.parametrize("to", [True, False])
-def test_without_a_hub_the_fallback_is_read(to, llama, tmp_path, capsys) -> None:
+def test_missing_hub_reads_fallback(to, llama, tmp_path, capsys) -> None:
     where = ["--to", tmp_path / "out"] if to else ["--device", "cpu"]
     words = ["--hub", "http://127.0.0.1:9", "--timeout-s", "0.5", "--fallback", llama, "--format", "json"]
     assert command("llama", *where, *words) == 0
@@ -137,7 +137,7 @@ def test_without_a_hub_the_fallback_is_read(to, llama, tmp_path, capsys) -> None
         assert_same(by_safetensors(tmp_path / "out"), by_safetensors(llama))
 
 
-def test_without_a_hub_and_a_fallback_the_error_says_what_happened(llama, capsys) -> None:
+def test_missing_hub_without_fallback_is_explained(llama, capsys) -> None:
     begun = time.monotonic()
     assert command("llama", "--device", "cpu", "--hub", "http://127.0.0.1:9", "--timeout-s", "0.5") == 3
     assert time.monotonic() - begun < 5
@@ -148,7 +148,7 @@ def test_without_a_hub_and_a_fallback_the_error_says_what_happened(llama, capsys
     assert "accepted the connection and sent no answer, for 0.5" in capsys.readouterr().err
 
 
-def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
+def test_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
     """There is no manifest: what members exchange by is another word, of the files."""
     (kept,) = keeper.models()
     word = kept.revision
@@ -173,7 +173,7 @@ def test_a_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
         ps.cache.attach("llama", revision=other, timeout_s=0.0)
 
 
-def test_every_dtype_torch_has(tmp_path) -> None:
+def test_every_torch_dtype_is_pulled(tmp_path) -> None:
     (tmp_path / "all").mkdir()
     made = every_dtype(tmp_path / "all" / "model.safetensors")
     known = [name for name, (dtype, _, _) in made.items() if not dtype.value.startswith("F6")]
@@ -186,14 +186,14 @@ def test_every_dtype_torch_has(tmp_path) -> None:
     assert ps.verify(tmp_path / "out").verified
 
 
-def test_to_a_device_nothing_is_written(keeper, tmp_path, monkeypatch, capsys) -> None:
+def test_pull_to_device_writes_nothing(keeper, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert command("llama", "--device", "cpu") == 0
     assert "shm <- " in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_goes_wrong_has_its_exit_code(keeper, llama, tmp_path, capsys) -> None:
+def test_pull_errors_have_exit_codes(keeper, llama, tmp_path, capsys) -> None:
     assert command("llama") == 2
     assert command("llama", "--to", tmp_path / "out", "--device", "cpu") == 2
     assert command("nobody", "--device", "cpu", "--timeout-s", "0.1") == 3
@@ -206,13 +206,13 @@ def test_what_goes_wrong_has_its_exit_code(keeper, llama, tmp_path, capsys) -> N
     assert "DestinationError" in capsys.readouterr().err
 
 
-def test_a_disk_that_is_full_leaves_nothing(keeper, tmp_path, monkeypatch) -> None:
+def test_full_disk_leaves_no_partial_files(keeper, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.ENOSPC)
     assert command("llama", "--to", tmp_path / "out") == 3
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_fetch_that_fails_leaves_nothing(tmp_path, llama, monkeypatch) -> None:
+def test_failed_fetch_leaves_no_partial_files(tmp_path, llama, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     broken = tmp_path / "broken"
     shutil.copytree(llama, broken)
@@ -250,7 +250,7 @@ print(peak - before, report.nbytes)
 """
 
 
-def test_memory_is_bounded_whatever_the_weights(tmp_path) -> None:
+def test_pull_memory_is_limited(tmp_path) -> None:
     write_llama(tmp_path / "big", total_bytes=200_000_000)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("big", tmp_path / "big")
@@ -263,7 +263,7 @@ def test_memory_is_bounded_whatever_the_weights(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_interrupt_says_what_is_in_the_destination(when, llama, tmp_path, capsys, monkeypatch) -> None:
+def test_interrupt_reports_destination_state(when, llama, tmp_path, capsys, monkeypatch) -> None:
     out = tmp_path / "out"
 
     def interrupted(*arguments: object, **options: object) -> None:

@@ -76,7 +76,7 @@ def environ(s3: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("environ")
-def test_pairs_from_s3_are_copied_and_verified(
+def test_s3_pairs_are_copied_and_verified(
     s3: SwiftServer, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     source = upload(s3, model, "llama")
@@ -112,7 +112,7 @@ def test_damaged_weights_reach_no_engine(s3: SwiftServer, model: Path, tmp_path:
     assert not (tmp_path / "models").exists(), "the directory was new"
 
 
-def test_a_repository_is_copied_at_one_commit(model: Path, tmp_path: Path) -> None:
+def test_repository_is_copied_at_one_commit(model: Path, tmp_path: Path) -> None:
     files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}
     whole, single = tmp_path / "whole", tmp_path / "single"
     words = [sys.executable, "-m", "penstock", "storage-initializer"]
@@ -127,7 +127,7 @@ def test_a_repository_is_copied_at_one_commit(model: Path, tmp_path: Path) -> No
     assert "NOT verified" in done.stdout
 
 
-def test_a_single_file_is_held_to_its_own_manifest(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
+def test_single_file_is_verified_by_its_manifest(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     source = tmp_path / "one.safetensors"
     shutil.copy(next(model.glob("*.safetensors")), source)
     manifest(str(source))
@@ -146,7 +146,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def test_with_a_hub_the_weights_come_from_members(
+def test_hub_option_fetches_weights_from_members(
     runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     with ps.cache.WeightCache() as keeper:
@@ -161,7 +161,7 @@ def test_with_a_hub_the_weights_come_from_members(
     assert small == SMALL_FILES
 
 
-def test_weights_and_other_files_are_of_one_commit(
+def test_weights_and_small_files_have_one_commit(
     runtime: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {name: data for name, data in contents(model).items() if name != "penstock.manifest"}
@@ -191,7 +191,7 @@ def test_weights_and_other_files_are_of_one_commit(
     assert (tmp_path / "out" / "config.json").read_bytes() == files["config.json"]
 
 
-def test_without_the_hub_it_says_so_and_reads_storage(
+def test_missing_hub_is_reported_and_storage_read(
     runtime: Path, model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     gone = f"unix://{runtime}/gone.sock"
@@ -201,7 +201,7 @@ def test_without_the_hub_it_says_so_and_reads_storage(
     assert contents(tmp_path / "out") == contents(model)
 
 
-def test_other_weights_at_the_destination_are_not_mixed_with(
+def test_foreign_weights_at_destination_are_not_mixed(
     model: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     target = tmp_path / "out"
@@ -213,14 +213,14 @@ def test_other_weights_at_the_destination_are_not_mixed_with(
     assert contents(target) == {"model-00001-of-00009.safetensors": b"another model"}
 
 
-def test_a_source_without_a_destination_is_wrong_usage(tmp_path: Path, fork_server: ForkServer) -> None:
+def test_source_without_destination_is_usage_error(tmp_path: Path, fork_server: ForkServer) -> None:
     done = run(fork_server, ["storage-initializer", "s3://models/a", str(tmp_path / "a"), "s3://models/b"])
     assert done.returncode == 2
     assert "'s3://models/b' has no destination" in done.stderr
     assert not (tmp_path / "a").exists()
 
 
-def test_a_failure_leaves_no_directory_that_it_made(model: Path, tmp_path: Path, monkeypatch) -> None:
+def test_failure_removes_created_directory(model: Path, tmp_path: Path, monkeypatch) -> None:
     def is_full(*arguments: object, **options: object) -> None:
         raise ps.errors.DiskFull("cannot write")
 
@@ -230,7 +230,7 @@ def test_a_failure_leaves_no_directory_that_it_made(model: Path, tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_links_of_a_source_are_followed_once(tmp_path: Path) -> None:
+def test_source_links_are_followed_once(tmp_path: Path) -> None:
     source, shared = tmp_path / "source", tmp_path / "shared"
     write_llama(source, total_bytes=100_000, shards=1)
     shared.mkdir()

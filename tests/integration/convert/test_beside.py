@@ -48,7 +48,7 @@ def write(directory: Path, config: bytes | None = b"{}", count: int = 2) -> Path
 
 
 @pytest.mark.parametrize("config", [b"[1, 2]", b"{", b'"text"', b"\xff\xfe{}", b"", b"[" * 100_000])
-def test_a_configuration_that_is_none_is_told_before_anything_is_read(config: bytes, tmp_path: Path) -> None:
+def test_invalid_config_is_reported_before_reading(config: bytes, tmp_path: Path) -> None:
     source, done = write(tmp_path / "source", config), list[int]()
     with pytest.raises(FormatError, match=r"config\.json"):
         convert(source, tmp_path / "out", progress=lambda *_: done.append(1), **TOLD)
@@ -68,7 +68,7 @@ class Configured(CopyOperation):
 
 
 @pytest.mark.parametrize("gives", ["raises", "list", "object"])
-def test_an_operation_whose_config_fails_is_named_before_anything_is_read(gives: str, tmp_path: Path) -> None:
+def test_failing_operation_config_is_named_before_reading(gives: str, tmp_path: Path) -> None:
     source, done = write(tmp_path / "source"), list[int]()
     word = {"op": "function", "function": f"{__name__}:Configured", "gives": gives}
     with pytest.raises(OperationFailed, match=r"config\(\) failed on config.json") as caught:
@@ -77,7 +77,7 @@ def test_an_operation_whose_config_fails_is_named_before_anything_is_read(gives:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_vocabularies_and_code_go_along_and_weights_of_other_formats_do_not(tmp_path: Path) -> None:
+def test_tokenizer_and_code_are_copied_without_foreign_weights(tmp_path: Path) -> None:
     source = write(tmp_path / "source", json.dumps({"model_type": "own"}).encode())
     for name in BESIDE + NOT_COPIED:
         (source / name).write_bytes(name.encode())
@@ -88,7 +88,7 @@ def test_vocabularies_and_code_go_along_and_weights_of_other_formats_do_not(tmp_
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_second_copy_of_the_model_is_left_out_and_the_report_says_so(shards: int, tmp_path: Path) -> None:
+def test_second_model_copy_is_skipped_and_reported(shards: int, tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     wanted = by_safetensors(source)
     if shards == 2:
@@ -106,7 +106,7 @@ def test_a_second_copy_of_the_model_is_left_out_and_the_report_says_so(shards: i
     assert set(penstock.load(alone)) == {"layers.0.a"}
 
 
-def test_nothing_is_left_behind_by_a_source_that_was_cut_short(tmp_path: Path) -> None:
+def test_truncated_source_leaves_nothing(tmp_path: Path) -> None:
     source = write(tmp_path / "source", count=16)
 
     def cut(done: int, total: int) -> None:
@@ -118,7 +118,7 @@ def test_nothing_is_left_behind_by_a_source_that_was_cut_short(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_journal_that_has_no_room_for_its_first_line_is_not_left(
+def test_journal_without_disk_space_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Journal, line: bytes) -> None:
@@ -130,7 +130,7 @@ def test_a_journal_that_has_no_room_for_its_first_line_is_not_left(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_what_is_kept_of_a_failed_conversion_is_said(tmp_path: Path) -> None:
+def test_kept_progress_of_failed_conversion_is_reported(tmp_path: Path) -> None:
     source = write(tmp_path / "source", count=16)
 
     def fail(done: int, total: int) -> None:
@@ -154,7 +154,7 @@ ODD = b'\xef\xbb\xbf{"limit": [0.0, Infinity], "low": -Infinity, "none": NaN, "b
 @pytest.mark.parametrize(
     "given", [{}, {"to": "cast:BF16"}, {"operations": "dequantise"}, {"operations": {"op": "reshard", "to": 1}}]
 )
-def test_infinity_and_nan_in_config_stay(given: dict[str, Any], tmp_path: Path) -> None:
+def test_infinity_and_nan_in_config_are_kept(given: dict[str, Any], tmp_path: Path) -> None:
     source = write(tmp_path / "source", ODD)
     (source / "generation_config.json").write_bytes(ODD)
     rules = {"rules": [["weight", "replicate"]]} if isinstance(given.get("operations"), dict) else {}
@@ -166,7 +166,7 @@ def test_infinity_and_nan_in_config_stay(given: dict[str, Any], tmp_path: Path) 
     assert (tmp_path / "out" / "generation_config.json").read_bytes() == ODD
 
 
-def test_infinity_in_adapter_and_quantisation_is_read(tmp_path: Path) -> None:
+def test_infinity_in_adapter_config_is_read(tmp_path: Path) -> None:
     base = write(tmp_path / "base", b'{"quantization_config": {"quant_method": "fp8", "limit": NaN, "top": Infinity}}')
     codes = torch.full((128, 128), 8.0).to(torch.float8_e4m3fn)
     save_file({"a.weight": codes, "a.weight_scale": torch.tensor(0.5)}, base / "model.safetensors")
@@ -211,7 +211,7 @@ def test_index_with_nan_and_bom_is_read(tmp_path: Path) -> None:
         (["left.safetensors", "right.safetensors"], "model.safetensors", "model.safetensors.index.json"),
     ],
 )
-def test_results_keep_stem_of_source(names: list[str], single: str, index: str, tmp_path: Path) -> None:
+def test_output_keeps_source_stem(names: list[str], single: str, index: str, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for i, name in enumerate(names):
@@ -235,7 +235,7 @@ def test_results_keep_stem_of_source(names: list[str], single: str, index: str, 
     assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == [single]
 
 
-def test_files_of_folders_are_copied_or_named(tmp_path: Path) -> None:
+def test_files_in_folders_are_copied_or_named(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     copied = {
         "modules.json": '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]',
@@ -268,7 +268,7 @@ def test_files_of_folders_are_copied_or_named(tmp_path: Path) -> None:
     assert "onnx" in report.summary()
 
 
-def test_links_and_odd_files_are_named_not_followed(tmp_path: Path) -> None:
+def test_links_and_odd_files_are_named_and_not_followed(tmp_path: Path) -> None:
     source, secret = write(tmp_path / "source"), tmp_path / "secret"
     secret.mkdir()
     (secret / "key.txt").write_text("x")
@@ -289,7 +289,7 @@ def test_links_and_odd_files_are_named_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["a link that leads to no file", "not a regular file"])
-def test_odd_tokenizer_ends_conversion_before_work(odd: str, tmp_path: Path) -> None:
+def test_odd_tokenizer_stops_conversion_before_work(odd: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     if "link" in odd:
         (source / "tokenizer.json").symlink_to("nowhere")
@@ -312,7 +312,7 @@ def test_large_vocabulary_is_copied_to_every_rank(tmp_path: Path) -> None:
     assert all((rank / "model.safetensors").is_file() for rank in ranks) and not report.left_out
 
 
-def test_folder_of_many_files_is_named_once(tmp_path: Path) -> None:
+def test_folder_with_many_files_is_named_once(tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     for folder in "ab":
         (source / folder).mkdir()
@@ -324,7 +324,7 @@ def test_folder_of_many_files_is_named_once(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "a" / "7.txt").exists()
 
 
-def test_tilde_is_home_in_sources_and_destinations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_expands_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
@@ -339,7 +339,7 @@ def test_tilde_is_home_in_sources_and_destinations(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "~no-such-user-x").is_dir()
 
 
-def test_files_beside_single_file_are_named(tmp_path: Path) -> None:
+def test_files_next_to_single_file_are_named(tmp_path: Path) -> None:
     source = tmp_path / "unet"
     source.mkdir()
     save_file({"a": torch.ones(4, 4)}, source / "diffusion_pytorch_model.safetensors")
@@ -360,7 +360,7 @@ def test_files_beside_single_file_are_named(tmp_path: Path) -> None:
             assert (tmp_path / "http/diffusion_pytorch_model.safetensors").is_file()
 
 
-def test_url_of_directory_says_that_folders_are_not_seen(tmp_path: Path) -> None:
+def test_directory_url_reports_unseen_folders(tmp_path: Path) -> None:
     source = tmp_path / "adapter"
     (source / "1_Pooling").mkdir(parents=True)
     save_file({"a": torch.ones(4, 4)}, source / "model.safetensors")
@@ -373,7 +373,7 @@ def test_url_of_directory_says_that_folders_are_not_seen(tmp_path: Path) -> None
     assert (tmp_path / "out/config.json").is_file() and not (tmp_path / "out/1_Pooling").exists()
 
 
-def test_metadata_of_files_stays_while_it_is_true(tmp_path: Path) -> None:
+def test_file_metadata_is_kept_while_valid(tmp_path: Path) -> None:
     source = tmp_path / "flux.safetensors"
     layers = json.dumps({"layers": {"a": {"format": "float8_e4m3fn"}}})
     told = {

@@ -78,7 +78,7 @@ def run(source: Path, into: Path, operations=RULES, **more):
     return convert(source, into, operations=operations, devices="cpu", task_bytes="1M", shard_bytes=10_000_000, **more)
 
 
-def test_what_comes_out_is_what_went_in_by_other_names(source, expected, tmp_path):
+def test_converted_weights_match_renamed_source(source, expected, tmp_path):
     into = tmp_path / "out"
     report = run(source, into, workers=2)
     before, after = read(source), read(into)
@@ -115,7 +115,7 @@ def output(directory: Path) -> dict[str, bytes]:
     return {name: data for name, data in files(directory).items() if name != "penstock.job"}
 
 
-def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_path):
+def test_killed_workers_lose_only_their_tasks(source, expected, tmp_path):
     with Hostile([signal.SIGKILL, signal.SIGKILL]) as launcher:
         workers = WorkerSettings(num_workers=2, launcher=launcher)
         report = run(source, tmp_path / "out", SLOWER, workers=workers, progress=launcher.strike)
@@ -124,7 +124,7 @@ def test_workers_that_are_killed_cost_their_tasks_alone(source, expected, tmp_pa
     assert sum("SIGKILL" in one.end for one in report.workers) >= 1
 
 
-def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
+def test_stopped_worker_is_overtaken_and_replaced(source, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     with Hostile([signal.SIGSTOP]) as launcher:
         run(
@@ -134,7 +134,7 @@ def test_a_worker_that_stands_still_is_overtaken_and_replaced(source, expected, 
     assert files(tmp_path / "out") == expected
 
 
-def test_workers_whose_fork_server_is_killed_end_with_it_and_others_come_of_a_new_one(source, expected, tmp_path):
+def test_killed_fork_server_is_replaced(source, expected, tmp_path):
     launcher, killed = LocalLauncher(), list[int]()
 
     def strike(done: int, total: int) -> None:
@@ -160,7 +160,7 @@ assert "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_workers_that_were_begun_before_their_device_was_known(source, expected, tmp_path, monkeypatch, workers):
+def test_prewarmed_workers_run_on_any_device(source, expected, tmp_path, monkeypatch, workers):
     monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
     with LocalLauncher() as launcher:
         launcher.begin()
@@ -189,7 +189,7 @@ def test_workers_that_were_begun_before_their_device_was_known(source, expected,
         (["cuda:0", "cpu"], 5, None, 3),
     ],
 )
-def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown, num):
+def test_prewarmed_processes_match_gpu_count(monkeypatch, devices, workers, shown, num):
     monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
     monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
@@ -199,7 +199,7 @@ def test_processes_that_are_begun_for_gpus(monkeypatch, devices, workers, shown,
     assert num_prewarmed(devices, workers) == num
 
 
-def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):
+def test_gpus_are_counted_like_torch(monkeypatch):
     monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
     with LocalLauncher() as launcher:
         assert launcher.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
@@ -213,7 +213,7 @@ def test_gpus_are_counted_in_another_process_as_torch_counts_them(monkeypatch):
         launcher.gpus()
 
 
-def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tmp_path, monkeypatch):
+def test_prewarmed_gpu_processes_end_without_gpu(source, expected, tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
     monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: False)
     before = len(os.listdir("/proc/self/fd"))
@@ -226,7 +226,7 @@ def test_where_no_gpu_is_found_what_was_begun_for_them_ends(source, expected, tm
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_who_plans_and_hands_out_tasks_does_not_import_torch(source, tmp_path):
+def test_coordinator_does_not_import_torch(source, tmp_path):
     words = [sys.executable, "-c", COORDINATOR, str(source), str(source), str(tmp_path / "out")]
     subprocess.run(words, check=True, timeout=120)
     # What is stored as codes and scales is merged by its values, so the result has no scales.
@@ -267,7 +267,7 @@ def damage(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("harm", [damage, lambda path, at: path.unlink(), os.truncate], ids=["byte", "gone", "short"])
-def test_a_job_that_was_killed_goes_on_where_it_was(source, expected, tmp_path, harm):
+def test_killed_job_resumes(source, expected, tmp_path, harm):
     into = tmp_path / "out"
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(source), str(into), json.dumps(TOLD)],
@@ -289,7 +289,7 @@ def test_a_job_that_was_killed_goes_on_where_it_was(source, expected, tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_a_source_that_changes_meanwhile_ends_it(source, tmp_path):
+def test_changed_source_stops_conversion(source, tmp_path):
     copy = tmp_path / "source"
     write_llama(copy, total_bytes=24_000_000)
     path = next(copy.glob("*.safetensors"))
@@ -306,7 +306,7 @@ def test_a_source_that_changes_meanwhile_ends_it(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_that_is_cut_short_meanwhile_leaves_nothing_behind(tmp_path):
+def test_truncated_source_leaves_nothing(tmp_path):
     copy = tmp_path / "source"
     write_llama(copy, total_bytes=24_000_000)
     path = next(copy.glob("*.safetensors"))
@@ -321,7 +321,7 @@ def test_a_source_that_is_cut_short_meanwhile_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_what_is_there_is_not_overwritten(source, tmp_path):
+def test_existing_destination_is_not_overwritten(source, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("x")
     with pytest.raises(ConfigError, match="already"):
@@ -329,7 +329,7 @@ def test_what_is_there_is_not_overwritten(source, tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine"]
 
 
-def test_what_cannot_be_written_or_is_no_device_is_told_before_anything_moves(source, tmp_path):
+def test_unusable_destination_or_device_is_refused_before_work(source, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DestinationError):
         run(source, tmp_path / "file" / "out")
@@ -342,7 +342,7 @@ def test_what_cannot_be_written_or_is_no_device_is_told_before_anything_moves(so
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_budget_too_small_for_the_largest_task_says_what_would_do(source, tmp_path):
+def test_too_small_budget_error_states_minimum(source, tmp_path):
     with pytest.raises(BudgetTooSmall) as caught:
         run(source, tmp_path / "out", workers=WorkerSettings(memory_bytes="100K"))
     enough = WorkerSettings(num_workers=1, memory_bytes=caught.value.minimum_bytes)
@@ -359,7 +359,7 @@ NARROW = {DType.F6_E2M3, DType.F6_E3M2}
     [[], [{"op": "rename", "rules": [["^", "m."]]}], [{"op": "rename", "rules": [["^", "m."]]}, {"op": "copy"}]],
     ids=["copied", "renamed", "both"],
 )
-def test_what_torch_has_no_dtype_for_is_copied(words, tmp_path):
+def test_dtypes_unsupported_by_torch_are_copied(words, tmp_path):
     made = every_dtype(tmp_path / "all.safetensors")
     convert(tmp_path / "all.safetensors", tmp_path / "out", operations=words, devices="cpu", workers=1)
     (file,) = (tmp_path / "out").glob("*.safetensors")
@@ -369,7 +369,7 @@ def test_what_torch_has_no_dtype_for_is_copied(words, tmp_path):
     assert penstock.verify(tmp_path / "out").verified
 
 
-def test_a_cast_leaves_alone_what_it_cannot_cast(tmp_path):
+def test_cast_keeps_uncastable_tensors(tmp_path):
     made = every_dtype(tmp_path / "all.safetensors")
     convert(tmp_path / "all.safetensors", tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
     (file,) = (tmp_path / "out").glob("*.safetensors")
@@ -379,7 +379,7 @@ def test_a_cast_leaves_alone_what_it_cannot_cast(tmp_path):
     assert {name: found[name] for name in narrow} == narrow
 
 
-def test_what_cannot_be_computed_with_is_told_before_a_worker_starts(tmp_path):
+def test_uncomputable_tensors_are_refused_before_work(tmp_path):
     every_dtype(tmp_path / "all.safetensors", skip={DType.F6_E3M2})
     words = [{"op": "reshard", "to": 2, "rules": [["", "replicate"]]}]
     with pytest.raises(PlanError, match="no dtype for F6_E2M3") as caught:

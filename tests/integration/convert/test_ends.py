@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K", "shard_bytes": 2_000_000}
 
 
-def test_an_object_that_changes_meanwhile_ends_it(tmp_path: Path) -> None:
+def test_changed_object_stops_conversion(tmp_path: Path) -> None:
     write_llama(tmp_path / "made", total_bytes=8 * MIB, shards=1)
     raw = (tmp_path / "made" / "model.safetensors").read_bytes()
     (tmp_path / "place").mkdir()
@@ -58,7 +58,7 @@ convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", s
 """
 
 
-def test_one_that_was_killed_once_all_was_published_is_reported_as_done(made: Path, tmp_path: Path) -> None:
+def test_job_killed_after_publishing_is_complete(made: Path, tmp_path: Path) -> None:
     into = tmp_path / "out"
     ended = subprocess.run([sys.executable, "-c", KILLED, str(made), str(into)], timeout=120, check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -71,7 +71,7 @@ def test_one_that_was_killed_once_all_was_published_is_reported_as_done(made: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_one_that_is_killed_at_any_step_of_publishing_succeeds_when_it_is_run_again(
+def test_job_killed_while_publishing_resumes(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
     """A kill before each change to the file system, from the last task's end to the coordinator's own."""
@@ -104,7 +104,7 @@ def test_one_that_is_killed_at_any_step_of_publishing_succeeds_when_it_is_run_ag
     assert sum(killed) > 12 and killed == sorted(killed, reverse=True), "each step once, then none is left"
 
 
-def test_the_same_call_on_its_own_result_is_done_and_another_one_is_refused(made: Path, tmp_path: Path) -> None:
+def test_same_call_is_done_different_call_refused(made: Path, tmp_path: Path) -> None:
     into = tmp_path / "out"
     first = convert(made, into, **TOLD)
     before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}
@@ -130,7 +130,7 @@ NUM_SEEDS = 40 if os.environ.get("DRILLS") == "all" else 5
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_one_goes_on_when_what_its_workers_are_forked_from_is_killed(seed: int, made: Path, tmp_path: Path) -> None:
+def test_job_survives_killed_fork_server(seed: int, made: Path, tmp_path: Path) -> None:
     rng = random.Random(seed)
     left = rng.choice([1, 2, 3])
     is_over = threading.Event()
@@ -157,7 +157,7 @@ def test_one_goes_on_when_what_its_workers_are_forked_from_is_killed(seed: int, 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_what_workers_are_forked_from_is_started_again_where_it_was_lost_unseen(made: Path, tmp_path: Path) -> None:
+def test_lost_fork_server_is_restarted(made: Path, tmp_path: Path) -> None:
     """Killed before each of the first questions it is asked: who asks has seen it alive."""
     with LocalLauncher("cpu", 2) as launcher:
         launcher.begin()

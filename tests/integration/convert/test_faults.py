@@ -179,7 +179,7 @@ def drill(seed: int, fork_server: ForkServer, source: Path, expected: dict[str, 
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-def test_drills(batch: int, fork_server: ForkServer, made: Path, expected: dict[str, bytes]) -> None:
+def test_conversion_survives_random_faults(batch: int, fork_server: ForkServer, made: Path, expected: dict[str, bytes]) -> None:
     if batch >= ALWAYS and os.environ.get("DRILLS") != "all":
         pytest.skip("run with DRILLS=all")
     seeds = range(batch * BATCH, (batch + 1) * BATCH)

@@ -67,7 +67,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("to", "task_bytes"), [("F32", "64M"), ("BF16", 700), ("F16", 3000)])
-def test_dequantised_values_are_the_packages(model: Path, tmp_path: Path, to: str, task_bytes: int | str) -> None:
+def test_dequantised_values_match_gguf_package(model: Path, tmp_path: Path, to: str, task_bytes: int | str) -> None:
     out = convert(model, tmp_path / "out", operations=f"dequantise:to={to}", task_bytes=task_bytes)
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[to]
     blocks = ps.inspect(model).blocks
@@ -76,7 +76,7 @@ def test_dequantised_values_are_the_packages(model: Path, tmp_path: Path, to: st
     assert ps.verify(out).verified
 
 
-def test_blocks_are_not_copied_into_files_that_cannot_name_their_type(model: Path, tmp_path: Path) -> None:
+def test_quantised_blocks_are_not_copied_to_safetensors(model: Path, tmp_path: Path) -> None:
     for options in ({}, {"to": "cast:F16"}, {"operations": {"op": "rename", "rules": [["a", "b"]]}}):
         with pytest.raises(PlanError, match=r"GGUF file that stores it as Q8_0.*put `dequantise` first"):
             convert(model, tmp_path / "out", **options)
@@ -85,14 +85,14 @@ def test_blocks_are_not_copied_into_files_that_cannot_name_their_type(model: Pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_merge_of_quantised_models_is_of_their_values(tmp_path: Path) -> None:
+def test_merge_uses_values_of_quantised_models(tmp_path: Path) -> None:
     models = [gguf_file.write(tmp_path / f"{seed}.gguf", seed=seed)[0] for seed in (0, 1)]
     merged = load_file(convert(models, tmp_path / "out", operations="average") / "model.safetensors")
     a, b = (values_of(path)["blk.0.attn_q.weight"].bfloat16().float() for path in models)
     assert torch.equal(merged["blk.0.attn_q.weight"], ((a + b) / 2).bfloat16())
 
 
-def test_a_copy_keeps_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
+def test_copy_keeps_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
     out = convert(model, tmp_path / "out", to="gguf") / "model.gguf"
     assert_same(gguf_file.truth(out), gguf_file.truth(model))
     assert fields_of(out) == fields_of(model)
@@ -108,7 +108,7 @@ def test_parts_become_one_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "file_type"), [("Q8_0", 7), ("BF16", 32), ("F16", 1), ("F32", 0)])
-def test_a_gguf_of_other_types_is_the_packages(model: Path, tmp_path: Path, kind: str, file_type: int) -> None:
+def test_requantised_gguf_matches_gguf_package(model: Path, tmp_path: Path, kind: str, file_type: int) -> None:
     options = {"operations": "dequantise:to=F32", "to": f"gguf:{kind}", "task_bytes": 5000}
     out = convert(model, tmp_path / "out", **options) / "model.gguf"
     _check(out, values_of(model), kind)
@@ -126,7 +126,7 @@ def test_safetensors_become_gguf(llama: Path, tmp_path: Path, kind: str) -> None
     assert fields_of(out)["general.architecture"] == "llama"
 
 
-def test_there_and_back_is_the_same(llama: Path, tmp_path: Path) -> None:
+def test_gguf_round_trip_keeps_tensors(llama: Path, tmp_path: Path) -> None:
     there = convert(llama, tmp_path / "there", to="gguf")
     assert fields_of(there / "model.gguf") == {"general.architecture": "unknown"}
     back = convert(there, tmp_path / "back")
@@ -168,7 +168,7 @@ def _check(path: Path, source: Mapping[str, torch.Tensor], kind: str) -> None:
         ({"a": torch.full((2, 32), float("nan"))}, {"to": "gguf:Q8_0"}, r"Q8_0 cannot hold .*tensor 'a'"),
     ],
 )
-def test_what_cannot_be_written_is_refused(
+def test_unwritable_gguf_is_refused(
     tensors: dict[str, torch.Tensor], options: dict[str, Any], fault: str, tmp_path: Path
 ) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
@@ -177,7 +177,7 @@ def test_what_cannot_be_written_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_gguf_name_of_the_key_is_refused(tmp_path: Path) -> None:
+def test_reserved_gguf_tensor_name_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "llama")
     writer.add_tensor("__metadata__", np.ones((2, 32), np.float32))
     writer.write_header_to_file()

@@ -64,7 +64,7 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         ("no_tensor", "returned NoneType, not "),
     ],
 )
-def test_a_function_that_misbehaves_is_named(
+def test_misbehaving_function_is_named(
     function: str, says: str, fork_server: ForkServer, made: Path, tmp_path: Path
 ) -> None:
     word = {"op": "function", "function": f"tests.support.jobs:{function}"}
@@ -81,7 +81,7 @@ def test_a_function_that_misbehaves_is_named(
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
-def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_function_traceback_is_shown(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     word = {"op": "function", "function": "tests.support.jobs:raises"}
     with pytest.raises(OperationFailed):
         convert(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
@@ -89,7 +89,7 @@ def test_where_a_users_function_raised_is_told(made: Path, tmp_path: Path, capfd
     assert ", in raises\n" in said and said.count("ValueError: on purpose") == 1
 
 
-def test_what_a_function_prints_is_on_stderr(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_function_output_goes_to_stderr(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [{"op": "function", "function": "tests.support.jobs:says"}]
     convert(made, tmp_path / "out", operations=words, workers=2, **TOLD)
     seen = {recipe.outputs[0].spec.name for recipe in plan(made, operations=words).recipes if not recipe.copies}
@@ -107,7 +107,7 @@ class Visited(LocalLauncher):
         super().spawn(worker, device, address, secret)
 
 
-def test_who_guesses_the_secret_in_any_letters_is_turned_away(made: Path, tmp_path: Path) -> None:
+def test_guessed_secret_is_refused(made: Path, tmp_path: Path) -> None:
     with Visited() as launcher:
         convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
         with pytest.raises(PeerLost):
@@ -171,7 +171,7 @@ class Lost(Closeable):
             wire.close()
 
 
-def test_a_lost_worker_is_blamed_on_its_operation_and_not_on_a_copy_beside_it(
+def test_lost_worker_blames_its_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "named.py").write_text(NAMED)
@@ -201,7 +201,7 @@ def waits(tensor, name):
 """
 
 
-def test_runs_of_a_task_that_lie_over_each_other_are_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "first.py").write_text(FIRST)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -226,7 +226,7 @@ def test_runs_of_a_task_that_lie_over_each_other_are_no_result(tmp_path: Path, m
     assert penstock.verify(tmp_path / "out").verified
 
 
-def test_a_disk_too_small_for_the_output_is_said_before_anything_is_read(made, small_disk) -> None:
+def test_too_small_disk_is_reported_before_reading(made, small_disk) -> None:
     disk = small_disk(4 << 20)
     with pytest.raises(DiskFull) as caught:
         convert(made, disk / "out", workers=1, **TOLD)
@@ -234,7 +234,7 @@ def test_a_disk_too_small_for_the_output_is_said_before_anything_is_read(made, s
     assert list(disk.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_meanwhile_ends_it_and_it_goes_on_once_there_is_room(made, expected, small_disk) -> None:
+def test_disk_filled_midway_allows_resume(made, expected, small_disk) -> None:
     disk = small_disk(16 << 20)
 
     def fill(done: int, total: int) -> None:
@@ -253,7 +253,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_it_and_it_goes_on_once_there_is_roo
     assert [path.name for path in disk.iterdir()] == ["out"]
 
 
-def test_one_process_runs_a_job_at_a_time(made, expected, tmp_path) -> None:
+def test_job_is_run_by_one_process(made, expected, tmp_path) -> None:
     def again(done: int, total: int) -> None:
         if done == 3:
             with pytest.raises(DestinationError, match="another process runs this very job"):
@@ -265,7 +265,7 @@ def test_one_process_runs_a_job_at_a_time(made, expected, tmp_path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_command_that_is_told_to_end_ends_with_its_workers(number, made, tmp_path) -> None:
+def test_terminated_command_ends_its_workers(number, made, tmp_path) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "convert", str(made), str(tmp_path / "out")]
     command += ["--devices", "cpu", "--workers", "2", "--op", "tests.support.jobs:hangs"]  # it does not end before
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
@@ -321,7 +321,7 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
 
 
 @drill
-def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_path, server, monkeypatch) -> None:
+def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     first, told = server(), {"workers": WorkerSettings(num_workers=1, scratch=tmp_path), **TOLD}
@@ -349,7 +349,7 @@ def test_a_store_that_goes_away_in_the_middle_of_uploads(made, expected, tmp_pat
     assert penstock.verify(into, storage_options=second.storage_options).verified
 
 
-def test_a_trace_shows_executors_of_both_workers_at_work_on_different_tasks(made, tmp_path) -> None:
+def test_trace_shows_concurrent_work_of_both_workers(made, tmp_path) -> None:
     word = {"op": "function", "function": "tests.support.jobs:slowly"}
     told = {**TOLD, "operations": [word], "to": "cast:F32"}
     report = convert(made, tmp_path / "out", workers=2, trace=tmp_path / "trace.json", **told)

@@ -65,7 +65,7 @@ class Recorder:
         return put
 
 
-def test_the_states_of_a_conversion_end_with_everything_done(source: Path, tmp_path: Path) -> None:
+def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     seen = Recorder()
     settings = ps.jobs.WorkerSettings(num_workers=2, observer=seen)
     report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
@@ -85,7 +85,7 @@ def test_the_states_of_a_conversion_end_with_everything_done(source: Path, tmp_p
     assert (seen.states[-1].phase, seen.states[-1].num_resumed) == ("done", report.num_tasks)
 
 
-def test_a_stopped_worker_is_late_and_a_killed_one_is_lost(source: Path, tmp_path: Path) -> None:
+def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path) -> None:
     stopped: list[str] = []
     late: list[JobState] = []
 
@@ -116,7 +116,7 @@ def test_a_stopped_worker_is_late_and_a_killed_one_is_lost(source: Path, tmp_pat
     assert last.num_reassigned + last.num_duplicated > 0
 
 
-def test_a_hub_lists_a_conversion_and_its_end(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     settings = ps.jobs.WorkerSettings(num_workers=2, observer=ps.hub.HubReporter(connection))
     ran: list[JobState] = []
@@ -139,7 +139,7 @@ def test_a_hub_lists_a_conversion_and_its_end(hub: HubThread, source: Path, tmp_
     assert ps.hub.status("llama", connection=limited).jobs == ()
 
 
-def test_an_error_is_reported_with_its_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_error_is_reported_with_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     settings = ps.jobs.WorkerSettings(num_workers=1, observer=HubReporter(connection))
     broken = [{"op": "function", "function": "tests.support.jobs:raises"}]
@@ -152,7 +152,7 @@ def test_an_error_is_reported_with_its_blame(hub: HubThread, source: Path, tmp_p
 
 
 @pytest.mark.parametrize("token", [TOKEN, "not-a-token-of-this-hub", LIMITED])
-def test_a_hub_that_is_away_or_refuses_is_logged_once(
+def test_missing_or_refusing_hub_is_logged_once(
     hub: HubThread, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
 ) -> None:
     """Away where the token is good: then the hub is stopped first."""
@@ -170,7 +170,7 @@ def test_a_hub_that_is_away_or_refuses_is_logged_once(
     assert len(logged) == 1 and "conversion" in logged[0].getMessage()
 
 
-def test_the_command_reports_to_a_hub(hub: HubThread, source: Path, tmp_path: Path) -> None:
+def test_command_reports_to_hub(hub: HubThread, source: Path, tmp_path: Path) -> None:
     hub_options = ["--hub", hub.url, "--token-file", str(tmp_path / "tokens")]
     options = ["--to", "cast:F32", "--devices", "cpu", "--workers", "1", "--format", "json", *hub_options]
     ended = command("convert", str(source), str(tmp_path / "out"), *options)

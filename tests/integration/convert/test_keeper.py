@@ -66,7 +66,7 @@ def wanted(source: Path, told, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return ps.convert(source, into, **told).revision, by_safetensors(into)
 
 
-def test_a_process_that_converts_keeps_the_result(source: Path, wanted, tmp_path: Path) -> None:
+def test_converting_process_keeps_result(source: Path, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
     command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "keeper:f32", "--to", "cast:F32"]
     process = subprocess.Popen(
@@ -109,7 +109,7 @@ def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> Non
     assert_same(by_safetensors(tmp_path / "out"), weights)
 
 
-def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path: Path) -> None:
+def test_converted_model_is_demoted_and_promoted(source: Path, told, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.cache.WeightCache(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:
@@ -124,7 +124,7 @@ def test_it_rests_on_a_disk_and_comes_back(source: Path, told, wanted, tmp_path:
         assert [one.model for one in keeper.models()] == ["f32", "plain"]
 
 
-def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
+def test_failed_conversion_leaves_nothing(source: Path, told, wanted) -> None:
     _, tensors = wanted
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.cache.WeightCache(memory_bytes=nbytes) as keeper:
@@ -144,12 +144,12 @@ def test_what_fails_leaves_nothing(source: Path, told, wanted) -> None:
         assert [one.model for one in keeper.models()] == ["f32"]
 
 
-def test_what_is_no_destination(source: Path, told) -> None:
+def test_cache_uri_without_cache_is_refused(source: Path, told) -> None:
     with pytest.raises(ConfigError, match="keeper"):
         ps.convert(source, "keeper:f32", **told)
 
 
-def test_nobody_writes_to_what_is_shown(source: Path, told) -> None:
+def test_published_memory_is_read_only(source: Path, told) -> None:
     with ps.cache.WeightCache() as keeper:
         ps.convert(source, keeper.into("f32"), **told)
         (holding,) = keeper.member.weights

@@ -60,7 +60,7 @@ def single(memory_bytes: int | str) -> WorkerSettings:
 
 
 @pytest.mark.parametrize("case", MERGES)
-def test_a_tensor_larger_than_memory_is_merged_to_the_same_bits(case: str, models: list[Path], tmp_path: Path) -> None:
+def test_tensor_above_memory_limit_merges_bitwise_equal(case: str, models: list[Path], tmp_path: Path) -> None:
     count, words = MERGES[case]
     told = {"devices": "cpu"} | words
     whole = convert(models[:count], tmp_path / "whole", workers=single(LARGE), **told)
@@ -70,7 +70,7 @@ def test_a_tensor_larger_than_memory_is_merged_to_the_same_bits(case: str, model
     assert penstock.verify(tmp_path / "parts").verified
 
 
-def test_tasks_are_as_small_as_memory_wants_them(models: list[Path], tmp_path: Path) -> None:
+def test_task_size_follows_memory_limit(models: list[Path], tmp_path: Path) -> None:
     report = convert(
         models[:2],
         tmp_path / "out",
@@ -85,14 +85,14 @@ def test_tasks_are_as_small_as_memory_wants_them(models: list[Path], tmp_path: P
         assert torch.allclose(tensor, wanted, atol=1e-5)
 
 
-def test_memory_in_which_nothing_fits_is_said_with_what_would_do(models: list[Path], tmp_path: Path) -> None:
+def test_too_small_memory_error_states_minimum(models: list[Path], tmp_path: Path) -> None:
     told: dict[str, Any] = {"operations": [{"op": "slerp", "t": 0.5}], "devices": "cpu"}
     with pytest.raises(BudgetTooSmall) as caught:
         convert(models[:2], tmp_path / "out", workers=single("1M"), **told)
     convert(models[:2], tmp_path / "out", workers=single(caught.value.minimum_bytes), **told)
 
 
-def test_an_operation_that_says_that_it_gets_on_may_take_its_time(
+def test_operation_reporting_progress_may_be_slow(
     models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "2")
@@ -114,7 +114,7 @@ def test_an_operation_that_says_that_it_gets_on_may_take_its_time(
         {"op": "ties", "density": 0.5, "scale": float("inf")},
     ],
 )
-def test_numbers_that_make_no_model_are_refused(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
+def test_meaningless_numbers_are_refused(word: dict[str, Any], models: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=word["op"]):
         convert(models[:2], tmp_path / "out", operations=[word], devices="cpu", workers=1)
     assert not list(tmp_path.iterdir())

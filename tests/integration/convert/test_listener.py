@@ -47,7 +47,7 @@ class OtherUser(LocalLauncher):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_cannot_talk_to_a_coordinator(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_user_cannot_reach_coordinator(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket has a name and no file, so no mode keeps others out: they were held until the deadline of a hello."""
     monkeypatch.setattr(messages, "HELLO_S", 60.0)
     seen: list[bool] = []
@@ -86,7 +86,7 @@ class Strangers(LocalLauncher):
         return count
 
 
-def test_strangers_take_a_bounded_number_of_a_coordinators_places(
+def test_strangers_take_limited_coordinator_slots(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))
@@ -105,7 +105,7 @@ def test_strangers_take_a_bounded_number_of_a_coordinators_places(
     assert counts and counts[0] <= 8, counts
 
 
-def test_who_says_nothing_is_cut_within_the_deadline_and_workers_are_not(
+def test_silent_connection_is_closed_at_deadline(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "HELLO_S", 0.5)
@@ -145,7 +145,7 @@ class Newer(LocalLauncher):
             sock.close()
 
 
-def test_a_worker_of_another_major_version_ends_the_job_by_name(made: Path, tmp_path: Path) -> None:
+def test_worker_with_different_protocol_ends_job(made: Path, tmp_path: Path) -> None:
     expected = rf"worker w0 speaks job protocol 2.0, the coordinator speaks {messages.JOB_PROTOCOL}"
     with Newer() as launcher, pytest.raises(PlanError, match=expected):
         convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)

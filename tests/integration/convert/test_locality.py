@@ -49,7 +49,7 @@ class Watched(Placement):
         return given
 
 
-def test_only_what_no_cache_has_is_read_from_the_source(source: Path, tmp_path: Path, monkeypatch) -> None:
+def test_only_uncached_bytes_are_read_from_source(source: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "120")  # for a chunk that another fetches, however busy the machine is
     monkeypatch.setattr("penstock.jobs.coordinator.Placement", Watched)
     *one_host, hosts = rows(source, tmp_path, "4M")
@@ -68,6 +68,6 @@ def test_only_what_no_cache_has_is_read_from_the_source(source: Path, tmp_path: 
     )  # the coordinator, without a cache, read headers
 
 
-def test_without_a_cache_everything_comes_from_the_source(source: Path, tmp_path: Path) -> None:
+def test_disabled_cache_reads_everything_from_source(source: Path, tmp_path: Path) -> None:
     report = convert(source, tmp_path / "out", devices="cpu", workers=1, task_bytes="4M")
     assert (report.fetched_bytes, report.held_bytes) == (report.read_bytes, 0)

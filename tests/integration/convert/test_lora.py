@@ -126,7 +126,7 @@ def assert_computes(merged: Path, wanted: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_merged_adapter_has_the_logits_of_peft(case: str, tmp_path: Path) -> None:
+def test_merged_adapter_matches_peft_logits(case: str, tmp_path: Path) -> None:
     which, options = CASES[case]
     wanted = trained(which, options, tmp_path)
     merged = merge(tmp_path)
@@ -139,7 +139,7 @@ def test_a_merged_adapter_has_the_logits_of_peft(case: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", RESIZED)
-def test_a_resized_vocabulary_is_that_of_the_configuration(case: str, tmp_path: Path) -> None:
+def test_resized_vocabulary_updates_config(case: str, tmp_path: Path) -> None:
     which, options = RESIZED[case]
     wanted = trained(which, options, tmp_path, vocab_size=104)
     model = assert_computes(merge(tmp_path), wanted)
@@ -147,7 +147,7 @@ def test_a_resized_vocabulary_is_that_of_the_configuration(case: str, tmp_path: 
     assert model.config.tie_word_embeddings == (case == "tied")
 
 
-def test_an_adapter_in_fp32_leaves_the_dtype_of_its_base(tmp_path: Path) -> None:
+def test_fp32_adapter_keeps_base_dtype(tmp_path: Path) -> None:
     torch.manual_seed(3)
     trained("tied", {"target_modules": ATTENTION, "modules_to_save": ["embed_tokens"], "lora_alpha": 0}, tmp_path)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
@@ -169,7 +169,7 @@ def test_an_adapter_in_fp32_leaves_the_dtype_of_its_base(tmp_path: Path) -> None
         ("init_lora_weights", "lora_ga"),
     ],
 )
-def test_an_adapter_that_is_not_a_sum_is_refused_before_anything_is_read(
+def test_non_additive_adapter_is_refused_before_reading(
     option: str, value: object, tmp_path: Path
 ) -> None:
     trained("llama", {"target_modules": ATTENTION}, tmp_path)
@@ -180,13 +180,13 @@ def test_an_adapter_that_is_not_a_sum_is_refused_before_anything_is_read(
     assert sorted(one.name for one in tmp_path.iterdir()) == ["adapter", "base"]
 
 
-def test_an_adapter_of_fused_experts_is_refused(tmp_path: Path) -> None:
+def test_fused_expert_adapter_is_refused(tmp_path: Path) -> None:
     trained("qwen3-moe", {"target_modules": "all-linear"}, tmp_path)
     with pytest.raises(PlanError, match="fused experts"):
         merge(tmp_path)
 
 
-def test_an_adapter_that_trained_single_tokens_is_refused(tmp_path: Path) -> None:
+def test_trained_token_adapter_is_refused(tmp_path: Path) -> None:
     trained("tied", {"target_modules": ATTENTION, "trainable_token_indices": [1, 2]}, tmp_path)
     with pytest.raises((ConfigError, PlanError), match="token"):
         merge(tmp_path)

@@ -57,7 +57,7 @@ def one_by_one(sources: list[Path] | Path, into: Path, *words: dict[str, object]
     return convert(sources, into, operations=words, devices="cpu", workers=workers, task_bytes="256K", **more)
 
 
-def test_an_adapter_brings_its_own_configuration(model, tmp_path):
+def test_adapter_uses_its_own_config(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     a, b = torch.randn(4, 512), torch.randn(1024, 4)
     pair = {"base_model.model.lm_head.lora_A.weight": a, "base_model.model.lm_head.lora_B.weight": b}
@@ -75,7 +75,7 @@ def test_an_adapter_brings_its_own_configuration(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_are_weight_sets_and_make_the_whole_again(model, tmp_path):
+def test_resharded_ranks_reassemble_to_whole(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     report = one_by_one(base, tmp_path / "two", {"op": "reshard", "to": 2}, shard_bytes="1M")
     ranks = sorted(path for path in (tmp_path / "two").iterdir() if path.is_dir())
@@ -93,7 +93,7 @@ def test_ranks_are_weight_sets_and_make_the_whole_again(model, tmp_path):
     assert back.revision == penstock.verify(tmp_path / "copy").revision
 
 
-def test_ranks_in_another_order_twice_or_too_few_are_refused(model, tmp_path):
+def test_wrong_rank_order_or_count_is_refused(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     one_by_one(base, tmp_path / "two", {"op": "reshard", "to": 2})
     first, second = sorted(path for path in (tmp_path / "two").iterdir() if path.is_dir())
@@ -111,7 +111,7 @@ def test_ranks_in_another_order_twice_or_too_few_are_refused(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_as_vllm_looks_for_them(model, tmp_path):
+def test_ranks_follow_vllm_layout(model, tmp_path):
     base = write(tmp_path / "base", model, config=CONFIG)
     into = tmp_path / "out"
     one_by_one(base, into, {"op": "reshard", "to": 2, "layout": "vllm"})
@@ -125,7 +125,7 @@ def test_ranks_as_vllm_looks_for_them(model, tmp_path):
 
 
 @pytest.mark.parametrize("digested", [True, False])
-def test_a_delta_gives_the_new_version(model, tmp_path, digested):
+def test_applied_delta_yields_new_version(model, tmp_path, digested):
     base = write(tmp_path / "base", model, config=CONFIG)
     changed = {**model, "lm_head.weight": model["lm_head.weight"].clone(), "more": torch.ones(3)}
     changed["lm_head.weight"][700, 5] += 1
@@ -150,7 +150,7 @@ def test_a_delta_gives_the_new_version(model, tmp_path, digested):
     assert same(read(tmp_path / "again"), model)
 
 
-def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
+def test_documented_operation_works(tmp_path, monkeypatch):
     root = Path(__file__).resolve().parents[3]
     source = (root / "examples" / "fold_norms.py").read_text()
     assert source.partition("\n\n")[2] in (root / "docs" / "convert.md").read_text()
@@ -186,7 +186,7 @@ def test_the_operation_that_is_written_down_in_the_docs(tmp_path, monkeypatch):
 
 
 @drill
-def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):
+def test_small_files_are_read_from_object_store(model, tmp_path):
     try:
         SwiftServer.check()
     except Unavailable as why:
@@ -219,7 +219,7 @@ def test_what_lies_beside_weights_in_an_object_store(model, tmp_path):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_prefix_with_weights_of_others_is_refused(tmp_path: Path) -> None:
+def test_prefix_with_foreign_weights_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": torch.randn(8, 8)}, config=CONFIG)
     folder = Path(tempfile.mkdtemp(prefix="ps-s3-"))
     try:

@@ -151,7 +151,7 @@ def reference(directory: Path, said: dict[str, Any]) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_fp8_with_scales_in_bf16_is_dequantised_as_transformers_does(llama: Path, tmp_path: Path) -> None:
+def test_fp8_with_bf16_scales_matches_transformers(llama: Path, tmp_path: Path) -> None:
     source = rewrite(llama, tmp_path / "qwen3", qwen3, QWEN3)
     result = made(source, tmp_path / "out", {"op": "dequantise"})
     assert "quantization_config" not in json.loads((result / "config.json").read_text())
@@ -161,7 +161,7 @@ def test_fp8_with_scales_in_bf16_is_dequantised_as_transformers_does(llama: Path
 
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "NVFP4A16", "MXFP4A16", "INT8"])
-def test_what_llm_compressor_writes_is_dequantised_as_its_library_does(
+def test_llm_compressor_output_matches_its_library(
     preset: str, llama: Path, tmp_path: Path
 ) -> None:
     quantise, said = by_compressed_tensors(preset)
@@ -176,7 +176,7 @@ def test_what_llm_compressor_writes_is_dequantised_as_its_library_does(
     assert "quantization_config" not in json.loads((result / "config.json").read_text())
 
 
-def test_a_quantisation_that_is_not_read_is_refused_before_anything_is_made(llama: Path, tmp_path: Path) -> None:
+def test_unknown_quantisation_is_refused_before_writing(llama: Path, tmp_path: Path) -> None:
     def gptq(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         module = name.removesuffix(".weight")
         ints = torch.zeros(weight.shape[1] // 8, weight.shape[0], dtype=torch.int32)
@@ -197,7 +197,7 @@ def test_a_quantisation_that_is_not_read_is_refused_before_anything_is_made(llam
 
 
 @pytest.mark.parametrize("op", [{"op": "average"}, {"op": "slerp", "t": 0.5}, {"op": "ties", "density": 0.5}])
-def test_quantised_sources_are_merged_by_their_values(op: dict[str, object], llama: Path, tmp_path: Path) -> None:
+def test_quantised_sources_merge_by_value(op: dict[str, object], llama: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", seed=1)
     sources = [rewrite(one, tmp_path / f"{one.name}-fp8", qwen3, QWEN3) for one in (llama, other)]
     plain = [made(one, tmp_path / f"{one.name}-plain", {"op": "dequantise"}) for one in sources]
@@ -214,7 +214,7 @@ def test_quantised_sources_are_merged_by_their_values(op: dict[str, object], lla
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("to", ["fp8-block128", "fp8-channel", "mxfp8", "nvfp4"])
-def test_a_result_loads_in_transformers_and_computes_with_its_values(tied: bool, to: str, tmp_path: Path) -> None:
+def test_stored_model_loads_in_transformers(tied: bool, to: str, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "llama", tied=tied)
     stored = made(source, tmp_path / "stored", to=to)
     plain = made(stored, tmp_path / "plain", {"op": "dequantise"})
@@ -230,7 +230,7 @@ def test_a_result_loads_in_transformers_and_computes_with_its_values(tied: bool,
     assert (logits(stored) - logits(plain)).abs().max() < (0.1 if to == "fp8-channel" else 0.02)
 
 
-def test_gpt2_is_refused_where_it_would_be_stored_along_its_inputs(tmp_path: Path) -> None:
+def test_gpt2_is_refused_for_input_major_weights(tmp_path: Path) -> None:
     config = transformers.GPT2Config(vocab_size=320, n_embd=64, n_layer=1, n_head=2, n_positions=32)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     for to in ("fp8-block128", "fp8-channel"):
@@ -238,7 +238,7 @@ def test_gpt2_is_refused_where_it_would_be_stored_along_its_inputs(tmp_path: Pat
             made(tmp_path / "gpt2", tmp_path / "out", to=to)
 
 
-def test_blocks_that_the_edge_cuts_are_those_that_compressed_tensors_reads(tmp_path: Path) -> None:
+def test_partial_edge_blocks_match_compressed_tensors(tmp_path: Path) -> None:
     """DeepSeek-V3's kv_a_proj_with_mqa, here of 192 rows: two blocks, the second of 64 rows.
 
     Where transformers has no GPU for FP8 it takes them for two blocks of 96 rows (it divides the rows by those of the
@@ -271,7 +271,7 @@ def nvfp4_by_modelopt(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("declared_in", ["config.json", "hf_quant_config.json", ""])
-def test_modelopt_nvfp4_has_values_of_its_conversion(declared_in: str, llama: Path, tmp_path: Path) -> None:
+def test_modelopt_nvfp4_matches_converter(declared_in: str, llama: Path, tmp_path: Path) -> None:
     from compressed_tensors.entrypoints.convert.converters.modelopt_nvfp4 import ModelOptNvfp4Converter
 
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
@@ -326,7 +326,7 @@ def write_gpt_oss(directory: Path) -> Path:
     return directory
 
 
-def test_gpt_oss_is_dequantised_as_transformers_does(tmp_path: Path) -> None:
+def test_gpt_oss_matches_transformers(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     source = write_gpt_oss(tmp_path / "gpt-oss")
@@ -341,7 +341,7 @@ def test_gpt_oss_is_dequantised_as_transformers_does(tmp_path: Path) -> None:
     assert torch.equal(logits(result), logits(source))
 
 
-def test_mistral_configuration_says_what_result_is(llama: Path, tmp_path: Path) -> None:
+def test_mistral_config_describes_result(llama: Path, tmp_path: Path) -> None:
     def mistral(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
         codes, scale = blocks(weight, *weight.shape)
         parts = {"weight": codes, "qscale_weight": scale.float().reshape(()), "qscale_act": torch.tensor(1.0)}

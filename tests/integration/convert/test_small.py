@@ -48,7 +48,7 @@ def llama(tmp_path: Path) -> Path:
     ],
 )
 @pytest.mark.usefixtures("torch_threads")
-def test_a_thread_makes_what_processes_make(num_sources: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_thread_and_processes_make_equal_files(num_sources: int, options: dict[str, Any], tmp_path: Path) -> None:
     chance = torch.Generator().manual_seed(1)
     sources = [tmp_path / f"source{number}" for number in range(num_sources)]
     for source in sources:
@@ -72,7 +72,7 @@ def test_a_thread_makes_what_processes_make(num_sources: int, options: dict[str,
     assert wanted and made == [wanted, wanted]
 
 
-def test_sums_that_depend_on_the_number_of_threads_are_made_by_processes(tmp_path: Path, llama: Path) -> None:
+def test_thread_dependent_sums_use_processes(tmp_path: Path, llama: Path) -> None:
     slerp = {"op": "slerp", "t": 0.5}
     assert started_by(
         lambda look: ps.convert([llama, llama], tmp_path / "out", operations=slerp, devices="cpu", progress=look)
@@ -101,7 +101,7 @@ def worker_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock-w")]
 
 
-def test_a_small_conversion_runs_in_a_thread(llama: Path, tmp_path: Path) -> None:
+def test_small_conversion_runs_in_thread(llama: Path, tmp_path: Path) -> None:
     before, during, threads = children(), set[str](), set[str]()
 
     def look(done: int, total: int) -> None:
@@ -117,7 +117,7 @@ def test_a_small_conversion_runs_in_a_thread(llama: Path, tmp_path: Path) -> Non
     assert made[0] == made[1]
 
 
-def test_ctrl_c_ends_the_thread_and_the_next_call_resumes(llama: Path, tmp_path: Path) -> None:
+def test_interrupted_thread_resumes_on_next_call(llama: Path, tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         if done >= 2:
             raise KeyboardInterrupt
@@ -131,7 +131,7 @@ def test_ctrl_c_ends_the_thread_and_the_next_call_resumes(llama: Path, tmp_path:
     assert (tmp_path / "out/model.gguf").read_bytes() == (tmp_path / "whole/model.gguf").read_bytes()
 
 
-def test_an_operation_that_fails_ends_the_thread(tmp_path: Path) -> None:
+def test_failing_operation_ends_thread(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     save_file({"bad": torch.full((4, 64), torch.inf)}, tmp_path / "source/model.safetensors")
     with pytest.raises(OperationFailed, match="infinite"):

@@ -52,7 +52,7 @@ def damaged(source: Path, into: Path) -> Path:
         (["bare", "sealed"], {"operations": [{"op": "average"}]}),
     ],
 )
-def test_a_flipped_bit_ends_the_job(names: list[str], told: Mapping[str, Any], sources: Path, tmp_path: Path) -> None:
+def test_flipped_bit_fails_job(names: list[str], told: Mapping[str, Any], sources: Path, tmp_path: Path) -> None:
     path = damaged(sources / names[-1], tmp_path / "damaged")
     places = [*(sources / name for name in names[:-1]), path.parent]
     with pytest.raises(IntegrityError) as caught:
@@ -63,7 +63,7 @@ def test_a_flipped_bit_ends_the_job(names: list[str], told: Mapping[str, Any], s
     assert [one.name for one in tmp_path.iterdir()] == ["damaged"]
 
 
-def test_the_report_says_what_was_verified(sources: Path, tmp_path: Path) -> None:
+def test_report_shows_what_was_verified(sources: Path, tmp_path: Path) -> None:
     nbytes = sum(one.stat().st_size for one in (sources / "sealed").glob("*.safetensors"))
     report = convert(sources / "sealed", tmp_path / "one", **TOLD)
     assert report.verified and 0.9 * nbytes < report.verified_bytes == report.read_bytes
@@ -73,7 +73,7 @@ def test_the_report_says_what_was_verified(sources: Path, tmp_path: Path) -> Non
     assert penstock.verify(tmp_path / "two").verified
 
 
-def test_what_is_not_to_be_verified_is_not(sources: Path, tmp_path: Path) -> None:
+def test_disabled_verification_is_skipped(sources: Path, tmp_path: Path) -> None:
     path = damaged(sources / "sealed", tmp_path / "damaged")
     report = convert(path.parent, tmp_path / "out", verify=False, **TOLD)
     assert (report.verified, report.verified_bytes, report.why) == (False, 0, "verify=False")
@@ -83,7 +83,7 @@ def test_what_is_not_to_be_verified_is_not(sources: Path, tmp_path: Path) -> Non
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "out"]
 
 
-def test_what_came_damaged_into_a_cache_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_cached_bytes_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path / "made", total_bytes=2_000_000, shards=1)
     manifest(str(tmp_path / "made" / "model.safetensors"))
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))

@@ -126,7 +126,7 @@ def empty_like(directory: Path) -> dict[str, Any]:
     return state
 
 
-def test_own_format_equals_torchs_reader(own: Path) -> None:
+def test_own_format_matches_torch_reader(own: Path) -> None:
     mine, theirs = odd_state(2), odd_state(2)
     dcp.load(mine, storage_reader=CheckpointReader(own))
     dcp.load(theirs, checkpoint_id=own)
@@ -141,7 +141,7 @@ class OlderPickler(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
-def test_metadata_of_an_older_python(own: Path, tmp_path: Path) -> None:
+def test_metadata_from_older_python_is_read(own: Path, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     shutil.copytree(own, place)
     metadata = pickle.loads((place / ".metadata").read_bytes())  # noqa: S301
@@ -154,7 +154,7 @@ def test_metadata_of_an_older_python(own: Path, tmp_path: Path) -> None:
     assert bits(state) == bits(odd_state(1))
 
 
-def test_tensors_are_filled_in_place_and_read_once(own: Path) -> None:
+def test_tensors_are_filled_in_place_once(own: Path) -> None:
     state = odd_state(2)
     before = {name: tensor.data_ptr() for name, tensor in state["model"].items()}
     reader = CheckpointReader(own)
@@ -165,7 +165,7 @@ def test_tensors_are_filled_in_place_and_read_once(own: Path) -> None:
     assert tensors.nbytes <= tensors.read_bytes <= sum(f.stat().st_size for f in own.glob("*.distcp"))
 
 
-def test_hugging_face_checkpoint_equals_torchs_reader(llama: Path) -> None:
+def test_hugging_face_checkpoint_matches_torch_reader(llama: Path) -> None:
     mine, theirs = empty_like(llama), empty_like(llama)
     reader = CheckpointReader(llama)
     dcp.load(mine, storage_reader=reader)
@@ -174,7 +174,7 @@ def test_hugging_face_checkpoint_equals_torchs_reader(llama: Path) -> None:
     assert not reader.reports[0].verified and "no manifest" in reader.reports[0].why
 
 
-def test_overlapping_state_is_refused_and_writes_noted(tmp_path: Path) -> None:
+def test_overlapping_state_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.full((48,), 3.0), "b": torch.ones(6)}, tmp_path / "m.safetensors")
     memory = torch.zeros(60)
     with pytest.raises(CheckpointException) as raised:
@@ -187,7 +187,7 @@ def test_overlapping_state_is_refused_and_writes_noted(tmp_path: Path) -> None:
         loss.backward()
 
 
-def test_casts_and_strided_tensors_as_torchs_reader(llama: Path) -> None:
+def test_casts_and_strided_tensors_match_torch_reader(llama: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     shape = empty_like(llama)[name].shape
     results = []
@@ -200,7 +200,7 @@ def test_casts_and_strided_tensors_as_torchs_reader(llama: Path) -> None:
     assert isinstance(error, PlanError) and error.tensor == name
 
 
-def test_manifest_verifies_and_finds_damage(llama: Path, tmp_path: Path) -> None:
+def test_manifest_verification_detects_damage(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     penstock.manifest(place)
@@ -230,7 +230,7 @@ def odd_targets(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 @pytest.mark.parametrize("is_cold", [False, True])
-def test_local_files_fill_targets_of_every_kind(
+def test_local_files_fill_every_target_kind(
     llama: Path, threads: str, is_cold: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_FETCH_THREADS", threads)
@@ -250,7 +250,7 @@ def test_local_files_fill_targets_of_every_kind(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_file_that_is_cut_short_before_its_read_is_named(llama: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_truncated_file_is_named(llama: Path, dtype: torch.dtype, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -271,7 +271,7 @@ def test_a_file_that_is_cut_short_before_its_read_is_named(llama: Path, dtype: t
     assert error.mutated or not target.any()
 
 
-def test_a_digest_that_differs_leaves_a_target_of_another_dtype(llama: Path, tmp_path: Path) -> None:
+def test_digest_mismatch_keeps_target_with_different_dtype(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     shutil.copytree(llama, place)
     penstock.manifest(place)
@@ -286,7 +286,7 @@ def test_a_digest_that_differs_leaves_a_target_of_another_dtype(llama: Path, tmp
 
 
 @pytest.mark.parametrize("kind", ["own", "llama"])
-def test_over_http(kind: str, request: pytest.FixtureRequest) -> None:
+def test_checkpoint_is_loaded_over_http(kind: str, request: pytest.FixtureRequest) -> None:
     place: Path = request.getfixturevalue(kind)
     with RangeServer(place) as server:
         if kind == "own":
@@ -356,7 +356,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Any]:
 
 
 @pytest.mark.parametrize("world_size", [2, 1])
-def test_resharding_equals_torchs_readers(sharded: tuple[str, str, Any], world_size: int) -> None:
+def test_resharding_matches_torch_readers(sharded: tuple[str, str, Any], world_size: int) -> None:
     own, hugging_face, expected = sharded
     outcomes = run_ranks(load_sharded, world_size, own, hugging_face, environ=ENVIRON)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", expected)] * world_size
@@ -374,7 +374,7 @@ def load_half(rank: int, world_size: int, url: str) -> Any:
     return reader.reports[0].read_bytes, sum(tensor.to_local().nbytes for tensor in state.values())
 
 
-def test_a_rank_does_not_read_the_bytes_of_others(tmp_path: Path) -> None:
+def test_rank_reads_only_its_bytes(tmp_path: Path) -> None:
     write_llama(tmp_path, num_layers=4, hidden=512, vocab=512, fp8=False, shards=1)
     with RangeServer(tmp_path) as server:
         outcomes = run_ranks(load_half, 2, server.url, environ=ENVIRON)
@@ -393,7 +393,7 @@ def load_damaged(rank: int, world_size: int, place: str) -> Any:
     return None
 
 
-def test_a_shard_missing_on_one_rank_ends_the_load_on_all(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
+def test_missing_shard_on_one_rank_fails_all(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
     place = tmp_path / "own"
     shutil.copytree(sharded[0], place)
     missing = place / "__3_0.distcp"
@@ -403,7 +403,7 @@ def test_a_shard_missing_on_one_rank_ends_the_load_on_all(sharded: tuple[str, st
     assert [outcome.value for outcome in outcomes] == [({1: ("NotFound", str(missing))}, 0.0)] * 2
 
 
-def test_faults_of_own_format_are_typed_and_touch_nothing(own: Path, tmp_path: Path) -> None:
+def test_own_format_faults_raise_before_writing(own: Path, tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     def damaged() -> Path:
@@ -453,7 +453,7 @@ class Runs:
         return Path.touch, (Path(self.path),)
 
 
-def test_a_stored_value_that_runs_code_is_refused(tmp_path: Path) -> None:
+def test_stored_code_is_refused(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     state = {"weight": torch.ones(3), "hook": Runs(str(mark))}
     dcp.save(dict(state), checkpoint_id=tmp_path / "checkpoint")
@@ -466,7 +466,7 @@ def test_a_stored_value_that_runs_code_is_refused(tmp_path: Path) -> None:
     assert mark.exists()
 
 
-def test_faults_of_hugging_face_checkpoints_are_typed_and_touch_nothing(llama: Path, tmp_path: Path) -> None:
+def test_hugging_face_faults_raise_before_writing(llama: Path, tmp_path: Path) -> None:
     place = tmp_path / "model"
     state = empty_like(llama)
     shutil.copytree(llama, place)
@@ -493,7 +493,7 @@ def test_hostile_sharding_info_is_refused(info: str, tmp_path: Path) -> None:
     assert isinstance(error, FormatError) and str(tmp_path) in str(error.uri)
 
 
-def test_a_missing_part_of_a_sharded_tensor_is_named(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
+def test_missing_part_of_sharded_tensor_is_named(sharded: tuple[str, str, Any], tmp_path: Path) -> None:
     place = tmp_path / "hf"
     shutil.copytree(sharded[1], place)
     sorted(place.glob("*.safetensors"))[1].unlink()
@@ -501,7 +501,7 @@ def test_a_missing_part_of_a_sharded_tensor_is_named(sharded: tuple[str, str, An
     assert isinstance(error, FormatError) and error.tensor is not None and json.dumps("missing")[1:-1] in str(error)
 
 
-def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     write_llama(tmp_path / "llama", num_layers=1, hidden=64, vocab=256, fp8=False, shards=2)
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[3] / "docs" / "dcp.md"

@@ -31,7 +31,7 @@ from penstock.storage.output import OutputSet
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable):UserWarning")
 
 
-def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
+def test_every_value_kind_is_restored(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     writer = CheckpointWriter(place)
     dcp.save(odd_state(1), storage_writer=writer)
@@ -46,7 +46,7 @@ def test_every_kind_of_value_comes_back(tmp_path: Path) -> None:
     assert bits(_load_state_dict_from_keys(storage_reader=reader)) == bits(theirs)
 
 
-def test_a_model_alone_is_a_checkpoint_of_hugging_face(tmp_path: Path) -> None:
+def test_saved_model_is_hugging_face_checkpoint(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -90,7 +90,7 @@ def load_sharded(rank: int, world_size: int, place: str) -> Any:
     return bits({name: tensor.full_tensor() for name, tensor in weights.items()})
 
 
-def test_ranks_write_whole_tensors_that_all_readers_read(tmp_path: Path) -> None:
+def test_rank_files_are_readable_by_all_readers(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     saved = run_ranks(save_sharded, 4, str(place), environ=ENVIRON)
     assert [outcome.ended for outcome in saved] == ["returned"] * 4, saved
@@ -121,7 +121,7 @@ def fail_or_die(rank: int, world_size: int, place: str, die: bool) -> Any:
 
 
 @pytest.mark.parametrize("die", [False, True])
-def test_a_save_that_ends_midway_leaves_the_checkpoint_before(tmp_path: Path, die: bool) -> None:
+def test_interrupted_save_keeps_previous_checkpoint(tmp_path: Path, die: bool) -> None:
     place = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(64, 64)}, storage_writer=CheckpointWriter(place))
     before = penstock.verify(place).revision
@@ -139,7 +139,7 @@ def test_a_save_that_ends_midway_leaves_the_checkpoint_before(tmp_path: Path, di
 
 
 @pytest.mark.parametrize("fault", ["write", "publish", "room"])
-def test_a_save_that_fails_leaves_nothing_behind_the_next_of_its_writer(
+def test_failed_save_leaves_nothing_for_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     writer = CheckpointWriter(replace=True)
@@ -160,7 +160,7 @@ def test_a_save_that_fails_leaves_nothing_behind_the_next_of_its_writer(
     assert [path.name for path in tmp_path.iterdir()] == ["2"] and penstock.verify(tmp_path / "2").verified
 
 
-def test_a_state_that_cannot_be_staged_does_not_hold_up_the_next_save(tmp_path: Path) -> None:
+def test_unstageable_state_does_not_block_next_save(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path / "checkpoint")
     refused = dcp.async_save({"w": torch.ones(4), "meta": torch.ones(4, device="meta")}, storage_writer=writer)
     with pytest.raises(CheckpointException) as caught:
@@ -171,7 +171,7 @@ def test_a_state_that_cannot_be_staged_does_not_hold_up_the_next_save(tmp_path: 
     assert time.monotonic() - begun < 10 and penstock.verify(tmp_path / "checkpoint").verified
 
 
-def test_two_saves_to_one_place_do_not_mix(tmp_path: Path) -> None:
+def test_concurrent_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     class Pausing(CheckpointWriter):
@@ -189,7 +189,7 @@ def test_two_saves_to_one_place_do_not_mix(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_what_cannot_be_stored_is_refused_before_anything_is_replaced(tmp_path: Path) -> None:
+def test_unstorable_state_is_refused_before_replacing(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(place))
     before = penstock.verify(place).revision
@@ -208,7 +208,7 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_replaced(tmp_path: 
 
 
 @pytest.mark.parametrize("staging_bytes", [None, "64K", "0"])
-def test_asynchronous_saves_are_of_the_state_when_they_were_called(tmp_path: Path, staging_bytes: str | None) -> None:
+def test_async_save_captures_state_at_call(tmp_path: Path, staging_bytes: str | None) -> None:
     place = tmp_path / "checkpoint"
     writer = CheckpointWriter(place, replace=True, staging_bytes=staging_bytes)
     weight = torch.zeros(512, 512)
@@ -233,7 +233,7 @@ def test_asynchronous_saves_are_of_the_state_when_they_were_called(tmp_path: Pat
     writer.close()
 
 
-def test_an_asynchronous_save_that_fails_lets_training_go_on(tmp_path: Path) -> None:
+def test_failed_async_save_lets_training_continue(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     place.mkdir()
     (place / "something").touch()
@@ -245,7 +245,7 @@ def test_an_asynchronous_save_that_fails_lets_training_go_on(tmp_path: Path) -> 
     assert isinstance(writer, Staging)
 
 
-def test_to_an_object_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_checkpoint_is_saved_to_object_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     try:
         SwiftServer.check()
     except Unavailable as error:
@@ -265,7 +265,7 @@ def test_to_an_object_store(tmp_path: Path, tmp_path_factory: pytest.TempPathFac
         assert isinstance(failure(caught.value), ConfigError)
 
 
-def test_save_fills_an_empty_mount_point(small_disk: Any) -> None:
+def test_save_fills_empty_mount_point(small_disk: Any) -> None:
     disk = small_disk(16 << 20)
     dcp.save({"w": torch.full((64, 64), 2.0)}, storage_writer=CheckpointWriter(disk))
     assert penstock.verify(disk).verified and float(penstock.load(disk)["w"][0, 0]) == 2.0
@@ -277,7 +277,7 @@ def test_save_fills_an_empty_mount_point(small_disk: Any) -> None:
     assert penstock.verify(disk).verified
 
 
-def test_save_keeps_files_of_others(tmp_path: Path) -> None:
+def test_save_keeps_foreign_files(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(place))
     (place / "notes.txt").write_text("precious")
@@ -289,7 +289,7 @@ def test_save_keeps_files_of_others(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
 
 
-def test_relative_path_is_no_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_path_is_not_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter("run/step-0"))
     dcp.save({"w": torch.ones(2)}, checkpoint_id="other/step-1", storage_writer=CheckpointWriter(Path("run/step-2")))

@@ -61,7 +61,7 @@ CONTAINERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("staging_bytes", [None, 0])
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_background_save_keeps_tensors_of_call(tmp_path: Path, kind: str, staging_bytes: int | None) -> None:
+def test_background_save_captures_tensors_at_call(tmp_path: Path, kind: str, staging_bytes: int | None) -> None:
     tensor = torch.full((64,), 1.0)
     writer = CheckpointWriter(tmp_path / "checkpoint", staging_bytes=staging_bytes)
     saved = dcp.async_save({"w": CONTAINERS[kind](tensor)}, storage_writer=writer)
@@ -71,7 +71,7 @@ def test_background_save_keeps_tensors_of_call(tmp_path: Path, kind: str, stagin
     assert found and all(bool((each == 1.0).all()) for each in found.values())
 
 
-def test_background_save_keeps_values_of_call(tmp_path: Path) -> None:
+def test_background_save_captures_values_at_call(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     state: dict[str, Any] = {
         "seen": {1},
@@ -92,7 +92,7 @@ def test_background_save_keeps_values_of_call(tmp_path: Path) -> None:
     assert loaded == {"seen": {1}, "steps": [1, [2]], "of": [1], "rates": {"lr": [0.1]}, "pair": ([1], 2)}
 
 
-def test_views_of_one_memory_are_kept_apart(tmp_path: Path) -> None:
+def test_views_of_one_memory_are_saved_separately(tmp_path: Path) -> None:
     values = torch.arange(4.0).to(torch.complex64) * (1 + 2j)
     state = {"z": values, "conjugate": values.conj(), "imag": values.conj().imag, "one": torch.arange(4.0)[::2][:1]}
     for name, in_background in (("foreground", False), ("background", True)):
@@ -126,7 +126,7 @@ REFUSED_VALUES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("kind", REFUSED_VALUES)
-def test_other_objects_are_refused_by_name(tmp_path: Path, kind: str, in_background: bool) -> None:
+def test_unsupported_objects_are_refused_by_name(tmp_path: Path, kind: str, in_background: bool) -> None:
     state = {"fine": torch.ones(2), "odd": REFUSED_VALUES[kind](torch.ones(3))}
     with pytest.raises(PlanError) as caught:
         save(state, tmp_path / "checkpoint", in_background=in_background)
@@ -176,7 +176,7 @@ def test_tensor_without_bytes_is_refused(tmp_path: Path, kind: str, in_backgroun
     assert not (tmp_path / "checkpoint").exists()
 
 
-def test_background_save_refuses_nested_and_lazy(tmp_path: Path) -> None:
+def test_background_save_refuses_nested_and_lazy_tensors(tmp_path: Path) -> None:
     # In the foreground torch's own planner raises before the writer is asked.
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for odd in (nested, torch.nn.LazyLinear(3).weight, torch.ones(3, 3).to_mkldnn()):
@@ -187,7 +187,7 @@ def test_background_save_refuses_nested_and_lazy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("in_background", [False, True])
 @pytest.mark.parametrize("name", ["__metadata__", "a\ud800"])
 @pytest.mark.parametrize("value", [7, torch.ones(3)], ids=["value", "tensor"])
-def test_name_of_no_tensor_keeps_old_checkpoint(tmp_path: Path, value: Any, name: str, in_background: bool) -> None:
+def test_invalid_tensor_name_keeps_old_checkpoint(tmp_path: Path, value: Any, name: str, in_background: bool) -> None:
     place = tmp_path / "checkpoint"
     save({"w": torch.ones(3)}, place, in_background=False)
     with pytest.raises(PlanError) as caught:
@@ -238,7 +238,7 @@ def save_with_one_odd_rank(rank: int, world_size: int, place: str) -> Any:
     return None
 
 
-def test_refusal_on_one_rank_ends_all(tmp_path: Path) -> None:
+def test_refusal_on_one_rank_fails_all(tmp_path: Path) -> None:
     outcomes = run_ranks(save_with_one_odd_rank, 2, str(tmp_path / "checkpoint"), environ=ENVIRON)
     assert [outcome.value for outcome in outcomes] == [{1: ("PlanError", "odd1")}] * 2
     assert not (tmp_path / "checkpoint").exists()

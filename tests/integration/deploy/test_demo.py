@@ -35,7 +35,7 @@ def script(name: str, monkeypatch) -> ModuleType:
 
 
 @drill
-def test_the_demos_fleet_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
+def test_fleet_demo_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
     demo_fleet = script("demo_fleet", monkeypatch)
     write_llama(tmp_path / "llama", total_bytes=32 * MIB, shards=2)
     with RangeServer(tmp_path / "llama") as server:
@@ -49,7 +49,7 @@ def test_the_demos_fleet_reads_storage_once(monkeypatch, tmp_path: Path, capsys)
 
 
 @drill
-def test_the_demos_engine_has_what_was_trained(monkeypatch, capsys) -> None:
+def test_sync_demo_engine_matches_trainer(monkeypatch, capsys) -> None:
     assert script("demo_sync", monkeypatch).sync_demo(4 * MIB)
     printed = capsys.readouterr().out
     assert printed.count("equal") == 6
@@ -57,7 +57,7 @@ def test_the_demos_engine_has_what_was_trained(monkeypatch, capsys) -> None:
 
 
 @drill
-def test_the_demos_conversion_goes_on_where_it_was_killed(monkeypatch, tmp_path: Path, capsys) -> None:
+def test_convert_demo_resumes_after_kill(monkeypatch, tmp_path: Path, capsys) -> None:
     assert script("demo_convert", monkeypatch).convert_demo(16 * MIB, tmp_path)
     printed = capsys.readouterr().out
     assert printed.count("equal") == 2

@@ -140,7 +140,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         yield build(tmp_path_factory.mktemp("build"), {}, stack)
 
 
-def test_image_has_the_adapters_asked_for(tmp_path: Path) -> None:
+def test_image_contains_requested_adapters(tmp_path: Path) -> None:
     require_container()
     with ExitStack() as stack:
         asked = {"EXTRAS": "metrics", "ADAPTERS": "penstock-tools penstock-compile-cache"}
@@ -149,7 +149,7 @@ def test_image_has_the_adapters_asked_for(tmp_path: Path) -> None:
         assert done.returncode == 0 and {"simulate", "artifacts", "load"} <= {*done.stdout.split()}, done.stderr
 
 
-def test_the_image_runs_the_command_as_a_user_without_rights(image: Stage) -> None:
+def test_image_runs_command_as_unprivileged_user(image: Stage) -> None:
     assert image.user == (10001, 10001)
     done = image.run(*image.entrypoint, *image.command)
     assert done.returncode == 0 and "penstock" in done.stdout, done.stderr
@@ -163,7 +163,7 @@ def test_the_image_runs_the_command_as_a_user_without_rights(image: Stage) -> No
     assert not image.container.path("/source").exists() and not image.container.path("/wheels").exists()
 
 
-def test_a_hub_of_the_image_answers(image: Stage) -> None:
+def test_hub_in_image_answers(image: Stage) -> None:
     token = image.container.path("/opt/tokens")
     token.write_text("a-token-of-the-image\n")
     token.chmod(0o644)

@@ -42,7 +42,7 @@ def long_one(example: Path) -> Any:
 
 
 @pytest.mark.parametrize("example", [long_one(path) for path in EXAMPLES], ids=lambda path: path.stem)
-def test_the_example_runs(example: Path, environ: dict[str, str]) -> None:
+def test_example_exits_successfully(example: Path, environ: dict[str, str]) -> None:
     done = subprocess.run(
         [sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=LAST_S, env=environ
     )
@@ -61,7 +61,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
     return said
 
 
-def test_the_second_terminal_starts_from_the_first(environ: dict[str, str]) -> None:
+def test_second_process_starts_from_first(environ: dict[str, str]) -> None:
     pytest.importorskip("starlette")
     command = [sys.executable, str(SERVES)]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
@@ -82,7 +82,7 @@ def test_the_second_terminal_starts_from_the_first(environ: dict[str, str]) -> N
         first.communicate()
 
 
-def test_engine_takes_versions_from_other_terminal(environ: dict[str, str]) -> None:
+def test_engine_receives_versions_from_other_terminal(environ: dict[str, str]) -> None:
     command = [sys.executable, str(SYNCS)]
     trainer = subprocess.Popen([*command, "train"], stdout=subprocess.DEVNULL, env=environ)
     alarm = threading.Timer(LAST_S, trainer.kill)

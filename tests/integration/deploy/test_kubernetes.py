@@ -90,7 +90,7 @@ def check_monitoring(node: Node) -> None:
         assert node.network.run("curl", "-sSf", *trust, url).returncode == 22
 
 
-def test_an_engines_pod_gets_its_weights_from_the_keeper_of_its_node(node: Node, model: Path) -> None:
+def test_engine_pod_reads_weights_from_node_cache(node: Node, model: Path) -> None:
     redis = node.pod("Deployment", "penstock-redis")
     redis_process, _ = redis.start()
     redis.probe("readinessProbe")

@@ -98,7 +98,7 @@ def scrape(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> Scrape:
     return Scrape(endpoint, token_file)
 
 
-def test_a_caller_without_the_token_gets_nothing(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_metrics_require_token(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     token = bearer(token_file)
     for wrong in (None, "", "Bearer ", "Bearer wrong", token.replace("Bearer", "Basic"), token[:-1], f"{token}0"):
         assert get(endpoint.url, wrong)[0] == 401
@@ -110,7 +110,7 @@ def test_a_caller_without_the_token_gets_nothing(endpoint: ps.telemetry.MetricsE
     assert get(endpoint.url, token, method="POST")[0] == 405
 
 
-def test_a_token_is_changed_without_a_restart(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_token_changes_without_restart(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     old = bearer(token_file)
     token_file.write_text("a-new-token-of-the-scraper\n")
     assert get(endpoint.url, old)[0] == 401
@@ -128,12 +128,12 @@ def test_a_token_is_changed_without_a_restart(endpoint: ps.telemetry.MetricsEndp
         (":1", "not an"),
     ],
 )
-def test_a_wrong_address_is_an_error(listen: str, message: str, token_file: Path) -> None:
+def test_wrong_metrics_address_raises_config_error(listen: str, message: str, token_file: Path) -> None:
     with pytest.raises(ps.ConfigError, match=message):
         ps.telemetry.serve_metrics(listen, token_file=token_file)
 
 
-def test_an_endpoint_needs_a_token_also_on_loopback(tmp_path: Path) -> None:
+def test_loopback_endpoint_needs_token(tmp_path: Path) -> None:
     with pytest.raises(ps.ConfigError, match="need a token"):
         ps.telemetry.serve_metrics("127.0.0.1:0")
     empty = tmp_path / "empty"
@@ -144,7 +144,7 @@ def test_an_endpoint_needs_a_token_also_on_loopback(tmp_path: Path) -> None:
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "none")
 
 
-def test_a_process_has_one_endpoint(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
+def test_process_has_one_endpoint(endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
     with pytest.raises(ps.ConfigError, match="already"):
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=token_file)
     endpoint.close()
@@ -152,7 +152,7 @@ def test_a_process_has_one_endpoint(endpoint: ps.telemetry.MetricsEndpoint, toke
         assert get(again.url, bearer(token_file))[0] == 200
 
 
-def test_the_first_free_port_of_a_range_is_taken(token_file: Path) -> None:
+def test_first_free_port_in_range_is_used(token_file: Path) -> None:
     # Two neighbouring ports that are free now; the first is then taken.
     while True:
         with bound_socket(("127.0.0.1", 0)) as taken:
@@ -178,7 +178,7 @@ def untried(monkeypatch) -> Iterator[None]:
         endpoint_module._endpoint.close()
 
 
-def test_the_environment_switches_the_endpoint_on(
+def test_environment_enables_endpoint(
     llama: Path, token_file: Path, monkeypatch, caplog, untried: None
 ) -> None:
     ps.load(llama)
@@ -194,7 +194,7 @@ def test_the_environment_switches_the_endpoint_on(
     assert get(url, bearer(token_file))[0] == 200
 
 
-def test_a_taken_port_is_one_warning_and_the_loads_work(
+def test_taken_port_warns_and_loads_continue(
     llama: Path, token_file: Path, monkeypatch, caplog, untried: None
 ) -> None:
     with bound_socket(("127.0.0.1", 0)) as taken:
@@ -209,7 +209,7 @@ def test_a_taken_port_is_one_warning_and_the_loads_work(
     assert f"metrics cannot be served at {address}" in record.message
 
 
-def test_loads_are_counted_by_their_end_and_path(llama: Path, scrape: Scrape) -> None:
+def test_loads_are_counted_by_result_and_path(llama: Path, scrape: Scrape) -> None:
     weights = ps.load(llama)
     assert scrape.added("penstock_journeys_total", journey="load", result="ok") == 1
     received = scrape.added("penstock_received_bytes_total", journey="load", model="", source="storage", path="mmap")
@@ -225,7 +225,7 @@ def test_loads_are_counted_by_their_end_and_path(llama: Path, scrape: Scrape) ->
     assert scrape.added("penstock_errors_total", journey="load", error="NotFound") == 1
 
 
-def test_a_running_journey_shows_its_bytes_and_one_that_is_left_is_cancelled(llama: Path, scrape: Scrape) -> None:
+def test_running_and_cancelled_journeys_are_counted(llama: Path, scrape: Scrape) -> None:
     with ps.stream(llama, copy=True) as stream:
         next(stream)
         assert scrape.added("penstock_journeys_running", journey="load") == 1
@@ -240,7 +240,7 @@ def test_a_running_journey_shows_its_bytes_and_one_that_is_left_is_cancelled(lla
     assert scrape.added("penstock_journeys_total", journey="load", result="ok") == 1
 
 
-def test_wrong_bytes_are_a_verification_failure(tmp_path: Path, scrape: Scrape) -> None:
+def test_wrong_bytes_count_as_verification_failure(tmp_path: Path, scrape: Scrape) -> None:
     write_llama(tmp_path / "llama", total_bytes=4 * MIB, shards=1)
     ps.manifest(tmp_path / "llama")
     weights = ps.load(tmp_path / "llama")
@@ -256,7 +256,7 @@ def test_wrong_bytes_are_a_verification_failure(tmp_path: Path, scrape: Scrape) 
     assert scrape.added("penstock_verification_failures_total", journey="load") == 1
 
 
-def test_the_cache_and_repeated_requests_are_counted(llama: Path, tmp_path: Path, scrape: Scrape, monkeypatch) -> None:
+def test_cache_hits_and_retries_are_counted(llama: Path, tmp_path: Path, scrape: Scrape, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "cache"))
     with RangeServer(llama) as server:
         uri = f"{server.url}/model.safetensors.index.json"
@@ -278,7 +278,7 @@ def test_the_cache_and_repeated_requests_are_counted(llama: Path, tmp_path: Path
         assert scrape.added("penstock_storage_retries_total") == 3
 
 
-def test_fetches_are_counted_by_source_and_damage_of_served_memory_too(
+def test_fetches_and_damage_are_counted_by_source(
     llama: Path, scrape: Scrape, monkeypatch
 ) -> None:
     # A directory of its own: the path of a Unix socket is short.
@@ -308,7 +308,7 @@ def test_fetches_are_counted_by_source_and_damage_of_served_memory_too(
         assert scrape.added("penstock_members", hub="reachable") == 0
 
 
-def test_chunks_that_differ_from_their_digest_are_counted(llama: Path, scrape: Scrape, monkeypatch) -> None:
+def test_chunks_with_wrong_digest_are_counted(llama: Path, scrape: Scrape, monkeypatch) -> None:
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         with ps.join("wrong") as holder, ps.join("wrong") as reader:
@@ -325,7 +325,7 @@ def test_chunks_that_differ_from_their_digest_are_counted(llama: Path, scrape: S
         assert scrape.added("penstock_retries_total", journey="fetch") == len(report.faults)
 
 
-def test_a_conversion_is_counted(llama: Path, tmp_path: Path, scrape: Scrape) -> None:
+def test_conversion_is_counted(llama: Path, tmp_path: Path, scrape: Scrape) -> None:
     report = ps.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
     assert scrape.added("penstock_journeys_total", journey="convert", result="ok") == 1
     labels = {"journey": "convert", "model": "", "source": "storage", "path": "workers"}
@@ -337,7 +337,7 @@ def test_a_conversion_is_counted(llama: Path, tmp_path: Path, scrape: Scrape) ->
     assert sum(phases) == pytest.approx(report.wall_s)
 
 
-def test_the_label_of_models_is_bounded() -> None:
+def test_model_labels_are_limited() -> None:
     registry = Registry()
     for number in range(MAX_MODELS + 3):
         journey = Journey("fetch", f"model-{number}")
@@ -349,7 +349,7 @@ def test_the_label_of_models_is_bounded() -> None:
     assert verified["fetch", "other"] == 3
 
 
-def test_a_stream_that_the_garbage_collector_ends_during_a_scrape_is_counted(
+def test_stream_collected_during_scrape_is_counted(
     llama: Path, endpoint: ps.telemetry.MetricsEndpoint, scrape: Scrape
 ) -> None:
     registry = recording()
@@ -364,7 +364,7 @@ def test_a_stream_that_the_garbage_collector_ends_during_a_scrape_is_counted(
     assert scrape.added("penstock_journeys_running", journey="load") == 0
 
 
-def test_objects_come_and_go_while_their_values_are_read() -> None:
+def test_registry_tolerates_objects_ending_during_scrape() -> None:
     class Living:
         def samples(self) -> Iterator[Sample]:
             yield "penstock_members", ("of a test",), 1
@@ -397,7 +397,7 @@ def test_objects_come_and_go_while_their_values_are_read() -> None:
     assert b'penstock_members{hub="of a test"}' not in registry.page()
 
 
-def test_every_metric_has_a_name_by_the_conventions_of_prometheus() -> None:
+def test_metric_names_follow_prometheus_conventions() -> None:
     names = [metric.name for metric in METRICS]
     assert len(names) == len(set(names))
     for metric in METRICS:
@@ -409,7 +409,7 @@ def test_every_metric_has_a_name_by_the_conventions_of_prometheus() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
-def test_a_forked_child_has_no_endpoint_of_its_parent(endpoint: ps.telemetry.MetricsEndpoint, llama: Path) -> None:
+def test_forked_child_does_not_own_endpoint(endpoint: ps.telemetry.MetricsEndpoint, llama: Path) -> None:
     assert endpoint.is_ours
     pid = os.fork()
     if not pid:
@@ -423,7 +423,7 @@ def test_a_forked_child_has_no_endpoint_of_its_parent(endpoint: ps.telemetry.Met
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_the_page_lists_every_metric_of_processes_and_of_the_hub() -> None:
+def test_page_lists_every_metric() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     of_processes = text.partition("## The metrics of a process")[2].partition("\n## ")[0]
     rows = [line for line in of_processes.splitlines() if line.startswith("| `penstock_")]
@@ -439,7 +439,7 @@ def test_the_page_lists_every_metric_of_processes_and_of_the_hub() -> None:
     assert listed == {f"{f.name}{'_total' * (f.type == 'counter')}": f.documentation for f in families}
 
 
-def test_the_page_lists_every_alert() -> None:
+def test_page_lists_every_alert() -> None:
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     rules = (ROOT / "deploy" / "prometheus" / "penstock.rules.yml").read_text(encoding="utf-8")
     alerts = re.findall(r"- alert: (\w+)\n(?:.*\n)+?.*severity: (\w+)", rules)

@@ -41,7 +41,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_a_keeper_and_an_engine_in_two_pods(
+def test_cache_and_engine_work_in_two_pods(
     shared: Path, made: Path, truth: dict[str, torch.Tensor], stack: ExitStack
 ) -> None:
     pod = Pod(shared=shared)
@@ -81,7 +81,7 @@ def test_a_keeper_and_an_engine_in_two_pods(
     assert engine.ask("check")["error"] == "PeerLost"
 
 
-def test_a_sync_between_two_pods(shared: Path, stack: ExitStack) -> None:
+def test_sync_works_between_two_pods(shared: Path, stack: ExitStack) -> None:
     pod = Pod(shared=shared)
     ranks = [
         stack.enter_context(
@@ -103,7 +103,7 @@ def test_a_sync_between_two_pods(shared: Path, stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("has_pids", [True, False], ids=["pids of their own", "one PID namespace"])
-def test_pods_without_a_common_directory_use_the_network(
+def test_pods_without_shared_directory_use_network(
     has_pids: bool, shared: Path, made: Path, truth: dict[str, torch.Tensor], stack: ExitStack, tmp_path: Path
 ) -> None:
     """They have one network here, as pods of one node reach each other's addresses. With one PID namespace they report
