@@ -102,12 +102,12 @@ def spelt(command) -> str:
     return " ".join(words)
 
 
-def test_commands_and_options_are_these() -> None:
+def test_commands_and_options_match_snapshot() -> None:
     assert {name: spelt(command) for name, command in ALL.items()} == COMMANDS
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_command_has_a_short_summary_and_examples_that_parse(name: str) -> None:
+def test_command_has_summary_and_valid_examples(name: str) -> None:
     command = ALL[name]
     summary = command.get_short_help_str(limit=1000)
     assert 0 < len(summary) < 50 and summary.endswith("."), summary
@@ -124,7 +124,7 @@ def test_a_command_has_a_short_summary_and_examples_that_parse(name: str) -> Non
             assert context.params
 
 
-def test_the_operations_are_listed_without_a_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_operations_are_listed_without_source(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run(["convert", "--list-ops"])
     assert not ended.value.code
@@ -132,7 +132,7 @@ def test_the_operations_are_listed_without_a_source(capsys: pytest.CaptureFixtur
     assert "slerp(t)" in lines and "ties(density, weights=(), scale=1.0)" in lines and len(lines) > 10
 
 
-def test_python_m_penstock_is_the_command() -> None:
+def test_python_m_penstock_runs_command() -> None:
     def out(*words: str, **environ: str) -> str:
         command = [sys.executable, "-m", "penstock", *words]
         env = {**os.environ, **environ}
@@ -145,5 +145,5 @@ def test_python_m_penstock_is_the_command() -> None:
     assert out(**asked).split() == ["convert"]
 
 
-def test_environment_variables_are_these() -> None:
+def test_environment_variables_match_snapshot() -> None:
     assert [name for name, _, _ in environment({})] == ENVIRONMENT

@@ -62,7 +62,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
     return dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
 
 
-def test_the_base_has_a_fleet_and_each_overlay_an_engine(engine: str, objects: list[Object]) -> None:
+def test_base_has_fleet_and_overlay_has_engine(engine: str, objects: list[Object]) -> None:
     assert {name for name, _ in pods(objects)} == {"penstock-redis", "penstock-hub", "penstock-keeper", engine}
     assert find(objects, "Deployment", "penstock-hub")["spec"]["replicas"] == 2
     for kind, names in {
@@ -75,7 +75,7 @@ def test_the_base_has_a_fleet_and_each_overlay_an_engine(engine: str, objects: l
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_objects_are_valid_by_kubernetes_own_schemas(objects: list[Object], version: str) -> None:
+def test_objects_match_kubernetes_schemas(objects: list[Object], version: str) -> None:
     checked = 0
     for one in objects:
         if not one["apiVersion"].startswith("monitoring.coreos.com"):
@@ -125,7 +125,7 @@ class PodMonitor(msgspec.Struct, forbid_unknown_fields=True):
     podMetricsEndpoints: list[Endpoint]
 
 
-def test_monitors_select_what_has_their_ports(objects: list[Object]) -> None:
+def test_monitors_select_existing_ports(objects: list[Object]) -> None:
     """No package has the schemas of the Prometheus operator; these are the parts of them that are used."""
     services = [one for one in objects if one["kind"] == "Service"]
     (one,) = [one for one in objects if one["kind"] == "ServiceMonitor"]
@@ -166,7 +166,7 @@ def test_every_variable_is_read(objects: list[Object]) -> None:
     assert environment(keeper, objects)["PENSTOCK_RUNTIME_DIR"] == "/run/penstock"
 
 
-def test_members_of_a_node_share_a_runtime_directory_and_a_user(objects: list[Object]) -> None:
+def test_members_on_node_share_directory_and_user(objects: list[Object]) -> None:
     sharing = set()
     for name, template in pods(objects):
         spec = template["spec"]
@@ -184,7 +184,7 @@ def test_members_of_a_node_share_a_runtime_directory_and_a_user(objects: list[Ob
     }
 
 
-def test_every_container_is_confined_and_bounded(objects: list[Object]) -> None:
+def test_every_container_is_confined_and_limited(objects: list[Object]) -> None:
     for spec, container in containers(objects):
         security = {**spec["securityContext"], **container["securityContext"]}
         is_set_up = container["name"] == "runtime-directory"
@@ -199,7 +199,7 @@ def test_every_container_is_confined_and_bounded(objects: list[Object]) -> None:
         assert not re.search(r":latest$|/[^:]*$", container["image"]), "an image needs a version"
 
 
-def test_long_running_containers_have_probes_at_ports_that_they_name(objects: list[Object]) -> None:
+def test_long_running_containers_have_probes(objects: list[Object]) -> None:
     for _, template in pods(objects):
         for container in template["spec"]["containers"]:
             ports = {port["name"] for port in container["ports"]}
@@ -209,7 +209,7 @@ def test_long_running_containers_have_probes_at_ports_that_they_name(objects: li
             assert "livenessProbe" in container
 
 
-def test_the_options_of_vllm_are_those_that_the_loader_takes(engine: str, objects: list[Object]) -> None:
+def test_vllm_options_are_known_to_loader(engine: str, objects: list[Object]) -> None:
     if engine != "vllm":
         return
     (container,) = find(objects, "Deployment", "vllm")["spec"]["template"]["spec"]["containers"]
@@ -228,7 +228,7 @@ def test_the_options_of_vllm_are_those_that_the_loader_takes(engine: str, object
     assert not str(fleet.drain_file).startswith("/run/penstock")
 
 
-def test_a_hook_waits_longer_than_readers_are_waited_for_and_ends_within_the_grace_period(
+def test_hook_waits_for_readers_within_grace_period(
     objects: list[Object],
 ) -> None:
     for spec, container in containers(objects):
@@ -239,7 +239,7 @@ def test_a_hook_waits_longer_than_readers_are_waited_for_and_ends_within_the_gra
             assert float(drain_s) < spec["terminationGracePeriodSeconds"]
 
 
-def test_files_that_are_named_are_mounted(objects: list[Object]) -> None:
+def test_named_files_are_mounted(objects: list[Object]) -> None:
     for spec, container in containers(objects):
         mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert {mount["name"] for mount in container["volumeMounts"]} <= {volume["name"] for volume in spec["volumes"]}
@@ -252,7 +252,7 @@ def test_files_that_are_named_are_mounted(objects: list[Object]) -> None:
         assert [file for file in files if str(Path(file).parent) not in mounts] == []
 
 
-def test_the_tutorial_creates_the_secrets_that_are_mounted(objects: list[Object]) -> None:
+def test_tutorial_creates_mounted_secrets(objects: list[Object]) -> None:
     text = TUTORIAL.read_text(encoding="utf-8")
     created = set(re.findall(r"kubectl create (?:secret \w+|configmap) (\S+)", text))
     used = set[str]()
@@ -264,7 +264,7 @@ def test_the_tutorial_creates_the_secrets_that_are_mounted(objects: list[Object]
     assert used == created
 
 
-def test_only_the_hub_mounts_the_tokens_of_all_callers(engine: str, objects: list[Object]) -> None:
+def test_only_hub_mounts_all_tokens(engine: str, objects: list[Object]) -> None:
     mounting: dict[str, set[str]] = {}
     for name, template in pods(objects):
         # In whatever way the pod takes a Secret: a volume, a projected volume, a variable.
@@ -293,7 +293,7 @@ def test_selectors_find_pods_and_ports_have_names(objects: list[Object]) -> None
                 assert any(selector.items() <= found.items() for found in labels), one["metadata"]["name"]
 
 
-def test_hubs_and_redis_are_named_as_their_services_are(objects: list[Object]) -> None:
+def test_hubs_and_redis_have_service_names(objects: list[Object]) -> None:
     hosts = set(re.findall(r"(?:https|redis)://([a-z-]+):\d+", json.dumps(objects)))
     assert hosts == {"penstock-hub", "penstock-redis"}
     assert hosts <= {one["metadata"]["name"] for one in objects if one["kind"] == "Service"}

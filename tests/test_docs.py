@@ -103,7 +103,7 @@ def place(tmp_path: Path, monkeypatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_the_blocks_of_a_page_run(page: Path, place, fork_server: ForkServer) -> None:
+def test_code_blocks_run(page: Path, place, fork_server: ForkServer) -> None:
     write_llama("llama", total_bytes=2 * MIB, shards=2)
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page):
@@ -113,7 +113,7 @@ def test_the_blocks_of_a_page_run(page: Path, place, fork_server: ForkServer) ->
         exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
 
 
-def test_the_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
+def test_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
     console = code.InteractiveConsole()
     for line in next(block for block in blocks(ROOT / "README.md") if block.kind == "python").text.splitlines():
         assert not console.push(line), f"waits for more after: {line}"
@@ -121,24 +121,24 @@ def test_the_quickstart_can_be_pasted_line_by_line(place, capsys) -> None:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_to_files_lead_somewhere(page: Path) -> None:
+def test_links_to_files_exist(page: Path) -> None:
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", page.read_text(encoding="utf-8"))
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_in_reference() -> None:
     page = (ROOT / "docs" / "reference" / "api.md").read_text(encoding="utf-8")
     described = set(re.findall(r"^::: penstock\.(\w+)$", page, re.M))
     assert described == set(ps.__all__) - {"__version__"}
 
 
-def test_the_chart_shows_the_results() -> None:
+def test_chart_matches_results() -> None:
     """The pictures are those that the results' files give: nobody has edited one without the other."""
     done = subprocess.run([sys.executable, ROOT / "scripts" / "chart.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-def test_every_error_is_explained_as_its_docstring_says() -> None:
+def test_every_error_is_documented() -> None:
     page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.PenstockError) and value is not errors.PenstockError:
@@ -147,12 +147,12 @@ def test_every_error_is_explained_as_its_docstring_says() -> None:
 
 
 @pytest.mark.parametrize("report", [ps.PublishReport, ps.UpdateReport])
-def test_every_field_of_a_syncs_reports_is_explained(report: type) -> None:
+def test_every_sync_report_field_is_documented(report: type) -> None:
     page = (ROOT / "docs" / "sync.md").read_text(encoding="utf-8").partition("## How to read the reports")[2]
     assert [field.name for field in dataclasses.fields(report) if f"`{field.name}`" not in page] == []
 
 
-def test_every_command_option_and_variable_is_explained() -> None:
+def test_every_command_option_and_variable_is_documented() -> None:
     page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 
     def walk(command, prefix: str) -> None:

@@ -41,16 +41,16 @@ MODULES = {
 }
 
 
-def test_public_names_are_these() -> None:
+def test_public_names_match_snapshot() -> None:
     assert sorted(penstock.__all__) == sorted([*VERBS, *VALUES, *REPORTS, *ERRORS, "__version__"])
     assert len(penstock.__all__) <= 40
 
 
-def test_names_of_public_modules_are_these() -> None:
+def test_public_modules_match_snapshot() -> None:
     assert {name: sorted(table) for name, table in exports.MODULES.items()} == MODULES
 
 
-def test_every_public_name_is_there_and_has_a_docstring() -> None:
+def test_every_public_name_has_docstring() -> None:
     places = [(penstock, penstock.__all__)]
     places += [(importlib.import_module(f"penstock.{name}"), names) for name, names in MODULES.items()]
     for module, names in places:
@@ -59,13 +59,13 @@ def test_every_public_name_is_there_and_has_a_docstring() -> None:
         assert bare == []
 
 
-def test_public_module_is_found_without_an_import_of_its_own() -> None:
+def test_public_module_is_found_without_import() -> None:
     code = "import penstock; print(penstock.cache.attach.__name__, penstock.errors.PeerLost.__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["attach", "PeerLost"]
 
 
-def test_name_stays_what_it_is_after_its_module_was_imported() -> None:
+def test_name_is_unchanged_after_module_import() -> None:
     for name, names in MODULES.items():
         module = importlib.import_module(f"penstock.{name}")
         for place in exports.MODULES[name].values():
@@ -74,7 +74,7 @@ def test_name_stays_what_it_is_after_its_module_was_imported() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(exports.GUESSES))
-def test_guessed_name_is_answered_with_ours(name: str) -> None:
+def test_guessed_name_error_suggests_ours(name: str) -> None:
     with pytest.raises(AttributeError) as caught:
         getattr(penstock, name)
     instead = exports.GUESSES[name]
@@ -86,12 +86,12 @@ def test_guessed_name_is_answered_with_ours(name: str) -> None:
             found = getattr(found, part)
 
 
-def test_importing_penstock_imports_no_torch() -> None:
+def test_import_penstock_does_not_import_torch() -> None:
     code = "import penstock, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_stubs_agree_with_the_tables() -> None:
+def test_stubs_match_tables() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "stubs.py", "--check"], capture_output=True, text=True, check=False
     )

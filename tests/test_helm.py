@@ -42,9 +42,7 @@ def objects_of(chart: Any, values: Object) -> dict[tuple[str, str], Object]:
 
 @pytest.mark.parametrize(("monitoring", "gpu"), list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_chart_renders_what_kustomize_does(
-    chart: Any, tmp_path: Path, engine: str, monitoring: bool, gpu: bool
-) -> None:
+def test_chart_renders_like_kustomize(chart: Any, tmp_path: Path, engine: str, monitoring: bool, gpu: bool) -> None:
     components = ["monitoring"] * monitoring + ["gpu-keeper"] * gpu
     expected = {}
     for one in render(tmp_path, ENGINES[engine], components=components):
@@ -59,7 +57,7 @@ def test_the_chart_renders_what_kustomize_does(
     assert rendered == expected
 
 
-def test_values_go_where_they_should(chart: Any) -> None:
+def test_values_reach_their_fields(chart: Any) -> None:
     values = {
         "model": "1.0",
         "weights": "gs://else/where/",

@@ -397,7 +397,7 @@ RULES = [upward_imports, torch_at_import, impurities, environment_reads, pickles
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_package_keeps_the_rule(rule, modules: list[Module]) -> None:
+def test_package_follows_layering_rule(rule, modules: list[Module]) -> None:
     broken = [fault for module in modules for fault in rule(module)]
     assert not broken, "\n".join(broken)
 
@@ -405,7 +405,7 @@ def test_the_package_keeps_the_rule(rule, modules: list[Module]) -> None:
 @pytest.mark.parametrize(
     "rule", [core_imports, environment_reads, pickles, broad_excepts], ids=lambda rule: rule.__name__
 )
-def test_adapters_keep_the_rule(rule, adapters: list[Module]) -> None:
+def test_adapters_follow_layering_rule(rule, adapters: list[Module]) -> None:
     broken = [fault for module in adapters for fault in rule(module)]
     assert not broken, "\n".join(broken)
 
@@ -422,7 +422,7 @@ def test_names_for_adapters_are_used(adapters: list[Module]) -> None:
     assert [name for name in SPI if not re.search(rf"\b{name}\b", texts)] == []
 
 
-def test_each_engine_is_plugged_in_by_its_own_package() -> None:
+def test_each_engine_plugin_is_in_its_package() -> None:
     owners = {"vllm": "penstock-vllm", "sglang": "penstock-sglang"}
     found = {}
     for file in PACKAGES.glob("*/pyproject.toml"):
@@ -433,7 +433,7 @@ def test_each_engine_is_plugged_in_by_its_own_package() -> None:
     assert found.items() >= owners.items()
 
 
-def test_package_depends_on_packages_that_it_imports(adapters: list[Module]) -> None:
+def test_package_depends_on_imported_packages(adapters: list[Module]) -> None:
     for file in sorted(PACKAGES.glob("penstock-*/pyproject.toml")):
         project = tomllib.loads(file.read_text())["project"]
         own = file.parent.name.replace("-", "_")
@@ -450,12 +450,12 @@ def test_package_depends_on_packages_that_it_imports(adapters: list[Module]) -> 
         assert wanted <= given, (file.parent.name, wanted - given)
 
 
-def test_no_files_import_each_other(modules: list[Module]) -> None:
+def test_files_have_no_import_cycles(modules: list[Module]) -> None:
     found = sorted(cycles(modules))
     assert not found, f"import cycles between files, imports inside functions counted: {found}"
 
 
-def test_a_cycle_is_found_through_functions_and_type_checking() -> None:
+def test_cycle_is_found_through_functions_and_type_checking() -> None:
     texts = {
         "a.py": "def f():\n    from penstock.b import g",
         "b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from penstock import c",
@@ -503,7 +503,7 @@ def test_a_cycle_is_found_through_functions_and_type_checking() -> None:
         (environment_reads, "penstock_x/config.py", "import os\nos.environ.get('A')"),
     ],
 )
-def test_the_rule_bites(rule, path: str, text: str) -> None:
+def test_rule_rejects_wrong_import(rule, path: str, text: str) -> None:
     assert rule(Module(path=path, tree=ast.parse(text)))
 
 
@@ -526,5 +526,5 @@ def test_the_rule_bites(rule, path: str, text: str) -> None:
         (core_imports, "penstock_x/a.py", "from penstock.cache import attach\nfrom penstock.errors import PeerLost"),
     ],
 )
-def test_the_rule_lets_pass(rule, path: str, text: str) -> None:
+def test_rule_accepts_allowed_import(rule, path: str, text: str) -> None:
     assert not rule(Module(path=path, tree=ast.parse(text)))

@@ -21,7 +21,7 @@ def rows(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_every_promise_names_a_test_that_exists(page: Path) -> None:
+def test_every_promise_names_existing_test(page: Path) -> None:
     promises = rows(page)
     assert len(promises) > 20
     missing = []
@@ -36,6 +36,6 @@ def test_every_promise_names_a_test_that_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_no_promise_is_listed_twice(page: Path) -> None:
+def test_promises_are_unique(page: Path) -> None:
     promises = [row.split("|")[1].strip() for row in rows(page)]
     assert len(promises) == len(set(promises))

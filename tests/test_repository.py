@@ -29,27 +29,27 @@ def text_of(name: str) -> str:
     return "" if b"\0" in raw else raw.decode("utf-8", "replace")
 
 
-def test_nothing_built_is_tracked() -> None:
+def test_built_files_are_not_tracked() -> None:
     assert [name for name in tracked() if BUILT.search(name)] == []
 
 
-def test_nothing_large_is_tracked() -> None:
+def test_large_files_are_not_tracked() -> None:
     assert [name for name in tracked() if (ROOT / name).stat().st_size > MAX_BYTES] == []
 
 
-def test_no_path_of_one_machine_is_written_down() -> None:
+def test_machine_paths_are_not_written() -> None:
     others = [name for name in tracked() if ROOT / name != Path(__file__).resolve()]
     found = [f"{name}: {hit[0]}" for name in others for hit in PRIVATE.finditer(text_of(name))]
     assert found == []
 
 
 @pytest.mark.parametrize("line", ["see /home/me/x", "`/root/.cache`", '"/work/a"', "--dir=/Users/me", "(/scratch/b)"])
-def test_a_private_path_is_seen(line: str) -> None:
+def test_private_path_is_detected(line: str) -> None:
     assert PRIVATE.search(line)
 
 
 @pytest.mark.parametrize(
     "line", ["/tmp/x", "/dev/shm/x", "/models/llama", "s3://root/a", "https://h/home/x", "a/work/b", "/proc/self/maps"]
 )
-def test_other_paths_pass(line: str) -> None:
+def test_other_paths_are_accepted(line: str) -> None:
     assert not PRIVATE.search(line)

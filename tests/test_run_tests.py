@@ -20,7 +20,7 @@ def test_command_counts_in_its_group() -> None:
     assert [(group.files, group.before) for group in groups] == [(["a", "b"], ""), ([], "true")]
 
 
-def test_more_groups_than_files_leaves_none_empty() -> None:
+def test_surplus_groups_are_left_out() -> None:
     assert [group.files for group in divide(["a"], {}, 4)] == [["a"]]
 
 
@@ -42,7 +42,7 @@ def test_recorded_files_exist() -> None:
     assert gone == []
 
 
-def test_quick_run_fits_five_minutes() -> None:
+def test_quick_run_takes_under_five_minutes() -> None:
     files, seconds = quick_files(recorded()), recorded()
     assert len(files) > 100
     assert not [file for file in files if file.startswith(("tests/integration/", "tests/benchmarks/", "tests/gpu/"))]
@@ -56,7 +56,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_worst_status_of_groups_is_returned(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_worst_group_status_is_returned(tree: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tree / "test_good.py").write_text("def test_good(): pass\n")
     (tree / "test_bad.py").write_text("def test_bad(): assert False\n")
     assert run_tests.run([Group(["test_good.py"])]) == 0
@@ -70,7 +70,7 @@ def test_group_without_collected_tests_succeeds(tree: Path) -> None:
     assert run_tests.run([Group(["test_engine.py"])]) == 0
 
 
-def test_reports_of_a_run_become_durations(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_reports_become_durations(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "test_slow.py").write_text("import time\n\n\ndef test_slow(): time.sleep(0.3)\n")
     recorded_at = tree / "durations.json"
     recorded_at.write_text('{"test_gone.py": 3.0, "before": 2.0}')

@@ -56,7 +56,7 @@ class TestHttpOnIpv6(TransportTests):
         return HttpTransport("[::1]:0")
 
 
-class TestCudaIpcWithoutADevice(TransportTests):
+class TestCudaIpcWithoutDevice(TransportTests):
     driver = FakeCuda()
 
     def make(self) -> Transport:
@@ -68,7 +68,7 @@ class TestCudaIpcWithoutADevice(TransportTests):
         return memory
 
 
-class TestCudaIpcOfVirtualMemoryWithoutADevice(TestCudaIpcWithoutADevice):
+class TestCudaIpcVirtualMemoryWithoutDevice(TestCudaIpcWithoutDevice):
     def allocate(self, nbytes: int) -> Memory:
         memory = self.driver.allocate_virtual(nbytes)
         self.write(memory, b"\xaa" * nbytes)

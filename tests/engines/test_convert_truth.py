@@ -69,9 +69,7 @@ def read_by_reference(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("to", FORMATS)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", LINEAR)
-def test_stored_model_matches_reference_values_and_logits(
-    name: str, tied: bool, to: str, tmp_path: Path
-) -> None:
+def test_stored_model_matches_reference_values_and_logits(name: str, tied: bool, to: str, tmp_path: Path) -> None:
     source = write(name, tmp_path / "source", tied=tied)
     stored = made(source, tmp_path / "stored", to=to)
     plain = made(stored, tmp_path / "plain", {"op": "dequantise"})

@@ -101,9 +101,7 @@ def test_unsupported_verl_release_is_refused(runtime: str) -> None:
     assert "ConfigError: verl 0.8.0 is not one of 0.9" in done.stderr, done.stderr[-2000:]
 
 
-def test_trainer_killed_during_read_changes_nothing(
-    experts: Path, runtime: str
-) -> None:
+def test_trainer_killed_during_read_changes_nothing(experts: Path, runtime: str) -> None:
     said = run("verl_syncs.py", runtime, str(experts), json.dumps({"killed": "trainer", "stall_s": 5}))
     assert_three_versions(said["STEP"], is_sharded=True)
     # The names of the checkpoint: each expert by itself, where the module has 25 packed tensors.
@@ -114,9 +112,7 @@ def test_trainer_killed_during_read_changes_nothing(
     assert all(error in ("PeerLost", "SourceStalled", "StaleDescriptor") for error in end["receivers"]), end
 
 
-def test_killed_receiver_leaves_other_on_its_version(
-    dense: Path, runtime: str
-) -> None:
+def test_killed_receiver_leaves_other_on_its_version(dense: Path, runtime: str) -> None:
     # Adapters, which verl merges while it gathers.
     lora = {"lora_rank": 8, "lora": {"merge": True}}
     said = run("verl_syncs.py", runtime, str(dense), json.dumps({"killed": "receiver", "stall_s": 5, "actor": lora}))

@@ -71,7 +71,9 @@ def test_local_model_generates_equal_tokens(llama: Path, tmp_path: Path, true_to
     assert tokens(tmp_path, model=str(llama), load_format="penstock") == true_tokens
 
 
-def test_sharded_model_with_options_generates_equal_tokens(sharded_llama: Path, tmp_path: Path, true_tokens: list[int]) -> None:
+def test_sharded_model_with_options_generates_equal_tokens(
+    sharded_llama: Path, tmp_path: Path, true_tokens: list[int]
+) -> None:
     options = {"memory_bytes": "32M", "verify": False}
     arguments = {"load_format": "penstock", "model_loader_extra_config": options}
     assert tokens(tmp_path, model=str(sharded_llama), **arguments) == true_tokens

@@ -104,7 +104,9 @@ def test_engine_with_different_size_reuses_parameters(llama: Path, true: list[in
 
 
 @pytest.mark.timeout(900)
-def test_unusable_parameters_are_loaded_again(llama: Path, true: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_parameters_are_loaded_again(
+    llama: Path, true: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
         start(llama, tmp_path, 2, true)

@@ -30,7 +30,7 @@ _SHARED = {
     "eos_token_id": 319,
 }
 _LATENT = {
-    # kv_a_proj_with_mqa has 128 + 128 rows, whole blocks: see test_convert_quantised for cut ones.
+    # kv_a_proj_with_mqa has 128 + 128 rows, whole blocks: see convert/test_quantised.py for partial blocks.
     "kv_lora_rank": 128,
     "q_lora_rank": 128,
     "qk_rope_head_dim": 128,

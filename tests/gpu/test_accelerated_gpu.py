@@ -59,7 +59,9 @@ def assert_same(mine: Any, true: Any) -> None:
 
 @pytest.mark.parametrize("name", ["org/llama", "org/mixtral"])
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float16}])
-def test_patched_libraries_load_model_on_gpu(name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_patched_libraries_load_model_on_gpu(
+    name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]
+) -> None:
     auto = transformers.AutoModelForCausalLM
     with patched_libraries() as report:
         mine = auto.from_pretrained(name, device_map="cuda", **options)

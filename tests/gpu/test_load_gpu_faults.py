@@ -147,9 +147,7 @@ def test_early_slabs_survive_allocation() -> None:
 
 
 @pytest.mark.parametrize("do", DOES[:2])
-def test_device_oom_raises_typed_error_without_leaks(
-    checkpoint: Path, allocated: int, do: Callable[..., None]
-) -> None:
+def test_device_oom_raises_typed_error_without_leaks(checkpoint: Path, allocated: int, do: Callable[..., None]) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     room = torch.cuda.memory_reserved() + NUM_TENSORS * TENSOR_BYTES // 2
     hold = []

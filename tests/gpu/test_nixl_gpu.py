@@ -25,7 +25,7 @@ def whole(memory: Memory) -> torch.Tensor:
     return memory.owner.bytes_at(0, memory.nbytes)
 
 
-class TestNixlOnADevice(TransportTests):
+class TestNixlOnDevice(TransportTests):
     def make(self) -> Transport:
         return NixlTransport()
 

@@ -101,9 +101,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     assert engine.ask("check", timeout_s=LAST_S)["error"] == "PeerLost"
 
 
-def test_device_memory_without_descriptors_is_refused_with_hint(
-    pods: tuple[Pod, Pod], stack: ExitStack
-) -> None:
+def test_device_memory_without_descriptors_is_refused_with_hint(pods: tuple[Pod, Pod], stack: ExitStack) -> None:
     """torch's default memory has a handle only, which names a process of the keeper's PID namespace."""
     _, engine = start(stack, pods, "False")
     refused = engine.ask("attempt", timeout_s=LAST_S)

@@ -71,9 +71,7 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
 
 @pytest.mark.parametrize("arena", [False, True])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_sleeping_engine_frees_device_memory(
-    stack: ExitStack, tmp_path: Path, mode: str, arena: bool
-) -> None:
+def test_sleeping_engine_frees_device_memory(stack: ExitStack, tmp_path: Path, mode: str, arena: bool) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=arena), Model()
     engine = stack.enter_context(
         ps.subscriber("policy", served, mode=mode, arena=arena, connection=SETTINGS, rank=(0, 1))

@@ -48,9 +48,7 @@ def log(caplog: pytest.LogCaptureFixture) -> Log:
     "value", [ESCAPE, FORGED, Path(FORGED), OSError(ESCAPE), ValueError(FORGED), [ESCAPE], "\u202e"]
 )
 @pytest.mark.parametrize("message", ["name %s", "name %r"])
-def test_foreign_text_stays_within_its_line(
-    log: Log, caplog: pytest.LogCaptureFixture, value: object, message
-) -> None:
+def test_foreign_text_stays_within_its_line(log: Log, caplog: pytest.LogCaptureFixture, value: object, message) -> None:
     log.warning(message, value)
     (line,) = lines_of(caplog)
     assert line.isprintable() and line.startswith("name ")

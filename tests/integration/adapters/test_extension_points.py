@@ -331,9 +331,7 @@ def test_installed_transport_carries_fetch(installed: Path, runtime: str, tmp_pa
     assert path.startswith("peek")
 
 
-def test_refusing_transport_falls_back_with_reason(
-    installed: Path, runtime: str, tmp_path: Path
-) -> None:
+def test_refusing_transport_falls_back_with_reason(installed: Path, runtime: str, tmp_path: Path) -> None:
     refuses = 'rank=5, unless_peer=lambda into, source: f"process {source.endpoint} is private")'
     (installed / "peek_transport.py").write_text(PEEK.replace("rank=5)", refuses))
     ((path, why),) = fetch_in_processes(tmp_path, '["peek", "http"]').items()

@@ -120,9 +120,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.stop()
 
 
-def test_hub_in_environment_makes_replica_join(
-    llama: Path, hub: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hub_in_environment_makes_replica_join(llama: Path, hub: str, caplog: pytest.LogCaptureFixture) -> None:
     first = read(llama)
     assert f"storage {llama}" in caplog.text
     # The heartbeat that says so is sent at the end of the fetch, which does not wait for it.
@@ -151,9 +149,7 @@ def test_new_model_weights_replace_former_weights(llama: Path, hub: str) -> None
     assert not torch.equal(former["lm_head.weight"], read(llama)["lm_head.weight"])
 
 
-def test_cache_is_found_by_model_name(
-    llama: Path, hub: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_cache_is_found_by_model_name(llama: Path, hub: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     true = ps.load(str(llama), "cpu")
     with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("llama", str(llama))

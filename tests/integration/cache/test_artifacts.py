@@ -195,9 +195,7 @@ def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -
 
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
-def test_oversized_bundle_part_is_not_read(
-    homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oversized_bundle_part_is_not_read(homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header may state any size, and a file may have holes; unsigned bytes must not fill the memory."""
     saved, _ = homes.bake()
     # Copies: the file that they are mapped from is written anew.

@@ -494,7 +494,9 @@ def test_missing_cache_is_logged_and_model_loads(tmp_path: Path, caplog: pytest.
         ("", {"device_map": "auto"}, "device_map"),
     ],
 )
-def test_unsupported_transformers_options_are_refused(name: str, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+def test_unsupported_transformers_options_are_refused(
+    name: str, options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
     place = name or save_llama(tmp_path / "model")
     with pytest.raises(ConfigError, match=why):
         from_pretrained(transformers.AutoModelForCausalLM, place, keeper=True, **options)

@@ -199,9 +199,7 @@ def test_too_small_disk_is_reported_before_writing(
     assert not any(path.is_file() for path in disk.rglob("*"))
 
 
-def test_disk_filled_midway_reports_needed_bytes(
-    small_disk: Callable[[int], Path], tmp_path: Path
-) -> None:
+def test_disk_filled_midway_reports_needed_bytes(small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     disk = small_disk(1 << 20)
     with pytest.raises(DiskFull, match=r"No space left on device; 8\.00 MB are needed in all, 0 B are free"):  # noqa: SIM117
         with output.typed(disk / "file", needed=8_000_000), open(disk / "file", "wb", buffering=0) as file:

@@ -201,9 +201,7 @@ def test_missing_hub_is_reported_and_storage_read(
     assert contents(tmp_path / "out") == contents(model)
 
 
-def test_foreign_weights_at_destination_are_not_mixed(
-    model: Path, tmp_path: Path, fork_server: ForkServer
-) -> None:
+def test_foreign_weights_at_destination_are_not_mixed(model: Path, tmp_path: Path, fork_server: ForkServer) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "model-00001-of-00009.safetensors").write_bytes(b"another model")

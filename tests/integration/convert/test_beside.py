@@ -118,9 +118,7 @@ def test_truncated_source_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_journal_without_disk_space_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_journal_without_disk_space_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: Journal, line: bytes) -> None:
         raise DiskFull("cannot write: no space left on device", uri=str(self.path))
 

@@ -71,9 +71,7 @@ def test_job_killed_after_publishing_is_complete(made: Path, tmp_path: Path) -> 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_job_killed_while_publishing_resumes(
-    fork_server: ForkServer, tmp_path: Path
-) -> None:
+def test_job_killed_while_publishing_resumes(fork_server: ForkServer, tmp_path: Path) -> None:
     """A kill before each change to the file system, from the last task's end to the coordinator's own."""
     write_llama(tmp_path / "made", total_bytes=2 * MIB, shards=2)
     told = {"sources": str(tmp_path / "made"), "devices": "cpu", "workers": 1, "shard_bytes": 1_000_000}

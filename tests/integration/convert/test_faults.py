@@ -1,7 +1,8 @@
-"""Two hundred conversions that lose a worker or the coordinator at any moment: resumed, they end with the same files.
+"""Two hundred conversions lose a worker or the coordinator at a random moment. The resumed run writes the same files.
 
-A drill is all that its seed says: who, how (SIGKILL, or SIGSTOP: alive but silent), in which phase, how many workers,
-whether the next run begins beside what is left of the last. `test_drills[7]` runs the twenty of seeds 140 to 159.
+A seed decides which process is lost, how (SIGKILL, or SIGSTOP so that it is alive but silent), in which phase, and how
+many workers run. It also decides whether the next run finds files of the interrupted run. Batch 7 of
+`test_conversion_survives_random_faults` runs seeds 140 to 159.
 """
 
 from __future__ import annotations
@@ -179,7 +180,9 @@ def drill(seed: int, fork_server: ForkServer, source: Path, expected: dict[str, 
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-def test_conversion_survives_random_faults(batch: int, fork_server: ForkServer, made: Path, expected: dict[str, bytes]) -> None:
+def test_conversion_survives_random_faults(
+    batch: int, fork_server: ForkServer, made: Path, expected: dict[str, bytes]
+) -> None:
     if batch >= ALWAYS and os.environ.get("DRILLS") != "all":
         pytest.skip("run with DRILLS=all")
     seeds = range(batch * BATCH, (batch + 1) * BATCH)

@@ -171,9 +171,7 @@ class Lost(Closeable):
             wire.close()
 
 
-def test_lost_worker_blames_its_operation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_worker_blames_its_operation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "named.py").write_text(NAMED)
     monkeypatch.syspath_prepend(tmp_path)
     write_file(tmp_path / "one.safetensors", {name: (DType.F32, (1 << 16,), bytes(1 << 18)) for name in "abcdefgh"})

@@ -86,9 +86,7 @@ class Strangers(LocalLauncher):
         return count
 
 
-def test_strangers_take_limited_coordinator_slots(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_take_limited_coordinator_slots(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))
     counts = []
     with ExitStack() as stack, Strangers() as launcher:
@@ -105,9 +103,7 @@ def test_strangers_take_limited_coordinator_slots(
     assert counts and counts[0] <= 8, counts
 
 
-def test_silent_connection_is_closed_at_deadline(
-    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_connection_is_closed_at_deadline(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "HELLO_S", 0.5)
     counts = []
 

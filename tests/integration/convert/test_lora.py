@@ -169,9 +169,7 @@ def test_fp32_adapter_keeps_base_dtype(tmp_path: Path) -> None:
         ("init_lora_weights", "lora_ga"),
     ],
 )
-def test_non_additive_adapter_is_refused_before_reading(
-    option: str, value: object, tmp_path: Path
-) -> None:
+def test_non_additive_adapter_is_refused_before_reading(option: str, value: object, tmp_path: Path) -> None:
     trained("llama", {"target_modules": ATTENTION}, tmp_path)
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {option: value}))

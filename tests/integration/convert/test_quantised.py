@@ -161,9 +161,7 @@ def test_fp8_with_bf16_scales_matches_transformers(llama: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("preset", ["FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP8", "NVFP4A16", "MXFP4A16", "INT8"])
-def test_llm_compressor_output_matches_its_library(
-    preset: str, llama: Path, tmp_path: Path
-) -> None:
+def test_llm_compressor_output_matches_its_library(preset: str, llama: Path, tmp_path: Path) -> None:
     quantise, said = by_compressed_tensors(preset)
     source = rewrite(llama, tmp_path / preset, quantise, said)
     result = made(source, tmp_path / "out", {"op": "dequantise"})

@@ -501,7 +501,9 @@ def test_missing_part_of_sharded_tensor_is_named(sharded: tuple[str, str, Any], 
     assert isinstance(error, FormatError) and error.tensor is not None and json.dumps("missing")[1:-1] in str(error)
 
 
-def test_documented_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_documented_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_llama(tmp_path / "llama", num_layers=1, hidden=64, vocab=256, fp8=False, shards=2)
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parents[3] / "docs" / "dcp.md"

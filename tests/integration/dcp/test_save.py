@@ -139,9 +139,7 @@ def test_interrupted_save_keeps_previous_checkpoint(tmp_path: Path, die: bool) -
 
 
 @pytest.mark.parametrize("fault", ["write", "publish", "room"])
-def test_failed_save_leaves_nothing_for_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_failed_save_leaves_nothing_for_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     writer = CheckpointWriter(replace=True)
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> None:

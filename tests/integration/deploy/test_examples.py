@@ -20,7 +20,7 @@ pytest.importorskip("torch")
 DIRECTORY = Path(__file__).resolve().parents[3] / "examples"
 SERVES = DIRECTORY / "fetch_two_terminals.py"
 SYNCS = DIRECTORY / "sync_two_terminals.py"
-IS_IMPORTED = DIRECTORY / "fold_norms.py"  # by a conversion; test_convert_operations runs it
+IS_IMPORTED = DIRECTORY / "fold_norms.py"  # A conversion imports it, and convert/test_operations.py runs it.
 OF_ENGINES = {DIRECTORY / "sync_torchrun.py", DIRECTORY / "sync_ray.py"}  # a minute each; tests/engines runs them
 EXAMPLES = sorted(set(DIRECTORY.glob("*.py")) - {SERVES, SYNCS, IS_IMPORTED} - OF_ENGINES)
 LAST_S = 150.0

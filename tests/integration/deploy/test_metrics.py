@@ -178,9 +178,7 @@ def untried(monkeypatch) -> Iterator[None]:
         endpoint_module._endpoint.close()
 
 
-def test_environment_enables_endpoint(
-    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
-) -> None:
+def test_environment_enables_endpoint(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
     ps.load(llama)
     assert endpoint_module._endpoint is None
     monkeypatch.setenv("PENSTOCK_METRICS", "127.0.0.1:0")
@@ -194,9 +192,7 @@ def test_environment_enables_endpoint(
     assert get(url, bearer(token_file))[0] == 200
 
 
-def test_taken_port_warns_and_loads_continue(
-    llama: Path, token_file: Path, monkeypatch, caplog, untried: None
-) -> None:
+def test_taken_port_warns_and_loads_continue(llama: Path, token_file: Path, monkeypatch, caplog, untried: None) -> None:
     with bound_socket(("127.0.0.1", 0)) as taken:
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -278,9 +274,7 @@ def test_cache_hits_and_retries_are_counted(llama: Path, tmp_path: Path, scrape:
         assert scrape.added("penstock_storage_retries_total") == 3
 
 
-def test_fetches_and_damage_are_counted_by_source(
-    llama: Path, scrape: Scrape, monkeypatch
-) -> None:
+def test_fetches_and_damage_are_counted_by_source(llama: Path, scrape: Scrape, monkeypatch) -> None:
     # A directory of its own: the path of a Unix socket is short.
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)

@@ -63,7 +63,7 @@ def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
     return span
 
 
-def test_a_load_is_a_child_of_the_callers_span_and_has_its_numbers(llama: Path, spans) -> None:
+def test_load_span_is_child_with_report_values(llama: Path, spans) -> None:
     with trace.get_tracer("test").start_as_current_span("boot") as boot:
         report = ps.load(llama).report
     span = only(spans, "penstock load")
@@ -79,7 +79,7 @@ def test_a_load_is_a_child_of_the_callers_span_and_has_its_numbers(llama: Path, 
     assert {name: attributes[f"penstock.phase.{name}_s"] for name in report.phases} == dict(report.phases)
 
 
-def test_an_error_is_recorded_without_the_secrets_of_its_uri(tmp_path: Path, spans) -> None:
+def test_recorded_error_contains_no_uri_secrets(tmp_path: Path, spans) -> None:
     with pytest.raises(ps.SourceError):
         ps.load("http://user:secret@127.0.0.1:9/model?sig=secret")
     span = only(spans, "penstock load")
@@ -92,7 +92,7 @@ def test_an_error_is_recorded_without_the_secrets_of_its_uri(tmp_path: Path, spa
     assert "secret" not in span.to_json()
 
 
-def test_a_stream_is_a_span_until_its_last_tensor(llama: Path, spans) -> None:
+def test_stream_span_lasts_until_last_tensor(llama: Path, spans) -> None:
     with ps.stream(llama) as stream:
         next(stream)
         assert spans.get_finished_spans() == ()
@@ -102,7 +102,7 @@ def test_a_stream_is_a_span_until_its_last_tensor(llama: Path, spans) -> None:
     assert dict(only(spans, "penstock load").attributes or {})["penstock.bytes"] == stream.report.nbytes
 
 
-def test_a_fetch_names_its_paths_and_its_members(llama: Path, runtime: None, spans) -> None:
+def test_fetch_span_names_paths_and_members(llama: Path, runtime: None, spans) -> None:
     with ps.join("llama") as first, ps.join("llama") as second:
         first.fetch({}, fallback=llama)
         spans.clear()
@@ -114,7 +114,7 @@ def test_a_fetch_names_its_paths_and_its_members(llama: Path, runtime: None, spa
     assert attributes["penstock.bytes"] == attributes["penstock.verified_bytes"] == report.nbytes
 
 
-def test_a_publish_and_an_update_have_the_version(runtime: None, spans) -> None:
+def test_publish_and_update_spans_have_version(runtime: None, spans) -> None:
     weights = {"w": torch.arange(64.0)}
     target = {"w": torch.zeros(64)}
     with ps.publisher("policy", weights, mode="snapshot") as publisher, ps.subscriber("policy", target) as subscriber:
@@ -132,7 +132,7 @@ def test_a_publish_and_an_update_have_the_version(runtime: None, spans) -> None:
     assert sum(report.nbytes_by_path.values()) == report.nbytes
 
 
-def test_a_conversion_has_its_operation(llama: Path, tmp_path: Path, spans) -> None:
+def test_conversion_span_has_its_operation(llama: Path, tmp_path: Path, spans) -> None:
     report = ps.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu", workers=1)
     attributes = dict(only(spans, "penstock convert").attributes or {})
     assert attributes["penstock.operation"] == report.operation
@@ -140,7 +140,7 @@ def test_a_conversion_has_its_operation(llama: Path, tmp_path: Path, spans) -> N
     assert attributes["penstock.uri"] == str(tmp_path / "out")
 
 
-def test_a_process_that_nobody_looks_at_imports_neither_opentelemetry_nor_prometheus_client(llama: Path) -> None:
+def test_unobserved_process_imports_no_telemetry_libraries(llama: Path) -> None:
     imported = "{m.partition('.')[0] for m in sys.modules} & {'opentelemetry', 'prometheus_client'}"
     code = f"import sys, penstock as ps; ps.load(sys.argv[1]); sys.exit(len({imported}))"
     assert subprocess.run([sys.executable, "-c", code, str(llama)], check=False).returncode == 0

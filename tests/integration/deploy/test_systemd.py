@@ -66,7 +66,7 @@ def test_commands_and_variables_exist(unit: str, environ: dict[str, str]) -> Non
         assert float(drain_s) < float(value_of(unit, "TimeoutStopSec")[0])
 
 
-def test_the_commented_settings_are_those_of_a_fleet() -> None:
+def test_commented_settings_describe_a_fleet() -> None:
     text = (UNITS / "keeper-example.env").read_text(encoding="utf-8")
     fleet = dict(line[1:].split("=", 1) for line in text.splitlines() if re.match(r"#[A-Z_]+=", line))
     Settings.read({name: value for name, value in fleet.items() if name.startswith("PENSTOCK_")})
@@ -122,7 +122,7 @@ def test_units_are_valid_and_confined(host: Container) -> None:
 
 
 @pytest.mark.slow
-def test_a_keeper_starts_as_its_user_and_drains(host: Container, tmp_path: Path) -> None:
+def test_cache_service_starts_as_user_and_drains(host: Container, tmp_path: Path) -> None:
     done = run(host, "systemd-sysusers", "/etc/systemd/system/penstock.sysusers.conf")
     assert done.returncode == 0, done.stderr
     user = run(host, "id", "penstock").stdout

@@ -121,7 +121,7 @@ def check_fetched(report: dict[str, Any], wanted: str, holder: str | None, trans
         assert all(holder[:8] in path and transport in path for path in report["paths"]), report["paths"]
 
 
-def test_the_second_environment_has_the_previous_release(drivers: dict[str, Driver]) -> None:
+def test_old_driver_runs_previous_release(drivers: dict[str, Driver]) -> None:
     old, new = drivers["old"]("about"), drivers["new"]("about")
     environment = drivers["old"].release.python.parents[1]
     assert PREVIOUS[:12] in environment.name and environment in Path(old["file"]).parents
@@ -138,7 +138,7 @@ def test_the_second_environment_has_the_previous_release(drivers: dict[str, Driv
 @pytest.mark.parametrize("hub", NAMES)
 @pytest.mark.parametrize("holder", NAMES)
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_a_member_of_each_release_fetches_from_the_other(
+def test_releases_fetch_from_each_other(
     fleet: Fleet, hubs: dict[str, str], model: Path, wanted: str, hub: str, holder: str, transport: str
 ) -> None:
     url, reader = hubs[hub], other(holder)
@@ -161,7 +161,7 @@ def test_a_member_of_each_release_fetches_from_the_other(
     ids=["live", "snapshot", "cast"],
 )
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_a_sync_goes_from_each_release_to_the_other(
+def test_sync_works_between_both_releases(
     fleet: Fleet, hubs: dict[str, str], hub: str, publisher: str, options: dict[str, str], transport: str
 ) -> None:
     source, targets = fleet[publisher], [fleet[other(publisher)], fleet[publisher]]
@@ -196,7 +196,7 @@ def publish_and_update(
 
 @pytest.mark.parametrize("members", [pytest.param("old", id="first"), pytest.param("new", id="last")])
 @pytest.mark.parametrize("hubs", [("old", "new"), ("new", "old")], ids=["upgraded", "rolled-back"])
-def test_members_go_on_while_their_hub_is_replaced(
+def test_members_survive_replacement_of_hub(
     fleet: Fleet, model: Path, wanted: str, members: str, hubs: tuple[str, str]
 ) -> None:
     hub, url = fleet.start_hub(hubs[0])
@@ -220,7 +220,7 @@ def test_members_go_on_while_their_hub_is_replaced(
 
 
 @pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
-def test_hubs_of_both_releases_act_as_one_over_one_redis(fleet: Fleet, model: Path, wanted: str) -> None:
+def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: str) -> None:
     redis = fleet.stack.enter_context(redis_server.RedisServer(fleet.directory))
     urls = {name: fleet.start_hub(name, "--redis", redis.url, name=name)[1] for name in NAMES}
     for hub in NAMES:
@@ -233,9 +233,7 @@ def test_hubs_of_both_releases_act_as_one_over_one_redis(fleet: Fleet, model: Pa
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_the_hub_of_a_host_passes_from_one_release_to_the_other(
-    fleet: Fleet, model: Path, wanted: str, first: str
-) -> None:
+def test_local_hub_passes_between_releases(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     def hosts(driver: Driver) -> bool:
         """Return whether a driver's process hosts the hub: its number is in the file that it locks."""
         return (fleet.directory / "hub-0.lock").read_text() == f"{driver.pid}\n"
@@ -253,7 +251,7 @@ def test_the_hub_of_a_host_passes_from_one_release_to_the_other(
 
 
 @pytest.mark.parametrize("first", NAMES)
-def test_a_keeper_is_handed_over_to_the_other_release(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
+def test_cache_is_handed_over_between_releases(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     words = ["keep", str(model), "--model", "m", "--drain-s", "60"]
     keeper = fleet.start(first, *words, until="keeping")
     engines = list(fleet.drivers.values())

@@ -216,7 +216,7 @@ def added_by(found: Mapping, package: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_wheel_has_exactly_its_packages_files(wheels: dict[str, Path], package: str) -> None:
+def test_wheel_contains_exactly_its_package_files(wheels: dict[str, Path], package: str) -> None:
     packed = {name for name in zipfile.ZipFile(wheels[package]).namelist() if ".dist-info/" not in name}
     source = ROOT / "packages" / package / "src"
     files = {
@@ -230,7 +230,7 @@ def test_wheel_has_exactly_its_packages_files(wheels: dict[str, Path], package: 
     assert {name.partition("/")[0] for name in packed} == {module}
 
 
-def test_wheels_have_assets_stubs_and_startup(wheels: dict[str, Path]) -> None:
+def test_wheels_contain_assets_stubs_and_startup(wheels: dict[str, Path]) -> None:
     core, hf = (set(zipfile.ZipFile(wheels[name]).namelist()) for name in ("penstock", "penstock-hf"))
     assert {"penstock/hub/assets/index.html", "penstock/__init__.pyi", "penstock/spi/__init__.pyi"} <= core
     assert "penstock_hf/startup/sitecustomize.py" in hf
@@ -245,7 +245,7 @@ def test_all_packages_have_one_version(wheels: dict[str, Path]) -> None:
                 assert f"=={version}" in requirement, f"{name} requires {requirement}"
 
 
-def test_metadata_is_complete_and_the_same(wheels: dict[str, Path]) -> None:
+def test_metadata_is_complete_and_consistent(wheels: dict[str, Path]) -> None:
     described = [metadata_of(wheel) for wheel in wheels.values()]
     for key in ("Project-URL", "Classifier", "Requires-Python", "License-Expression"):
         assert len({tuple(one.get_all(key, [])) for one in described}) == 1, key
@@ -278,7 +278,7 @@ def test_core_alone_has_no_engine(core: Environment, torch: Path) -> None:
     assert len(found["imported"]) > 200
 
 
-def test_core_alone_names_the_packages_of_commands(core: Environment) -> None:
+def test_core_command_names_missing_package(core: Environment) -> None:
     added = {name: package for package, groups in ENTRY_POINTS.items() for name in groups.get("penstock.commands", ())}
     assert added.keys().isdisjoint(core.commands()) and {"load", "pull", "hub"} <= core.commands()
     for command, package in added.items():
@@ -286,7 +286,7 @@ def test_core_alone_names_the_packages_of_commands(core: Environment) -> None:
         assert done.returncode == 2 and done.stderr.endswith(f"pip install {package}\n"), done.stderr
 
 
-def test_core_alone_reads_files_without_torch(core: Environment, tmp_path: Path) -> None:
+def test_core_reads_files_without_torch(core: Environment, tmp_path: Path) -> None:
     penstock = core.penstock
     write_file(tmp_path / "model.safetensors", {"w": (DType.F32, (2, 3), bytes(24))})
     done = run(penstock, "version")
@@ -301,7 +301,7 @@ def test_core_alone_reads_files_without_torch(core: Environment, tmp_path: Path)
 
 
 @pytest.mark.parametrize("package", ADAPTERS)
-def test_adapter_alone_brings_core_and_entry_points(
+def test_adapter_installs_core_and_entry_points(
     install: Callable[..., Environment], wheels: dict[str, Path], torch: Path, package: str
 ) -> None:
     requires = metadata_of(wheels[package]).get_all("Requires-Dist", [])
@@ -320,7 +320,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^\w-]", requirement)[0]
 
 
-def test_extra_and_package_install_the_same(install: Callable[..., Environment]) -> None:
+def test_extra_and_package_install_same_distributions(install: Callable[..., Environment]) -> None:
     found = install("penstock[vllm]").probe()
     assert set(found["packages"]) == {"penstock", "penstock-vllm", *BROUGHT["penstock-vllm"]}
     assert [point[1:] for point in found["points"] if point[0] == "penstock-vllm"] == [
@@ -328,7 +328,7 @@ def test_extra_and_package_install_the_same(install: Callable[..., Environment])
     ]
 
 
-def test_core_has_an_extra_for_each_adapter(wheels: dict[str, Path]) -> None:
+def test_core_has_extra_for_each_adapter(wheels: dict[str, Path]) -> None:
     requires = metadata_of(wheels["penstock"]).get_all("Requires-Dist", [])
     pairs = {re.findall(r"extra == '([\w-]+)'", one)[0]: name_of(one) for one in requires if "penstock-" in one}
     assert pairs == EXTRAS
@@ -343,7 +343,7 @@ def test_all_packages_together_add_every_command(install: Callable[..., Environm
     assert {"artifacts", "run", "bench", "calibrate", "plan", "simulate"} <= environment.commands()
 
 
-def test_adapter_that_fails_to_import_is_left_out(install: Callable[..., Environment]) -> None:
+def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment]) -> None:
     environment = install("penstock-tools", "penstock-hf")
     (broken,) = environment.path.glob("lib/python3*/site-packages/penstock_hf/run_command.py")
     # The file may be a link into the cache of the installer: make another one.
@@ -360,9 +360,7 @@ def test_adapter_that_fails_to_import_is_left_out(install: Callable[..., Environ
 
 
 @pytest.mark.parametrize("version", NEXT_VERSIONS)
-def test_next_python_runs_the_core_and_commands(
-    install: Callable[..., Environment], tmp_path: Path, version: str
-) -> None:
+def test_next_python_runs_core_and_commands(install: Callable[..., Environment], tmp_path: Path, version: str) -> None:
     named = shutil.which(f"python{version}")
     candidates = [*([named] if named else []), *Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}")]
     python = next((str(one) for one in candidates if run(one, "-c", "").returncode == 0), None)

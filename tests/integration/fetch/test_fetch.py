@@ -23,7 +23,7 @@ def nbytes_of(truth: dict[str, torch.Tensor]) -> int:
 
 
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_several_that_start_at_once_read_storage_once_between_them(host: Host, made: Path, truth, transport) -> None:
+def test_members_starting_together_read_storage_once(host: Host, made: Path, truth, transport) -> None:
     workers = host.start_at_once(4, fallback=str(made), storage_pause_s=0.03, connection={"transports": [transport]})
     reports = [check(worker, truth) for worker in workers]
     assert sum(report["storage_bytes"] for report in reports) == nbytes_of(truth)
@@ -33,7 +33,7 @@ def test_several_that_start_at_once_read_storage_once_between_them(host: Host, m
         assert not report["faults"]
 
 
-def test_a_latecomer_needs_no_way_to_storage(host: Host, made: Path, truth) -> None:
+def test_late_member_needs_no_storage(host: Host, made: Path, truth) -> None:
     first = host.start(fallback=str(made))
     member = first.say_until("joined")["member"]
     early = check(first, truth)  # it read storage without a manifest: it made the digests that others compare with
@@ -43,7 +43,7 @@ def test_a_latecomer_needs_no_way_to_storage(host: Host, made: Path, truth) -> N
     assert late["verified"] and late["verified_against"].startswith("digests made by")
 
 
-def test_a_latecomer_joins_a_distribution_under_way(host: Host, made: Path, truth) -> None:
+def test_late_member_joins_running_distribution(host: Host, made: Path, truth) -> None:
     first = host.start(fallback=str(made), storage_pause_s=0.1)
     first.say_until("joined")
     host.wait_for(lambda held: any(one.have for one in held))
@@ -54,7 +54,7 @@ def test_a_latecomer_joins_a_distribution_under_way(host: Host, made: Path, trut
     assert check(first, truth)["storage_bytes"] == nbytes_of(truth)
 
 
-def test_a_latecomer_that_can_read_storage_shares_what_is_left(host: Host, made: Path, truth) -> None:
+def test_late_member_shares_remaining_storage_reads(host: Host, made: Path, truth) -> None:
     first = host.start(fallback=str(made), storage_pause_s=0.1)
     first.say_until("joined")
     host.wait_for(lambda held: any(one.have for one in held))
@@ -64,7 +64,7 @@ def test_a_latecomer_that_can_read_storage_shares_what_is_left(host: Host, made:
     assert sum(report["storage_bytes"] for report in reports) == nbytes_of(truth)
 
 
-def test_sigterm_leaves_cleanly(host: Host, made: Path, truth) -> None:
+def test_sigterm_leaves_fleet_cleanly(host: Host, made: Path, truth) -> None:
     stays, goes = host.start_at_once(2, fallback=str(made))
     check(stays, truth)
     check(goes, truth)
@@ -78,7 +78,7 @@ def test_sigterm_leaves_cleanly(host: Host, made: Path, truth) -> None:
     assert check(host.start(), truth)["storage_bytes"] == 0
 
 
-def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth) -> None:
+def test_draining_holder_accepts_no_readers(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
     check(holder, truth)
     reader = host.start()
@@ -93,7 +93,7 @@ def test_a_holder_that_drains_gives_no_new_places(host: Host, made: Path, truth)
     assert holder.process.wait(20) == 0
 
 
-def test_refused_readers_go_elsewhere(host: Host, made: Path, truth) -> None:
+def test_refused_readers_use_other_holders(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_readers": 1, "max_bytes_per_s": 2 << 20})
     check(holder, truth)
     readers = [host.start(is_held=True) for _ in range(3)]
@@ -110,7 +110,7 @@ def test_refused_readers_go_elsewhere(host: Host, made: Path, truth) -> None:
     assert from_holder < 2 * nbytes_of(truth)  # others gave most
 
 
-def test_a_refusal_names_alternatives(host: Host, made: Path, truth) -> None:
+def test_refusal_names_alternatives(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_readers": 1, "max_bytes_per_s": 2 << 20})
     check(holder, truth)
     reader = host.start()
@@ -125,7 +125,7 @@ def test_a_refusal_names_alternatives(host: Host, made: Path, truth) -> None:
     check(reader, truth)
 
 
-def test_a_cap_holds_for_all_readers_together(host: Host, made: Path, truth) -> None:
+def test_rate_limit_covers_all_readers(host: Host, made: Path, truth) -> None:
     cap = 8 << 20
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": cap, "max_readers": 8})
     check(holder, truth)
@@ -139,7 +139,7 @@ def test_a_cap_holds_for_all_readers_together(host: Host, made: Path, truth) -> 
     assert max(report["phases"]["move"] for report in reports) > 0.5 * taken / cap
 
 
-def test_cap_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_runtime: None) -> None:
+def test_rate_limit_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_runtime: None) -> None:
     cap, chunk = 4 << 20, 256 << 10
     monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", chunk)
     limited, begun = list[float](), list[tuple[float, int]]()
@@ -168,7 +168,7 @@ def test_cap_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_runtime:
         assert sum(nbytes for _, nbytes in begun[:count]) <= cap * (at - limited[0]), count
 
 
-def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
+def test_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
     check(holder, truth)
     reader = host.start(fallback=str(made))
@@ -180,7 +180,7 @@ def test_a_fence_sends_readers_elsewhere(host: Host, made: Path, truth) -> None:
     assert report["storage_bytes"] and report["faults"]
 
 
-def test_the_path_and_the_reason_are_always_said(host: Host, made: Path, truth) -> None:
+def test_report_gives_path_and_reason(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made))
     check(holder, truth)
     report = check(host.start(connection={"transports": ["http"]}), truth)
@@ -192,7 +192,7 @@ def test_the_path_and_the_reason_are_always_said(host: Host, made: Path, truth) 
     assert list(alone["paths"]) == [f"storage {made}"]
 
 
-def test_a_fetch_that_fails_says_so_and_leaves_the_dict_empty(host: Host, made: Path, truth) -> None:
+def test_failed_fetch_leaves_dict_empty(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
     check(holder, truth)
     reader = host.start(environ={"PENSTOCK_STALL_S": "1.5"})
@@ -204,7 +204,7 @@ def test_a_fetch_that_fails_says_so_and_leaves_the_dict_empty(host: Host, made: 
     assert failed["error"] in {"SourceUnavailable", "SourceStalled"} and "no fallback was given" in failed["message"]
 
 
-def test_a_target_in_place_that_was_touched_says_so(host: Host, made: Path, truth, monkeypatch) -> None:
+def test_partly_written_target_is_reported_mutated(host: Host, made: Path, truth, monkeypatch) -> None:
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
     check(holder, truth)
 

@@ -50,7 +50,7 @@ def show(monkeypatch: pytest.MonkeyPatch, authority: Authority, name: str) -> No
     monkeypatch.setenv("PENSTOCK_KEY_FILE", str(key))
 
 
-def test_no_other_certificate_speaks_for_a_member(hub: str, authority: Authority) -> None:
+def test_member_requires_its_own_certificate(hub: str, authority: Authority) -> None:
     first, other, renewed = (authority.sign(name) for name in ("first", "other", "first"))
     ca_file, life = authority.ca_file, "0123456789abcdef"
     with HubClient.connect(hub, ca_file=ca_file, certificate=first, life=life) as member:
@@ -68,7 +68,7 @@ def test_no_other_certificate_speaks_for_a_member(hub: str, authority: Authority
             same.beat(member.member, Beat())
 
 
-def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
+def test_server_certificate_must_match_member(
     hub: str, authority: Authority, made: Path, truth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, torch.Tensor] = {}
@@ -92,7 +92,7 @@ def test_a_door_shows_the_certificate_that_the_hub_knows_its_member_by(
         assert any("the peer's certificate names" in fault for fault in report.faults), report.faults
 
 
-def test_plain_http_to_tls_hub_says_so(hub: str) -> None:
+def test_plain_http_to_tls_hub_is_explained(hub: str) -> None:
     with HubClient.connect(hub.replace("https://", "http://")) as client:
         begun = time.monotonic()
         with pytest.raises(ConfigError, match="speaks TLS") as caught:

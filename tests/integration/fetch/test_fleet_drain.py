@@ -36,7 +36,7 @@ def drain(url: str, tokens: Path, *words: str) -> subprocess.CompletedProcess[st
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_readers_go_elsewhere(tmp_path: Path) -> None:
+def test_readers_avoid_drained_member(tmp_path: Path) -> None:
     write_llama(tmp_path / "llama", total_bytes=4 << 20)
     # A command sends the first token of its file.
     for name, first in (("tokens", TOKEN), ("operator", f"{OPERATOR} @operator"), ("all", "")):

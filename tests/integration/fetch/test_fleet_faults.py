@@ -1,8 +1,8 @@
-"""Two hundred fleets, each of which loses a process at a random moment: nobody hangs, no wrong byte, storage read once.
+"""Two hundred fleets lose a process at a random moment. Nobody hangs, no byte is wrong, and storage is read once.
 
-A drill is all that its seed says: who is lost, how (SIGKILL, or SIGSTOP: alive but silent), when, by which transport
-the bytes move, whether there is a manifest. `test_drills[7]` runs the twenty of seeds 140 to 159; half of the batches
-run by default, all with `DRILLS=all`.
+A seed decides which process is lost, how (SIGKILL, or SIGSTOP so that it is alive but silent), when, which transport
+moves the bytes, and whether a manifest exists. Batch 7 of `test_fleet_survives_random_faults` runs seeds 140 to 159.
+Half of the batches run by default, and `DRILLS=all` runs all of them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def drill(seed: int, fork_server: ForkServer, places: tuple[str, str]) -> tuple[
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_drills(batch: int, fork_server: ForkServer, places: tuple[str, str]) -> None:
+def test_fleet_survives_random_faults(batch: int, fork_server: ForkServer, places: tuple[str, str]) -> None:
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda seed: drill(seed, fork_server, places), seeds))

@@ -79,7 +79,7 @@ def link() -> Iterator[Link]:
         link.close()
 
 
-def test_a_partition_in_the_middle_of_a_transfer(link: Link, made: Path, truth, tmp_path: Path) -> None:
+def test_partition_during_transfer_is_survived(link: Link, made: Path, truth, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)

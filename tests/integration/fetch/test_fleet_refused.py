@@ -49,7 +49,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
     running.stop()
 
 
-def test_storage_is_read_at_once_by_who_is_refused(hub, made, truth, tmp_path, capsys) -> None:
+def test_refused_member_reads_storage_immediately(hub, made, truth, tmp_path, capsys) -> None:
     (tmp_path / "mine").write_text(OTHERS)
     asked = ["m", "--hub", hub, "--token-file", str(tmp_path / "mine"), "--fallback", str(made), "--format", "json"]
     with pytest.raises(SystemExit) as ended:
@@ -62,7 +62,7 @@ def test_storage_is_read_at_once_by_who_is_refused(hub, made, truth, tmp_path, c
     assert_same(by_safetensors(tmp_path / "out"), truth)
 
 
-def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> None:
+def test_refused_member_without_storage_fails(hub, made, truth) -> None:
     targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS)) as fleet:
         for target in ({}, targets):
@@ -73,7 +73,7 @@ def test_where_there_is_no_storage_a_refusal_is_the_end(hub, made, truth) -> Non
         ps.cache.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), timeout_s=float(FAR_S))
 
 
-def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
+def test_draining_holder_is_reported(hub, made, truth, monkeypatch) -> None:
     monkeypatch.setattr(peer_server, "LEASE_TTL_S", float(FAR_S))
     with (
         ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as holder,
@@ -103,7 +103,7 @@ def test_a_holder_that_drains_says_so(hub, made, truth, monkeypatch) -> None:
     assert list(report.nbytes_by_path) == [f"storage {made}"]
 
 
-def test_members_of_one_token_share_places_with_another_token(hub, made) -> None:
+def test_members_with_same_token_share_leases(hub, made) -> None:
     with contextlib.ExitStack() as stack:
 
         def join(token: str, **options: int) -> ps.Fleet:
@@ -132,7 +132,7 @@ def test_members_of_one_token_share_places_with_another_token(hub, made) -> None
         second.log(0, 0.0)
 
 
-def test_a_holder_that_is_not_there(hub, made) -> None:
+def test_missing_holder_is_reported(hub, made) -> None:
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as fleet:
         with pytest.raises(ps.NotFound, match="no member holds 'm'"):
             fleet.fetch({}, timeout_s=0.0)

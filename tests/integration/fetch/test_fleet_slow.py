@@ -20,7 +20,7 @@ from penstock.peer.client import PeerClient
 SLOW = 256 << 10
 
 
-def test_a_member_that_gives_slowly_does_not_slow_those_below_it(host: Host, made: Path, truth) -> None:
+def test_slow_sender_does_not_slow_its_readers(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
     slow = host.start(join={"max_bytes_per_s": SLOW})
     check(slow, truth)
@@ -31,7 +31,7 @@ def test_a_member_that_gives_slowly_does_not_slow_those_below_it(host: Host, mad
         assert given < report["nbytes"] / 2, report["paths"]
 
 
-def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made: Path, truth) -> None:
+def test_slow_receiver_does_not_slow_its_readers(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
     slow = host.start({"penstock.fetcher.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
     slow.say_until("joined")
@@ -42,7 +42,7 @@ def test_a_member_that_gets_slowly_does_not_slow_those_below_it(host: Host, made
     assert any(one.state == "filling" for one in host.held())  # it is far from done still
 
 
-def test_a_member_below_the_floor_is_not_used_and_said_to_be_slow(host: Host, made: Path, truth) -> None:
+def test_member_below_rate_floor_is_skipped(host: Host, made: Path, truth) -> None:
     check(host.start(fallback=str(made)), truth)
     at_once = {"penstock.fetcher.upstream.JUDGED_AFTER_S": 0.0}
     report = check(host.start(at_once, fallback=str(made), join={"min_gb_per_s": 1e6}), truth)
@@ -53,7 +53,7 @@ def test_a_member_below_the_floor_is_not_used_and_said_to_be_slow(host: Host, ma
     assert "below the floor" in alone["message"] and not alone["num_tensors"]
 
 
-def test_the_only_holder_is_held_to_the_floor_too(host: Host, made: Path, truth) -> None:
+def test_only_holder_must_meet_rate_floor(host: Host, made: Path, truth) -> None:
     capped = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
     check(capped, truth)
     reader = host.start(join={"min_gb_per_s": 0.05}, environ={"PENSTOCK_STALL_S": "3"}).say_until("failed")
@@ -62,7 +62,7 @@ def test_the_only_holder_is_held_to_the_floor_too(host: Host, made: Path, truth)
     assert report["storage_bytes"] == report["nbytes"], report["paths"]
 
 
-def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> None:
+def test_dead_reader_frees_its_lease(host: Host, made: Path, truth) -> None:
     holder = host.start(
         {"penstock.peer.server.LEASE_TTL_S": 2.0},
         fallback=str(made),
@@ -78,7 +78,7 @@ def test_a_reader_that_dies_frees_its_place(host: Host, made: Path, truth) -> No
     assert list(late["paths"]) == [f"shm <- {holder.said['joined']['member'][:8]}"]
 
 
-def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, made: Path, truth) -> None:
+def test_reused_address_is_not_taken_for_dead_member(host: Host, made: Path, truth) -> None:
     keeps = host.start(fallback=str(made))  # and hosts the hub
     check(keeps, truth)
     first = host.start(connection={"listen": "127.0.0.1:0", "transports": ["http"]})
@@ -103,7 +103,7 @@ def test_a_life_that_took_a_dead_ones_address_is_not_taken_for_it(host: Host, ma
         assert not any(held.member[:8] in path for path in report.nbytes_by_path)
 
 
-def test_a_stopped_reader_holds_up_nobody_and_goes_on(host: Host, made: Path, truth) -> None:
+def test_stopped_reader_resumes_without_delaying_others(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
     check(holder, truth)
     reader = host.start(environ={"PENSTOCK_STALL_S": "4"})
@@ -116,7 +116,7 @@ def test_a_stopped_reader_holds_up_nobody_and_goes_on(host: Host, made: Path, tr
     check(reader, truth)
 
 
-def test_a_hub_that_is_gone_for_good_leaves_storage(host: Host, fork_server: ForkServer, made: Path, truth) -> None:
+def test_lost_hub_falls_back_to_storage(host: Host, fork_server: ForkServer, made: Path, truth) -> None:
     listen = f"unix://{host.directory}/outside.sock"
     values = {"listen": listen, "fresh": True, "beat_s": 1.0, "ttl_s": 5.0, "constants": SMALL}
     stall = {"PENSTOCK_STALL_S": "3"}

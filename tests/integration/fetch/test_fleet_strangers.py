@@ -28,7 +28,7 @@ def timed_fetch(host: Host, truth) -> float:
     return took_s
 
 
-def test_a_member_listens_on_no_port_unless_it_is_told_to(host: Host, made: Path, truth) -> None:
+def test_member_listens_only_when_told(host: Host, made: Path, truth) -> None:
     quiet = host.start(fallback=str(made), connection={"transports": ["http", "shm"]})
     check(quiet, truth)
     assert listening_ports(quiet.process.pid) == []
@@ -37,7 +37,7 @@ def test_a_member_listens_on_no_port_unless_it_is_told_to(host: Host, made: Path
     assert len(listening_ports(listening.process.pid)) == 2  # its door and its data port
 
 
-def test_strangers_at_the_ports_of_a_holder_do_not_delay_its_reader(host: Host, made: Path, truth) -> None:
+def test_strangers_do_not_delay_readers(host: Host, made: Path, truth) -> None:
     """600 connections that said nothing delayed readers 44 s."""
     holder = host.start(fallback=str(made), connection={"listen": "127.0.0.1:0"})
     check(holder, truth)

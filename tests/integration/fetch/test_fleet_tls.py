@@ -41,7 +41,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0"])
-def test_weights_cross_by_tls_and_strangers_get_nothing(
+def test_weights_cross_tls_and_strangers_are_refused(
     authority: Authority, monkeypatch: pytest.MonkeyPatch, listen: str
 ) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
@@ -80,7 +80,7 @@ def test_weights_cross_by_tls_and_strangers_get_nothing(
     }
 
 
-def test_a_door_beyond_loopback_is_guarded_by_certificates_too(authority: Authority, tmp_path: Path) -> None:
+def test_public_listen_address_accepts_certificates(authority: Authority, tmp_path: Path) -> None:
     from penstock.peer.server import PeerServer
 
     tls = MemberTls.read()
@@ -89,7 +89,7 @@ def test_a_door_beyond_loopback_is_guarded_by_certificates_too(authority: Author
         PeerServer(tmp_path / "door.sock", lambda _: None, listen="192.0.2.1:0", tls=tls.serving)
 
 
-def test_files_that_are_no_certificates(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_certificate_files_are_refused(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, authority.ca_file, authority.ca_file, authority.sign("other")[1])
     with pytest.raises(ConfigError, match="certificate"):
         ps.join("m")

@@ -114,7 +114,7 @@ def claim_to_hold(hub: str, made: Path, doors: tuple[str, ...], host: str) -> Hu
     return liar
 
 
-def test_a_reader_shows_its_token_to_no_door(hub: str, made: Path, truth, record) -> None:
+def test_reader_never_sends_its_token_to_members(hub: str, made: Path, truth, record) -> None:
     door, port = record()
     found: dict[str, torch.Tensor] = {}
     with (
@@ -128,7 +128,7 @@ def test_a_reader_shows_its_token_to_no_door(hub: str, made: Path, truth, record
     assert OPERATORS.encode() not in door.received and b"authorization" not in door.received.lower()
 
 
-def test_a_subscriber_shows_its_token_to_no_door(hub: str, record) -> None:
+def test_subscriber_never_sends_its_token_to_members(hub: str, record) -> None:
     door, port = record()
     with HubClient.connect(hub, LLAMA) as liar:
         hello = Hello(member=liar.member, host="elsewhere", doors=(f"http://127.0.0.1:{port}",))
@@ -149,9 +149,7 @@ def test_a_subscriber_shows_its_token_to_no_door(hub: str, record) -> None:
 
 
 @pytest.mark.parametrize("where", ["a shared directory", "another user's directory", "another program's directory"])
-def test_a_socket_that_is_not_our_own_users_is_not_opened(
-    hub: str, made: Path, truth, record, alone: Path, where: str
-) -> None:
+def test_socket_of_another_user_is_not_opened(hub: str, made: Path, truth, record, alone: Path, where: str) -> None:
     """A false `host` made readers on that host connect to any socket, and post their token to it."""
     is_named = where != "another program's directory"
     place = alone / ("p-stranger" if is_named else "agent")
@@ -183,7 +181,7 @@ def test_a_socket_that_is_not_our_own_users_is_not_opened(
 
 
 @pytest.mark.parametrize("to", ["another address", "a Unix socket"])
-def test_a_data_port_is_only_asked_where_the_door_is(
+def test_data_port_must_be_on_member_host(
     hub: str, made: Path, truth, record, alone: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """A map may name any address; a reader connected to it, and sent its token."""
@@ -233,12 +231,12 @@ def test_a_data_port_is_only_asked_where_the_door_is(
         "http://h h:80",
     ],
 )
-def test_the_hub_takes_no_door_that_is_none(hub: str, door: str) -> None:
+def test_hub_refuses_invalid_member_address(hub: str, door: str) -> None:
     with HubClient.connect(hub, LLAMA) as liar, pytest.raises(PlanError):
         liar.hello(Hello(member=liar.member, host="h", doors=(door,)))
 
 
-def test_a_hub_that_lies_about_doors_is_not_believed() -> None:
+def test_false_member_address_from_hub_is_refused() -> None:
     for door in ("unix:///proc/1/root/run/docker.sock", "http://h:99999", "gopher://h:1", "unix:///dev/null"):
         upstream = Upstream(member="m", host="h", doors=(door,), device="cpu", state="whole", num_have=0, grant=b"")
         peer = PeerClient(upstream, member="r", key="0" * 32, same_host=True, stall_s=5.0)

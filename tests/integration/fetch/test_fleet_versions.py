@@ -113,7 +113,7 @@ def unchanged(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("who", ["members", "the hub"])
-def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth, who: str) -> None:
+def test_fields_from_newer_minor_version_are_ignored(hub: str, proxy, made, truth, who: str) -> None:
     changes = (with_more_fields, unchanged) if who == "members" else (unchanged, with_more_fields)
     url = proxy(*changes)
     found: dict[str, torch.Tensor] = {}
@@ -125,9 +125,7 @@ def test_what_a_newer_minor_version_adds_is_ignored(hub: str, proxy, made, truth
     assert report.faults == () and all(holder.member.id[:8] in path for path in report.nbytes_by_path)
 
 
-def test_what_a_newer_member_adds_at_its_door_is_ignored(
-    hub: str, made, truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fields_from_newer_member_are_ignored(hub: str, made, truth, monkeypatch: pytest.MonkeyPatch) -> None:
     send, read = peer_server._send, ServerExchange.read_body
 
     def newer_answer(exchange: ServerExchange, code: int, value: Any) -> None:
@@ -149,7 +147,7 @@ def test_what_a_newer_member_adds_at_its_door_is_ignored(
 
 
 @pytest.mark.parametrize("theirs", ["3.0", "1.7", None])
-def test_a_member_of_another_major_version_is_refused_by_name(hub: str, proxy, theirs: str | None) -> None:
+def test_member_with_different_major_version_is_refused(hub: str, proxy, theirs: str | None) -> None:
     def other(value: Any) -> Any:
         if "doors" not in value:
             return value
@@ -162,7 +160,7 @@ def test_a_member_of_another_major_version_is_refused_by_name(hub: str, proxy, t
         ps.join("m", connection=proxy(other, unchanged))
 
 
-def test_a_hub_of_another_major_version_is_refused_by_name(hub: str, proxy) -> None:
+def test_hub_with_different_major_version_is_refused(hub: str, proxy) -> None:
     def other(value: Any) -> Any:
         return {"protocol": "3.1", "ttl_s": "of another shape by now"} if "grant_key" in value else value
 
@@ -170,13 +168,13 @@ def test_a_hub_of_another_major_version_is_refused_by_name(hub: str, proxy) -> N
         ps.join("m", connection=proxy(unchanged, other))
 
 
-def test_a_version_that_is_none_is_refused(hub: str) -> None:
+def test_invalid_protocol_version_is_refused(hub: str) -> None:
     with HubClient.connect(hub) as client, pytest.raises(PlanError, match="protocol"):
         client.hello(Hello(member=client.member, host="h", doors=("unix:///d",), protocol="new"))
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
-def test_every_request_of_another_major_version_is_refused_by_a_hub(hub: str, operation: HubOperation, caplog) -> None:
+def test_hub_refuses_every_request_with_wrong_major(hub: str, operation: HubOperation, caplog) -> None:
     path = operation.path.replace("{member}", "m")
     with ControlConnection(over_unix(urlsplit(hub).path), "hub") as connection:
         code, raw = connection.request(
@@ -188,7 +186,7 @@ def test_every_request_of_another_major_version_is_refused_by_a_hub(hub: str, op
     assert f"event=version path={path!r} protocol='3.0'" in caplog.text
 
 
-def test_what_a_newer_hub_refuses_is_raised_by_name(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_from_newer_hub_is_raised(hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.hub.client.PROTOCOL", "3.0")
     refused = pytest.raises(ConfigError, match=f"this caller speaks protocol 3.0, the hub speaks {PROTOCOL}")
     with refused:
@@ -199,7 +197,7 @@ def test_what_a_newer_hub_refuses_is_raised_by_name(hub: str, monkeypatch: pytes
         ps.cache.attach("m", connection=hub)
 
 
-def test_a_member_logs_that_its_hub_was_replaced_by_another_major_version(hub: str, caplog) -> None:
+def test_member_logs_hub_with_different_major_version(hub: str, caplog) -> None:
     with ps.join("m", connection=hub) as fleet:
         # For the hub it is now a member of another version, as all members are after a replacement.
         headers = fleet.member.hub._headers
@@ -214,7 +212,7 @@ def test_a_member_logs_that_its_hub_was_replaced_by_another_major_version(hub: s
 
 
 @pytest.mark.parametrize("room", ["leases", "sync"])
-def test_a_member_refuses_a_reader_of_another_major_version_by_name(hub: str, room: str) -> None:
+def test_member_refuses_reader_with_different_major_version(hub: str, room: str) -> None:
     shards = {"w": ps.Shard(tensor=torch.zeros(4), global_shape=(8,), offset=(0,))}
     with ps.publisher("policy", shards, rank=(0, 2), connection=hub) as publisher:
         (path,) = [urlsplit(url).path for url in publisher.member.server.addresses]
@@ -240,7 +238,7 @@ def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_a_fetch_names_a_holder_of_another_major_version(hub: str, made, truth) -> None:
+def test_fetch_names_holder_with_different_major_version(hub: str, made, truth) -> None:
     refusal = f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
@@ -254,7 +252,7 @@ def test_a_fetch_names_a_holder_of_another_major_version(hub: str, made, truth) 
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_attach_names_a_keeper_of_another_major_version(hub: str, made) -> None:
+def test_attach_names_cache_with_different_major_version(hub: str, made) -> None:
     keeper = ps.cache.WeightCache(connection=hub).open()
     try:
         keeper.keep("m", made)
@@ -266,7 +264,7 @@ def test_attach_names_a_keeper_of_another_major_version(hub: str, made) -> None:
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_an_update_names_a_publisher_of_another_major_version(hub: str) -> None:
+def test_update_names_publisher_with_different_major_version(hub: str) -> None:
     weights = {"w": torch.zeros(8)}
     with (
         ps.publisher("policy", {"w": torch.ones(8)}, mode="snapshot", connection=hub) as publisher,

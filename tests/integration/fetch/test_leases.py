@@ -67,7 +67,7 @@ def reader() -> Iterator[Reader]:
 WANTED = np.arange(1024, dtype=np.int32).tobytes()
 
 
-def test_a_descriptor_ends_with_its_lease_and_others_go_on(holder, reader) -> None:
+def test_descriptor_ends_with_its_own_lease(holder, reader) -> None:
     with ps.join("m") as first, ps.join("m") as second:
         peer, mine = borrow(first.member, holder)
         other, theirs = borrow(second.member, holder)
@@ -82,7 +82,7 @@ def test_a_descriptor_ends_with_its_lease_and_others_go_on(holder, reader) -> No
             reader.read(theirs)
 
 
-def test_a_descriptor_ends_when_its_lease_is_not_renewed(holder, reader, monkeypatch) -> None:
+def test_descriptor_ends_with_unrenewed_lease(holder, reader, monkeypatch) -> None:
     monkeypatch.setattr(peer_server, "LEASE_TTL_S", 1.0)
     with ps.join("m") as first:
         peer, mine = borrow(first.member, holder)
@@ -97,7 +97,7 @@ def test_a_descriptor_ends_when_its_lease_is_not_renewed(holder, reader, monkeyp
         peer.close()
 
 
-def test_a_reader_that_asks_for_a_new_lease_cannot_use_the_old_descriptor(holder, reader) -> None:
+def test_new_lease_invalidates_old_descriptor(holder, reader) -> None:
     with ps.join("m") as first:
         before, old = borrow(first.member, holder)
         peer, new = borrow(first.member, holder)

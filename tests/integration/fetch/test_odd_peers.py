@@ -48,9 +48,7 @@ def whole(fleet: ps.Fleet) -> LocalWeights:
 
 
 @pytest.mark.parametrize("door", ["unix:///none", "unix:///dev/null", "http://a..b:80"])
-def test_a_member_that_has_no_door_for_us_keeps_nobody_from_the_next_nor_from_storage(
-    made: Path, truth, door: str
-) -> None:
+def test_unreachable_member_is_skipped(made: Path, truth, door: str) -> None:
     with HubClient.connect(None) as hub:  # hosts it, so that nobody's going takes what it knows along
         with ps.join("m") as first:
             first.fetch({}, fallback=str(made))
@@ -67,7 +65,7 @@ def test_a_member_that_has_no_door_for_us_keeps_nobody_from_the_next_nor_from_st
     assert any(text in fault for fault in faults for text in expected), report.faults
 
 
-def test_a_dead_member_keeps_no_memory_of_a_fetch_that_is_over(made: Path) -> None:
+def test_finished_fetch_keeps_no_dead_member_memory(made: Path) -> None:
     """Memory is given back with the last tensor, not when Python's collector comes by."""
     with HubClient.connect(None) as hub:
         with ps.join("m") as first:
@@ -110,7 +108,7 @@ LIES: dict[str, Lie] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_map_that_cannot_be_is_the_peers_fault(lie: str) -> None:
+def test_impossible_map_blames_peer(lie: str) -> None:
     with ps.join("m") as bad, ps.join("m") as good:
         ours = weights()
         bad.offer(ours)
@@ -126,7 +124,7 @@ def test_a_map_that_cannot_be_is_the_peers_fault(lie: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"chunks": b"123"}, {"leaves": b"123"}, {"leaves": b""}])
-def test_a_log_that_cannot_be_is_the_peers_fault(change: dict[str, bytes]) -> None:
+def test_impossible_log_blames_peer(change: dict[str, bytes]) -> None:
     with ps.join("m") as bad, ps.join("m") as good:
         ours = weights()
         bad.offer(ours)
@@ -158,9 +156,7 @@ def test_a_log_that_cannot_be_is_the_peers_fault(change: dict[str, bytes]) -> No
         assert not any(bad.member.id[:8] in path for path in report.nbytes_by_path)
 
 
-def test_memory_that_a_transport_turns_out_not_to_reach_is_taken_from_storage(
-    made: Path, truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreachable_memory_is_read_from_storage(made: Path, truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of two GPUs that cannot reach each other: the driver says so at the first read."""
 
     def refuse(*_: object) -> None:
@@ -176,7 +172,7 @@ def test_memory_that_a_transport_turns_out_not_to_reach_is_taken_from_storage(
         assert report.storage_bytes == report.nbytes and any("cannot reach" in one for one in report.faults)
 
 
-def test_a_target_that_wrong_bytes_were_written_to_is_touched(tmp_path: Path) -> None:
+def test_target_with_wrong_bytes_is_reported_mutated(tmp_path: Path) -> None:
     """Of one chunk, so that nothing is verified before it is found to be wrong."""
     path = tmp_path / "model.safetensors"
     write_file(path, {"t": (DType.U8, (1000,), memoryview(bytes(range(250)) * 4))}, {})
@@ -190,7 +186,7 @@ def test_a_target_that_wrong_bytes_were_written_to_is_touched(tmp_path: Path) ->
     assert caught.value.mutated and target["t"].any()
 
 
-def test_a_target_that_nothing_was_written_to_is_not_touched() -> None:
+def test_untouched_target_is_reported_unmutated() -> None:
     with ps.join("m") as fleet:
         with pytest.raises(PenstockError) as caught:
             fleet.fetch(weights(), timeout_s=0.2)
@@ -199,9 +195,7 @@ def test_a_target_that_nothing_was_written_to_is_not_touched() -> None:
             fleet.fetch(weights(), timeout_s="0.2")  # type: ignore[arg-type]
 
 
-def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
-    made: Path, truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_claim_is_reassigned_soon(made: Path, truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets on by what members give it, so that it would keep its claim for as long."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
@@ -231,7 +225,7 @@ def test_what_a_member_was_given_and_cannot_read_is_soon_read_by_another(
     assert_same(got, truth)
 
 
-def test_a_forked_child_does_not_say_good_bye_for_its_parent() -> None:
+def test_forked_child_does_not_sign_off_parent() -> None:
     with ps.join("m") as fleet:
         fleet.offer(weights())
         pid = os.fork()
@@ -245,7 +239,7 @@ def test_a_forked_child_does_not_say_good_bye_for_its_parent() -> None:
             assert [one.member for one in hub.status("m").members] == [fleet.member.id]
 
 
-def test_weights_that_are_fetched_again_into_other_memory_leave_no_registration(made: Path) -> None:
+def test_repeated_fetch_leaves_no_old_registration(made: Path) -> None:
     with ps.join("m") as fleet:
         fleet.fetch({}, fallback=str(made))
         before = whole(fleet)
@@ -253,7 +247,7 @@ def test_weights_that_are_fetched_again_into_other_memory_leave_no_registration(
         assert whole(fleet) is not before and not before.map().regions
 
 
-def test_weights_that_are_not_of_the_revision_they_are_offered_as_are_not_committed() -> None:
+def test_weights_contradicting_revision_are_not_committed() -> None:
     """Their digests and their bytes agree: only the revision tells."""
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights(), revision=f"w1-{'0' * 64}")
@@ -263,7 +257,7 @@ def test_weights_that_are_not_of_the_revision_they_are_offered_as_are_not_commit
         assert not found and not reader.member.weights
 
 
-def test_tensors_that_are_not_of_the_layout_they_are_held_as_are_not_taken() -> None:
+def test_tensors_contradicting_layout_are_refused() -> None:
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights())
         other = {f"x{name}": tensor for name, tensor in weights().items()}
@@ -272,12 +266,12 @@ def test_tensors_that_are_not_of_the_layout_they_are_held_as_are_not_taken() -> 
             reader.fetch({}, timeout_s=0.1)
 
 
-def test_storage_of_another_revision_than_is_asked_for_is_not_read(sealed: Path) -> None:
+def test_storage_with_wrong_revision_is_not_read(sealed: Path) -> None:
     with ps.join("m", revision=f"w1-{'0' * 64}") as fleet, pytest.raises(IntegrityError, match="revision"):
         fleet.fetch({}, fallback=str(sealed))
 
 
-def test_a_module_with_tied_weights_serves_others_that_have_no_way_to_storage(tmp_path: Path) -> None:
+def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
     """It holds a part of what the manifest's revision names."""
     both = {"a": torch.arange(100.0), "b": torch.arange(100.0)}
     save_file(both, tmp_path / "model.safetensors")
@@ -295,9 +289,7 @@ def test_a_module_with_tied_weights_serves_others_that_have_no_way_to_storage(tm
     assert_same(copy, both)
 
 
-def test_a_member_whose_storage_hangs_does_not_keep_others_from_reading_what_it_was_given(
-    made: Path, truth, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_member_with_hanging_storage_blocks_nobody(made: Path, truth, monkeypatch: pytest.MonkeyPatch) -> None:
     """It lives, and its storage is given up no sooner than they would give up waiting for it."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()

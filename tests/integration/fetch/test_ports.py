@@ -39,7 +39,7 @@ def two_ports() -> tuple[int, int]:
         return one.getsockname()[1], other.getsockname()[1]
 
 
-def test_reader_uses_the_pinned_ports(llama: str, two_ports: tuple[int, int]) -> None:
+def test_reader_uses_pinned_ports(llama: str, two_ports: tuple[int, int]) -> None:
     control, data = two_ports
     pinned = ps.ConnectionSettings(listen=f"127.0.0.1:{control}", data_port=data)
     with ps.join("m", connection=pinned) as holder:
@@ -59,7 +59,7 @@ def test_taken_data_port_is_named(two_ports: tuple[int, int]) -> None:
         ps.join("m", connection=ps.ConnectionSettings(listen=f"127.0.0.1:{control}", data_port=data))
 
 
-def test_keeper_listens_at_its_two_ports_only(llama: str, two_ports: tuple[int, int]) -> None:
+def test_cache_listens_on_its_two_ports_only(llama: str, two_ports: tuple[int, int]) -> None:
     control, data = two_ports
     command = [sys.executable, "-m", "penstock", "keep", llama, "--listen", f"127.0.0.1:{control}"]
     command += ["--data-port", str(data), "--max-readers", "2", "--max-bytes-per-s", "50M"]

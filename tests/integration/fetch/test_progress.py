@@ -52,9 +52,7 @@ def start_reader(host: Host, **task: Any) -> Worker:
 
 
 @pytest.mark.parametrize(("num_holders", "bytes_per_s"), [(1, 0), (3, 0), (2, 1)], ids=["1", "3", "2-dripping"])
-def test_a_fetch_from_holders_that_give_nothing_ends_within_a_stall_for_each(
-    num_holders: int, bytes_per_s: float, host: Host, made: Path
-) -> None:
+def test_fetch_from_stalled_holders_ends_in_time(num_holders: int, bytes_per_s: float, host: Host, made: Path) -> None:
     start_holders(host, made, num_holders, bytes_per_s)
     reader = start_reader(host)
     reader.say_until("joined")
@@ -65,7 +63,7 @@ def test_a_fetch_from_holders_that_give_nothing_ends_within_a_stall_for_each(
     assert reader.process.wait(20) == 3
 
 
-def test_holders_that_give_nothing_send_a_fetch_to_storage_soon(host: Host, made: Path, truth) -> None:
+def test_stalled_holders_lead_to_storage_soon(host: Host, made: Path, truth) -> None:
     start_holders(host, made, 3, 0)
     reader = start_reader(host, fallback=str(made))
     reader.say_until("joined")
@@ -75,15 +73,13 @@ def test_holders_that_give_nothing_send_a_fetch_to_storage_soon(host: Host, made
     assert report["storage_bytes"] == report["nbytes"] and report["faults"]
 
 
-def test_a_slow_holder_is_waited_for_although_a_chunk_takes_longer_than_a_stall(host: Host, one_chunk: Path) -> None:
+def test_slow_holder_with_long_chunk_is_kept(host: Host, one_chunk: Path) -> None:
     start_holders(host, one_chunk, 1, SLOW_BYTES_PER_S, constants=ONE_CHUNK)
     report = check(start_reader(host, constants=ONE_CHUNK), by_safetensors(one_chunk))
     assert report["storage_bytes"] == 0 and not report["faults"]
 
 
-def test_who_waits_for_slow_storage_neither_fails_nor_reads_it_again(
-    host: Host, one_chunk: Path, slow_storage: RangeServer
-) -> None:
+def test_waiting_for_slow_storage_reads_it_once(host: Host, one_chunk: Path, slow_storage: RangeServer) -> None:
     truth, uri = by_safetensors(one_chunk), f"{slow_storage.url}/m"
     stall = {"PENSTOCK_STALL_S": str(STALL_S)}
     constants = {**ONE_CHUNK, "penstock.hub.claims.CLAIM_STALL_S": STALL_S}

@@ -23,7 +23,7 @@ class Mapped(HttpTransport):
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-def test_the_first_reads_of_mapped_memory_take_more_than_a_chunk(
+def test_first_mapped_read_exceeds_one_chunk(
     is_mapped: bool, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))

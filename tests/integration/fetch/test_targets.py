@@ -40,7 +40,7 @@ def tied(tmp_path: Path) -> tuple[Path, Tied]:
 
 
 @pytest.mark.parametrize("fallback", [True, False])
-def test_a_module_is_filled_where_it_lies(host: Host, tied: tuple[Path, Tied], fallback: bool) -> None:
+def test_module_is_filled_in_place(host: Host, tied: tuple[Path, Tied], fallback: bool) -> None:
     path, truth = tied
     holder = host.start(fallback=str(path))
     holder.say_until("digests")
@@ -54,7 +54,7 @@ def test_a_module_is_filled_where_it_lies(host: Host, tied: tuple[Path, Tied], f
     assert_same(model.state_dict(), truth.state_dict())
 
 
-def test_fetch_checks_overlap_and_notes_writes(host: Host, tmp_path: Path) -> None:
+def test_fetch_refuses_overlap_and_records_writes(host: Host, tmp_path: Path) -> None:
     save_file({"a": torch.ones(48), "b": torch.full((6,), 2.0)}, tmp_path / "m.safetensors")
     memory, weight = torch.zeros(60), torch.zeros(48, requires_grad=True)
     loss = (weight * weight).sum()
@@ -69,7 +69,7 @@ def test_fetch_checks_overlap_and_notes_writes(host: Host, tmp_path: Path) -> No
         loss.backward()
 
 
-def test_a_dict_is_filled_in_place_and_serves_on(host: Host, made: Path, truth) -> None:
+def test_dict_is_filled_in_place_and_served(host: Host, made: Path, truth) -> None:
     holder = host.start(fallback=str(made))
     check(holder, truth)
     targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
@@ -83,7 +83,7 @@ def test_a_dict_is_filled_in_place_and_serves_on(host: Host, made: Path, truth) 
         assert [path.partition(" <- ")[2] for path in late["paths"]] == [fleet.member.id[:8]]
 
 
-def test_every_dtype_and_shape_class(host: Host, tmp_path: Path) -> None:
+def test_every_dtype_and_shape_class_is_fetched(host: Host, tmp_path: Path) -> None:
     made = every_dtype(tmp_path / "model.safetensors", aligned=False, skip={DType.F6_E2M3, DType.F6_E3M2})
     first = host.start(fallback=str(tmp_path))
     first.say_until("digests")
@@ -95,7 +95,7 @@ def test_every_dtype_and_shape_class(host: Host, tmp_path: Path) -> None:
     assert {name: bits(tensor)[2] for name, tensor in weights.items()} == {n: raw for n, (*_, raw) in made.items()}
 
 
-def test_weights_of_no_bytes_at_all(host: Host, tmp_path: Path) -> None:
+def test_weights_without_bytes_are_fetched(host: Host, tmp_path: Path) -> None:
     save_file({"a": torch.zeros(0, 8), "b": torch.zeros(0, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with ps.join("m") as one, ps.join("m") as other:
         first: dict[str, torch.Tensor] = {}
@@ -106,7 +106,7 @@ def test_weights_of_no_bytes_at_all(host: Host, tmp_path: Path) -> None:
     assert report.nbytes == 0 and not report.nbytes_by_path
 
 
-def test_a_tensor_of_many_chunks_and_three_thousand_of_a_few_bytes(host: Host, tmp_path: Path) -> None:
+def test_large_and_many_small_tensors_are_fetched(host: Host, tmp_path: Path) -> None:
     write_moe(tmp_path, num_tensors=3000, tensor_bytes=1 << 10, shards=3)
     torch.manual_seed(1)
     save_file({"large": torch.randint(0, 255, (5 * MIB + 3,), dtype=torch.uint8)}, tmp_path / "large.safetensors")
@@ -135,7 +135,7 @@ def test_a_tensor_of_many_chunks_and_three_thousand_of_a_few_bytes(host: Host, t
         ("revision", {"revision": "other"}),
     ],
 )
-def test_what_differs_is_not_exchanged_and_is_named(host: Host, made: Path, truth, field: str, other: dict) -> None:
+def test_differing_identity_is_named_and_not_exchanged(host: Host, made: Path, truth, field: str, other: dict) -> None:
     with ps.join("m") as holder, ps.join("m", **other) as reader:
         first: dict[str, torch.Tensor] = {}
         holder.fetch(first, fallback=made)
@@ -150,7 +150,7 @@ def test_what_differs_is_not_exchanged_and_is_named(host: Host, made: Path, trut
         assert digests(weights) == digests(truth)
 
 
-def test_a_target_of_another_layout(host: Host, made: Path, truth) -> None:
+def test_target_with_different_layout_is_refused(host: Host, made: Path, truth) -> None:
     with ps.join("m") as holder, ps.join("m") as reader:
         first: dict[str, torch.Tensor] = {}
         holder.fetch(first, fallback=made)
@@ -162,7 +162,7 @@ def test_a_target_of_another_layout(host: Host, made: Path, truth) -> None:
         assert not any(tensor.any() for tensor in half.values())
 
 
-def test_several_models_and_a_draft_beside_its_target(host: Host, made: Path, truth, tmp_path: Path) -> None:
+def test_several_models_and_draft_are_kept_apart(host: Host, made: Path, truth, tmp_path: Path) -> None:
     save_file({"d": torch.arange(9)}, tmp_path / "model.safetensors")
     with ps.join("m") as target, ps.join("m", variant=ps.Variant(role="draft")) as draft, ps.join("other") as other:
         got: list[dict[str, torch.Tensor]] = [{}, {}, {}]
@@ -180,7 +180,7 @@ def test_several_models_and_a_draft_beside_its_target(host: Host, made: Path, tr
 
 
 @pytest.mark.parametrize("same_name", [True, False])
-def test_a_host_is_the_same_whatever_it_is_called(host: Host, made: Path, monkeypatch, same_name: bool) -> None:
+def test_host_identity_is_independent_of_its_name(host: Host, made: Path, monkeypatch, same_name: bool) -> None:
     """Names are for people: containers of many hosts are all called alike, and one host may be called two ways."""
     names = itertools.count()
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
@@ -196,7 +196,7 @@ def test_a_host_is_the_same_whatever_it_is_called(host: Host, made: Path, monkey
         assert list(report.nbytes_by_path) == [f"{path} <- {holder.member.id[:8]}"]
 
 
-def test_what_is_offered_is_fetched(host: Host) -> None:
+def test_offered_tensors_are_fetched(host: Host) -> None:
     torch.manual_seed(2)
     tensors = {f"t{i}": torch.randn(300, 70) for i in range(5)}
     with ps.join("m") as one, ps.join("m") as other:
@@ -212,7 +212,7 @@ def test_what_is_offered_is_fetched(host: Host) -> None:
             third.fetch({}, timeout_s=0.0)
 
 
-def test_the_order_of_the_bytes_does_not_depend_on_the_files(host: Host, tmp_path: Path) -> None:
+def test_byte_order_is_independent_of_files(host: Host, tmp_path: Path) -> None:
     torch.manual_seed(4)
     tensors = {f"t{i:02}": torch.randint(0, 9, (64 << 10,), dtype=torch.uint8) for i in range(12)}
     for name, count in (("one", 1), ("four", 4)):

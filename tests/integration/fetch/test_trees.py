@@ -136,9 +136,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
         yield hosts
 
 
-def test_receivers_get_even_and_odd_chunks_from_two_parents_and_nobody_sends_more_than_a_copy(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_receivers_read_chunks_from_two_parents(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.fetcher.upstream.PATIENCE_S", 30.0)
     hosts.is_asked_once = True
     hosts.start()
@@ -163,9 +161,7 @@ def test_receivers_get_even_and_odd_chunks_from_two_parents_and_nobody_sends_mor
 
 
 @pytest.mark.parametrize("how", ["stalls", "leaves"])
-def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     stalled, may_go_on, verify = list[str](), threading.Event(), FetchRun.verify
     has_stalled = threading.Event()
 
@@ -204,9 +200,7 @@ def test_those_below_a_member_that_stalls_or_leaves_get_its_chunks_elsewhere(
         assert sum(hosts.given[member, source].total() for source in hosts.fleets if source != stalled[0])
 
 
-def test_one_that_gets_no_more_of_one_tree_keeps_nobody_from_that_though_it_goes_on_with_the_other(
-    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_member_stalled_in_one_tree_is_bypassed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, may_go_on, lock = ChunkChoice.may_read, threading.Event(), threading.Lock()
     half: list[tuple[str, int]] = []
     """The member, and the tree that it sends in and is to get no more of."""

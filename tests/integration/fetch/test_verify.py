@@ -27,7 +27,7 @@ def flip(directory: Path) -> None:
         file.write(bytes([byte ^ 16]))
 
 
-def test_a_manifest_says_what_the_bytes_are_wherever_they_lie(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
+def test_manifest_identifies_weights_at_any_location(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(sealed, copy)
     first = check(host.start(fallback=str(sealed)), truth)
@@ -38,14 +38,14 @@ def test_a_manifest_says_what_the_bytes_are_wherever_they_lie(host: Host, sealed
     assert check(host.start(), truth)["revision"] == first["revision"] == second["revision"]
 
 
-def test_without_a_manifest_other_files_are_other_weights(host: Host, made: Path, truth, tmp_path: Path) -> None:
+def test_unverified_copies_are_different_weights(host: Host, made: Path, truth, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(made, copy, copy_function=shutil.copyfile)  # of another time of writing
     check(host.start(fallback=str(made)), truth)
     assert list(check(host.start(fallback=str(copy)), truth)["paths"]) == [f"storage {copy}"]
 
 
-def test_a_flipped_bit_in_storage_is_seen_by_who_reads_it(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
+def test_flipped_bit_in_storage_is_detected_by_reader(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     shutil.copytree(sealed, bad)
     flip(bad)
@@ -58,7 +58,7 @@ def test_a_flipped_bit_in_storage_is_seen_by_who_reads_it(host: Host, sealed: Pa
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_storage_that_changes_while_it_is_fetched_gives_nothing(
+def test_storage_changed_during_fetch_delivers_nothing(
     host: Host, made: Path, sealed: Path, tmp_path: Path, has_manifest: bool
 ) -> None:
     copy = tmp_path / "copy"
@@ -75,7 +75,7 @@ def test_storage_that_changes_while_it_is_fetched_gives_nothing(
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("has_storage", [True, False])
-def test_a_holder_whose_memory_is_bad_is_named(
+def test_holder_with_bad_memory_is_named(
     host: Host, made: Path, sealed: Path, truth, has_manifest: bool, has_storage: bool
 ) -> None:
     uri = str(sealed if has_manifest else made)
@@ -104,7 +104,7 @@ def test_a_holder_whose_memory_is_bad_is_named(
         assert not any(member[:8] in path for path in late["paths"])
 
 
-def test_a_holder_finds_that_its_memory_went_bad(host: Host, made: Path, truth) -> None:
+def test_holder_detects_its_corrupt_memory(host: Host, made: Path, truth) -> None:
     holder = host.start({"penstock.hub.local_hub.BEAT_S": 0.02}, fallback=str(made))
     check(holder, truth)
     host.wait_for(lambda held: any(one.state == "whole" for one in held))
@@ -112,7 +112,7 @@ def test_a_holder_finds_that_its_memory_went_bad(host: Host, made: Path, truth) 
     host.wait_for(lambda held: not any(one.state == "whole" for one in held))
 
 
-def test_holders_that_disagree_and_no_manifest(host: Host) -> None:
+def test_contradicting_holders_without_manifest_fail_fetch(host: Host) -> None:
     torch.manual_seed(6)
     tensors = {f"t{i:02}": torch.randn(1 << 17) for i in range(16)}
     other = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -130,7 +130,7 @@ def test_holders_that_disagree_and_no_manifest(host: Host) -> None:
         assert_same(weights, tensors)
 
 
-def test_a_holder_that_disagrees_with_the_manifest(host: Host, sealed: Path, truth) -> None:
+def test_holder_contradicting_manifest_is_excluded(host: Host, sealed: Path, truth) -> None:
     with ps.join("m") as good, ps.join("m") as reader:
         first: dict[str, torch.Tensor] = {}
         key = good.fetch(first, fallback=sealed).key

@@ -105,7 +105,7 @@ def test_member_joins_once_its_hub_answers(connection, llama: Path, start_hub, c
         assert_same(received, by_safetensors(llama))
 
 
-def test_keeper_without_hub_holds_weights_and_joins(connection, llama: Path, start_hub) -> None:
+def test_cache_without_hub_serves_and_joins_later(connection, llama: Path, start_hub) -> None:
     with ps.cache.WeightCache(connection=connection) as keeper:
         assert keeper.keep("m", str(llama)).storage_bytes > 0
         start_hub()
@@ -118,7 +118,7 @@ def test_keeper_without_hub_holds_weights_and_joins(connection, llama: Path, sta
             assert_same(dict(attached), received)
 
 
-def test_engine_without_hub_loads_and_joins(connection, llama: Path, start_hub, tmp_path: Path, caplog) -> None:
+def test_engine_without_hub_loads_and_joins_later(connection, llama: Path, start_hub, tmp_path: Path, caplog) -> None:
     token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     options = replica.FleetOptions(fleet="m", hub=connection.hub, token_file=str(token_file))
@@ -138,12 +138,12 @@ def test_engine_without_hub_loads_and_joins(connection, llama: Path, start_hub, 
         fleet.leave(0.0)
 
 
-def test_hub_that_is_needed_is_an_error(connection) -> None:
+def test_required_hub_missing_raises(connection) -> None:
     with pytest.raises(ps.HubUnavailable, match="refused connections"):
         ps.join("m", connection=connection, timeout_s=0.3, needs_hub=True)
 
 
-def test_hub_that_refuses_is_an_error(connection, start_hub) -> None:
+def test_refusing_hub_raises(connection, start_hub) -> None:
     start_hub()
     with pytest.raises(ps.errors.PermissionDenied, match="not one of this hub's"):
         ps.join("m", connection=ps.ConnectionSettings(hub=connection.hub, token="a-token-of-another-hub"))

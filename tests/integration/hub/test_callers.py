@@ -80,7 +80,7 @@ def standing(fleet: ps.Fleet, member: str) -> MemberStatus:
     return next(one for one in fleet.member.hub.status("m").members if one.member == member)
 
 
-def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub, made: Path, truth) -> None:
+def test_lying_caller_excludes_holder_only_for_itself(hub: GuardedHub, made: Path, truth) -> None:
     """Two made-up ids of one token kept every reader from a holder for 600 s; another model's token did, too."""
     with ExitStack() as stack:
         holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
@@ -102,7 +102,7 @@ def test_a_lying_caller_disables_a_holder_for_nobody_but_itself(hub: GuardedHub,
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 
-def test_holder_of_wrong_digests_is_left_by_each_reader(hub: GuardedHub, sealed: Path, truth) -> None:
+def test_holder_with_wrong_digests_is_left_by_readers(hub: GuardedHub, sealed: Path, truth) -> None:
     theirs = {name: tensor.clone() for name, tensor in truth.items()}
     theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
     with ExitStack() as stack:
@@ -131,7 +131,7 @@ def _why():
     return WhyRequest(model="m")
 
 
-def test_a_revoked_token_is_refused_at_once_and_its_members_are_removed(hub: GuardedHub, made: Path, truth) -> None:
+def test_revoked_token_is_refused_and_members_removed(hub: GuardedHub, made: Path, truth) -> None:
     with ExitStack() as stack:
         revoked = join_as_liar(stack, hub, LIAR)
         holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))

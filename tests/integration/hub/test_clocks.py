@@ -74,7 +74,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_readers_go_on_when_the_hubs_clock_steps_back(stack: ExitStack, tmp_path: Path, made, truth) -> None:
+def test_readers_survive_hub_clock_step_back(stack: ExitStack, tmp_path: Path, made, truth) -> None:
     hub = stack.enter_context(ShiftedHub(tmp_path, "hub", 0.0))
     holder = stack.enter_context(ps.join("m", connection=hub.url))
     holder.fetch({}, fallback=made)
@@ -88,7 +88,7 @@ def test_readers_go_on_when_the_hubs_clock_steps_back(stack: ExitStack, tmp_path
 
 
 @pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
-def test_replicas_of_a_hub_may_be_a_minute_apart(stack: ExitStack, tmp_path: Path, made, truth) -> None:
+def test_hub_replicas_may_differ_by_a_minute(stack: ExitStack, tmp_path: Path, made, truth) -> None:
     redis = stack.enter_context(redis_server.RedisServer(tmp_path))
     now, early = (
         stack.enter_context(ShiftedHub(tmp_path, name, shift_s, "--redis", redis.url))
@@ -104,7 +104,7 @@ def test_replicas_of_a_hub_may_be_a_minute_apart(stack: ExitStack, tmp_path: Pat
     assert report.storage_bytes == 0, report.nbytes_by_path
 
 
-def test_a_holder_is_read_at_once_after_its_hub_was_restarted(
+def test_holder_is_readable_after_hub_restart(
     fork_server: ForkServer, host: Host, truth: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     listen = f"unix://{host.directory}/own.sock"

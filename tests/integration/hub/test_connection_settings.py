@@ -52,7 +52,7 @@ def variables(hub: str, token_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))
 
 
-def test_every_verb_takes_hub_and_token_from_the_environment(variables: None, hub: str, tmp_path: Path) -> None:
+def test_verbs_read_hub_and_token_from_environment(variables: None, hub: str, tmp_path: Path) -> None:
     weights = {"w": torch.arange(4096.0)}
     with (
         ps.join("m") as fleet,
@@ -71,7 +71,7 @@ def test_every_verb_takes_hub_and_token_from_the_environment(variables: None, hu
     assert not (tmp_path / "none").exists() or not list((tmp_path / "none").glob("hub*.sock"))
 
 
-def test_an_argument_wins_over_the_environment(variables: None, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_argument_overrides_environment(variables: None, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ps.errors.PermissionDenied, match="token"):
         ps.hub.status("m", connection=ps.ConnectionSettings(token=OTHER))
     with pytest.raises(ps.errors.PermissionDenied, match="token"):
@@ -80,7 +80,7 @@ def test_an_argument_wins_over_the_environment(variables: None, hub: str, monkey
     assert ps.hub.status(connection=hub).members == ()
 
 
-def test_commands_use_the_variables_too(variables: None, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_read_environment_variables(variables: None, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with ps.join("m") as fleet:
         fleet.offer({"w": torch.zeros(16)})
         done = CliRunner().invoke(app, ["status", "m"])
@@ -90,7 +90,7 @@ def test_commands_use_the_variables_too(variables: None, hub: str, monkeypatch: 
         assert done.exit_code == 0 and fleet.member.id[:8] in done.stdout
 
 
-def test_a_conversion_into_a_keeper_takes_the_hub_of_the_command(hub: str, token_file: Path, tmp_path: Path) -> None:
+def test_conversion_into_cache_uses_command_hub(hub: str, token_file: Path, tmp_path: Path) -> None:
     source = tmp_path / "llama"
     write_llama(source, total_bytes=2 * MIB)
     options = ["--hub", hub, "--token-file", str(token_file), "--devices", "cpu", "--workers", "1"]
@@ -108,7 +108,7 @@ def test_a_conversion_into_a_keeper_takes_the_hub_of_the_command(hub: str, token
             process.kill()
 
 
-def test_a_conversion_into_a_directory_takes_a_token_only_for_a_hub(tmp_path: Path) -> None:
+def test_conversion_into_directory_needs_hub_for_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("0123456789abcdef\n")
     done = CliRunner().invoke(
         app, ["convert", str(tmp_path), str(tmp_path / "out"), "--token-file", str(tmp_path / "token")]
@@ -116,6 +116,6 @@ def test_a_conversion_into_a_directory_takes_a_token_only_for_a_hub(tmp_path: Pa
     assert isinstance(done.exception, ps.ConfigError) and "--hub" in str(done.exception)
 
 
-def test_a_conversion_into_a_directory_takes_no_address_to_listen_at(tmp_path: Path) -> None:
+def test_conversion_into_directory_refuses_listen_address(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "out"), "--listen", "127.0.0.1:0"])
     assert isinstance(done.exception, ps.ConfigError) and "keeper:MODEL" in str(done.exception)

@@ -62,7 +62,7 @@ def guarded(tmp_path) -> Auth:
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "[::1]:0", "unix"])
-def test_every_question(serve, tmp_path, listen) -> None:
+def test_every_request_is_answered(serve, tmp_path, listen) -> None:
     if listen.startswith("[") and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
     url = serve(f"unix://{tmp_path}/hub.sock" if listen == "unix" else listen)
@@ -95,7 +95,7 @@ def test_every_question(serve, tmp_path, listen) -> None:
         hub.status()
 
 
-def test_who_shows_no_token_or_the_wrong_one_is_refused(serve, guarded, caplog) -> None:
+def test_missing_or_wrong_token_is_refused(serve, guarded, caplog) -> None:
     url = serve(auth=guarded)
     for token in (None, "wrong-token-0123456789", TOKEN + "x", TOKEN[:-1]):
         with HubClient.connect(url, token) as hub, pytest.raises(PermissionDenied, match="token"):
@@ -107,7 +107,7 @@ def test_who_shows_no_token_or_the_wrong_one_is_refused(serve, guarded, caplog) 
         hub.hello(hello(hub.member))
 
 
-def test_an_operator_alone_drains_members(serve, tmp_path, caplog) -> None:
+def test_only_operator_drains_members(serve, tmp_path, caplog) -> None:
     operator = "operator-0123456789"
     (tmp_path / "tokens").write_text(f"{TOKEN}\n{operator} @operator\n")
     url = serve(auth=Auth.of(token_file=tmp_path / "tokens"))
@@ -137,7 +137,7 @@ def test_an_operator_alone_drains_members(serve, tmp_path, caplog) -> None:
     assert "event=forbidden operation=drain site='cross-site'" in caplog.text
 
 
-def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:
+def test_member_requests_need_its_own_life(serve, guarded, caplog) -> None:
     url = serve(auth=guarded)
     with HubClient.connect(url, TOKEN) as member, HubClient.connect(url, TOKEN) as other:
         other.hello(hello(other.member))
@@ -163,7 +163,7 @@ def test_a_member_is_spoken_for_by_itself_alone(serve, guarded, caplog) -> None:
     assert answer.status_code == 403
 
 
-def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
+def test_limited_token_sees_only_its_models(serve, guarded) -> None:
     url = serve(auth=guarded)
     other = msgspec.structs.replace(IDENTITY, model="qwen")
     with HubClient.connect(url, LLAMA) as hub:
@@ -183,7 +183,7 @@ def test_a_token_for_some_models_is_for_no_others(serve, guarded) -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "127.0.0.1:0", "[::1]:0", "localhost:0"])
-def test_open_to_strangers_only_with_a_guard(listen, guarded) -> None:
+def test_public_address_needs_a_guard(listen, guarded) -> None:
     with pytest.raises(ConfigError, match="strangers"):
         bind(listen, Auth())
     if listen == "0.0.0.0:0":
@@ -191,18 +191,18 @@ def test_open_to_strangers_only_with_a_guard(listen, guarded) -> None:
 
 
 @pytest.mark.parametrize("listen", ["here", "127.0.0.1", ":1", "127.0.0.1:99999", "no.such.host.invalid:1"])
-def test_addresses_that_are_none(listen, guarded) -> None:
+def test_invalid_listen_address_is_refused(listen, guarded) -> None:
     with pytest.raises(ConfigError, match="cannot listen"):
         bind(listen, guarded)
 
 
-def test_a_port_that_is_too_large_is_told_its_range(guarded) -> None:
+def test_too_large_port_error_states_valid_range(guarded) -> None:
     with pytest.raises(ConfigError, match="65536") as caught:
         bind("127.0.0.1:65536", guarded)
     assert caught.value.hint == "give a port from 0 to 65535"
 
 
-def test_a_socket_in_use_is_not_taken_a_dead_one_is(tmp_path: Path) -> None:
+def test_socket_in_use_is_kept_dead_socket_replaced(tmp_path: Path) -> None:
     listen = f"unix://{tmp_path}/hub.sock"
     first = bind(listen, Auth())
     assert (tmp_path / "hub.sock").stat().st_mode & 0o777 == 0o600
@@ -215,7 +215,7 @@ def test_a_socket_in_use_is_not_taken_a_dead_one_is(tmp_path: Path) -> None:
         bind(f"unix://{tmp_path}/file", Auth())
 
 
-def test_bodies_have_a_bound_and_a_schema(serve) -> None:
+def test_request_bodies_are_limited_and_validated(serve) -> None:
     url = serve()
     with httpx.Client(base_url=url, timeout=20, headers=AUTHORIZED) as http:
         big = http.post("/v1/hello", content=b" " * (MAX_BODY_BYTES + 1))
@@ -239,7 +239,7 @@ def test_bodies_have_a_bound_and_a_schema(serve) -> None:
         assert http.get("/v1/status", params={"model": "x" * 300}).status_code == 422
 
 
-def test_paths_and_methods_that_the_hub_does_not_have(serve) -> None:
+def test_unknown_path_and_method_are_refused(serve) -> None:
     member = "0" * 32
     with httpx.Client(base_url=serve(), timeout=20, headers=AUTHORIZED) as http:
         unknown = http.get("/nothing")
@@ -261,7 +261,7 @@ def test_paths_and_methods_that_the_hub_does_not_have(serve) -> None:
         assert (slash.status_code, slash.headers["location"]) == (307, f"{http.base_url}/v1/status?model=llama")
 
 
-def test_an_error_of_the_hub_itself_is_500(guarded, monkeypatch, caplog) -> None:
+def test_internal_hub_error_is_500(guarded, monkeypatch, caplog) -> None:
     directory = Directory(MemoryStore(), fresh=True)
     hub = HubThread(directory, bind("127.0.0.1:0", guarded), guarded)
     hub.start()
@@ -277,7 +277,7 @@ def test_an_error_of_the_hub_itself_is_500(guarded, monkeypatch, caplog) -> None
     assert "the hub failed at GET '/v1/status'" in caplog.text and "IndexError" in caplog.text
 
 
-def test_metrics_count_what_happened(serve) -> None:
+def test_metrics_count_events(serve) -> None:
     url = serve()
     clients = [HubClient.connect(url, TOKEN) for _ in range(3)]
     with clients[0] as w, clients[1] as a, clients[2] as x:
@@ -297,7 +297,7 @@ def test_metrics_count_what_happened(serve) -> None:
     assert 'penstock_hub_request_seconds_count{operation="flight"} 1.0' in page
 
 
-def test_a_hub_that_is_not_there_or_is_none(serve, tmp_path) -> None:
+def test_missing_hub_and_invalid_url_raise(serve, tmp_path) -> None:
     with HubClient.connect(f"unix://{tmp_path}/none.sock", timeout_s=0.3) as hub, pytest.raises(HubUnavailable):
         hub.status()
     for url in ("hub:7070", "", "ftp://hub"):
@@ -309,7 +309,7 @@ def test_a_hub_that_is_not_there_or_is_none(serve, tmp_path) -> None:
             hub.status()
 
 
-def test_mutual_tls(serve, guarded, tmp_path, monkeypatch) -> None:
+def test_mutual_tls_checks_both_certificates(serve, guarded, tmp_path, monkeypatch) -> None:
     authority = Authority(tmp_path)
     ca_file, certificate, key = authority.ca_file, *authority.sign("hub")
     member, stranger = authority.sign("member"), authority.stranger("stranger")
@@ -347,5 +347,5 @@ _NOT_CHECKED = CHECKS.get_by_names(["positive_data_acceptance"])
 
 @_schema.parametrize()
 @settings(max_examples=40, deadline=None)
-def test_hostile_callers(case) -> None:
+def test_hostile_requests_get_documented_answers(case) -> None:
     case.call_and_validate(excluded_checks=_NOT_CHECKED)

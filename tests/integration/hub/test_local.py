@@ -67,7 +67,7 @@ def hello(hub: HubClient) -> bytes:
     return hub.hello(Hello(member=hub.member, host="h", doors=("unix:///door",))).grant_key
 
 
-def test_the_first_hosts_and_gives_claims_at_once(place) -> None:
+def test_first_process_hosts_and_grants_claims(place) -> None:
     with HubClient.connect(None) as first, HubClient.connect(None) as second:
         assert line_of(first).hosts and not line_of(second).hosts
         for hub in (first, second):
@@ -77,7 +77,7 @@ def test_the_first_hosts_and_gives_claims_at_once(place) -> None:
     assert not list(place.glob("*.sock"))
 
 
-def test_many_that_start_at_once_agree(place) -> None:
+def test_concurrent_starts_agree_on_one_hub(place) -> None:
     hubs: list[HubClient] = []
     threads = [threading.Thread(target=lambda: hubs.append(HubClient.connect(None))) for _ in range(8)]
     for thread in threads:
@@ -93,7 +93,7 @@ def test_many_that_start_at_once_agree(place) -> None:
 
 
 @pytest.mark.parametrize("end", ["killed", "left"])
-def test_another_takes_over_and_waits_for_members_to_announce(place, child, end) -> None:
+def test_second_process_takes_over_and_awaits_announcements(place, child, end) -> None:
     with HubClient.connect(None) as a, HubClient.connect(None) as b:
         key = hello(a)
         hello(b)
@@ -122,7 +122,7 @@ def test_another_takes_over_and_waits_for_members_to_announce(place, child, end)
         assert found[0][0] == 30
 
 
-def test_one_that_is_stopped_is_passed_over_and_comes_back_to_the_new(place, child, monkeypatch) -> None:
+def test_stopped_host_is_replaced_and_rejoins(place, child, monkeypatch) -> None:
     monkeypatch.setattr(hub_client, "ATTEMPT_S", 2.0)
     with HubClient.connect(None) as a:
         hello(a)
@@ -151,7 +151,7 @@ local_hub.LocalEndpoint().reach(20.0)
 """
 
 
-def test_one_that_is_stopped_before_it_listens_is_passed_over(place) -> None:
+def test_host_stopped_before_listening_is_replaced(place) -> None:
     process = subprocess.Popen([sys.executable, "-c", _STOPPED_AT_ONCE], env=dict(os.environ))
     try:
         os.waitpid(process.pid, os.WUNTRACED)  # it holds the lock now, and nobody can connect to it
@@ -163,7 +163,7 @@ def test_one_that_is_stopped_before_it_listens_is_passed_over(place) -> None:
         process.wait(10)
 
 
-def test_a_question_does_not_wait_longer_than_it_may_for_one_that_begins_to_host(place) -> None:
+def test_request_does_not_wait_for_starting_host(place) -> None:
     with HubClient.connect(None) as first:
         path = line_of(first).reach(5.0).removeprefix("unix://")
         late = HubClient(LocalEndpoint(), timeout_s=0.5)
@@ -176,7 +176,7 @@ def test_a_question_does_not_wait_longer_than_it_may_for_one_that_begins_to_host
         assert not first.status().members
 
 
-def test_a_child_of_a_fork_does_not_keep_the_hub(place) -> None:
+def test_forked_child_does_not_keep_hub(place) -> None:
     # The child says its own id: by then it has run what a fork runs, and has given back what it inherited.
     script = _HOST.replace(
         'print("ready", flush=True)',
@@ -198,7 +198,7 @@ def test_a_child_of_a_fork_does_not_keep_the_hub(place) -> None:
         process.stdout.close()
 
 
-def test_a_place_that_others_can_enter_is_refused(tmp_path, monkeypatch) -> None:
+def test_directory_open_to_others_is_refused(tmp_path, monkeypatch) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="alone"):
         LocalEndpoint(tmp_path)
@@ -212,7 +212,7 @@ def test_a_place_that_others_can_enter_is_refused(tmp_path, monkeypatch) -> None
         LocalEndpoint(tmp_path / "file" / "below")
 
 
-def test_a_closed_client_asks_no_more(place) -> None:
+def test_closed_client_refuses_requests(place) -> None:
     hub = HubClient.connect(None)
     hub.close()
     hub.close()

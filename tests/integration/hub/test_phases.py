@@ -100,7 +100,7 @@ def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def test_a_member_shows_its_start(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+def test_member_shows_its_boot(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
     local, remote = fleet.member.server.addresses
     before = read(ask(local, "/v1/phases"))
     assert (before["ready"], before["state"], before["phases"]) == (False, "starting", [])
@@ -129,7 +129,7 @@ def test_other_hosts_see_no_phases_without_certificate(hub: HubThread, fleet: ps
 
 
 @pytest.mark.parametrize(("path", "headers"), [("?stream", {}), ("", {"Accept": "text/event-stream"})])
-def test_a_member_streams_its_start(fleet: ps.Fleet, ask: Ask, path: str, headers: dict[str, str]) -> None:
+def test_member_streams_its_boot(fleet: ps.Fleet, ask: Ask, path: str, headers: dict[str, str]) -> None:
     stream = events(ask(fleet.member.server.addresses[0], f"/v1/phases{path}", **headers))
     assert next(stream)["phases"] == []
     with ps.telemetry.phase("start"):
@@ -139,7 +139,7 @@ def test_a_member_streams_its_start(fleet: ps.Fleet, ask: Ask, path: str, header
     assert next(event for event in stream if event["ready"])["phases"][0]["state"] == "done"
 
 
-def test_streams_of_a_member_are_bounded_and_end_with_it(
+def test_boot_streams_are_limited_and_end_with_member(
     hub: HubThread, ask: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.http.phases.MAX_STREAMS", 1)
@@ -151,7 +151,7 @@ def test_streams_of_a_member_are_bounded_and_end_with_it(
     assert list(stream) == []
 
 
-def test_a_process_in_no_fleet_shows_its_start_beside_its_metrics(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_process_without_fleet_shows_boot_with_metrics(ask: Ask, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     (tmp_path / "metrics.token").write_text(LIMITED)
     with ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "metrics.token") as endpoint:
@@ -164,7 +164,7 @@ def test_a_process_in_no_fleet_shows_its_start_beside_its_metrics(ask: Ask, mode
         assert ask(url, "/v1/ready").status == 200
 
 
-def test_status_has_the_phase_of_a_member_that_is_not_ready(
+def test_status_shows_phase_of_unready_member(
     hub: HubThread, fleet: ps.Fleet, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def shown() -> str:
@@ -181,7 +181,7 @@ def test_status_has_the_phase_of_a_member_that_is_not_ready(
     assert " whole " in shown() and "starting" not in shown()
 
 
-def test_an_attach_is_a_start_too(hub: HubThread, model: Path) -> None:
+def test_attach_is_recorded_as_boot(hub: HubThread, model: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
     with ps.cache.WeightCache(connection=connection) as keeper:
         keeper.keep("llama", model)
@@ -197,7 +197,7 @@ def test_an_attach_is_a_start_too(hub: HubThread, model: Path) -> None:
         assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")
 
 
-def test_a_running_fetch_shows_the_phase_that_it_is_in(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+def test_running_fetch_shows_current_phase(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
     """The fetch is held before its first chunk, so that the phase can be seen."""
     held, seen = threading.Event(), threading.Event()
     first = type(fleet.member).claim

@@ -94,7 +94,7 @@ def until_given(hub: HubClient, have=()):
     return reply.ranges
 
 
-def test_each_chunk_is_given_once(hubs) -> None:
+def test_each_chunk_is_assigned_once(hubs) -> None:
     members = [f"m{number}" for number in range(6)]
     for member in members:
         hello(hubs[0][member])
@@ -116,7 +116,7 @@ def test_each_chunk_is_given_once(hubs) -> None:
     assert sorted(chunk for mine in given.values() for chunk in mine) == list(range(100))
 
 
-def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
+def test_hubs_share_state_through_redis(hubs) -> None:
     w, a = hubs[0]["w"], hubs[1]["a"]
     welcome = hello(a)
     grants = GrantChecker(welcome.grant_key, w.member)
@@ -135,7 +135,7 @@ def test_what_one_hub_was_told_the_other_knows(hubs) -> None:
 
 
 @pytest.mark.parametrize("hubs", [2.0], indirect=True, ids=["slow beats"])  # a hub is new for one: time to ask it
-def test_redis_killed_and_started_empty(hubs, redis) -> None:
+def test_restarted_empty_redis_is_survived(hubs, redis) -> None:
     a, b = hubs[0]["a"], hubs[1]["b"]
     announce(a, ((0, 40),))
     announce(b, ())
@@ -159,7 +159,7 @@ def test_redis_killed_and_started_empty(hubs, redis) -> None:
     assert min(chunks(until_given(b))) == 40
 
 
-def test_a_question_waits_for_a_redis_that_is_stopped_for_a_moment(hubs, redis) -> None:
+def test_request_waits_for_paused_redis(hubs, redis) -> None:
     a = hubs[0]["a"]
     announce(a, ())
     redis.pause()
@@ -171,7 +171,7 @@ def test_a_question_waits_for_a_redis_that_is_stopped_for_a_moment(hubs, redis) 
     resume.join()
 
 
-def test_addresses_that_are_none() -> None:
+def test_invalid_redis_address_is_refused_without_password() -> None:
     with pytest.raises(ConfigError) as caught:
         RedisStore("http://user:secret@host")
     assert "secret" not in str(caught.value)
@@ -189,7 +189,7 @@ def started(*options: str, environ: dict[str, str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["option", "environment", "url"])
-def test_a_hub_takes_the_password_of_redis_from_a_file_or_the_environment(how, tmp_path, tmp_path_factory) -> None:
+def test_redis_password_is_read_from_file_or_environment(how, tmp_path, tmp_path_factory) -> None:
     file = tmp_path / "password"
     file.write_text("a-secret-of-redis\n")
     listen = ["--listen", f"unix://{tmp_path}/hub"]
@@ -212,7 +212,7 @@ def test_a_hub_takes_the_password_of_redis_from_a_file_or_the_environment(how, t
 
 
 @pytest.mark.parametrize("url", ["redis://:a-secret@127.0.0.1:1", "redis://127.0.0.1:1?password=a-secret"])
-def test_a_password_of_redis_on_the_command_line_is_refused_and_not_printed(url, tmp_path) -> None:
+def test_redis_password_on_command_line_is_refused(url, tmp_path) -> None:
     hub = started("--listen", f"unix://{tmp_path}/hub", "--redis", url, environ={})
     out, err = hub.communicate(timeout=60)
     assert hub.returncode == 2 and "--redis-password-file" in err

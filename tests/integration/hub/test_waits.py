@@ -32,7 +32,7 @@ def assert_waits(worker: Worker, seconds: float) -> None:
         worker.say_until("fetched", timeout_s=seconds)
 
 
-def test_a_fetch_without_fallback_waits_for_the_hub_as_long_as_it_is_told_to(host: Host, made: Path, truth) -> None:
+def test_fetch_without_fallback_waits_for_hub(host: Host, made: Path, truth) -> None:
     hub, url = host.start_hub()
     check(host.start(fallback=str(made), hub=url), truth)
     reader = host.start(hub=url, wait_s=60.0, is_held=True, asks_before_fetch=True)
@@ -46,7 +46,7 @@ def test_a_fetch_without_fallback_waits_for_the_hub_as_long_as_it_is_told_to(hos
     assert check(reader, truth)["storage_bytes"] == 0
 
 
-def test_a_fetch_that_does_not_wait_is_told_soon_that_the_hub_is_away(host: Host, made: Path) -> None:
+def test_fetch_without_wait_reports_missing_hub_soon(host: Host, made: Path) -> None:
     hub, url = host.start_hub()
     reader = host.start(hub=url, wait_s=0.5, is_held=True, asks_before_fetch=True)
     reader.say_until("ready")
@@ -60,7 +60,7 @@ def test_a_fetch_that_does_not_wait_is_told_soon_that_the_hub_is_away(host: Host
     hub.send_signal(signal.SIGCONT)
 
 
-def test_join_waits_until_another_process_hosts_the_hub_of_one_that_is_stopped(host: Host, made: Path, truth) -> None:
+def test_join_waits_for_replacement_hub(host: Host, made: Path, truth) -> None:
     hosting = host.start(fallback=str(made))
     check(hosting, truth)
     stop(hosting.process)
@@ -68,7 +68,7 @@ def test_join_waits_until_another_process_hosts_the_hub_of_one_that_is_stopped(h
     hosting.kill(signal.SIGCONT)
 
 
-def test_a_subscriber_waits_until_another_process_hosts_the_hub_of_one_that_is_stopped(host: Host, made: Path) -> None:
+def test_subscriber_waits_for_replacement_hub(host: Host, made: Path) -> None:
     hosting = host.start(fallback=str(made))
     hosting.say_until("fetched")
     stop(hosting.process)

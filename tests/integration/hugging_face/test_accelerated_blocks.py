@@ -38,7 +38,7 @@ def download(name: str = "org/open", **options: object) -> str:
     return huggingface_hub.hf_hub_download(name, "model.safetensors", **options)
 
 
-def test_a_call_without_a_token_sends_none(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_call_without_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     sent = []
     answer = _Handler._answer
@@ -50,7 +50,7 @@ def test_a_call_without_a_token_sends_none(hub: HuggingFaceServer, monkeypatch: 
         assert sent[-1] == "Bearer secret"
 
 
-def test_the_token_of_a_block_opens_a_private_repository_in_the_block_alone(hub: HuggingFaceServer) -> None:
+def test_block_token_is_used_only_inside_block(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         with patched_libraries(storage_options={"token": "secret"}):
             assert load_file(download("org/private"))["weight"][-1] == 999
@@ -60,7 +60,7 @@ def test_the_token_of_a_block_opens_a_private_repository_in_the_block_alone(hub:
             copied.run(download, "org/private")
 
 
-def test_a_block_that_ends_in_another_context_is_undone(hub: HuggingFaceServer) -> None:
+def test_block_ended_in_another_context_is_undone(hub: HuggingFaceServer) -> None:
     stock = huggingface_hub.hf_hub_download
     block = patched_libraries()
     contextvars.copy_context().run(block.__enter__)
@@ -69,7 +69,7 @@ def test_a_block_that_ends_in_another_context_is_undone(hub: HuggingFaceServer) 
     assert huggingface_hub.hf_hub_download is stock and not context._blocks
 
 
-def test_a_forked_child_that_ends_the_block_leaves_the_parents_files(hub: HuggingFaceServer) -> None:
+def test_forked_child_keeps_parent_files(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         path = download()
         child = os.fork()
@@ -82,7 +82,7 @@ def test_a_forked_child_that_ends_the_block_leaves_the_parents_files(hub: Huggin
         assert load_file(path)["weight"][-1] == 999
 
 
-def test_a_cache_whose_path_is_longer_than_a_file_name(
+def test_cache_path_longer_than_file_name_works(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cache(tmp_path.joinpath(*["x" * 100] * 3), monkeypatch)
@@ -90,7 +90,7 @@ def test_a_cache_whose_path_is_longer_than_a_file_name(
         assert load_file(download())["weight"][-1] == 999
 
 
-def test_a_verified_tensor_is_read_in_several_parts(hub: HuggingFaceServer) -> None:
+def test_verified_tensor_is_readable_in_parts(hub: HuggingFaceServer) -> None:
     with patched_libraries(verify=True), safetensors.safe_open(download(), "pt") as file:
         part = file.get_slice("weight")
         assert [part[:10].sum(), part[990:].sum()] == [45, 9945]
@@ -99,12 +99,12 @@ def test_a_verified_tensor_is_read_in_several_parts(hub: HuggingFaceServer) -> N
         assert torch.equal(file.get_tensor("weight"), torch.arange(1000.0))
 
 
-def test_a_verified_file_gives_arrays_to_numpy(hub: HuggingFaceServer) -> None:
+def test_verified_file_gives_numpy_arrays(hub: HuggingFaceServer) -> None:
     with patched_libraries(verify=True), safetensors.safe_open(download(), "np") as file:
         assert isinstance(file.get_tensor("weight"), numpy.ndarray)
 
 
-def test_the_causes_of_a_typed_error_end() -> None:
+def test_error_causes_are_finite() -> None:
     with pytest.raises(NotFound) as raised, patched_libraries():
         try:
             raise NotFound("no such file")
@@ -116,7 +116,7 @@ def test_the_causes_of_a_typed_error_end() -> None:
     assert [type(error) for error in chain] == [NotFound, OSError, NotFound, type(None)]
 
 
-def test_blocks_share_one_directory_for_a_commit(hub: HuggingFaceServer) -> None:
+def test_blocks_share_directory_per_commit(hub: HuggingFaceServer) -> None:
     def load() -> Path:
         directory = Path(huggingface_hub.snapshot_download("org/open"))
         assert load_file(directory / "model.safetensors")["weight"][-1] == 999
@@ -138,7 +138,7 @@ def test_blocks_share_one_directory_for_a_commit(hub: HuggingFaceServer) -> None
     assert sorted(files_of(first)) == ["config.json", "sub/config.json"]
 
 
-def test_threads_that_ask_for_one_repository_at_once(hub: HuggingFaceServer) -> None:
+def test_concurrent_threads_get_complete_repository(hub: HuggingFaceServer) -> None:
     start = threading.Barrier(8)
 
     def whole(_: int) -> dict[str, bytes]:

@@ -145,7 +145,7 @@ def assert_same(mine: torch.nn.Module, true: torch.nn.Module) -> None:
         ("org/pieces", {"torch_dtype": torch.bfloat16}, None),
     ],
 )
-def test_a_pipeline(
+def test_pipeline_is_streamed(
     name: str,
     options: dict[str, Any],
     num_files: int | None,
@@ -167,14 +167,14 @@ def test_a_pipeline(
     assert_same(again.unet, mine.unet)
 
 
-def test_one_component_of_a_pipeline(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_pipeline_component_is_streamed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries() as report:
         mine = diffusers.UNet2DConditionModel.from_pretrained("org/pieces", subfolder="unet")
     assert all("/unet/" in uri for uri in report.streamed) and len(report.streamed) > 3
     assert_same(mine, diffusers.UNet2DConditionModel.from_pretrained(models["org/pieces"], subfolder="unet"))
 
 
-def test_a_single_file(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_single_file_model_is_streamed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     name = "unet/diffusion_pytorch_model.safetensors"
     load = diffusers.UNet2DConditionModel.from_single_file
     with patched_libraries() as report:
@@ -183,14 +183,14 @@ def test_a_single_file(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     assert_same(mine, load(str(models["org/pipeline"] / name), config=str(models["org/pipeline"]), subfolder="unet"))
 
 
-def test_a_cached_pipeline_is_not_streamed(hub: HuggingFaceServer) -> None:
+def test_cached_pipeline_is_not_streamed(hub: HuggingFaceServer) -> None:
     true = diffusers.DiffusionPipeline.from_pretrained("org/pipeline")
     with patched_libraries() as report:
         assert_same(diffusers.DiffusionPipeline.from_pretrained("org/pipeline").unet, true.unet)
     assert not report.streamed and len(report.local) == 3
 
 
-def test_a_sentence_transformer(
+def test_sentence_transformer_is_streamed(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]
 ) -> None:
     with patched_libraries() as report:
@@ -203,7 +203,7 @@ def test_a_sentence_transformer(
     assert_same(sentence_transformers.SentenceTransformer("org/sentences", device="cpu"), true)
 
 
-def test_adapters(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_adapters_are_streamed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries() as report:
         base = transformers.AutoModelForCausalLM.from_pretrained("org/base")
         mine = peft.PeftModel.from_pretrained(base, "org/adapter")
@@ -222,7 +222,7 @@ def test_adapters(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("device_map", [{"": "cpu"}, {"model": "cpu", "lm_head": "disk"}])
-def test_accelerates_dispatch(
+def test_accelerate_dispatch_is_streamed(
     device_map: dict[str, str], hub: HuggingFaceServer, models: dict[str, Path], tmp_path: Path
 ) -> None:
     def dispatched(place: str | Path, folder: Path) -> Any:

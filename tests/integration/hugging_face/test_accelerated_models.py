@@ -80,7 +80,9 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ],
     ids=str,
 )
-def test_a_model(name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_model_matches_unpatched_transformers(
+    name: str, options: dict[str, Any], hub: HuggingFaceServer, models: dict[str, Path]
+) -> None:
     with patched_libraries() as report:
         mine = transformers.AutoModelForCausalLM.from_pretrained(f"org/{name}", **options)
         again = transformers.AutoModelForCausalLM.from_pretrained(models[f"org/{name}"], **options)
@@ -91,7 +93,7 @@ def test_a_model(name: str, options: dict[str, Any], hub: HuggingFaceServer, mod
 
 
 @pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForMaskedLM"])
-def test_other_heads(auto: str, hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_models_with_other_heads_match(auto: str, hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     results = []
     for block, place in (
         (patched_libraries(), "org/bert"),
@@ -109,7 +111,7 @@ def test_other_heads(auto: str, hub: HuggingFaceServer, models: dict[str, Path])
     assert_same_model(results[1], results[2])
 
 
-def test_a_pipeline_of_transformers(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_transformers_pipeline_is_streamed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries() as report:
         mine = transformers.pipeline("text-classification", "org/bert", device="cpu")
     assert report.streamed
@@ -118,7 +120,7 @@ def test_a_pipeline_of_transformers(hub: HuggingFaceServer, models: dict[str, Pa
     assert mine("a b") == true("a b")
 
 
-def test_a_revision(hub: HuggingFaceServer, models: dict[str, Path], tmp_path: Path) -> None:
+def test_requested_revision_is_streamed(hub: HuggingFaceServer, models: dict[str, Path], tmp_path: Path) -> None:
     files = {
         path.name: path.read_bytes() for path in save_llama(tmp_path / "other", tie_word_embeddings=True).iterdir()
     }

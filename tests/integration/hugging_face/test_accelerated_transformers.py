@@ -68,7 +68,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["org/one", "org/sharded", "org/tied"])
 @pytest.mark.parametrize("dtype", ["auto", torch.float16])
-def test_a_model_of_a_hub(
+def test_hub_model_is_streamed(
     name: str, dtype: Any, hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with patched_libraries() as report:
@@ -81,7 +81,7 @@ def test_a_model_of_a_hub(
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(name, dtype=dtype))
 
 
-def test_a_uri_names_a_revision_and_a_folder(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_uri_selects_revision_and_folder(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     tied = files_of(models["org/tied"])
     hub.commit("org/one", {f"sub/{name}": data for name, data in tied.items()} | tied, branch="next")
     true = AutoModelForCausalLM.from_pretrained("org/tied")
@@ -96,7 +96,7 @@ def test_a_uri_names_a_revision_and_a_folder(hub: HuggingFaceServer, models: dic
             from_pretrained(AutoModelForCausalLM, name, **options)
 
 
-def test_files_of_the_cache_are_used(hub: HuggingFaceServer) -> None:
+def test_cached_files_are_used(hub: HuggingFaceServer) -> None:
     true = AutoModelForCausalLM.from_pretrained("org/sharded")
     num_bytes = hub.storage.num_bytes_sent
     with patched_libraries() as report:
@@ -105,7 +105,7 @@ def test_files_of_the_cache_are_used(hub: HuggingFaceServer) -> None:
     assert hub.storage.num_bytes_sent == num_bytes
 
 
-def test_everything_is_undone(hub: HuggingFaceServer) -> None:
+def test_patches_are_undone_after_block(hub: HuggingFaceServer) -> None:
     stock = (huggingface_hub.hf_hub_download, transformers.modeling_utils.safe_open, load_file)
     with pytest.raises(RuntimeError, match="mine"), patched_libraries():
         assert huggingface_hub.hf_hub_download is not stock[0]
@@ -118,7 +118,7 @@ def test_everything_is_undone(hub: HuggingFaceServer) -> None:
     assert safetensors.safe_open is stock[1] and transformers.utils.hub.hf_hub_download is stock[0]
 
 
-def test_a_pointer_is_no_file_for_other_readers(hub: HuggingFaceServer) -> None:
+def test_pointer_file_is_invalid_for_other_readers(hub: HuggingFaceServer) -> None:
     with patched_libraries():
         path = huggingface_hub.hf_hub_download("org/one", "model.safetensors")
         assert os.path.getsize(path) < 4096
@@ -130,7 +130,7 @@ def test_a_pointer_is_no_file_for_other_readers(hub: HuggingFaceServer) -> None:
             safetensors.torch.load(data)
 
 
-def test_blocks_of_two_threads(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_blocks_in_two_threads_are_independent(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     # One load at a time: transformers sets torch's default dtype, and its tying of weights, for all threads.
     both, one_at_a_time, results = threading.Barrier(2), threading.Lock(), {}
 
@@ -158,7 +158,7 @@ def test_streamed_files_can_be_verified(hub: HuggingFaceServer, models: dict[str
     assert all(file.is_verified for file in report.files) and "verified" in str(report)
 
 
-def test_content_that_is_not_the_hubs(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_content_differing_from_hub_is_refused(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     shard = sorted(models["org/sharded"].glob("*.safetensors"))[1]
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
@@ -167,7 +167,7 @@ def test_content_that_is_not_the_hubs(hub: HuggingFaceServer, models: dict[str, 
         AutoModelForCausalLM.from_pretrained("org/sharded")
 
 
-def test_a_gated_repository(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_repository_is_named(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(models, tmp_path / "hf", monkeypatch, token="secret", gated=("org/one",)):
         with pytest.raises(PermissionDenied, match=r"org/one.*config\.json") as caught, patched_libraries():
             AutoModelForCausalLM.from_pretrained("org/one")
@@ -177,7 +177,7 @@ def test_a_gated_repository(models: dict[str, Path], tmp_path: Path, monkeypatch
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/one"]))
 
 
-def test_a_missing_shard(models: dict[str, Path], hub: HuggingFaceServer) -> None:
+def test_missing_shard_is_named(models: dict[str, Path], hub: HuggingFaceServer) -> None:
     files = files_of(models["org/sharded"])
     missing = sorted(name for name in files if name.endswith(".safetensors"))[1]
     del files[missing]
@@ -186,7 +186,7 @@ def test_a_missing_shard(models: dict[str, Path], hub: HuggingFaceServer) -> Non
         AutoModelForCausalLM.from_pretrained("org/sharded", revision=commit)
 
 
-def test_a_revision_that_moves_meanwhile(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_revision_moving_during_load_is_not_mixed(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries() as report:
         path = huggingface_hub.snapshot_download("org/one", allow_patterns=["*.safetensors"])
         hub.commit("org/one", files_of(models["org/tied"]))
@@ -195,7 +195,7 @@ def test_a_revision_that_moves_meanwhile(hub: HuggingFaceServer, models: dict[st
     assert len({uri.partition("@")[2][:40] for uri in report.streamed}) == 1
 
 
-def test_links_that_expire(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_links_are_renewed(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     with serving(models, tmp_path / "hf", monkeypatch, signed_s=0.2) as hub:
         with patched_libraries():
@@ -208,14 +208,14 @@ def test_links_that_expire(models: dict[str, Path], tmp_path: Path, monkeypatch:
             AutoModelForCausalLM.from_pretrained("org/sharded")
 
 
-def test_a_storage_that_truncates(hub: HuggingFaceServer) -> None:
+def test_truncating_storage_raises_source_error(hub: HuggingFaceServer) -> None:
     hub.storage.faults = Faults(truncate_after=0)
     with pytest.raises(SourceError, match="safetensors"), patched_libraries():
         AutoModelForCausalLM.from_pretrained("org/one")
 
 
 @pytest.mark.parametrize("dtype", ["no such dtype", {"": "float99"}])
-def test_a_wrong_dtype(dtype: Any, hub: HuggingFaceServer) -> None:
+def test_wrong_dtype_raises_original_error(dtype: Any, hub: HuggingFaceServer) -> None:
     raised = []
     for block in (patched_libraries(), contextlib.nullcontext()):
         with pytest.raises(Exception) as caught, block:
@@ -240,7 +240,7 @@ class _Bucket:
         return self.objects.get(uri)
 
 
-def test_a_prefix_of_an_object_store(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_store_prefix_is_loaded(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = _Bucket()
     bucket.objects = {f"bucket://models/one/{name}": data for name, data in files_of(models["org/one"]).items()}
     monkeypatch.setitem(source._factories, "bucket", lambda: bucket)
@@ -252,20 +252,20 @@ def test_a_prefix_of_an_object_store(models: dict[str, Path], monkeypatch: pytes
         directory("bucket://models/one")
 
 
-def test_a_directory_of_urls(models: dict[str, Path]) -> None:
+def test_directory_of_urls_is_loaded(models: dict[str, Path]) -> None:
     with RangeServer(models["org/sharded"]) as server, patched_libraries() as report:
         mine = AutoModelForCausalLM.from_pretrained(directory(server.url))
     assert len(report.streamed) > 1 and all(uri.startswith("http://") for uri in report.streamed)
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
 
 
-def test_a_repository_by_its_uri(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
+def test_repository_uri_is_loaded(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
     with patched_libraries():
         mine = AutoModelForCausalLM.from_pretrained(directory("hf://org/sharded"))
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
 
 
-def test_the_example_of_the_page(
+def test_documented_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = Path(__file__).parents[3] / "docs" / "from-pretrained.md"

@@ -53,7 +53,9 @@ def layout(root: Path) -> dict[str, str]:
     }
 
 
-def test_the_layout_is_the_librarys(hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_layout_matches_huggingface_hub(
+    hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.commit("org/sharded", sharded() | {"sub/copy.safetensors": sharded()[SHARD], "sub/a.txt": b"text"})
     stock = Path(huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "ours"))
@@ -69,7 +71,7 @@ def test_the_layout_is_the_librarys(hub: HuggingFaceServer, tmp_path: Path, monk
     assert not hub.storage.requests
 
 
-def test_a_load_fills_the_cache_and_maps_it(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_fills_and_maps_cache(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"config.json": b"{}", "pytorch_model.bin": b"x" * 1000, "original/model.safetensors": b"x"}
     hub.commit("org/sharded", sharded() | extra)
     weights = ps.load("org/sharded", cache=True, storage_options={"endpoint": hub.url})
@@ -86,23 +88,21 @@ def test_a_load_fills_the_cache_and_maps_it(hub: HuggingFaceServer, monkeypatch:
         assert_same(dict(stream), TENSORS)
 
 
-def test_what_an_earlier_process_wrote_is_not_called_verified(
-    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_earlier_download_is_not_reported_verified(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(hub)
     # As in a process that starts: nothing is known of what was compared.
     monkeypatch.setattr("penstock.storage.source._storages", {})
     assert not ps.load("org/sharded", storage_options={"endpoint": hub.url}).report.verified
 
 
-def test_one_file_and_a_dataset(hub: HuggingFaceServer) -> None:
+def test_single_file_and_dataset_are_cached(hub: HuggingFaceServer) -> None:
     filled(hub, "hf://datasets/org/data")
     assert (offline("org/data", repo_type="dataset") / "config.json").read_bytes() == TINY["config.json"]
     place = filled(hub, f"hf://org/sharded/{SHARD}")
     assert [path.name for path in place.iterdir()] == [SHARD]
 
 
-def test_what_is_there_is_not_fetched_again(hub: HuggingFaceServer) -> None:
+def test_cached_files_are_not_fetched_again(hub: HuggingFaceServer) -> None:
     huggingface_hub.hf_hub_download("org/sharded", SHARD, endpoint=hub.url)
     first = fill("org/sharded", storage_options={"endpoint": hub.url})
     assert (first.num_files, first.fetched_files) == (4, 3)
@@ -112,7 +112,7 @@ def test_what_is_there_is_not_fetched_again(hub: HuggingFaceServer) -> None:
     assert "4 were there" in again.summary()
 
 
-def test_a_branch_that_moved(hub: HuggingFaceServer) -> None:
+def test_moved_branch_is_updated(hub: HuggingFaceServer) -> None:
     old = filled(hub, "org/tiny")
     hub.commit("org/tiny", TINY | {"config.json": b"{}"})
     assert offline("org/tiny") == old
@@ -130,7 +130,7 @@ def test_a_branch_that_moved(hub: HuggingFaceServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_content_that_is_not_the_hubs_does_not_appear(
+def test_content_differing_from_hub_is_not_cached(
     hub: HuggingFaceServer, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     damaged = bytearray(TINY[name])
@@ -151,9 +151,7 @@ def test_content_that_is_not_the_hubs_does_not_appear(
     assert not [path for path in Path(constants.HF_HUB_CACHE).rglob("*") if "incomplete" in path.name]
 
 
-def test_content_that_could_not_be_compared_in_time_does_not_appear(
-    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uncompared_content_is_not_cached(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first range is late by more than `stall_s`: what came before it is not kept, so nothing can be compared.
     monkeypatch.setattr(file_digest, "_MAX_AHEAD_BYTES", 1)
     content = bytes(20 * MIB)
@@ -167,7 +165,7 @@ def test_content_that_could_not_be_compared_in_time_does_not_appear(
 
 
 @pytest.mark.parametrize("name", ["../../../elsewhere", "{tmp_path}/elsewhere", "a//b"])
-def test_a_branch_whose_name_is_a_path_is_refused(hub: HuggingFaceServer, tmp_path: Path, name: str) -> None:
+def test_branch_named_like_a_path_is_refused(hub: HuggingFaceServer, tmp_path: Path, name: str) -> None:
     name = name.format(tmp_path=tmp_path)
     hub.commit("org/tiny", TINY, branch=name)
     before = set(tmp_path.iterdir())
@@ -176,13 +174,13 @@ def test_a_branch_whose_name_is_a_path_is_refused(hub: HuggingFaceServer, tmp_pa
     assert set(tmp_path.iterdir()) == before
 
 
-def test_a_file_name_longer_than_the_file_system_allows(hub: HuggingFaceServer) -> None:
+def test_too_long_file_name_raises_destination_error(hub: HuggingFaceServer) -> None:
     hub.commit("org/tiny", TINY | {"x" * 300: b""})
     with pytest.raises(DestinationError, match="File name too long"):
         filled(hub, "org/tiny")
 
 
-def test_a_killed_download_leaves_nothing_that_looks_complete(hub: HuggingFaceServer) -> None:
+def test_killed_download_leaves_no_complete_file(hub: HuggingFaceServer) -> None:
     sha, last = sha256_of(sharded()[SHARD]), sha256_of(sharded()["model-00003-of-00003.safetensors"])
     blobs = Path(constants.HF_HUB_CACHE, "models--org--sharded", "blobs")
     code = "from penstock.storage.fill import fill; fill('org/sharded')"
@@ -207,7 +205,7 @@ def test_a_killed_download_leaves_nothing_that_looks_complete(hub: HuggingFaceSe
     assert not [request for request in hub.storage.requests if sha in request.path], "the complete shard is kept"
 
 
-def test_leftovers_of_killed_processes_are_removed_after_an_hour(hub: HuggingFaceServer) -> None:
+def test_leftovers_from_killed_processes_are_removed(hub: HuggingFaceServer) -> None:
     blobs = Path(constants.HF_HUB_CACHE, "models--org--tiny", "blobs")
     blobs.mkdir(parents=True)
     sha = sha256_of(TINY["model.safetensors"])
@@ -219,7 +217,7 @@ def test_leftovers_of_killed_processes_are_removed_after_an_hour(hub: HuggingFac
     assert not old.exists() and new.exists()
 
 
-def test_it_waits_for_a_download_of_the_library(hub: HuggingFaceServer) -> None:
+def test_download_waits_for_library_download(hub: HuggingFaceServer) -> None:
     hub.storage.faults = Faults(total_bytes_per_s=4_000_000)
     with ThreadPoolExecutor(2) as pool:
         stock = pool.submit(huggingface_hub.snapshot_download, "org/sharded", endpoint=hub.url)
@@ -230,9 +228,7 @@ def test_it_waits_for_a_download_of_the_library(hub: HuggingFaceServer) -> None:
     assert_same(ps.load(str(offline("org/sharded"))), TENSORS)
 
 
-def test_a_lock_that_nobody_gives_back_ends_no_download(
-    hub: HuggingFaceServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stale_lock_does_not_stop_download(hub: HuggingFaceServer, caplog: pytest.LogCaptureFixture) -> None:
     locks = Path(constants.HF_HUB_CACHE, ".locks", "models--org--tiny")
     locks.mkdir(parents=True)
     held, ended = threading.Event(), threading.Event()
@@ -252,7 +248,7 @@ def test_a_lock_that_nobody_gives_back_ends_no_download(
     assert offline("org/tiny")
 
 
-def test_a_file_system_without_links(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_system_without_links_is_supported(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_SYMLINKS", True)
     hub.commit("org/tiny", TINY | {"copy/model.safetensors": TINY["model.safetensors"]})
     place = filled(hub, "org/tiny")
@@ -264,7 +260,7 @@ def test_a_file_system_without_links(hub: HuggingFaceServer, monkeypatch: pytest
     assert not hub.storage.requests
 
 
-def test_a_cache_that_cannot_be_written(
+def test_unwritable_cache_raises_destination_error(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -273,7 +269,7 @@ def test_a_cache_that_cannot_be_written(
         filled(hub, "org/tiny")
 
 
-def test_a_gated_repository_is_named(hub: HuggingFaceServer) -> None:
+def test_gated_repository_is_named(hub: HuggingFaceServer) -> None:
     hub.gated = ("org/tiny",)
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         filled(hub, "org/tiny")
@@ -282,12 +278,12 @@ def test_a_gated_repository_is_named(hub: HuggingFaceServer) -> None:
 
 
 @pytest.mark.parametrize("uri", ["/somewhere/model.safetensors", "s3://bucket/model"])
-def test_only_a_hub_has_such_a_cache(uri: str) -> None:
+def test_only_model_hubs_have_a_cache(uri: str) -> None:
     with pytest.raises(ConfigError, match="only a model hub"):
         fill(uri)
 
 
-def test_the_commands(
+def test_commands_fill_and_use_cache(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fork_server: ForkServer
 ) -> None:
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}.items():

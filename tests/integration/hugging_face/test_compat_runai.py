@@ -76,21 +76,21 @@ def read_as_engines_do(paths: list[str], is_distributed: bool = False) -> Iterat
 
 
 class TestSafetensorsStreamer:
-    def test_the_readme(self, model: Path) -> None:
+    def test_readme_example_matches_safetensors(self, model: Path) -> None:
         for path in files(model):
             assert_all(read_as_the_readme_does(path), load_file(path))
 
     @pytest.mark.parametrize("is_distributed", [False, True])
-    def test_the_engines(self, model: Path, is_distributed: bool) -> None:
+    def test_engine_usage_matches_safetensors(self, model: Path, is_distributed: bool) -> None:
         assert_all(dict(read_as_engines_do(files(model), is_distributed)))
 
-    def test_what_is_kept_stays_what_it_was(self, model: Path) -> None:
+    def test_kept_tensors_do_not_change(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model))
             kept = list(streamer.get_tensors())
         assert_all(dict(kept))
 
-    def test_metadata(self, model: Path) -> None:
+    def test_metadata_lists_every_file(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model), None, "cpu")
             assert set(streamer.files_to_tensors_metadata) == {0, 1}
@@ -109,7 +109,7 @@ class TestSafetensorsStreamer:
             assert streamer.total_size == sum(t.nbytes for t in TENSORS.values())
             assert streamer.device_str == "cpu"
 
-    def test_only_the_names_asked_for(self, model: Path) -> None:
+    def test_only_requested_names_are_streamed(self, model: Path) -> None:
         wanted = {"a.weight", "c.big"}
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model), tensor_names=wanted)
@@ -117,11 +117,11 @@ class TestSafetensorsStreamer:
             assert_all(dict(streamer.get_tensors()), {name: TENSORS[name] for name in wanted})
 
     @pytest.mark.parametrize("names", ["a.weight", [], ["nope"]])
-    def test_names_that_cannot_be(self, model: Path, names: Any) -> None:
+    def test_invalid_tensor_names_are_refused(self, model: Path, names: Any) -> None:
         with SafetensorsStreamer() as streamer, pytest.raises(ValueError, match="tensor_names"):
             streamer.stream_files(files(model), tensor_names=names)
 
-    def test_files_that_share_a_name_are_both_streamed(self, model: Path) -> None:
+    def test_files_sharing_a_name_are_both_streamed(self, model: Path) -> None:
         save_file({"a.weight": torch.ones(2)}, model / "other.safetensors")
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model))
@@ -130,13 +130,13 @@ class TestSafetensorsStreamer:
             with pytest.raises(ValueError, match="more than one file"):
                 streamer.stream_files(files(model), tensor_names=["a.weight"])
 
-    def test_one_after_the_other(self, model: Path) -> None:
+    def test_files_stream_one_after_another(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             for path in files(model):
                 streamer.stream_file(path)
                 assert_all(dict(streamer.get_tensors()), load_file(path))
 
-    def test_an_abandoned_iteration_leaves_it_usable(self, model: Path) -> None:
+    def test_abandoned_iteration_leaves_streamer_usable(self, model: Path) -> None:
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(files(model))
             for _ in streamer.get_tensors():
@@ -144,7 +144,7 @@ class TestSafetensorsStreamer:
             streamer.stream_files(files(model))
             assert_all(dict(streamer.get_tensors()))
 
-    def test_outside_its_block(self, model: Path) -> None:
+    def test_streamer_outside_its_block_is_refused(self, model: Path) -> None:
         streamer = SafetensorsStreamer()
         with pytest.raises(ValueError, match="not initialized"):
             streamer.stream_files(files(model))
@@ -154,14 +154,14 @@ class TestSafetensorsStreamer:
             next(streamer.get_tensors())
 
     @pytest.mark.parametrize("raw", [b"", b"abc", b"\xff" * 64, (2).to_bytes(8, "little") + b"[]"])
-    def test_a_file_that_is_none(self, tmp_path: Path, raw: bytes) -> None:
+    def test_invalid_file_raises_format_error(self, tmp_path: Path, raw: bytes) -> None:
         path = tmp_path / "bad.safetensors"
         path.write_bytes(raw)
         with SafetensorsStreamer() as streamer, pytest.raises(ValueError) as caught:
             streamer.stream_file(str(path))
         assert isinstance(caught.value, FormatError)
 
-    def test_a_truncated_and_a_missing_file(self, model: Path) -> None:
+    def test_truncated_and_missing_files_raise_value_error(self, model: Path) -> None:
         path = Path(files(model)[0])
         path.write_bytes(path.read_bytes()[:-1])
         with SafetensorsStreamer() as streamer:
@@ -170,7 +170,7 @@ class TestSafetensorsStreamer:
                     streamer.stream_file(name)
                 assert isinstance(caught.value, PenstockError)
 
-    def test_the_environment_bounds_memory(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_environment_limits_memory(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("RUNAI_STREAMER_MEMORY_LIMIT", str(16 << 20))
         monkeypatch.setenv("RUNAI_STREAMER_CONCURRENCY", "2")
         assert_all(dict(read_as_engines_do(files(model))))
@@ -184,7 +184,7 @@ def sums_of_every_tensor(rank: int, world_size: int, paths: list[str]) -> dict[s
 
 
 @pytest.mark.parametrize("dist", ["auto", "1", "0"])
-def test_ranks_all_end_with_everything(model: Path, dist: str) -> None:
+def test_all_ranks_get_every_tensor(model: Path, dist: str) -> None:
     outcomes = run_ranks(sums_of_every_tensor, 2, files(model), environ={"RUNAI_STREAMER_DIST": dist})
     wanted = {name: float(tensor.double().sum()) for name, tensor in TENSORS.items()}
     assert [outcome.value for outcome in outcomes] == [wanted, wanted]
@@ -198,7 +198,7 @@ class TestFileStreamer:
         return str(tmp_path / "raw"), raw
 
     @pytest.mark.parametrize("memory_limit", [None, 1, 200_000, -1])
-    def test_ranges(self, data: tuple[str, np.ndarray[Any, Any]], memory_limit: int | None) -> None:
+    def test_ranges_are_streamed(self, data: tuple[str, np.ndarray[Any, Any]], memory_limit: int | None) -> None:
         path, raw = data
         requests = [
             FileChunks.contiguous(7, path, 100, [10, 0, 100_000, 1]),
@@ -218,7 +218,7 @@ class TestFileStreamer:
             assert tensor.dtype == torch.uint8
             assert tensor.numpy().tobytes() == wanted[key].tobytes()
 
-    def test_chunks_know_their_sizes(self) -> None:
+    def test_chunks_report_their_sizes(self) -> None:
         chunks = FileChunks.contiguous(1, "x", 10, [5, 7, 2])
         assert chunks.offsets == [10, 15, 22]
         assert (chunks.total_size(), chunks.max_chunk_size()) == (14, 7)
@@ -227,7 +227,7 @@ class TestFileStreamer:
         with pytest.raises(ValueError):
             FileChunks(1, "x", [1], [])
 
-    def test_one_stream_at_a_time(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
+    def test_second_stream_is_refused_until_first_ends(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
         requests = [FileChunks(0, data[0], [0, 10], [10, 10])]
         with FileStreamer() as streamer:
             streamer.stream_files(requests)
@@ -240,7 +240,9 @@ class TestFileStreamer:
         with pytest.raises(ValueError, match="not initialized"):
             streamer.stream_files(requests)
 
-    def test_faults(self, data: tuple[str, np.ndarray[Any, Any]], tmp_path: Path) -> None:
+    def test_invalid_chunks_and_devices_are_refused(
+        self, data: tuple[str, np.ndarray[Any, Any]], tmp_path: Path
+    ) -> None:
         with FileStreamer() as streamer:
             streamer.stream_files([FileChunks(0, data[0], [0, 1 << 20], [10, 1])])
             with pytest.raises(ValueError):
@@ -252,14 +254,14 @@ class TestFileStreamer:
             with pytest.raises(ValueError, match="device"):
                 streamer.stream_files([FileChunks(0, data[0], [0], [1])], device="bogus")
 
-    def test_the_distributed_one(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
+    def test_distributed_streamer_reads_ranges(self, data: tuple[str, np.ndarray[Any, Any]]) -> None:
         path, raw = data
         with DistributedStreamer() as streamer:
             streamer.stream_files([FileChunks.contiguous(0, path, 8, [8, 8])], None, "cpu", True)
             found = {index: tensor.numpy().tobytes() for _, index, tensor in streamer.get_chunks()}
         assert found == {0: raw[8:16].tobytes(), 1: raw[16:24].tobytes()}
 
-    def test_listing(self, tmp_path: Path) -> None:
+    def test_files_are_listed_with_patterns(self, tmp_path: Path) -> None:
         (tmp_path / "in").mkdir()
         for name, nbytes in (("a.json", 3), ("b.safetensors", 5), ("in/c.json", 7)):
             (tmp_path / name).write_bytes(b"x" * nbytes)
@@ -278,19 +280,19 @@ class TestFiles:
         assert [Path(p).name for p in files(model)] == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
         assert list_safetensors(str(model / "none")) == []
 
-    def test_pulling_is_for_object_stores(self, tmp_path: Path) -> None:
+    def test_pull_from_local_directory_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(NotImplementedError):
             pull_files(str(tmp_path), str(tmp_path / "to"))
         with pytest.raises(ValueError, match="model_path"):
             ObjectStorageModel(str(tmp_path), str(tmp_path / "to"))
 
-    def test_credentials_do_not_show_their_secret(self) -> None:
+    def test_credentials_hide_their_secret(self) -> None:
         credentials = S3Credentials(access_key_id="id", secret_access_key="hidden", endpoint="http://h")
         assert "hidden" not in repr(credentials)
 
 
 class TestInstall:
-    def test_the_engines_import_finds_it(self, model: Path) -> None:
+    def test_engine_import_finds_replacement(self, model: Path) -> None:
         code = (
             "from penstock_hf import runai_streamer; runai_streamer.install(); runai_streamer.install();"
             "from runai_model_streamer import SafetensorsStreamer, list_safetensors, pull_files, ObjectStorageModel;"
@@ -301,7 +303,7 @@ class TestInstall:
         done = subprocess.run([sys.executable, "-c", code], check=False, timeout=120, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
 
-    def test_too_late(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_late_install_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "runai_model_streamer", type(sys)("runai_model_streamer"))
         with pytest.raises(ConfigError, match="imported already"):
             runai_streamer.install()

@@ -87,14 +87,14 @@ def assert_all(found: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("path", ["s3://models/llama", "s3://models/llama/"])
-def test_listing_and_streaming_by_credentials(credentials: S3Credentials, path: str) -> None:
+def test_files_are_streamed_with_credentials(credentials: S3Credentials, path: str) -> None:
     found = list_safetensors(path, credentials)
     assert sorted(found) == [f"s3://models/llama/{name}" for name in SHARDS]
     assert_all(stream(found, credentials))
 
 
 @pytest.mark.usefixtures("environment")
-def test_listing_and_streaming_by_the_environment() -> None:
+def test_files_are_streamed_with_environment_credentials() -> None:
     assert_all(stream(list_safetensors("s3://models/llama")))
     assert list_safetensors("s3://models/none") == []
 
@@ -110,7 +110,9 @@ def test_listing_and_streaming_by_the_environment() -> None:
         (["*.none"], None, set()),
     ],
 )
-def test_pulling(tmp_path: Path, allow: list[str] | None, ignore: list[str] | None, wanted: set[str]) -> None:
+def test_files_are_pulled_by_pattern(
+    tmp_path: Path, allow: list[str] | None, ignore: list[str] | None, wanted: set[str]
+) -> None:
     pull_files("s3://models/llama", str(tmp_path), allow, ignore)
     found = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*") if path.is_file()}
     assert set(found) == wanted
@@ -119,7 +121,7 @@ def test_pulling(tmp_path: Path, allow: list[str] | None, ignore: list[str] | No
 
 
 @pytest.mark.usefixtures("environment")
-def test_ranges_and_sizes() -> None:
+def test_object_ranges_and_sizes_are_read() -> None:
     uri = "s3://models/llama/model-1.safetensors"
     raw = save(SHARDS["model-1.safetensors"])
     with FileStreamer() as streamer:
@@ -130,7 +132,7 @@ def test_ranges_and_sizes() -> None:
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_model_is_pulled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_pulled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from penstock_hf.runai_streamer import objects
 
     pulled = []
@@ -150,7 +152,7 @@ def test_a_model_is_pulled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("environment")
-def test_a_pull_that_fails_or_finds_nothing_is_done_again(tmp_path: Path) -> None:
+def test_failed_or_empty_pull_is_repeated(tmp_path: Path) -> None:
     target = str(tmp_path / "copy")
     with pytest.raises(KeyError), ObjectStorageModel("s3://models/llama", target) as model:
         model.pull_files(["config.json"])
@@ -170,7 +172,7 @@ def test_wrong_credentials_are_named(credentials: S3Credentials) -> None:
     assert "wrong" not in str(caught.value)
 
 
-def test_safe_open_reads_an_object(server: S3Server) -> None:
+def test_safe_open_reads_object(server: S3Server) -> None:
     uri = "s3://models/llama/model-1.safetensors"
     with safe_open(uri, "pt", storage_options=server.storage_options) as file:
         assert torch.equal(file.get_slice("a")[10:20, ::7], SHARDS["model-1.safetensors"]["a"][10:20, ::7])

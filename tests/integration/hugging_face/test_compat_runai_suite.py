@@ -40,7 +40,7 @@ def suite() -> Path:
     return Path(str(found.locate_file("runai_model_streamer/safetensors_streamer/tests")))
 
 
-def test_the_originals_tests_pass(tmp_path: Path) -> None:
+def test_original_test_suite_passes(tmp_path: Path) -> None:
     for name in FILES:
         shutil.copy(suite() / name, tmp_path / name)
     (tmp_path / "conftest.py").write_text(CONFTEST)
@@ -54,7 +54,7 @@ def test_the_originals_tests_pass(tmp_path: Path) -> None:
     assert f"{PASSED} passed, {len(ABOUT_THE_RING)} deselected" in done.stdout, done.stdout[-4000:] + done.stderr
 
 
-def test_a_lent_tensor_is_overwritten_by_the_next(tmp_path: Path) -> None:
+def test_lent_tensor_is_overwritten_by_next(tmp_path: Path) -> None:
     true = {f"w{i}": torch.full((256,), float(i)) for i in range(4)}
     save_file(true, tmp_path / "model.safetensors")
     seen, addresses, lent = {}, set(), []
@@ -69,7 +69,7 @@ def test_a_lent_tensor_is_overwritten_by_the_next(tmp_path: Path) -> None:
     assert torch.equal(lent[0], lent[-1])
 
 
-def test_lent_ranges_are_read_into_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lent_ranges_reuse_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUNAI_STREAMER_MEMORY_LIMIT", "2000")
     data = bytes(i % 251 for i in range(10_000))
     (tmp_path / "data").write_bytes(data)
@@ -88,7 +88,7 @@ def test_lent_ranges_are_read_into_the_same_memory(tmp_path: Path, monkeypatch: 
     assert len(addresses) <= 3
 
 
-def test_errors_have_the_words_of_both(tmp_path: Path) -> None:
+def test_errors_contain_words_from_both_libraries(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(100)}, path)
     whole = path.read_bytes()

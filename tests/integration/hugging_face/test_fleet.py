@@ -9,7 +9,7 @@ from tests.integration.conftest import Host, check
 from tests.support.servers.hugging_face import HuggingFaceServer
 
 
-def test_each_byte_leaves_the_hub_once(host: Host, made: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_each_byte_leaves_hub_once(host: Host, made: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
     files = {path.name: path.read_bytes() for path in made.iterdir()}
     with HuggingFaceServer({"org/made": files}) as hub:
         environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}

@@ -88,7 +88,7 @@ def same_as_stock(rank: int, world_size: int, cases: list[Case]) -> Any:
     return answers
 
 
-def test_the_same_model_from_one_reading(llama: Path, mixtral: Path) -> None:
+def test_ranks_load_equal_models_from_one_read(llama: Path, mixtral: Path) -> None:
     kinds = ["plain", "cast", "device_map", "tp", "fsdp"]
     cases = [(str(llama), kind, 256 << 20) for kind in kinds]
     cases += [(str(llama), kind, 4 << 20) for kind in ("plain", "tp", "fsdp")]
@@ -119,7 +119,7 @@ def server(llama: Path) -> Iterator[RangeServer]:
         yield server
 
 
-def test_three_ranks_read_a_server_once(llama: Path, server: RangeServer) -> None:
+def test_three_ranks_read_server_once(llama: Path, server: RangeServer) -> None:
     outcomes = run_ranks(over_http, 3, server.url, str(llama), timeout_s=110, environ=ENVIRON)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", "LlamaForCausalLM")] * 3, outcomes
     # Of every byte of a body that was sent, how often; the headers are read by each rank.

@@ -60,14 +60,14 @@ def load(scheme: str, endpoint: str) -> PenstockError:
 
 
 @pytest.mark.parametrize(("behave", "error"), [(drip, SourceStalled), (deepen, FormatError), (lengthen, FormatError)])
-def test_unbounded_listing_is_typed_error(scheme: str, behave: Behave, error: type[PenstockError]) -> None:
+def test_unbounded_listing_raises_typed_error(scheme: str, behave: Behave, error: type[PenstockError]) -> None:
     begun = time.monotonic()
     with Server(behave) as hub:
         assert isinstance(load(scheme, hub.url), error)
     assert time.monotonic() - begun < 5.0
 
 
-def test_redirected_listing_takes_no_token_along(scheme: str) -> None:
+def test_redirected_listing_carries_no_token(scheme: str) -> None:
     listing = json.dumps({"sha": "c" * 40, "siblings": []}).encode()
     with (
         Server(lambda handler: answer(handler, 200, listing)) as other,
@@ -137,7 +137,7 @@ class Names:
         "fd00:ec2::254",
     ],
 )
-def test_redirect_to_name_of_metadata_service_connects_nowhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirect_to_metadata_host_name_connects_nowhere(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch, {"weights.example": [address]})
     faults = Faults(redirect_to="http://weights.example/latest/")
     with (
@@ -149,7 +149,7 @@ def test_redirect_to_name_of_metadata_service_connects_nowhere(address: str, mon
     assert set(names.connected) == {"127.0.0.1"}
 
 
-def test_redirect_connects_to_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirect_connects_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """The name leads elsewhere at each later look-up, so one that follows the check would reach the service."""
     names = Names(monkeypatch, {"weights.example": ["127.0.0.1", "169.254.169.254"]})
     with Server(lambda handler: answer(handler, 404, b"")) as other:
@@ -162,7 +162,7 @@ def test_redirect_connects_to_address_that_was_checked(monkeypatch: pytest.Monke
     assert set(names.connected) == {"127.0.0.1"}
 
 
-def test_dripped_index_is_stalled() -> None:
+def test_trickling_index_raises_source_stalled() -> None:
     begun = time.monotonic()
     with Server(drip) as server, pytest.raises(SourceStalled, match="not complete"):
         penstock.inspect(f"{server.url}/m/")
@@ -183,7 +183,7 @@ def drip_ranges(handler: BaseHTTPRequestHandler) -> None:
 
 
 @pytest.mark.parametrize("verb", ["inspect", "safe_open"])
-def test_dripped_header_is_stalled(verb: str) -> None:
+def test_trickling_header_raises_source_stalled(verb: str) -> None:
     begun = time.monotonic()
     with Server(drip_ranges) as server, pytest.raises(SourceStalled, match="not complete"):
         if verb == "inspect":

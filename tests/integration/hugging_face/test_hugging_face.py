@@ -68,7 +68,7 @@ def load(hub: HuggingFaceServer, uri: str, **options: object) -> ps.Weights:
     return ps.load(uri, "cpu", storage_options={"endpoint": hub.url, **extra}, **options)
 
 
-def test_a_load_streams_and_compares_the_hubs_digest(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_load_streams_and_compares_hub_digest(hub: HuggingFaceServer, tmp_path: Path) -> None:
     weights = load(hub, "hf://org/tiny")
     assert_same(weights, TENSORS)
     commit = hub.files_of("org/tiny", "main")[0]
@@ -79,7 +79,7 @@ def test_a_load_streams_and_compares_the_hubs_digest(hub: HuggingFaceServer, tmp
     assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
 
 
-def test_mirror_that_lists_names_only_is_read(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_mirror_listing_only_names_is_read(hub: HuggingFaceServer, tmp_path: Path) -> None:
     hub.lists_names_only = True
     for name in ("org/tiny", "org/sharded"):
         weights = load(hub, f"hf://{name}")
@@ -88,7 +88,7 @@ def test_mirror_that_lists_names_only_is_read(hub: HuggingFaceServer, tmp_path: 
         assert not weights.report.verified
 
 
-def test_a_header_longer_than_the_first_read_is_hashed_too(hub: HuggingFaceServer) -> None:
+def test_header_longer_than_first_read_is_hashed(hub: HuggingFaceServer) -> None:
     many = {f"model.layers.{i}.self_attn.q_proj.weight": torch.full((8,), float(i)) for i in range(400)}
     data = save(many)
     assert int.from_bytes(data[:8], "little") > HEADER_GUESS_BYTES
@@ -98,9 +98,7 @@ def test_a_header_longer_than_the_first_read_is_hashed_too(hub: HuggingFaceServe
     assert weights.report.verified and "SHA-256 of 1 of 1" in weights.report.why
 
 
-def test_a_load_that_skips_tensors_has_no_file_compared(
-    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_load_skips_file_comparison(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     # A reader that waited for the skipped tensors would wait for `stall_s`.
     monkeypatch.setattr(HubSource, "check_whole", lambda source: pytest.fail("a part of the file is not read"))
     target = {"layer.11.weight": torch.zeros(200, 300)}
@@ -109,9 +107,7 @@ def test_a_load_that_skips_tensors_has_no_file_compared(
     assert not report.verified and report.why
 
 
-def test_a_comparison_that_was_given_up_is_no_verification(
-    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_abandoned_comparison_is_not_verification(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FileDigest, "add", lambda digest, offset, views: digest.abandon())
     weights = load(hub, "hf://org/sharded")
     assert not weights.report.verified and "SHA-256 of 0 of 3" in weights.report.why
@@ -122,7 +118,7 @@ def test_a_comparison_that_was_given_up_is_no_verification(
 @pytest.mark.parametrize(
     "uri", ["hf://org/sharded", "hf://org/sharded@main", "hf://models/org/sharded/", "org/sharded"]
 )
-def test_all_shards_of_an_index(hub: HuggingFaceServer, uri: str) -> None:
+def test_all_shards_in_index_are_loaded(hub: HuggingFaceServer, uri: str) -> None:
     weights = load(hub, uri)
     assert_same(weights, TENSORS)
     assert "SHA-256 of 3 of 3" in weights.report.why
@@ -131,11 +127,11 @@ def test_all_shards_of_an_index(hub: HuggingFaceServer, uri: str) -> None:
 @pytest.mark.parametrize(
     "uri", ["hf://datasets/org/data", "hf://org/tiny/model.safetensors", "hf://org/tiny/mod*.safetensors"]
 )
-def test_other_forms_of_the_uri(hub: HuggingFaceServer, uri: str) -> None:
+def test_every_uri_form_is_loaded(hub: HuggingFaceServer, uri: str) -> None:
     assert_same(load(hub, uri), TENSORS)
 
 
-def test_a_glob_matches_as_in_a_directory(hub: HuggingFaceServer) -> None:
+def test_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
     # Repositories have the weights a second time, under other names, in a directory below.
     hub.commit("org/tiny", TINY | {"original/model.safetensors": save({"w": torch.ones(3)}), "m[1].txt": b"x"})
 
@@ -152,20 +148,20 @@ def test_a_glob_matches_as_in_a_directory(hub: HuggingFaceServer) -> None:
     assert_same(load(hub, "hf://org/tiny/*.safetensors"), TENSORS)
 
 
-def test_a_part_is_read_without_the_rest_and_says_that_it_is_not_verified(hub: HuggingFaceServer) -> None:
+def test_partial_read_is_not_verified(hub: HuggingFaceServer) -> None:
     weights = load(hub, "hf://org/sharded", names="layer.0.weight")
     assert_same(weights, {"layer.0.weight": TENSORS["layer.0.weight"]})
     assert not weights.report.verified
     assert hub.storage.num_bytes_sent < 2 * TENSORS["layer.0.weight"].nbytes
 
 
-def test_tensors_in_turn_are_verified_too(hub: HuggingFaceServer) -> None:
+def test_streamed_tensors_are_verified(hub: HuggingFaceServer) -> None:
     with ps.stream("hf://org/sharded", "cpu", storage_options={"endpoint": hub.url}) as stream:
         assert_same(dict(stream), TENSORS)
     assert stream.report.verified
 
 
-def test_a_branch_that_moves_is_not_mixed(hub: HuggingFaceServer) -> None:
+def test_moving_branch_is_not_mixed(hub: HuggingFaceServer) -> None:
     options = {"endpoint": hub.url}
     pinned = storage.pinned("hf://org/tiny", settings=Settings(), storage_options=options)
     moved = {"model.safetensors": save({name: tensor + 1 for name, tensor in TENSORS.items()})}
@@ -174,7 +170,7 @@ def test_a_branch_that_moves_is_not_mixed(hub: HuggingFaceServer) -> None:
     assert_same(load(hub, "hf://org/tiny"), {name: tensor + 1 for name, tensor in TENSORS.items()})
 
 
-def test_revisions_with_slashes(hub: HuggingFaceServer) -> None:
+def test_revisions_may_contain_slashes(hub: HuggingFaceServer) -> None:
     other = {name: tensor * 2 for name, tensor in TENSORS.items()}
     for branch in ("feature/x", "refs/pr/7"):
         hub.commit("org/tiny", {"model.safetensors": save(other)}, branch=branch)
@@ -182,7 +178,7 @@ def test_revisions_with_slashes(hub: HuggingFaceServer) -> None:
     assert_same(load(hub, "hf://org/tiny@refs/pr/7/model.safetensors"), other)
 
 
-def test_content_that_is_not_the_hubs(hub: HuggingFaceServer) -> None:
+def test_content_differing_from_hub_is_refused(hub: HuggingFaceServer) -> None:
     sha = next(name for name in hub.storage._objects)
     damaged = bytearray(TINY["model.safetensors"])
     damaged[-1] ^= 1
@@ -197,7 +193,7 @@ def test_content_that_is_not_the_hubs(hub: HuggingFaceServer) -> None:
     assert "model.safetensors" in str(caught.value.uri)
 
 
-def test_signed_urls_that_expire_are_renewed(hub: HuggingFaceServer) -> None:
+def test_expired_signed_urls_are_renewed(hub: HuggingFaceServer) -> None:
     hub.signed_s = 0.3
     with ps.stream("hf://org/sharded", "cpu", storage_options={"endpoint": hub.url}, memory_bytes=1 << 20) as stream:
         found = {}
@@ -211,14 +207,14 @@ def test_signed_urls_that_expire_are_renewed(hub: HuggingFaceServer) -> None:
     assert sum("/resolve/" in request for request in hub.requests) > 3
 
 
-def test_a_link_that_cannot_be_renewed(hub: HuggingFaceServer) -> None:
+def test_unrenewable_link_raises_permission_denied(hub: HuggingFaceServer) -> None:
     hub.signed_s = -1.0
     with pytest.raises(PermissionDenied, match="refuses this file") as caught:
         load(hub, "hf://org/tiny")
     assert not caught.value.mutated and "model.safetensors" in str(caught.value.uri)
 
 
-def test_gated_repositories_say_what_to_do(hub: HuggingFaceServer) -> None:
+def test_gated_repository_error_suggests_token(hub: HuggingFaceServer) -> None:
     hub.gated = ("org/tiny",)
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
@@ -237,19 +233,19 @@ def test_gated_repositories_say_what_to_do(hub: HuggingFaceServer) -> None:
         ("hf://org/tiny/folder", "no such file or directory"),
     ],
 )
-def test_what_is_not_there(hub: HuggingFaceServer, uri: str, match: str) -> None:
+def test_missing_repository_or_file_is_named(hub: HuggingFaceServer, uri: str, match: str) -> None:
     with pytest.raises(NotFound, match=match):
         load(hub, uri)
 
 
-def test_a_private_repository_is_found_with_a_token(hub: HuggingFaceServer) -> None:
+def test_private_repository_needs_token(hub: HuggingFaceServer) -> None:
     hub.private = ("org/tiny",)
     with pytest.raises(NotFound, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
     assert_same(load(hub, "hf://org/tiny", storage_options={"token": "secret"}), TENSORS)
 
 
-def test_an_empty_token_sends_none(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     hub.private = ("org/tiny",)
     assert_same(load(hub, "hf://org/tiny"), TENSORS)
@@ -257,9 +253,7 @@ def test_an_empty_token_sends_none(hub: HuggingFaceServer, monkeypatch: pytest.M
         load(hub, "hf://org/tiny", storage_options={"token": ""})
 
 
-def test_a_listing_is_not_shown_without_the_token_it_was_made_with(
-    hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_listing_is_hidden_without_its_token(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private = ("org/tiny",)
     commit = hub.files_of("org/tiny", "main")[0]
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -274,13 +268,13 @@ def test_a_listing_is_not_shown_without_the_token_it_was_made_with(
 
 
 @pytest.mark.parametrize("name", ["../../model.safetensors", "/etc/model.safetensors", "a//b", "./a", ""])
-def test_names_that_lead_out_of_the_repository(hub: HuggingFaceServer, name: str) -> None:
+def test_names_outside_repository_are_refused(hub: HuggingFaceServer, name: str) -> None:
     hub.commit("org/tiny", {name: b"x"})
     with pytest.raises(FormatError, match="which no repository can have"):
         load(hub, "hf://org/tiny")
 
 
-def test_a_cache_that_cannot_be_written(
+def test_unwritable_cache_raises_destination_error(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
@@ -289,7 +283,7 @@ def test_a_cache_that_cannot_be_written(
         ps.manifest("hf://org/tiny", storage_options={"endpoint": hub.url})
 
 
-def test_a_shard_that_the_repository_lacks(hub: HuggingFaceServer) -> None:
+def test_missing_shard_in_repository_is_named(hub: HuggingFaceServer) -> None:
     files = sharded()
     del files["model-00002-of-00003.safetensors"]
     hub.commit("org/sharded", files)
@@ -297,26 +291,26 @@ def test_a_shard_that_the_repository_lacks(hub: HuggingFaceServer) -> None:
         load(hub, "hf://org/sharded")
 
 
-def test_a_hub_that_asks_to_wait(hub: HuggingFaceServer) -> None:
+def test_retry_after_from_hub_is_honoured(hub: HuggingFaceServer) -> None:
     hub.status, hub.num_status, hub.retry_after = 429, 2, "0"
     assert_same(load(hub, "hf://org/tiny"), TENSORS)
 
 
-def test_a_hub_that_stays_broken(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_hub_raises_source_unavailable(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     hub.status, hub.num_status = 503, 1000
     with pytest.raises(SourceUnavailable, match="HTTP 503"):
         load(hub, "hf://org/tiny")
 
 
-def test_no_hub_at_all(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
+def test_unreachable_hub_is_named(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     with pytest.raises(SourceUnavailable, match=r"the hub at http://127\.0\.0\.1:9") as caught:
         ps.load("hf://org/tiny", "cpu", storage_options={"endpoint": "http://127.0.0.1:9"})
     assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
-def test_what_the_local_cache_holds_is_mapped_from_there(hub: HuggingFaceServer) -> None:
+def test_local_cache_is_mapped(hub: HuggingFaceServer) -> None:
     huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)
     hub.requests.clear()
     hub.storage.requests.clear()
@@ -326,7 +320,7 @@ def test_what_the_local_cache_holds_is_mapped_from_there(hub: HuggingFaceServer)
     assert len(hub.requests) == 1 and not hub.storage.requests, "only the commit is asked for"
 
 
-def test_a_half_filled_cache_gives_what_it_has(hub: HuggingFaceServer) -> None:
+def test_partly_filled_cache_is_used(hub: HuggingFaceServer) -> None:
     huggingface_hub.hf_hub_download("org/sharded", "model-00001-of-00003.safetensors", endpoint=hub.url)
     hub.storage.requests.clear()
     weights = load(hub, "hf://org/sharded")
@@ -334,7 +328,7 @@ def test_a_half_filled_cache_gives_what_it_has(hub: HuggingFaceServer) -> None:
     assert len({request.path.partition("?")[0] for request in hub.storage.requests}) == 2
 
 
-def test_a_half_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partly_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     for shard in (1, 2):
         huggingface_hub.hf_hub_download("org/sharded", f"model-0000{shard}-of-00003.safetensors", endpoint=hub.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -344,7 +338,7 @@ def test_a_half_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeyp
     assert set(first) == {f"layer.{i}.weight" for i in (0, 3, 6, 9)}
 
 
-def test_a_copy_of_content_that_is_not_the_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_copy_of_wrong_content_is_refused(hub: HuggingFaceServer, tmp_path: Path) -> None:
     damaged = bytearray(TINY["model.safetensors"])
     damaged[-1] ^= 1
     hub.storage.replace(hashlib.sha256(TINY["model.safetensors"]).hexdigest(), bytes(damaged))
@@ -353,7 +347,7 @@ def test_a_copy_of_content_that_is_not_the_hubs(hub: HuggingFaceServer, tmp_path
         download(files, settings=Settings(), storage_options={"endpoint": hub.url})
 
 
-def test_offline_the_local_cache_is_listed_once_a_load(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_cache_is_listed_once_per_load(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     listed, list_cache = [], hugging_face._cached_listing
@@ -368,7 +362,7 @@ def test_offline_the_local_cache_is_listed_once_a_load(hub: HuggingFaceServer, m
         assert len(listed) == number
 
 
-def test_the_environment_is_huggingface_hubs(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_huggingface_hub_environment_is_used(hub: HuggingFaceServer, tmp_path: Path) -> None:
     """`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`, in a process of its own, by the command."""
     hub.private = ("org/tiny",)
     environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
@@ -392,7 +386,7 @@ def test_the_environment_is_huggingface_hubs(hub: HuggingFaceServer, tmp_path: P
     assert not hub.requests
 
 
-def test_a_manifest_is_kept_by_commit(hub: HuggingFaceServer) -> None:
+def test_manifest_is_stored_per_commit(hub: HuggingFaceServer) -> None:
     options = {"endpoint": hub.url}
     report = ps.manifest("hf://org/tiny", storage_options=options)
     weights = load(hub, "hf://org/tiny", names="layer.3.weight")
@@ -403,7 +397,7 @@ def test_a_manifest_is_kept_by_commit(hub: HuggingFaceServer) -> None:
     assert "SHA-256" in load(hub, "hf://org/tiny").report.why
 
 
-def test_a_slip_in_a_local_path_asks_no_hub(
+def test_mistyped_local_path_asks_no_hub(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -414,7 +408,7 @@ def test_a_slip_in_a_local_path_asks_no_hub(
     assert not hub.requests
 
 
-def test_a_path_that_was_read_as_a_repository_is_told_so(
+def test_path_read_as_repository_is_explained(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -429,12 +423,12 @@ def test_a_path_that_was_read_as_a_repository_is_told_so(
 
 
 @pytest.mark.parametrize("uri", ["hf://", "hf://org", "hf://org/", "hf://org/a/../b", "hf://org/a@", "hf://a b/c"])
-def test_uris_that_are_none(uri: str) -> None:
+def test_invalid_uri_is_refused(uri: str) -> None:
     with pytest.raises(ConfigError):
         parse(uri, "hf")
 
 
-def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> None:
+def test_unordered_file_parts_are_hashed_in_order() -> None:
     import random
     import threading
 
@@ -459,7 +453,7 @@ def test_parts_of_a_file_are_hashed_in_order_whatever_order_they_come_in() -> No
     assert digest.is_equal
 
 
-def test_parts_ahead_of_a_missing_one_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_ahead_of_missing_part_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.file_digest._MAX_AHEAD_BYTES", 10_000)
     digest = FileDigest("0" * 64, 1 << 20, "hf://x/y/z", 0.1)
     digest.is_wanted = True
@@ -469,7 +463,7 @@ def test_parts_ahead_of_a_missing_one_are_bounded(monkeypatch: pytest.MonkeyPatc
     assert not digest._ahead and not digest.is_equal, "it is given up, and keeps nothing"
 
 
-def test_what_is_read_through_the_cache_of_chunks_is_compared(
+def test_chunk_cached_content_is_compared(
     hub: HuggingFaceServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path / "chunks"))

@@ -60,7 +60,7 @@ def downloaded(name: str, kind: str = "model", **options: str) -> Path:
     return place
 
 
-def test_a_load_streams_and_compares_the_hubs_digest(hub: ModelScopeServer, tmp_path: Path) -> None:
+def test_load_streams_and_compares_hub_digest(hub: ModelScopeServer, tmp_path: Path) -> None:
     weights = ps.load("ms://org/sharded")
     assert_same(weights, TENSORS)
     assert weights.report.uri.startswith("ms://org/sharded@master~")
@@ -77,11 +77,11 @@ def test_a_load_streams_and_compares_the_hubs_digest(hub: ModelScopeServer, tmp_
         "ms://org/tiny/m*.safetensors",
     ],
 )
-def test_other_forms_of_the_uri(hub: ModelScopeServer, uri: str) -> None:
+def test_every_uri_form_is_loaded(hub: ModelScopeServer, uri: str) -> None:
     assert_same(ps.load(uri), TENSORS)
 
 
-def test_what_the_library_downloads_is_mapped_from_its_cache(hub: ModelScopeServer) -> None:
+def test_library_download_is_mapped_from_cache(hub: ModelScopeServer) -> None:
     place = downloaded("org/sharded")
     hub.storage.requests.clear()
     weights = ps.load("ms://org/sharded")
@@ -95,7 +95,7 @@ def test_what_the_library_downloads_is_mapped_from_its_cache(hub: ModelScopeServ
     assert_same(ps.load("ms://org/sharded"), moved)
 
 
-def test_a_cached_file_of_another_content_is_not_used(hub: ModelScopeServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_cached_file_with_wrong_content_is_not_used(hub: ModelScopeServer, caplog: pytest.LogCaptureFixture) -> None:
     downloaded("org/tiny")
     moved = {name: tensor + 1 for name, tensor in TENSORS.items()}
     hub.commit("org/tiny", {"model.safetensors": ps_save(moved)})
@@ -109,7 +109,7 @@ def ps_save(tensors: dict[str, object]) -> bytes:
     return save(tensors)
 
 
-def test_a_branch_that_moved_since_it_was_pinned(hub: ModelScopeServer) -> None:
+def test_branch_moved_after_pinning_is_refused(hub: ModelScopeServer) -> None:
     place = storage.pinned("ms://org/tiny", settings=Settings())
     assert place == storage.pinned("ms://org/tiny", settings=Settings())
     hub.commit("org/tiny", {"model.safetensors": ps_save({name: tensor + 1 for name, tensor in TENSORS.items()})})
@@ -121,7 +121,7 @@ def test_a_branch_that_moved_since_it_was_pinned(hub: ModelScopeServer) -> None:
         ps.load(place)
 
 
-def test_a_commit_is_pinned_as_it_is(hub: ModelScopeServer) -> None:
+def test_commit_is_pinned_unchanged(hub: ModelScopeServer) -> None:
     commit = hub.files_of("org/tiny", "master")[0]
     hub.commit("org/tiny", {"model.safetensors": b"moved"})
     weights = ps.load(f"ms://org/tiny@{commit}")
@@ -129,13 +129,13 @@ def test_a_commit_is_pinned_as_it_is(hub: ModelScopeServer) -> None:
     assert weights.report.uri == f"ms://org/tiny@{commit}"
 
 
-def test_a_manifest_is_kept_in_the_cache_directory(hub: ModelScopeServer, tmp_path: Path) -> None:
+def test_manifest_is_stored_in_cache_directory(hub: ModelScopeServer, tmp_path: Path) -> None:
     ps.manifest("ms://org/tiny")
     weights = ps.load("ms://org/tiny", names="layer.3.weight")
     assert weights.report.verified and "leaf digests" in weights.report.why
 
 
-def test_content_that_is_not_the_hubs(hub: ModelScopeServer) -> None:
+def test_content_differing_from_hub_is_refused(hub: ModelScopeServer) -> None:
     damaged = bytearray(TINY["model.safetensors"])
     damaged[-1] ^= 1
     hub.storage.replace(sha256_of(TINY["model.safetensors"]), bytes(damaged))
@@ -144,7 +144,7 @@ def test_content_that_is_not_the_hubs(hub: ModelScopeServer) -> None:
     assert "model.safetensors" in str(caught.value.uri)
 
 
-def test_private_and_gated_repositories(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_and_gated_repositories_need_token(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private, hub.gated = ("org/tiny",), ("org/sharded",)
     with pytest.raises(NotFound, match="MODELSCOPE_API_TOKEN"):
         ps.load("ms://org/tiny")
@@ -156,7 +156,7 @@ def test_private_and_gated_repositories(hub: ModelScopeServer, monkeypatch: pyte
     assert not any({"authorization", "cookie"} & set(request.headers) for request in hub.storage.requests)
 
 
-def test_signed_urls_that_cannot_be_renewed(hub: ModelScopeServer) -> None:
+def test_unrenewable_signed_url_is_refused(hub: ModelScopeServer) -> None:
     hub.signed_s = -1.0
     with pytest.raises(PermissionDenied, match="refuses this file") as caught:
         ps.load("ms://org/tiny")
@@ -173,12 +173,12 @@ def test_signed_urls_that_cannot_be_renewed(hub: ModelScopeServer) -> None:
         ("ms://org", ConfigError),
     ],
 )
-def test_what_is_not_there(hub: ModelScopeServer, uri: str, error: type[ps.PenstockError]) -> None:
+def test_missing_repository_or_file_raises(hub: ModelScopeServer, uri: str, error: type[ps.PenstockError]) -> None:
     with pytest.raises(error):
         ps.load(uri)
 
 
-def test_a_shard_that_the_repository_lacks(hub: ModelScopeServer) -> None:
+def test_missing_shard_in_repository_is_named(hub: ModelScopeServer) -> None:
     files = sharded()
     del files["model-00002-of-00003.safetensors"]
     hub.commit("org/sharded", files)
@@ -186,17 +186,17 @@ def test_a_shard_that_the_repository_lacks(hub: ModelScopeServer) -> None:
         ps.load("ms://org/sharded")
 
 
-def test_a_hub_that_asks_to_wait(hub: ModelScopeServer) -> None:
+def test_retry_after_from_hub_is_honoured(hub: ModelScopeServer) -> None:
     hub.status, hub.num_status, hub.retry_after = 429, 1, "0"
     assert_same(ps.load("ms://org/tiny"), TENSORS)
 
 
-def test_no_hub_at_all(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_named(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_MAX_ATTEMPTS", 1)
     with pytest.raises(SourceUnavailable, match="MODELSCOPE_ENDPOINT"):
         ps.load("ms://org/tiny", storage_options={"endpoint": "http://127.0.0.1:9"})
 
 
-def test_its_cache_is_not_filled(hub: ModelScopeServer) -> None:
+def test_model_scope_cache_is_not_filled(hub: ModelScopeServer) -> None:
     with pytest.raises(ConfigError, match="cache of its own"):
         fill("ms://org/tiny")

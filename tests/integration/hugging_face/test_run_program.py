@@ -90,9 +90,7 @@ def stock(directory: Path) -> dict[str, str]:
     return found
 
 
-def test_a_program_and_its_children_read_uris_with_the_bits_of_local_files(
-    program: Path, directory: Path, stock: dict[str, str]
-) -> None:
+def test_program_and_children_read_uris(program: Path, directory: Path, stock: dict[str, str]) -> None:
     with RangeServer(directory) as server:
         done = penstock_run("--verbose", "--", sys.executable, program, server.url)
     assert done.returncode == 7, done.stderr
@@ -102,9 +100,7 @@ def test_a_program_and_its_children_read_uris_with_the_bits_of_local_files(
 
 
 @pytest.mark.skipif(bool(refusal()), reason=refusal())
-def test_a_program_reads_a_network_volume_with_the_bits_of_local_files(
-    program: Path, directory: Path, stock: dict[str, str], tmp_path: Path
-) -> None:
+def test_program_reads_network_volume(program: Path, directory: Path, stock: dict[str, str], tmp_path: Path) -> None:
     with NetworkVolume(directory, tmp_path / "volume", latency_s=0.001) as volume:
         done = penstock_run("--verbose", sys.executable, program, volume, "--child")
     assert done.returncode == 0, done.stderr
@@ -114,7 +110,7 @@ def test_a_program_reads_a_network_volume_with_the_bits_of_local_files(
     assert "checkpoint.safetensors: read by safetensors" in done.stderr
 
 
-def test_local_files_stay_with_safetensors(program: Path, directory: Path, stock: dict[str, str]) -> None:
+def test_local_files_use_original_safetensors(program: Path, directory: Path, stock: dict[str, str]) -> None:
     done = penstock_run("--verbose", "--", sys.executable, program, directory, "--child")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [stock]
@@ -122,7 +118,7 @@ def test_local_files_stay_with_safetensors(program: Path, directory: Path, stock
     assert "read by penstock" not in done.stderr
 
 
-def test_a_process_that_never_imports_safetensors_loads_nothing_of_penstock(tmp_path: Path) -> None:
+def test_process_without_safetensors_loads_no_penstock(tmp_path: Path) -> None:
     code = (
         "import sys; print(sorted({name.partition('.')[0] for name in sys.modules} & {'penstock', 'torch', 'numpy'}))"
     )
@@ -130,7 +126,7 @@ def test_a_process_that_never_imports_safetensors_loads_nothing_of_penstock(tmp_
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-def test_asking_whether_safetensors_is_installed_does_not_import_it() -> None:
+def test_find_spec_does_not_import_safetensors() -> None:
     code = (
         "import importlib.util as util, sys\n"
         "assert util.find_spec('safetensors') is not None\n"
@@ -142,7 +138,7 @@ def test_asking_whether_safetensors_is_installed_does_not_import_it() -> None:
     assert (done.returncode, done.stdout) == (0, "SourceFileLoader _Replacement False\n"), done.stderr
 
 
-def test_the_sitecustomize_and_the_path_of_the_program_stay(tmp_path: Path) -> None:
+def test_program_sitecustomize_and_path_are_kept(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.its_own = __name__, __file__\n")
     code = "import sys; print(*sys.its_own, any('startup' in entry for entry in sys.path))"
     inherited = os.environ.get("PYTHONPATH", "")
@@ -150,7 +146,7 @@ def test_the_sitecustomize_and_the_path_of_the_program_stay(tmp_path: Path) -> N
     assert done.stdout.split() == ["sitecustomize", str(tmp_path / "sitecustomize.py"), "False"], done.stderr
 
 
-def test_an_interpreter_without_penstock_goes_on_and_says_so(tmp_path: Path) -> None:
+def test_interpreter_without_penstock_continues_with_warning(tmp_path: Path) -> None:
     (tmp_path / "safetensors.py").write_text("safe_open = 'stock'\n")
     # Found before the real one, and without what penstock depends on.
     code = (
@@ -162,7 +158,7 @@ def test_an_interpreter_without_penstock_goes_on_and_says_so(tmp_path: Path) -> 
     assert "cannot import penstock" in done.stderr
 
 
-def test_a_program_that_is_not_there_is_an_error_before_anything_starts() -> None:
+def test_missing_program_is_refused_before_start() -> None:
     done = penstock_run("--", "no-such-program", "--option")
     assert done.returncode == 2
     assert "cannot run 'no-such-program'" in done.stderr
@@ -182,7 +178,7 @@ def sleeper(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.stdout.close()
 
 
-def test_signals_reach_the_program_because_it_has_the_process(sleeper: subprocess.Popen[str]) -> None:
+def test_signals_reach_program(sleeper: subprocess.Popen[str]) -> None:
     assert sleeper.stdout is not None
     assert sleeper.stdout.readline() == "ready\n"
     sleeper.send_signal(signal.SIGTERM)

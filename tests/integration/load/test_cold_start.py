@@ -69,7 +69,7 @@ def data_offset(path: Path) -> int:
 @pytest.mark.parametrize("bytes_per_s", [None, SLOW_BYTES_PER_S], ids=["fast", "slow"])
 @pytest.mark.parametrize("name", ["plain", "sealed"])
 @pytest.mark.parametrize("count", COUNTS)
-def test_storage_is_read_once_however_many_start_at_once(
+def test_storage_is_read_once_by_concurrent_starts(
     count: int, name: str, bytes_per_s: int | None, host: Host, storage: tuple[RangeServer, Path]
 ) -> None:
     server, root = storage
@@ -84,7 +84,7 @@ def test_storage_is_read_once_however_many_start_at_once(
     assert 0 <= server.num_bytes_sent - told <= 16 * count  # a byte for each object that is opened
 
 
-def test_a_header_is_read_by_what_its_first_bytes_say(tmp_path: Path) -> None:
+def test_header_read_follows_its_stated_length(tmp_path: Path) -> None:
     short, long = tmp_path / "short", tmp_path / "long"
     write_llama(short, total_bytes=4 << 20, shards=1)
     long.mkdir()

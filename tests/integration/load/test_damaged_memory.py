@@ -65,9 +65,7 @@ def whys() -> list[str]:
         return [held.why for member in hub.status().members for held in member.holdings]
 
 
-def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_others(
-    runtime, large, small, fork_server: ForkServer
-) -> None:
+def test_cache_reloads_damaged_model_and_serves_others(runtime, large, small, fork_server: ForkServer) -> None:
     wanted, others = by_safetensors(large), by_safetensors(small)
     with KeeperProcess([str(large), str(small)], fork_server=fork_server) as keeper:
         engine, other = ps.cache.attach("large"), ps.cache.attach("small")
@@ -90,9 +88,7 @@ def test_a_keeper_whose_memory_changes_loads_the_model_again_and_serves_the_othe
         engine.close()
 
 
-def test_a_keeper_that_cannot_load_a_damaged_model_again_exits_with_the_reason(
-    runtime, large, tmp_path, fork_server: ForkServer
-) -> None:
+def test_cache_exits_when_damaged_model_cannot_reload(runtime, large, tmp_path, fork_server: ForkServer) -> None:
     source = tmp_path / "model"
     shutil.copytree(large, source)
     with KeeperProcess([str(source)], fork_server=fork_server) as keeper:
@@ -104,7 +100,7 @@ def test_a_keeper_that_cannot_load_a_damaged_model_again_exits_with_the_reason(
         assert "chunk 0 of 'model' changed in memory" in said and "could not be loaded again" in said, said
 
 
-def test_a_damaged_model_is_loaded_again_from_members_that_have_it(runtime, small) -> None:
+def test_damaged_model_is_reloaded_from_members(runtime, small) -> None:
     with ps.join("small") as fleet, ps.cache.WeightCache() as keeper:
         fleet.fetch({}, fallback=small)
         keeper.keep("small", small)
@@ -116,7 +112,7 @@ def test_a_damaged_model_is_loaded_again_from_members_that_have_it(runtime, smal
             assert_same(attached, by_safetensors(small))
 
 
-def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> None:
+def test_library_cache_names_damaged_model(runtime, small, tmp_path) -> None:
     source = tmp_path / "model"
     shutil.copytree(small, source)
     with ps.cache.WeightCache() as keeper:
@@ -136,7 +132,7 @@ def test_a_library_keeper_says_what_was_damaged(runtime, small, tmp_path) -> Non
             keeper.serve(timeout_s=60.0)
 
 
-def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large, monkeypatch) -> None:
+def test_attach_detects_flipped_byte_by_default(runtime, large, monkeypatch) -> None:
     """Without the keeper's own look at its memory: what the engine finds, the keeper is told and repairs."""
     monkeypatch.setattr(LocalWeights, "spot_check", lambda self, chance: None)
     with ps.cache.WeightCache() as keeper:
@@ -153,7 +149,7 @@ def test_attach_verifies_by_default_and_delivers_no_flipped_byte(runtime, large,
         assert keeper.models()[0].num_reloads == 1
 
 
-def test_a_member_whose_memory_changes_ends_serving_with_the_reason(host, large) -> None:
+def test_member_with_changed_memory_stops_serving(host, large) -> None:
     worker = host.start(model="m", fallback=str(large), constants={"penstock.peer.local_weights.CHUNK_BYTES": 16 << 20})
     worker.say_until("digests")
     worker.say_until("serving")
@@ -165,7 +161,7 @@ def test_a_member_whose_memory_changes_ends_serving_with_the_reason(host, large)
     assert worker.process.wait(timeout=30) == 3
 
 
-def test_status_says_which_memory_changed_and_a_new_fetch_mends_it(runtime, small) -> None:
+def test_status_names_changed_memory_until_new_fetch(runtime, small) -> None:
     with ps.join("m") as fleet:
         weights: dict[str, torch.Tensor] = {}
         fleet.fetch(weights, fallback=small)
@@ -181,7 +177,7 @@ def test_status_says_which_memory_changed_and_a_new_fetch_mends_it(runtime, smal
         assert_same(weights, by_safetensors(small))
 
 
-def test_a_chunk_that_changes_during_the_fetch_fails_it(host, large) -> None:
+def test_chunk_changed_during_fetch_fails_fetch(host, large) -> None:
     worker = host.start(model="m", fallback=str(large), storage_pause_s=0.05)
     worker.say_until("joined")
     host.wait_for(lambda held: any(sum(stop - start for start, stop in one.have) > 20 for one in held))

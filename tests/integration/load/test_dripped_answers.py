@@ -81,7 +81,7 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))
-def test_a_door_that_drips_its_answer_is_given_up_within_the_stall_time(listener, part: str) -> None:
+def test_trickling_member_answer_ends_at_stall_deadline(listener, part: str) -> None:
     sock, address = listener
     server = Dripping(sock, ANSWERS[part])
     upstream = Upstream(member="0" * 32, host="h", doors=(address,), device="", state="whole", num_have=0, grant="")
@@ -96,7 +96,7 @@ def test_a_door_that_drips_its_answer_is_given_up_within_the_stall_time(listener
 
 
 @pytest.mark.parametrize("part", list(ANSWERS))
-def test_a_hub_that_drips_its_answer_is_given_up_within_the_deadline(listener, part: str) -> None:
+def test_trickling_hub_answer_ends_at_deadline(listener, part: str) -> None:
     sock, address = listener
     server = Dripping(sock, ANSWERS[part])
     try:

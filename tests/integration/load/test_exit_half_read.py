@@ -94,7 +94,7 @@ sys.exit(0)
 
 
 @pytest.mark.parametrize("how", ["stream", "generator", "finally", "fork", "fleet"])
-def test_program_with_half_read_stream_ends(tmp_path: Path, how: str) -> None:
+def test_program_with_half_read_stream_exits(tmp_path: Path, how: str) -> None:
     save_file({f"w{number}": torch.zeros(1 << 20) for number in range(4)}, tmp_path / "m.safetensors")
     environment = {
         "PATH": "/usr/bin:/bin",

@@ -117,7 +117,7 @@ def fails(do: Callable[[Any], None], uri: Any, *kinds: type[PenstockError]) -> P
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_a_file_cut_short_before_it_is_opened(big: Path, do: Callable[[Any], None]) -> None:
+def test_truncated_file_raises_source_truncated(big: Path, do: Callable[[Any], None]) -> None:
     os.truncate(big, big.stat().st_size - 1)
     error = fails(do, big, SourceTruncated)
     assert not error.mutated and error.uri == str(big)
@@ -145,7 +145,7 @@ HOWS = ["truncated", "emptied", "removed", "replaced", "modified"]
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("ring", ["0", "1"])
-def test_a_file_that_changes_under_a_stream_of_copies(
+def test_file_changed_during_copy_stream_raises(
     big: Path, how: str, ring: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_IO_URING", ring)
@@ -183,7 +183,7 @@ for how in HOWS:
 """
 
 
-def test_a_mapped_file_that_changes_under_a_stream_is_an_error_not_a_signal(big: Path) -> None:
+def test_mapped_file_changed_during_stream_raises_without_signal(big: Path) -> None:
     """In a process of its own: SIGBUS would end it."""
     command = [sys.executable, "-c", MAPPED, str(big)]
     root = Path(__file__).parents[3]
@@ -194,7 +194,7 @@ def test_a_mapped_file_that_changes_under_a_stream_is_an_error_not_a_signal(big:
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("do", DOES)
-def test_a_file_that_changes_while_it_is_loaded(
+def test_file_changed_during_load_raises(
     big: Path, do: Callable[[Any], None], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changed by the first body read, so in the midst of it whatever the machine's pace."""
@@ -240,14 +240,14 @@ def test_a_file_that_changes_while_it_is_loaded(
 
 
 @pytest.mark.parametrize("do", DOES)
-def test_a_missing_shard(sharded: Path, do: Callable[[Any], None]) -> None:
+def test_missing_shard_is_named(sharded: Path, do: Callable[[Any], None]) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     error = fails(do, sharded, NotFound, penstock.errors.FormatError)
     assert shard.name in str(error) and not error.mutated
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_missing_checkpoint_raises(tmp_path: Path) -> None:
     for uri in [tmp_path / "nothing", tmp_path, f"{tmp_path}/*.safetensors", [tmp_path / "nothing.safetensors"]]:
         fails(do_load, uri, SourceError, penstock.errors.FormatError)
 
@@ -266,7 +266,7 @@ except penstock.errors.PermissionDenied as error:
 """
 
 
-def test_a_file_that_may_not_be_read() -> None:
+def test_unreadable_file_raises_permission_denied() -> None:
     """Root may read everything: the process gives its rights up."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
@@ -303,7 +303,7 @@ FAULTS: dict[str, tuple[Faults, tuple[type[PenstockError], ...]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("do", [do_load, do_stream, do_load_into])
-def test_a_server_that_fails_in_the_bodies(server: RangeServer, do: Callable[[Any], None], fault: str) -> None:
+def test_server_failing_in_bodies_raises(server: RangeServer, do: Callable[[Any], None], fault: str) -> None:
     faults, kinds = FAULTS[fault]
     uri = f"{server.url}/model.safetensors"
     opened = penstock.loader.session.open_weights  # type: ignore[attr-defined]
@@ -323,7 +323,7 @@ def test_a_server_that_fails_in_the_bodies(server: RangeServer, do: Callable[[An
 
 
 @pytest.mark.parametrize("fault", ["403", "404", "500", "reset at once", "silent"])
-def test_a_server_that_fails_from_the_start(server: RangeServer, fault: str) -> None:
+def test_server_failing_from_start_raises(server: RangeServer, fault: str) -> None:
     faults, kinds = FAULTS[fault]
     server.faults = faults
     fails(do_load, f"{server.url}/model.safetensors", *kinds)
@@ -339,7 +339,7 @@ def test_a_server_that_fails_from_the_start(server: RangeServer, fault: str) -> 
         Faults(num_requests=1, stall_after=300_000),
     ],
 )
-def test_what_a_retry_cures_is_cured(server: RangeServer, big: Path, faults: Faults) -> None:
+def test_retryable_fault_is_recovered(server: RangeServer, big: Path, faults: Faults) -> None:
     wanted = load_file(big)
     with penstock.stream(f"{server.url}/model.safetensors", memory_bytes="8M") as tensors:
         server.faults = faults
@@ -347,7 +347,7 @@ def test_what_a_retry_cures_is_cured(server: RangeServer, big: Path, faults: Fau
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_an_object_that_changes_between_ranges_is_never_mixed(server: RangeServer, big: Path) -> None:
+def test_object_changed_between_ranges_is_never_mixed(server: RangeServer, big: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in load_file(big).items()}
     given: dict[str, torch.Tensor] = {}
     with penstock.stream(f"{server.url}/model.safetensors", memory_bytes="2M") as tensors:
@@ -378,7 +378,7 @@ else:
 
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
-def test_an_interrupt_ends_it_once_the_reads_under_way_are_done(server: RangeServer, verb: str) -> None:
+def test_interrupt_ends_load_after_pending_reads(server: RangeServer, verb: str) -> None:
     """Two reads at a time of a second each, of which there are 32."""
     server.faults = Faults(slow_bytes_per_s=1_000_000)
     environ = os.environ | {"PENSTOCK_STALL_S": "600", "PENSTOCK_CHUNK_BYTES": "1M", "PENSTOCK_FETCH_THREADS": "2"}
@@ -405,7 +405,7 @@ def load_and_sum(path: str, copy: bool) -> int:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_a_forked_child_loads_after_its_parent_did(big: Path, copy: bool) -> None:
+def test_forked_child_loads_after_parent(big: Path, copy: bool) -> None:
     """By fork itself: no thread of a load is left that the child would miss."""
     wanted = load_and_sum(str(big), copy)
     reader, writer = os.pipe()
@@ -425,7 +425,7 @@ def test_a_forked_child_loads_after_its_parent_did(big: Path, copy: bool) -> Non
     os.waitpid(pid, 0)
 
 
-def test_spawned_children_load_at_once(big: Path) -> None:
+def test_spawned_children_load_concurrently(big: Path) -> None:
     wanted = load_and_sum(str(big), False)
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         assert pool.starmap(load_and_sum, [(str(big), True), (str(big), False)]) == [wanted] * 2
@@ -443,7 +443,7 @@ print(json.dumps([peak() - before, weights.report.nbytes]))
 
 
 @pytest.mark.parametrize("where", ["http", "file"])
-def test_the_peak_over_the_loaded_bytes_is_bounded(big: Path, where: str) -> None:
+def test_peak_memory_above_weights_is_limited(big: Path, where: str) -> None:
     """The warm-up load pays for imports, so that the bound is of the load alone."""
     path = big.parent / "large.safetensors"
     nbytes = 160 * MIB

@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
     return path
 
 
-def test_load_gives_what_the_package_reads(model: Path) -> None:
+def test_load_matches_gguf_package(model: Path) -> None:
     truth = gguf_file.truth(model)
     loaded = ps.load(model)
     assert_same(loaded, truth)
@@ -45,7 +45,7 @@ def test_load_gives_what_the_package_reads(model: Path) -> None:
     assert_same(into, truth)
 
 
-def test_blocks_are_dequantised_by_the_package(model: Path) -> None:
+def test_dequantised_blocks_match_gguf_package(model: Path) -> None:
     report, loaded = ps.inspect(model), ps.load(model)
     for entry in gguf.GGUFReader(model).tensors:
         if entry.name not in report.blocks:
@@ -56,7 +56,7 @@ def test_blocks_are_dequantised_by_the_package(model: Path) -> None:
         assert values.tobytes() == quants.dequantize(entry.data, entry.tensor_type).tobytes()
 
 
-def test_a_manifest_verifies_and_a_changed_byte_is_found(model: Path) -> None:
+def test_manifest_detects_changed_byte(model: Path) -> None:
     written = ps.manifest(model)
     assert ps.load(model, verify=True).report.verified
     assert ps.verify(model).verified
@@ -68,7 +68,7 @@ def test_a_manifest_verifies_and_a_changed_byte_is_found(model: Path) -> None:
         ps.load(model, verify=True)
 
 
-def test_every_part_of_a_split_model_stands_for_the_whole(tmp_path: Path) -> None:
+def test_every_part_of_split_model_loads_whole(tmp_path: Path) -> None:
     parts = gguf_file.write(tmp_path / "tiny.gguf", parts=4)
     truth = gguf_file.truth(*parts)
     for place in (tmp_path, *parts, [*parts]):
@@ -78,14 +78,14 @@ def test_every_part_of_a_split_model_stands_for_the_whole(tmp_path: Path) -> Non
     assert all(ps.load(part, verify=True).report.verified for part in parts)
 
 
-def test_a_directory_of_several_models_needs_a_name(model: Path) -> None:
+def test_directory_with_several_models_needs_name(model: Path) -> None:
     gguf_file.write(model.parent / "tiny-BF16.gguf", seed=1)
     with pytest.raises(ConfigError, match=r"2 models of GGUF there: tiny-BF16\.gguf, tiny-Q8_0\.gguf.*name one of"):
         ps.load(model.parent)
     assert_same(ps.load(model), gguf_file.truth(model))
 
 
-def test_safetensors_come_before_gguf(model: Path) -> None:
+def test_safetensors_take_precedence_over_gguf(model: Path) -> None:
     from safetensors.torch import save_file
 
     save_file({"a": torch.ones(3)}, model.parent / "model.safetensors")
@@ -103,7 +103,7 @@ def test_inspect_shows_types_and_elements(model: Path, fork_server: ForkServer) 
     assert report["files"][0]["metadata"]["general.architecture"] == "llama"
 
 
-def test_over_http_the_header_is_one_read(model: Path) -> None:
+def test_http_header_takes_one_read(model: Path) -> None:
     truth = gguf_file.truth(model)
     with RangeServer({"m.gguf": model.read_bytes()}) as server:
         ps.inspect(f"{server.url}/m.gguf")
@@ -141,7 +141,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFace
         yield server
 
 
-def test_a_file_of_a_repository(hub: HuggingFaceServer, tmp_path: Path) -> None:
+def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Path) -> None:
     options = {"endpoint": hub.url, "token": "secret"}
     truth = gguf_file.truth(tmp_path / "padded.gguf")
     assert_same(ps.load("hf://org/many/m-Q8_0.gguf", storage_options=options), truth)
@@ -158,7 +158,7 @@ def test_a_file_of_a_repository(hub: HuggingFaceServer, tmp_path: Path) -> None:
             ps.load(uri, storage_options=options)
 
 
-def test_members_fetch_it_from_each_other(host: Host, model: Path) -> None:
+def test_members_fetch_gguf_from_each_other(host: Host, model: Path) -> None:
     truth = gguf_file.truth(model)
     first = host.start(fallback=str(model))
     check(first, truth)
@@ -168,7 +168,7 @@ def test_members_fetch_it_from_each_other(host: Host, model: Path) -> None:
 # -- pickle
 
 
-def test_pickled_weights_are_refused_and_the_command_converts_them(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_and_convertible(tmp_path: Path) -> None:
     tied = torch.arange(12.0).reshape(3, 4)
     state = {"embed.weight": tied, "head.weight": tied, "norm": torch.ones(4, 3).t().bfloat16()}
     places = {"pytorch_model.bin": state, "old.pth": state, "last.ckpt": {"state_dict": state, "epoch": 3}}
@@ -188,13 +188,13 @@ def test_pickled_weights_are_refused_and_the_command_converts_them(tmp_path: Pat
 
 
 @pytest.mark.parametrize("header_bytes", [0x280, 0x380, 0x480, 0x580, 0x10280])
-def test_a_header_whose_length_looks_like_a_pickle_is_none(tmp_path: Path, header_bytes: int) -> None:
+def test_header_length_resembling_pickle_is_loaded(tmp_path: Path, header_bytes: int) -> None:
     raw = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(header_bytes)
     (tmp_path / "model.safetensors").write_bytes(header_bytes.to_bytes(8, "little") + raw + b"\7")
     assert ps.load(tmp_path)["a"].tolist() == [7]
 
 
-def test_a_directory_of_pickled_weights_is_refused_by_their_names(tmp_path: Path) -> None:
+def test_directory_with_pickled_weights_is_refused(tmp_path: Path) -> None:
     for name in ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "training_args.bin"):
         torch.save({name: torch.ones(2)}, tmp_path / name)
     with pytest.raises(UnsafeFormat) as caught:

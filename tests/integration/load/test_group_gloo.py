@@ -128,7 +128,7 @@ def assert_all_raised(outcomes: list[Outcome], *, within_s: float = BOUND_S) -> 
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_every_rank_has_everything_and_the_bytes_are_read_once(checkpoint: Path, world_size: int) -> None:
+def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) -> None:
     outcomes = run(everything, world_size, [str(checkpoint)] * world_size, {})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
@@ -139,27 +139,27 @@ def test_every_rank_has_everything_and_the_bytes_are_read_once(checkpoint: Path,
     assert max(read) < 0.9 * total
 
 
-def test_a_budget_smaller_than_a_tensor_is_enough(checkpoint: Path) -> None:
+def test_budget_below_one_tensor_is_enough(checkpoint: Path) -> None:
     outcomes = run(everything, 2, [str(checkpoint)] * 2, {"memory_bytes": 1 << 20})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.value[0] if outcome.ended == "returned" else outcome for outcome in outcomes] == [wanted] * 2
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_each_rank_has_its_own_boxes(checkpoint: Path, dim: int) -> None:
+def test_each_rank_gets_its_boxes(checkpoint: Path, dim: int) -> None:
     outcomes = run(own_boxes, 2, [str(checkpoint)] * 2, dim)
     assert [(outcome.ended, outcome.value[0]) for outcome in outcomes] == [("returned", True)] * 2, outcomes
     assert sum(outcome.value[1] for outcome in outcomes) <= 1.3 * tensor_bytes(checkpoint)
 
 
-def test_the_group_loads_again_and_by_name(checkpoint: Path) -> None:
+def test_group_loads_again_and_by_name(checkpoint: Path) -> None:
     outcomes = run(twice, 2, [str(checkpoint)] * 2)
     wanted = all_bits(by_safetensors(checkpoint))
     some = {name: value for name, value in wanted.items() if ".layers.1." in name}
     assert [outcome.value for outcome in outcomes] == [(wanted, some)] * 2
 
 
-def test_a_truncated_file_on_one_rank_is_an_error_on_all(checkpoint: Path, tmp_path: Path) -> None:
+def test_truncated_file_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     last = sorted(broken.glob("*.safetensors"))[-1]
@@ -169,35 +169,35 @@ def test_a_truncated_file_on_one_rank_is_an_error_on_all(checkpoint: Path, tmp_p
     assert last.name in str(outcomes[1].value)
 
 
-def test_a_missing_file_on_one_rank_is_an_error_on_all(checkpoint: Path, tmp_path: Path) -> None:
+def test_missing_file_on_one_rank_fails_all(checkpoint: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken)
     sorted(broken.glob("*.safetensors"))[-1].unlink()
     assert_all_raised(run(everything, 3, [str(checkpoint), str(broken), str(checkpoint)], {}))
 
 
-def test_after_such_an_error_the_group_still_works(checkpoint: Path, tmp_path: Path) -> None:
+def test_group_works_after_failed_load(checkpoint: Path, tmp_path: Path) -> None:
     directories = [str(checkpoint), str(tmp_path / "absent")]
     outcomes = run(after_failure, 2, directories, str(checkpoint))
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.value for outcome in outcomes] == [wanted] * 2, outcomes
 
 
-def test_a_rank_that_cannot_read_is_an_error_on_all(checkpoint: Path) -> None:
+def test_failed_read_on_one_rank_fails_all(checkpoint: Path) -> None:
     outcomes = run(reading_fails, 3, [str(checkpoint)] * 3, 1)
     assert_all_raised(outcomes)
     assert "the disk is gone" in str(outcomes[1].value)
 
 
 @pytest.mark.parametrize("body", [dies_before, reading_kills])
-def test_a_killed_rank_is_lost_to_the_others_within_the_deadline(checkpoint: Path, body: Callable[..., Any]) -> None:
+def test_killed_rank_is_lost_within_deadline(checkpoint: Path, body: Callable[..., Any]) -> None:
     outcomes = run(body, 3, [str(checkpoint)] * 3, 2, PENSTOCK_STALL_S=str(STALL_S))
     assert outcomes[2].ended == "died"
     assert_all_raised(outcomes[:2])
     assert [outcome.error for outcome in outcomes[:2]] == ["PeerLost"] * 2, outcomes
 
 
-def test_different_weights_on_the_ranks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
+def test_different_weights_on_ranks_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write_llama(other, num_layers=1, hidden=512, shards=3)
     outcomes = run(everything, 2, [str(checkpoint), str(other)], {})

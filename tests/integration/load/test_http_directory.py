@@ -37,7 +37,7 @@ def server(request: pytest.FixtureRequest, model: Path) -> Iterator[RangeServer]
         yield server
 
 
-def test_a_conversion_has_the_small_files(server: RangeServer, model: Path, tmp_path: Path) -> None:
+def test_conversion_copies_small_files(server: RangeServer, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = convert([f"{server.url}/llama"], out, to="cast:BF16", devices="cpu", workers=1)
     assert report.verified
@@ -50,7 +50,7 @@ def test_a_conversion_has_the_small_files(server: RangeServer, model: Path, tmp_
     assert asked.isdisjoint({"/llama", "/llama/"})
 
 
-def test_the_initializer_copies_all_that_is_published(server: RangeServer, model: Path, tmp_path: Path) -> None:
+def test_initializer_copies_published_files(server: RangeServer, model: Path, tmp_path: Path) -> None:
     report = initialize(f"{server.url}/llama/", tmp_path / "models")
     assert report.verified
     copied = {path.name: path.read_bytes() for path in (tmp_path / "models").iterdir()}
@@ -58,7 +58,7 @@ def test_the_initializer_copies_all_that_is_published(server: RangeServer, model
     penstock.load(tmp_path / "models", verify=True)
 
 
-def test_a_user_in_the_url_reads_the_small_files_too(server: RangeServer, tmp_path: Path) -> None:
+def test_url_credentials_are_used_for_small_files(server: RangeServer, tmp_path: Path) -> None:
     url = server.url.replace("http://", "http://reader:secret@")
     convert([f"{url}/llama"], tmp_path / "out", to="cast:BF16", devices="cpu", workers=1)
     assert all("authorization" in request.headers for request in server.requests)

@@ -74,14 +74,14 @@ Open = Callable[[Settings], HttpSource]
     ],
     ids=str,
 )
-def test_cured(server: RangeServer, opened: Open, faults: Faults) -> None:
+def test_transient_fault_is_recovered(server: RangeServer, opened: Open, faults: Faults) -> None:
     source = opened(PATIENT)
     server.faults = faults
     assert read(source, 0, [1, NBYTES - 1]) == (DATA, "http")
 
 
 @pytest.mark.parametrize("how", ["truncate_after", "reset_after", "stall_after"])
-def test_resumes_where_it_broke_off(server: RangeServer, opened: Open, how: str) -> None:
+def test_broken_read_resumes_at_last_byte(server: RangeServer, opened: Open, how: str) -> None:
     """No byte is asked for twice after a clean break; patience counts from the last progress, so any number heals."""
     source = opened(Settings(stall_s=1.5 if how == "stall_after" else 60.0, retries=1))
     server.faults = Faults(**{how: 400_000})  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def test_resumes_where_it_broke_off(server: RangeServer, opened: Open, how: str)
     ],
     ids=str,
 )
-def test_typed(
+def test_permanent_fault_raises_typed_error(
     server: RangeServer, opened: Open, faults: Faults, error: type[PenstockError], num_requests: int
 ) -> None:
     source = opened(HASTY if faults.stall_after is None else SILENT)
@@ -140,7 +140,7 @@ def test_typed(
     assert read(source, 1000, [1000])[0] == DATA[1000:2000]
 
 
-def test_error_code_is_told(server: RangeServer, opened: Open) -> None:
+def test_error_code_from_body_is_reported(server: RangeServer, opened: Open) -> None:
     source = opened(HASTY)
     server.faults = Faults(status=403, error_code="RequestTimeTooSkewed")
     with pytest.raises(PermissionDenied, match="RequestTimeTooSkewed"):
@@ -159,7 +159,7 @@ def test_error_code_is_told(server: RangeServer, opened: Open) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("shorter", [0, 7])
-def test_changed_between_ranges(server: RangeServer, faults: Faults, shorter: int) -> None:
+def test_object_changed_between_ranges_raises_source_changed(server: RangeServer, faults: Faults, shorter: int) -> None:
     """Even a server that ignores conditions, or has only dates, gives no mixture."""
     if faults.no_validators and not shorter:
         pytest.skip("nothing tells the two objects apart")
@@ -174,7 +174,7 @@ def test_changed_between_ranges(server: RangeServer, faults: Faults, shorter: in
         source.close()
 
 
-def test_changed_while_one_range_is_resumed(server: RangeServer, opened: Open) -> None:
+def test_object_changed_during_resume_raises_source_changed(server: RangeServer, opened: Open) -> None:
     source = opened(PATIENT)
     server.faults = Faults(stall_after=1000, slow_bytes_per_s=2000)
     failed: list[PenstockError] = []
@@ -196,7 +196,7 @@ def test_changed_while_one_range_is_resumed(server: RangeServer, opened: Open) -
     assert [type(error) for error in failed] == [SourceChanged]
 
 
-def test_shrunk_to_before_the_range(server: RangeServer, opened: Open) -> None:
+def test_object_shrunk_before_range_raises_source_changed(server: RangeServer, opened: Open) -> None:
     source = opened(HASTY)
     server.faults = Faults(ignore_if_match=True)
     server.replace("m.bin", DATA[:100])
@@ -215,7 +215,7 @@ def test_shrunk_to_before_the_range(server: RangeServer, opened: Open) -> None:
     ],
     ids=str,
 )
-def test_typed_when_opened(server: RangeServer, faults: Faults, error: type[PenstockError]) -> None:
+def test_fault_at_open_raises_typed_error(server: RangeServer, faults: Faults, error: type[PenstockError]) -> None:
     server.faults = faults
     with pytest.raises(error) as caught:
         settings = HASTY if faults.stall_after is None else SILENT
@@ -224,14 +224,14 @@ def test_typed_when_opened(server: RangeServer, faults: Faults, error: type[Pens
     assert "secret" not in str(caught.value)
 
 
-def test_nobody_listens() -> None:
+def test_refused_connection_raises_source_unavailable() -> None:
     with RangeServer({}) as gone:
         url = gone.url
     with pytest.raises(SourceUnavailable, match="refused"):
         open_source(f"{url}/x", settings=HASTY)
 
 
-def test_server_without_ranges(server: RangeServer) -> None:
+def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> None:
     """It can be read from the start, as far as asked; a part from the middle is refused, not downloaded around."""
     server.faults = Faults(ignore_range=True)
     source = open_source(f"{server.url}/m.bin", settings=HASTY)
@@ -244,7 +244,7 @@ def test_server_without_ranges(server: RangeServer) -> None:
         source.close()
 
 
-def test_secrets_stay_in_the_request(server: RangeServer) -> None:
+def test_secrets_stay_in_request(server: RangeServer) -> None:
     url = server.url.replace("http://", "http://user:pass%40word@") + "/m.bin?token=hidden#part"
     source = open_source(url, settings=HASTY)
     try:
@@ -261,7 +261,7 @@ def test_secrets_stay_in_the_request(server: RangeServer) -> None:
         source.close()
 
 
-def test_bearer_token_goes_to_its_own_origin_only(server: RangeServer) -> None:
+def test_bearer_token_is_sent_to_origin_only(server: RangeServer) -> None:
     with RangeServer({"m.bin": DATA}) as other:
         server.faults = Faults(redirect_to=f"{other.url}/")
         options = {"bearer_token": "hf_x"}
@@ -279,20 +279,20 @@ def test_bearer_token_goes_to_its_own_origin_only(server: RangeServer) -> None:
 
 
 @pytest.mark.parametrize("target", ["file:///etc/passwd", "ftp://x/y", "http://h:port/", "http://[::1"])
-def test_redirects_lead_to_http_only(server: RangeServer, target: str) -> None:
+def test_non_http_redirect_is_refused(server: RangeServer, target: str) -> None:
     server.faults = Faults(redirect_to=target)
     with pytest.raises(SourceUnavailable, match="redirects"):
         open_source(f"{server.url}/m.bin", settings=HASTY)
 
 
-def test_redirects_in_a_circle(server: RangeServer) -> None:
+def test_circular_redirect_is_refused(server: RangeServer) -> None:
     server.faults = Faults(redirect_to=f"{server.url}/m.bin")
     with pytest.raises(SourceUnavailable, match="redirects more than 5"):
         open_source(f"{server.url}/m.bin", settings=HASTY)
     assert len(server.requests) == 6
 
 
-def test_connections_are_kept(server: RangeServer, opened: Open) -> None:
+def test_connections_are_reused(server: RangeServer, opened: Open) -> None:
     """One connection serves reads in a row, refusals included; one the server dropped is replaced without a pause."""
     source = opened(HASTY)
     for at in range(20):
@@ -306,7 +306,7 @@ def test_connections_are_kept(server: RangeServer, opened: Open) -> None:
     assert server.num_connections == 2
 
 
-def test_read_whole_small_objects(server: RangeServer) -> None:
+def test_small_objects_are_read_whole(server: RangeServer) -> None:
     assert read_small(f"{server.url}/folder/n.bin?sig=x", settings=HASTY) == b"n"
     assert read_small(f"{server.url}/empty", settings=HASTY) == b""
     assert read_small(f"{server.url}/none", settings=HASTY) is None
@@ -315,7 +315,7 @@ def test_read_whole_small_objects(server: RangeServer) -> None:
         read_small(f"{server.url}/m.bin", settings=HASTY)
 
 
-def test_plain_http_cannot_be_listed_or_written(server: RangeServer) -> None:
+def test_plain_http_is_not_listed_or_written(server: RangeServer) -> None:
     assert list_uris(f"{server.url}/m.bin?sig=x", settings=HASTY) == [f"{server.url}/m.bin?sig=x"]
     with pytest.raises(NotFound):
         list_uris(f"{server.url}/folder/", settings=HASTY)
@@ -324,23 +324,23 @@ def test_plain_http_cannot_be_listed_or_written(server: RangeServer) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///x", "https://host:port/x", "http://[::1/x"])
-def test_no_url(url: str) -> None:
+def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         open_source(url, settings=HASTY)
 
 
-def test_unknown_option(server: RangeServer) -> None:
+def test_unknown_option_is_named(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
         open_source(f"{server.url}/m.bin", settings=HASTY, storage_options={"endpoint": "x"})
 
 
-def test_line_break_in_a_token(server: RangeServer) -> None:
+def test_line_break_in_token_is_refused(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="line break"):
         open_source(f"{server.url}/m.bin", settings=HASTY, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
     assert not server.requests
 
 
-def test_through_a_proxy(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_http_proxy_is_used(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """`http_proxy` is honoured: the proxy is asked for the absolute URL. (Here it has that path itself.)"""
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.delenv("no_proxy", raising=False)
@@ -351,7 +351,7 @@ def test_through_a_proxy(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
-def test_forked_child_does_not_use_the_parents_connections(server: RangeServer, opened: Open) -> None:
+def test_forked_child_opens_new_connections(server: RangeServer, opened: Open) -> None:
     source = opened(HASTY)
     read(source, 0, [10])
     child = os.fork()

@@ -137,7 +137,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_ctrl_c_in_a_verb_leaves_nothing(verb: str, said: dict[str, Any]) -> None:
+def test_interrupted_verb_leaves_nothing(verb: str, said: dict[str, Any]) -> None:
     assert verb in said, said["stderr"]
     outcome = said[verb]
     answers = outcome["answers"]
@@ -147,5 +147,5 @@ def test_ctrl_c_in_a_verb_leaves_nothing(verb: str, said: dict[str, Any]) -> Non
     assert max(answers) < ANSWER_S
 
 
-def test_ctrl_c_prints_nothing(said: dict[str, Any]) -> None:
+def test_interrupted_verb_prints_nothing(said: dict[str, Any]) -> None:
     assert (said["returncode"], said["stderr"]) == (0, "")

@@ -42,14 +42,14 @@ def same(tensors: dict[str, torch.Tensor], directory: Path) -> bool:
     return tensors.keys() == theirs.keys() and all(torch.equal(tensors[name], theirs[name]) for name in theirs)
 
 
-def test_the_volume_is_known_as_one(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+def test_network_volume_is_recognised(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     assert network_file_system(str(mounted[1])) == "FUSE"
     assert network_file_system(str(directory)) == ""
     assert network_file_system(str(directory / "none")) == ""
 
 
 @pytest.mark.parametrize("order", ["keys", "offset_keys"])
-def test_tensor_by_tensor_each_byte_is_read_once(
+def test_single_tensor_reads_read_each_byte_once(
     mounted: tuple[NetworkVolume, Path], directory: Path, order: str
 ) -> None:
     volume, path = mounted
@@ -71,15 +71,13 @@ def test_load_file_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], dir
     assert same(load_file(path), directory)
 
 
-def test_numpy_has_the_same_arrays(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
+def test_numpy_arrays_match_local_file(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     with installed():
         arrays = safetensors.numpy.load_file(mounted[1])
     assert same({name: torch.from_numpy(array) for name, array in arrays.items()}, directory)
 
 
-def test_with_the_order_announced_any_order_reads_each_byte_once(
-    mounted: tuple[NetworkVolume, Path], directory: Path
-) -> None:
+def test_announced_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     volume, path = mounted
     with safe_open(path) as file:
         order = sorted(file.keys(), key=lambda name: (int(name.split(".")[1]), name))
@@ -91,7 +89,7 @@ def test_with_the_order_announced_any_order_reads_each_byte_once(
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
 
 
-def test_a_file_in_the_page_cache_is_mapped_by_the_original(mounted: tuple[NetworkVolume, Path]) -> None:
+def test_cached_file_is_mapped_by_original(mounted: tuple[NetworkVolume, Path]) -> None:
     volume, path = mounted
     path.read_bytes()
     file = NetworkFile(str(path))

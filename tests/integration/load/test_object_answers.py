@@ -60,7 +60,7 @@ def endless() -> Iterator[Server]:
         ("s3://bucket/m/**/x", "MAX_SEEN_KEYS", 5_000),
     ],
 )
-def test_listing_of_endless_pages_names_its_limit(
+def test_endless_listing_error_names_limit(
     endless: Server, uri: str, name: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects, name, limit)
@@ -69,7 +69,7 @@ def test_listing_of_endless_pages_names_its_limit(
     assert len(endless.seen) < 20
 
 
-def test_listing_of_endless_directory_ends(endless: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_directory_listing_ends(endless: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "_LISTING", 1)
     begun = time.monotonic()
     with pytest.raises(SourceStalled, match=r"not complete after 0\.6 s"):
@@ -97,7 +97,7 @@ def pour(status: int) -> Behave:
 
 
 @pytest.mark.parametrize("status", [200, 403, 500])
-def test_body_without_end_is_cut_by_time(status: int) -> None:
+def test_endless_body_ends_at_deadline(status: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begun = time.monotonic()
     with Server(pour(status)) as server, pytest.raises(PenstockError):
@@ -106,7 +106,7 @@ def test_body_without_end_is_cut_by_time(status: int) -> None:
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 512 * MIB / 1024
 
 
-def test_store_of_https_follows_no_redirect_to_http(tmp_path: Path) -> None:
+def test_https_store_refuses_http_redirect(tmp_path: Path) -> None:
     """obstore follows redirects itself. Metadata services speak only http."""
     authority = Authority(tmp_path)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -183,7 +183,7 @@ def num_contents(found: list[int], turn: int) -> int:
 
 
 @pytest.mark.parametrize("read", PATHS, ids=lambda read: read.__name__)
-def test_no_path_gives_two_contents(writer: Writer, read: Callable[[Path], list[int]]) -> None:
+def test_overwritten_file_never_mixes_contents(writer: Writer, read: Callable[[Path], list[int]]) -> None:
     pause = random.Random(12)
     outcomes = []
     for turn in range(1, ROUNDS + 1):
@@ -199,7 +199,7 @@ def test_no_path_gives_two_contents(writer: Writer, read: Callable[[Path], list[
     assert len(read(writer.path)) == 1
 
 
-def test_a_fetch_gives_one_content(writer: Writer) -> None:
+def test_fetch_of_overwritten_file_is_consistent(writer: Writer) -> None:
     for turn in range(1, ROUNDS + 1):
         with penstock.join(f"overwritten-{turn}") as fleet:
             writer.begin(turn, NUM_TENSORS * TENSOR_BYTES if turn % 2 else MIB)
@@ -212,7 +212,7 @@ def test_a_fetch_gives_one_content(writer: Writer) -> None:
             writer.wait()
 
 
-def test_a_conversion_publishes_one_content(writer: Writer, tmp_path: Path) -> None:
+def test_conversion_of_overwritten_file_is_consistent(writer: Writer, tmp_path: Path) -> None:
     for turn in range(1, 3):
         destination = tmp_path / f"made-{turn}"
         writer.begin(turn, NUM_TENSORS * TENSOR_BYTES)
@@ -225,7 +225,7 @@ def test_a_conversion_publishes_one_content(writer: Writer, tmp_path: Path) -> N
         writer.wait()
 
 
-def test_a_write_whose_time_is_put_back_is_seen(tmp_path: Path) -> None:
+def test_write_with_restored_time_is_detected(tmp_path: Path) -> None:
     """As rsync --inplace leaves it: same size, same modification time."""
     path = tmp_path / "model.safetensors"
     save_file({"t": torch.zeros(4 * MIB, dtype=torch.uint8)}, path)
@@ -240,7 +240,7 @@ def test_a_write_whose_time_is_put_back_is_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
-def test_an_open_file_that_was_written_to_gives_no_more_tensors(tmp_path: Path, backend: str) -> None:
+def test_open_file_changed_later_raises(tmp_path: Path, backend: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(MIB, dtype=torch.uint8), "b": torch.zeros(MIB, dtype=torch.uint8)}, path)
     with penstock.safe_open(path, framework="pt", backend=backend) as file:
@@ -253,7 +253,7 @@ def test_an_open_file_that_was_written_to_gives_no_more_tensors(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("harmless", ["chmod", "link", "unlink", "rename over it"])
-def test_what_changes_no_byte_is_no_change_to_an_open_file(tmp_path: Path, harmless: str) -> None:
+def test_unchanged_bytes_keep_open_file_valid(tmp_path: Path, harmless: str) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"t": torch.ones(MIB, dtype=torch.uint8)}, path)
     with penstock.safe_open(path, framework="pt", backend="pread") as file:

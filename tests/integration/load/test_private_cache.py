@@ -29,7 +29,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_no_other_user_may_read_the_cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_private_to_user(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = os.umask(0)
     try:
         load(tmp_path / "cache", model, monkeypatch)
@@ -38,9 +38,7 @@ def test_no_other_user_may_read_the_cache(tmp_path: Path, model: Path, monkeypat
     assert modes(tmp_path / "cache" / "penstock-chunks") == {0o700, 0o600}
 
 
-def test_a_wider_cache_of_an_earlier_version_is_narrowed(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_from_older_version_becomes_private(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "cache" / "penstock-chunks"
     folder.mkdir(parents=True, mode=0o755)
     folder.chmod(0o755)
@@ -49,7 +47,7 @@ def test_a_wider_cache_of_an_earlier_version_is_narrowed(
 
 
 @pytest.mark.parametrize("how", ["another user's", "a link"])
-def test_a_cache_that_another_user_may_have_made_is_not_used(
+def test_cache_possibly_made_by_another_user_is_unused(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     folder = tmp_path / "cache" / "penstock-chunks"

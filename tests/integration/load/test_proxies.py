@@ -119,7 +119,7 @@ def secure(authority: Authority, host: str) -> RangeServer:
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "all_proxy"])
-def test_user_of_proxy_is_sent_for_urls_and_objects(clean: pytest.MonkeyPatch, variable: str) -> None:
+def test_proxy_credentials_are_sent_for_every_source(clean: pytest.MonkeyPatch, variable: str) -> None:
     with RangeServer({"b/m.safetensors": DATA}) as server, proxy_to(server) as proxy:
         clean.setenv(variable, f"http://user:p%40ss@{proxy}")
         clean.setenv("AWS_ENDPOINT_URL", f"http://{NAME}")
@@ -127,7 +127,7 @@ def test_user_of_proxy_is_sent_for_urls_and_objects(clean: pytest.MonkeyPatch, v
             assert list(penstock.load(uri)) == ["a"]
 
 
-def test_tunnel_through_proxy_needs_its_user(clean: pytest.MonkeyPatch, authority: Authority) -> None:
+def test_proxy_tunnel_needs_credentials(clean: pytest.MonkeyPatch, authority: Authority) -> None:
     with secure(authority, NAME) as server, proxy_to(server) as proxy:
         clean.setenv("AWS_CA_BUNDLE", str(authority.ca_file))
         clean.setenv("REQUESTS_CA_BUNDLE", str(authority.ca_file))

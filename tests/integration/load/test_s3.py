@@ -81,7 +81,7 @@ class TestS3ThroughStore(TestS3):
         return StoreSource(place, obstore.head(place.store, place.key), settings=SETTINGS, why="asked for")
 
 
-def test_path_and_identity(server: S3Server, options: dict[str, str]) -> None:
+def test_object_has_path_and_identity(server: S3Server, options: dict[str, str]) -> None:
     data = sample(300_000)
     source = open_object(put(server, "one.bin", data), settings=SETTINGS, storage_options=options)
     try:
@@ -92,7 +92,7 @@ def test_path_and_identity(server: S3Server, options: dict[str, str]) -> None:
         source.close()
 
 
-def test_credentials_from_the_environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_are_read_from_environment(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     uri = put(server, "env.bin", b"by the environment")
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", server.access_key)
@@ -107,13 +107,13 @@ def test_credentials_from_the_environment(server: S3Server, monkeypatch: pytest.
 @pytest.mark.parametrize(
     "key", ["a b+c.bin", "d=1&e/f,g;h.bin", "na\u00efve/\u6743.bin", "p%20q%2F.bin", "x~(1)'!*.bin"]
 )
-def test_odd_keys(server: S3Server, options: dict[str, str], key: str) -> None:
+def test_odd_keys_are_read_and_listed(server: S3Server, options: dict[str, str], key: str) -> None:
     uri = put(server, f"odd/{key}", key.encode())
     assert read_small(uri, settings=SETTINGS, storage_options=options) == key.encode()
     assert uri in list_objects("s3://weights/odd/**", settings=SETTINGS, storage_options=options)
 
 
-def test_object_changed_between_ranges(server: S3Server, options: dict[str, str]) -> None:
+def test_object_changed_between_ranges_raises_source_changed(server: S3Server, options: dict[str, str]) -> None:
     data = sample(500_000)
     source = open_object(put(server, "changing.bin", data), settings=SETTINGS, storage_options=options)
     try:
@@ -127,7 +127,7 @@ def test_object_changed_between_ranges(server: S3Server, options: dict[str, str]
         source.close()
 
 
-def test_object_deleted_between_ranges(server: S3Server, options: dict[str, str]) -> None:
+def test_object_deleted_between_ranges_raises(server: S3Server, options: dict[str, str]) -> None:
     source = open_object(put(server, "gone.bin", b"x" * 100), settings=SETTINGS, storage_options=options)
     try:
         server.store("weights").delete("gone.bin")
@@ -137,7 +137,7 @@ def test_object_deleted_between_ranges(server: S3Server, options: dict[str, str]
         source.close()
 
 
-def test_missing(options: dict[str, str]) -> None:
+def test_missing_object_or_bucket_raises_not_found(options: dict[str, str]) -> None:
     for uri in ("s3://weights/none.bin", "s3://no-such-bucket/none.bin", "s3://weights/", "s3://weights/folder/"):
         with pytest.raises(NotFound) as caught:
             open_object(uri, settings=SETTINGS, storage_options=options)
@@ -148,7 +148,9 @@ def test_missing(options: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"secret_access_key": "wrong"}, {"access_key_id": "nobody"}, {"skip_signature": "true"}], ids=str
 )
-def test_refused(server: S3Server, options: dict[str, str], wrong: dict[str, str]) -> None:
+def test_wrong_credentials_raise_permission_denied(
+    server: S3Server, options: dict[str, str], wrong: dict[str, str]
+) -> None:
     uri = put(server, "secret.bin", b"x")
     with pytest.raises(PermissionDenied) as caught:
         open_object(uri, settings=SETTINGS, storage_options=options | wrong)
@@ -158,7 +160,7 @@ def test_refused(server: S3Server, options: dict[str, str], wrong: dict[str, str
         list_objects("s3://weights/", settings=SETTINGS, storage_options=options | wrong)
 
 
-def test_credentials_revoked_while_reading(
+def test_credentials_revoked_during_read_raise(
     server: S3Server, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signed URL that is refused is made anew once; then the refusal is the error, without the signature in it."""
@@ -181,7 +183,7 @@ def test_credentials_revoked_while_reading(
         source.close()
 
 
-def test_listing(server: S3Server, options: dict[str, str]) -> None:
+def test_listing_follows_prefix_and_glob(server: S3Server, options: dict[str, str]) -> None:
     names = ["m/a-1.safetensors", "m/a-2.safetensors", "m/config.json", "m/sub/b.safetensors", "m2/c.safetensors"]
     for name in names:
         put(server, name, b"x")
@@ -202,7 +204,7 @@ def test_listing(server: S3Server, options: dict[str, str]) -> None:
             found(nothing)
 
 
-def test_listing_of_more_than_a_page(server: S3Server, options: dict[str, str]) -> None:
+def test_listing_continues_after_first_page(server: S3Server, options: dict[str, str]) -> None:
     if isinstance(server, SwiftServer) and os.environ.get("DRILLS") != "all":
         pytest.skip("takes long: run with DRILLS=all")
     store = server.store("weights")
@@ -221,7 +223,7 @@ def test_listing_of_more_than_a_page(server: S3Server, options: dict[str, str]) 
     assert list_objects("s3://weights/many/**", settings=SETTINGS, storage_options=options) == expected
 
 
-def test_write_small(options: dict[str, str]) -> None:
+def test_small_object_is_written_and_replaced(options: dict[str, str]) -> None:
     uri = "s3://weights/written/manifest"
     for data in (b"first", b"", sample(2_000_000)):
         write_small(uri, data, settings=SETTINGS, storage_options=options)
@@ -230,7 +232,7 @@ def test_write_small(options: dict[str, str]) -> None:
         write_small(uri, b"x", settings=SETTINGS, storage_options=options | {"secret_access_key": "wrong"})
 
 
-def test_multipart_object(server: S3Server, options: dict[str, str]) -> None:
+def test_multipart_object_is_read(server: S3Server, options: dict[str, str]) -> None:
     """An object written in parts has an ETag that is no MD5; it reads like any other."""
     data = sample(12_000_000)
     obstore.put(server.store("weights"), "parts.bin", data, use_multipart=True, chunk_size=5 << 20)
@@ -242,7 +244,7 @@ def test_multipart_object(server: S3Server, options: dict[str, str]) -> None:
         source.close()
 
 
-def test_anonymous_reads_of_a_public_bucket(server: S3Server, options: dict[str, str]) -> None:
+def test_unsigned_reads_use_bare_url(server: S3Server, options: dict[str, str]) -> None:
     """Without signatures the bare URL is read; here the bucket is not public, so only the way is seen."""
     unsigned = options | {"skip_signature": "true"}
     place = objects.locate_object("s3://weights/some key.bin", settings=SETTINGS, options=unsigned)
@@ -251,7 +253,7 @@ def test_anonymous_reads_of_a_public_bucket(server: S3Server, options: dict[str,
     assert address.url().geturl() == f"{server.endpoint}/weights/some%20key.bin"
 
 
-def test_request_payer_goes_through_the_store(server: S3Server, options: dict[str, str]) -> None:
+def test_request_payer_is_read_through_obstore(server: S3Server, options: dict[str, str]) -> None:
     uri = put(server, "payer.bin", b"0123456789")
     source = open_object(uri, settings=SETTINGS, storage_options=options | {"request_payer": "true"})
     assert isinstance(source, StoreSource)
@@ -276,13 +278,13 @@ def test_request_payer_goes_through_the_store(server: S3Server, options: dict[st
         ),
     ],
 )
-def test_wrong_from_the_start(uri: str, options: dict[str, str], error: type[PenstockError]) -> None:
+def test_wrong_uri_or_option_raises(uri: str, options: dict[str, str], error: type[PenstockError]) -> None:
     with pytest.raises(error) as caught:
         open_object(uri, settings=Settings(retries=1, stall_s=5.0), storage_options=options)
     assert caught.value.uri == uri
 
 
-def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aws_profile_requires_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
     monkeypatch.setenv("AWS_PROFILE", "team")
     monkeypatch.setitem(__import__("sys").modules, "boto3", None)
@@ -291,7 +293,7 @@ def test_a_profile_needs_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
-def test_forked_child(server: S3Server, options: dict[str, str]) -> None:
+def test_forked_child_reads_open_object(server: S3Server, options: dict[str, str]) -> None:
     """What is open reads on in a forked child; opening more there is refused, where obstore would wait for ever."""
     data = sample(100_000)
     source = open_object(put(server, "forked.bin", data), settings=SETTINGS, storage_options=options)
@@ -311,7 +313,7 @@ def test_forked_child(server: S3Server, options: dict[str, str]) -> None:
         source.close()
 
 
-def test_brackets_in_names_are_names(server: S3Server, options: dict[str, str]) -> None:
+def test_brackets_in_names_are_literal(server: S3Server, options: dict[str, str]) -> None:
     one, other, third = (save({name: torch.ones(2)}) for name in ("one", "other", "third"))
     put(server, "brackets/model[1]/model.safetensors", one)
     put(server, "brackets/model1/model.safetensors", other)

@@ -59,7 +59,7 @@ def run(start: str, tmp_path: Path, *options: str) -> dict[str, int]:
     return {outcome: int(count) for count, outcome in re.findall(r"(\d+) (\w+)", done.stdout.splitlines()[-1])}
 
 
-def test_it_passes_as_a_program_has_it(tmp_path: Path) -> None:
+def test_safetensors_suite_passes_with_installed_patch(tmp_path: Path) -> None:
     found = run(AS_INSTALLED, tmp_path)
     assert found["passed"] == 66
     # Of other systems, and of devices that this machine lacks.
@@ -67,7 +67,7 @@ def test_it_passes_as_a_program_has_it(tmp_path: Path) -> None:
 
 
 @drill
-def test_it_passes_where_every_local_file_is_read_by_penstock(tmp_path: Path) -> None:
+def test_safetensors_suite_passes_with_penstock_reading_everything(tmp_path: Path) -> None:
     found = run(ALL_BY_PENSTOCK, tmp_path, "--deselect", OTHER_TEXT)
     assert found["passed"] >= 60
     assert found["deselected"] == 1

@@ -168,7 +168,7 @@ def raised(outcomes: list[Outcome]) -> list[str]:
     return [outcome.error for outcome in outcomes]
 
 
-def test_whole_tensors_parts_and_other_orders(directory: Path) -> None:
+def test_ranks_share_reads_in_any_order(directory: Path) -> None:
     wholes, somes, again, turns, more = zip(*returned(run(in_one_process, 2, str(directory))), strict=True)
     assert sum(report.read_bytes for report in wholes) == wholes[0].nbytes
     assert all(report.read_bytes + report.group_bytes == report.nbytes for report in wholes)
@@ -186,7 +186,7 @@ def test_whole_tensors_parts_and_other_orders(directory: Path) -> None:
     assert more == (([*sizes, sizes[0]], "meta"),) * 2
 
 
-def test_one_rank_and_three(directory: Path) -> None:
+def test_group_size_one_and_three_read_once(directory: Path) -> None:
     for world_size in (1, 3):
         reports = returned(run(everything, world_size, str(directory)))
         assert sum(report.read_bytes for report in reports) == reports[0].nbytes
@@ -229,7 +229,7 @@ def two_owners(rank: int, world_size: int, directory: str) -> Any:
     return len(copies)
 
 
-def test_threads_that_take_one_tensor_own_what_they_get(directory: Path) -> None:
+def test_concurrent_threads_get_separate_tensors(directory: Path) -> None:
     assert returned(run(two_owners, 1, str(directory))) == [2]
 
 
@@ -247,7 +247,7 @@ def pauses(rank: int, world_size: int, directory: str) -> Any:
     return seconds, report.shared[0].read_again_bytes
 
 
-def test_a_rank_that_pauses_does_not_hold_back_the_others(directory: Path) -> None:
+def test_paused_rank_does_not_delay_others(directory: Path) -> None:
     (first, _), (second, again) = returned(run(pauses, 2, str(directory), **SOON))
     assert first < second
     assert again > 0
@@ -334,20 +334,20 @@ def ends_on_a_changed_file(rank: int, world_size: int, directory: str, victim: i
         (ends_on_a_changed_file, 1, "SourceChanged"),
     ],
 )
-def test_a_failure_of_one_rank_is_one_of_all(directory: Path, body: Any, victim: int, error: str) -> None:
+def test_failure_on_one_rank_fails_all(directory: Path, body: Any, victim: int, error: str) -> None:
     errors = raised(run(body, 2, str(directory), victim))
     assert errors[victim] == error
     assert errors[1 - victim] == "PeerLost"
 
 
-def test_a_rank_that_dies(directory: Path) -> None:
+def test_dead_rank_raises_peer_lost_on_others(directory: Path) -> None:
     outcomes = run(patched, 3, str(directory), 1, "kill", **SOON)
     assert [outcome.ended for outcome in outcomes] == ["raised", "died", "raised"], outcomes
     assert [outcomes[rank].error for rank in (0, 2)] == ["PeerLost"] * 2
     assert all(outcome.seconds < BOUND_S for outcome in outcomes)
 
 
-def test_ranks_that_load_different_weights(directory: Path, tmp_path: Path) -> None:
+def test_ranks_loading_different_weights_are_refused(directory: Path, tmp_path: Path) -> None:
     save_file({"small.0": torch.ones(3)}, tmp_path / "model.safetensors")
     assert raised(run(other_weights, 2, str(directory), str(tmp_path))) == ["PlanError"] * 2
     assert raised(run(loads_more, 2, str(directory))) == ["PlanError"] * 2
@@ -358,7 +358,7 @@ def verified(rank: int, world_size: int, directory: str, verify: bool) -> Any:
     return report.verified, report.why
 
 
-def test_digests_are_compared_by_the_rank_that_reads(directory: Path, tmp_path: Path) -> None:
+def test_reading_rank_verifies_digests(directory: Path, tmp_path: Path) -> None:
     for path in directory.glob("*.safetensors"):
         (tmp_path / path.name).write_bytes(path.read_bytes())
     assert raised(run(verified, 2, str(tmp_path), True)) == ["NotFound"] * 2

@@ -97,7 +97,7 @@ def test_interrupt_ends_wait_for_weights() -> None:
         require_soon("SIGINT", "KeyboardInterrupt", [f"{verb}={server.url}/m.safetensors" for verb in verbs])
 
 
-def test_interrupt_ends_wait_of_libraries(silent: str, tmp_path: Path) -> None:
+def test_interrupt_ends_waits_inside_libraries(silent: str, tmp_path: Path) -> None:
     env = {
         "AWS_ACCESS_KEY_ID": "k",
         "AWS_SECRET_ACCESS_KEY": "s",
@@ -151,7 +151,7 @@ before = memories()
 """
 
 
-def test_program_without_close_ends_silently(tmp_path: Path) -> None:
+def test_program_without_close_exits_silently(tmp_path: Path) -> None:
     env = os.environ | {"PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     save_file({"a": torch.ones(4)}, tmp_path / "m.safetensors")
     program = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "m.safetensors")]

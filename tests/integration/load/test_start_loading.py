@@ -110,7 +110,7 @@ def no_threads_stay() -> Iterator[None]:
 
 
 @torch.no_grad()
-def test_the_first_answer_comes_before_the_last_byte(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_first_answer_precedes_last_byte(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         assert torch.equal(model(x), true(x))
@@ -124,7 +124,7 @@ def test_the_first_answer_comes_before_the_last_byte(true: Model, checkpoint: Pa
 
 
 @torch.no_grad()
-def test_a_layer_waits_for_its_bytes(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_layer_waits_for_its_bytes(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model, answers = empty(), []
     with Gate(checkpoint, "model-a") as server, ps.modules.load_in_background(model, server.url + "/"):
 
@@ -142,7 +142,7 @@ def test_a_layer_waits_for_its_bytes(true: Model, checkpoint: Path, x: torch.Ten
     assert torch.equal(answers[0], true(x))
 
 
-def test_parameters_are_the_same_objects_afterwards(true: Model, checkpoint: Path) -> None:
+def test_parameters_keep_their_objects(true: Model, checkpoint: Path) -> None:
     model = empty()
     before = [(id(tensor), tensor.data_ptr()) for tensor in model.state_dict(keep_vars=True).values()]
     with ps.modules.load_in_background(model, str(checkpoint)) as loading:
@@ -153,7 +153,7 @@ def test_parameters_are_the_same_objects_afterwards(true: Model, checkpoint: Pat
     assert all(torch.equal(after[name], tensor) for name, tensor in true.state_dict().items())
 
 
-def test_tensors_are_read_in_the_order_of_the_module(true: Model, tmp_path: Path) -> None:
+def test_tensors_are_read_in_module_order(true: Model, tmp_path: Path) -> None:
     # By name, which is the order in the file, the last layers come first.
     save_file(
         {f"{9 - int(name.split('.')[1])}.{name}": tensor for name, tensor in true.text.state_dict(prefix="t.").items()},
@@ -173,7 +173,7 @@ def test_tensors_are_read_in_the_order_of_the_module(true: Model, tmp_path: Path
 
 
 @torch.no_grad()
-def test_without_digests(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_missing_digests_are_refused_unless_allowed(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     (checkpoint / "penstock.manifest").unlink()
     model = empty()
     with pytest.raises(NotFound, match="used before they are verified"):
@@ -209,7 +209,7 @@ def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tens
 
 
 @torch.no_grad()
-def test_a_load_that_failed_can_start_again(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
+def test_failed_load_can_start_again(true: Model, checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     own = [id(tensor) for tensor in model.parameters()]
     with RangeServer(checkpoint) as server:
@@ -225,7 +225,7 @@ def test_a_load_that_failed_can_start_again(true: Model, checkpoint: Path, x: to
 
 @torch.no_grad()
 @pytest.mark.parametrize("faults", [Faults(status=500), Faults(stall_after=0)], ids=["refuses", "stalls"])
-def test_a_source_that_fails(
+def test_failed_source_raises_in_forward(
     checkpoint: Path, x: torch.Tensor, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
@@ -238,7 +238,7 @@ def test_a_source_that_fails(
             model(x)
 
 
-def test_a_file_that_changes_meanwhile(checkpoint: Path, x: torch.Tensor) -> None:
+def test_changed_file_raises_in_forward(checkpoint: Path, x: torch.Tensor) -> None:
     (checkpoint / "penstock.manifest").unlink()
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
@@ -253,7 +253,7 @@ def test_a_file_that_changes_meanwhile(checkpoint: Path, x: torch.Tensor) -> Non
             model(x)
 
 
-def test_closing_ends_it(checkpoint: Path, x: torch.Tensor) -> None:
+def test_close_ends_load(checkpoint: Path, x: torch.Tensor) -> None:
     model = empty()
     with Gate(checkpoint, "model-a") as server:
         loading = ps.modules.load_in_background(model, server.url + "/")
@@ -270,7 +270,7 @@ def test_closing_ends_it(checkpoint: Path, x: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_without_a_thread_the_module_is_as_before(
+def test_failed_thread_start_restores_module(
     true: Model, checkpoint: Path, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = empty()
@@ -291,7 +291,7 @@ def test_without_a_thread_the_module_is_as_before(
         assert torch.equal(module(x), true(x))
 
 
-def test_a_module_that_is_being_loaded_is_not_loaded_again(checkpoint: Path) -> None:
+def test_loading_module_refuses_second_load(checkpoint: Path) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         for load in (ps.load_into, ps.modules.load_in_background):
@@ -302,7 +302,7 @@ def test_a_module_that_is_being_loaded_is_not_loaded_again(checkpoint: Path) -> 
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: model.state_dict()], ids=["deepcopy", "state_dict"])
-def test_a_copy_waits(true: Model, checkpoint: Path, copied: Any) -> None:
+def test_copy_waits_for_load(true: Model, checkpoint: Path, copied: Any) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/"):
         threading.Timer(0.2, server.opened.set).start()
@@ -312,7 +312,7 @@ def test_a_copy_waits(true: Model, checkpoint: Path, copied: Any) -> None:
 
 
 @torch.no_grad()
-def test_tied_and_strided_parameters(tmp_path: Path, x: torch.Tensor) -> None:
+def test_tied_and_strided_parameters_are_filled(tmp_path: Path, x: torch.Tensor) -> None:
     torch.manual_seed(1)
     true = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
     save_file({f"{i}.weight": true[i].weight.detach().contiguous() for i in (0, 1)}, tmp_path / "m.safetensors")
@@ -329,7 +329,7 @@ def test_tied_and_strided_parameters(tmp_path: Path, x: torch.Tensor) -> None:
     assert model[2].weight is model[0].weight
 
 
-def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(checkpoint: Path) -> None:
+def test_forked_child_raises_instead_of_waiting(checkpoint: Path) -> None:
     model = empty()
     with Gate(checkpoint, "model-a") as server, ps.modules.load_in_background(model, server.url + "/"):
         child = os.fork()
@@ -343,7 +343,7 @@ def test_a_forked_child_does_not_wait_for_a_thread_that_it_lacks(checkpoint: Pat
         server.opened.set()
 
 
-def test_a_target_that_does_not_fit_is_refused_at_once(checkpoint: Path) -> None:
+def test_mismatched_target_is_refused_immediately(checkpoint: Path) -> None:
     model = empty()
     model.head = torch.nn.Linear(WIDTH, 9)
     with pytest.raises(PlanError) as raised:
@@ -360,7 +360,7 @@ def test_a_target_that_does_not_fit_is_refused_at_once(checkpoint: Path) -> None
 
 
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}], ids=["apart", "tied"])
-def test_a_model_of_transformers_answers_while_it_loads(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_transformers_model_answers_during_load(tmp_path: Path, options: dict[str, Any]) -> None:
     directory = save_llama(tmp_path / "model", **options)
     ps.manifest(str(directory))
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
@@ -378,7 +378,7 @@ def test_a_model_of_transformers_answers_while_it_loads(tmp_path: Path, options:
     assert not loading.module.training
 
 
-def test_a_model_that_transformers_must_load_is_refused(tmp_path: Path) -> None:
+def test_model_needing_transformers_loader_is_refused(tmp_path: Path) -> None:
     directory = save_mixtral(tmp_path / "model")
     with pytest.raises(ConfigError, match="merged or split"):
         start_from_pretrained(transformers.AutoModelForCausalLM, directory)
@@ -386,7 +386,7 @@ def test_a_model_that_transformers_must_load_is_refused(tmp_path: Path) -> None:
         start_from_pretrained(transformers.AutoModelForCausalLM, "org/name")
 
 
-def test_a_module_that_is_dropped_is_freed(checkpoint: Path) -> None:
+def test_dropped_module_is_freed(checkpoint: Path) -> None:
     (checkpoint / "model-b.safetensors").write_bytes(b"broken" * 9)
     for place in (checkpoint / "model-a.safetensors", checkpoint):
         model = empty()

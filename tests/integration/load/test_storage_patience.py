@@ -62,7 +62,7 @@ def read(source: Source, start: int, nbytes: int) -> bytes:
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("retries", [1, 3])
-def test_answers_that_are_each_cut_short_do_not_end_a_read(
+def test_repeatedly_truncated_answers_do_not_end_read(
     server: RangeServer, opened: Open, how: str, retries: int
 ) -> None:
     source = opened(how, Settings(stall_s=60.0, retries=retries))
@@ -71,7 +71,7 @@ def test_answers_that_are_each_cut_short_do_not_end_a_read(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_every_second_answer_busy_does_not_end_reads(server: RangeServer, opened: Open, how: str) -> None:
+def test_busy_answers_do_not_end_reads(server: RangeServer, opened: Open, how: str) -> None:
     """With several ranges under way one of them is refused several times in a row; others get on meanwhile."""
     source = opened(how, Settings(stall_s=60.0, retries=1))
     server.faults = Faults(status=503, retry_after="0", every=2)
@@ -93,7 +93,7 @@ def test_every_second_answer_busy_does_not_end_reads(server: RangeServer, opened
     assert not failed
 
 
-def test_refusals_of_one_range_are_forgiven_while_others_arrive(server: RangeServer, opened: Open) -> None:
+def test_refused_range_recovers_while_others_arrive(server: RangeServer, opened: Open) -> None:
     """More 500s for a range than `retries`, with other ranges served between them."""
     source = opened("url", Settings(stall_s=60.0, retries=1))
     done = threading.Event()
@@ -115,7 +115,7 @@ def test_refusals_of_one_range_are_forgiven_while_others_arrive(server: RangeSer
 
 
 @pytest.mark.parametrize("after", ["1", "date"])
-def test_a_server_that_asks_to_wait_is_waited_for(server: RangeServer, opened: Open, after: str) -> None:
+def test_retry_after_is_waited_for(server: RangeServer, opened: Open, after: str) -> None:
     from email.utils import formatdate
 
     source = opened("url", Settings(stall_s=60.0, retries=0))
@@ -126,7 +126,7 @@ def test_a_server_that_asks_to_wait_is_waited_for(server: RangeServer, opened: O
     assert time.monotonic() - began > (2.5 if after == "1" else 0.9)
 
 
-def test_a_server_that_only_asks_to_wait_is_given_up_after_the_stall_time(server: RangeServer, opened: Open) -> None:
+def test_endless_retry_after_ends_at_stall_deadline(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=2.0, retries=3))
     server.faults = Faults(status=503, retry_after="86400")
     began = time.monotonic()
@@ -138,9 +138,7 @@ def test_a_server_that_only_asks_to_wait_is_given_up_after_the_stall_time(server
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stall_after", [-1, 0])
-def test_a_server_that_falls_silent_is_told_in_time(
-    server: RangeServer, opened: Open, how: str, stall_after: int
-) -> None:
+def test_silent_server_is_reported_at_deadline(server: RangeServer, opened: Open, how: str, stall_after: int) -> None:
     """And no connection is left, though the error is kept."""
     source = opened(how, Settings(stall_s=2.0, retries=3))
     read(source, 0, 1000)
@@ -176,7 +174,7 @@ def connections_to(server: RangeServer) -> int:
     return sum(row[2].endswith(port) and row[3] == "01" for row in rows)
 
 
-def test_a_server_that_limits_ranges_is_asked_for_the_rest_at_once(server: RangeServer, opened: Open) -> None:
+def test_limited_range_is_continued_immediately(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=60.0, retries=3))
     server.faults = Faults(most_bytes=1024)
     assert read(source, 1000, 2 * MIB) == DATA[1000 : 1000 + 2 * MIB]
@@ -184,7 +182,7 @@ def test_a_server_that_limits_ranges_is_asked_for_the_rest_at_once(server: Range
     assert server.requests[1].headers["range"] == "bytes=2024-"
 
 
-def test_a_server_that_limits_every_answer_is_read_piece_by_piece(server: RangeServer, opened: Open) -> None:
+def test_limited_answers_are_read_in_pieces(server: RangeServer, opened: Open) -> None:
     source = opened("url", Settings(stall_s=60.0, retries=3))
     server.faults = Faults(most_bytes=65_536, also_open_ranges=True)
     assert read(source, 0, MIB) == DATA[:MIB]
@@ -193,7 +191,7 @@ def test_a_server_that_limits_every_answer_is_read_piece_by_piece(server: RangeS
     assert sum(request.headers["range"].endswith("-") for request in server.requests) == 1
 
 
-def test_an_answer_without_a_length_is_told_in_our_words(server: RangeServer, opened: Open) -> None:
+def test_answer_without_length_is_explained(server: RangeServer, opened: Open) -> None:
     source = opened("store", Settings(stall_s=60.0, retries=1))
     server.faults = Faults(chunked=True)
     with pytest.raises(SourceUnavailable, match="tells no Content-Length") as caught:
@@ -210,7 +208,7 @@ def secret_of(error: BaseException) -> bool:
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_password_in_an_endpoint_is_in_no_message(server: RangeServer, how: str) -> None:
+def test_endpoint_password_is_in_no_message(server: RangeServer, how: str) -> None:
     with RangeServer({}) as gone:
         dead = gone.url
     for url in (server.url, dead):
@@ -223,7 +221,7 @@ def test_a_password_in_an_endpoint_is_in_no_message(server: RangeServer, how: st
         assert not secret_of(caught.value), caught.value
 
 
-def test_no_message_holds_what_a_signed_url_holds() -> None:
+def test_signed_url_secrets_are_in_no_message() -> None:
     url = "https://u:s3cr3t@host/m.bin?X-Amz-Signature=s3cr3t&X-Amz-Credential=s3cr3t"
     error = SourceUnavailable(f"GET {url} failed", uri=url, hint="try again")
     assert not secret_of(error) and "s3cr3t" not in repr(error.args) + error.message + str(error.uri)
@@ -231,7 +229,7 @@ def test_no_message_holds_what_a_signed_url_holds() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["host:9000", "127.0.0.1:9000", "://x", "http://", "http://h:port", "ftp://h", ""])
-def test_an_endpoint_that_is_no_url_is_a_config_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_endpoint_raises_config_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for scheme, name in (("s3", "endpoint"), ("s3", "aws_endpoint_url"), ("gs", "base_url"), ("az", "endpoint")):
         with pytest.raises(ConfigError, match=name):
             penstock.load(f"{scheme}://bucket/model/", storage_options={name: endpoint, "skip_signature": "true"})

@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("copy", [True, False])
-def test_each_tensor_of_a_stream_goes_to_one_of_its_readers(path: Path, copy: bool) -> None:
+def test_concurrent_readers_share_stream_tensors(path: Path, copy: bool) -> None:
     got: list[tuple[str, int]] = []
     failed: list[BaseException] = []
     with penstock.stream(path, copy=copy) as tensors:
@@ -48,7 +48,7 @@ def test_each_tensor_of_a_stream_goes_to_one_of_its_readers(path: Path, copy: bo
     assert sorted(got) == [(f"t{i:03}", 4096 * i) for i in range(NUM_TENSORS)]
 
 
-def test_closing_a_stream_ends_its_readers(path: Path) -> None:
+def test_stream_close_ends_its_readers(path: Path) -> None:
     for _ in range(20):
         outcomes: list[str] = []
         tensors = penstock.stream(path, copy=True)
@@ -94,7 +94,7 @@ for do in (
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become a user with too many processes")
-def test_the_limit_of_threads_is_named() -> None:
+def test_thread_limit_is_named() -> None:
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         path = Path(directory) / "model.safetensors"

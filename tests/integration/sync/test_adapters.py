@@ -35,7 +35,7 @@ def whole(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def test_shares_of_whole_tensors_arrive_whole(pool: ThreadPoolExecutor) -> None:
+def test_shares_of_whole_tensors_form_whole_model(pool: ThreadPoolExecutor) -> None:
     shares = [WholeTensorShares(rank, 2) for rank in range(2)]
     senders = [TrainerPublisher("policy", connection=HERE, rank=(rank, 2)) for rank in range(2)]
     with senders[0], senders[1], VersionReceiver("policy", connection=HERE) as receiver:
@@ -51,7 +51,7 @@ def test_shares_of_whole_tensors_arrive_whole(pool: ThreadPoolExecutor) -> None:
     assert sorted(len(share.params["up.weight"].tensor) for share in shares) == [3, 4]
 
 
-def test_a_tensor_that_was_not_sent_before_is_refused() -> None:
+def test_changed_tensor_set_is_refused() -> None:
     share = WholeTensorShares(0, 1)
     share.fill(whole(0).items())
     with pytest.raises(ps.ConfigError, match="sends other as it did not before"):
@@ -60,7 +60,7 @@ def test_a_tensor_that_was_not_sent_before_is_refused() -> None:
         share.fill({"up.weight": torch.zeros(7, 5)}.items())
 
 
-def test_moved_tensors_are_published_anew_and_versions_grow() -> None:
+def test_moved_tensors_are_published_with_higher_version() -> None:
     with TrainerPublisher("policy", connection=HERE, rank=(0, 1)) as sender:
         assert sender.publish(whole(0)).version == 0
         # No receiver has version 0, and nobody else knows that it was used.
@@ -72,7 +72,7 @@ def test_moved_tensors_are_published_anew_and_versions_grow() -> None:
             assert torch.equal(receiver.receive()["up.weight"], whole(2)["up.weight"])
 
 
-def test_the_tensors_of_a_function_are_filled() -> None:
+def test_tensors_from_allocate_function_are_filled() -> None:
     seen: dict[str, torch.Tensor] = {}
 
     def allocate(published: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -46,7 +46,7 @@ def call_and_write(version: int, staged: ps.sync.StagedVersion) -> None:
 
 @pytest.mark.parametrize("commit", ["each", "together"])
 @pytest.mark.parametrize("check", [call, write_all, call_and_write])
-def test_check_that_writes_changes_nothing_live(
+def test_check_writing_tensors_changes_nothing_live(
     check: Callable[[int, ps.sync.StagedVersion], object], commit: str
 ) -> None:
     trained, served = Net(), Net()
@@ -63,7 +63,7 @@ def test_check_that_writes_changes_nothing_live(
 
 
 @pytest.mark.parametrize("writes", ["data", "renorm"])
-def test_forward_that_writes_parameters_is_refused(writes: str) -> None:
+def test_check_writing_parameters_in_forward_is_refused(writes: str) -> None:
     trained, served = Net(), Net(writes=writes)
     before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
     with (

@@ -85,7 +85,7 @@ def _distributed(rank: int, world_size: int) -> Told:
     return told(rows)
 
 
-def test_boxes_of_any_mesh_and_placements() -> None:
+def test_dtensor_boxes_match_any_mesh_and_placement() -> None:
     outcomes = run_ranks(_distributed, 4, timeout_s=120)
     assert [(one.ended, one.value if one.ended == "raised" else "") for one in outcomes] == [("returned", "")] * 4
     true = {f"t{i}": full(shape) for i, (_, _, shape) in enumerate(cases())}
@@ -139,7 +139,7 @@ def _step(world_size: int, tp: int, replicas: int) -> tuple[Told, dict[str, np.n
     }
 
 
-def test_modules_sharded_by_fsdp2_over_tensor_parallelism_and_replicas() -> None:
+def test_fsdp2_with_tensor_parallelism_declares_whole_model() -> None:
     outcomes = run_ranks(_trained, 4, timeout_s=120)
     assert [(one.ended, one.value if one.ended == "raised" else "") for one in outcomes] == [("returned", "")] * 4
     for i in range(len(CUTS)):

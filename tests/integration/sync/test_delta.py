@@ -26,7 +26,7 @@ def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("source", ["live", "snapshot"])
-def test_frozen_layers_move_no_bytes(host: Host, source: str, mode: str) -> None:
+def test_unchanged_layers_move_no_bytes(host: Host, source: str, mode: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode=source, **SHAPE)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, **SHAPE)
     publishers[0].ask("subscribers 2")
@@ -47,7 +47,7 @@ def test_frozen_layers_move_no_bytes(host: Host, source: str, mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_weights_that_an_engine_changed_in_place_are_whole_again(host: Host, mode: str) -> None:
+def test_weights_changed_by_engine_are_restored(host: Host, mode: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **SHAPE)
     subscribers = host.start_ranks("subscriber", 1, mode=mode, **SHAPE)
     update(publishers, subscribers, 1)
@@ -57,7 +57,7 @@ def test_weights_that_an_engine_changed_in_place_are_whole_again(host: Host, mod
     update(publishers, subscribers, 3)
 
 
-def test_another_plan_is_a_whole_version(host: Host) -> None:
+def test_changed_plan_moves_whole_version(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **SHAPE)
     subscribers = host.start_ranks("subscriber", 1, **SHAPE)
     update(publishers, subscribers, 1)

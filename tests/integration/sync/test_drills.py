@@ -1,8 +1,8 @@
-"""Two hundred syncs, each of which loses a rank at a random moment: every receiver has a whole version, and says which.
+"""Two hundred syncs lose a rank at a random moment. Every receiver ends with a whole version and reports which one.
 
-A drill is all that its seed says: world sizes, modes, transport; who is lost, how (SIGKILL, SIGSTOP), when. Then the
-trainer comes again and the next version goes to all that live. `test_drills[7]` runs the twenty of seeds 140 to 159;
-by default one batch runs, `DRILLS=all` runs them all.
+A seed decides the world sizes, the modes, the transport, which rank is lost, how (SIGKILL or SIGSTOP), and when. Then
+the trainer restarts and publishes the next version to all receivers that are alive. Batch 7 of
+`test_sync_survives_random_faults` runs seeds 140 to 159. One batch runs by default, and `DRILLS=all` runs all of them.
 """
 
 from __future__ import annotations
@@ -185,12 +185,12 @@ def drill(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, 
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_drills(batch: int, fork_server: ForkServer) -> None:
+def test_sync_survives_random_faults(batch: int, fork_server: ForkServer) -> None:
     held(range(batch * BATCH, (batch + 1) * BATCH), fork_server)
 
 
 @drills.drill
-def test_drills_of_ranks_that_quantise_what_they_hold_together(fork_server: ForkServer) -> None:
+def test_quantising_sync_survives_random_faults(fork_server: ForkServer) -> None:
     held(range(1000, 1000 + BATCH * len(BATCHES) // 2), fork_server, "fp8-block128")
 
 

@@ -54,7 +54,7 @@ def publish(given: tuple[ps.sync.Publisher, torch.Tensor], version: int) -> None
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("hook", ["before_pause", "at_commit", "after_resume"])
-def test_a_hook_that_raises(given, mode: str, hook: str) -> None:
+def test_raising_hook_fails_update_cleanly(given, mode: str, hook: str) -> None:
     engine, mine = Engine(), torch.zeros(SHAPE)
     with ps.subscriber("p", {"w": mine}, mode=mode, hooks=engine.hooks()) as subscriber:
         subscriber.update()
@@ -78,7 +78,7 @@ def test_a_hook_that_raises(given, mode: str, hook: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_refusal_before_read_says_target_is_untouched(given, mode: str) -> None:
+def test_refusal_before_read_reports_untouched_target(given, mode: str) -> None:
     def refuse(version: int, metadata: Mapping[str, str]) -> None:
         raise KeyError("not this one")
 
@@ -93,7 +93,7 @@ def test_refusal_before_read_says_target_is_untouched(given, mode: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:1 tensors are received whole:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_a_loader_that_raises_leaves_it_dirty_until_a_version_is_whole(given, mode: str) -> None:
+def test_raising_loader_leaves_target_dirty_until_update(given, mode: str) -> None:
     """The flip is what it raises in: some of the target may be of the new version."""
 
     class Model(torch.nn.Module):

@@ -35,7 +35,7 @@ def hasty(seconds: float) -> dict[str, Any]:
     return {"environ": {"PENSTOCK_STALL_S": str(seconds)}}
 
 
-def test_a_killed_receiver_keeps_nobody_waiting_and_is_named(host: Host) -> None:
+def test_killed_receiver_is_named_without_delay(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     subscribers = [*host.start_ranks("subscriber", 1), *host.start_ranks("subscriber", 1, pause_s=60.0)]
     publishers[0].ask("subscribers 2")
@@ -55,7 +55,7 @@ def test_a_killed_receiver_keeps_nobody_waiting_and_is_named(host: Host) -> None
     assert set(zero["committed"]) == members(subscribers[:1])
 
 
-def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
+def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **hasty(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)  # it lives, and asks for nothing
@@ -80,7 +80,7 @@ def test_a_stopped_receiver_is_late_once_and_catches_up(host: Host) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_a_publisher_lost_under_a_read(host: Host, mode: str, number: int) -> None:
+def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: int) -> None:
     # A budget of a MiB: tensors are above it, and read in pieces.
     options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
@@ -109,7 +109,7 @@ def test_a_publisher_lost_under_a_read(host: Host, mode: str, number: int) -> No
     holds(subscriber, step(again, [subscriber], 3)[0], 3)
 
 
-def test_rank_lost_before_the_first_update_is_named(host: Host) -> None:
+def test_rank_lost_before_first_update_is_named(host: Host) -> None:
     """Rank 0 plans, lives, and cannot reach rank 1: the error is about rank 1."""
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **hasty(8.0))
     step(publishers, [], 1)
@@ -122,7 +122,7 @@ def test_rank_lost_before_the_first_update_is_named(host: Host) -> None:
     assert publishers[0].process.poll() is None
 
 
-def test_a_direct_update_that_was_cut_off_is_dirty_until_a_version_is_whole(host: Host) -> None:
+def test_interrupted_direct_update_is_dirty_until_next(host: Host) -> None:
     task = SyncTask(side="subscriber")
     mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
     publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]
@@ -148,7 +148,7 @@ def test_a_direct_update_that_was_cut_off_is_dirty_until_a_version_is_whole(host
         assert all(torch.equal(mine[name], one) for name, one in whole(task, 2).items())
 
 
-def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> None:
+def test_late_receiver_reads_version_from_another(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     first = host.start_ranks("subscriber", 2, dim=1)
     publishers[0].ask("subscribers 2")
@@ -165,7 +165,7 @@ def test_a_receiver_that_joins_late_takes_the_version_of_another(host: Host) -> 
     assert set(said["sources"]) <= members([*first, late])
 
 
-def test_a_receiver_whose_engine_changed_its_weights_gives_them_to_nobody(host: Host) -> None:
+def test_receiver_with_changed_weights_serves_nobody(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1)
     first = host.start_ranks("subscriber", 1)
     publishers[0].ask("subscribers 1")
@@ -181,7 +181,7 @@ def test_a_receiver_whose_engine_changed_its_weights_gives_them_to_nobody(host: 
         holds(worker, said, 2)
 
 
-def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
+def test_trainer_restarts_with_different_world_size(host: Host) -> None:
     subscribers = host.start_ranks("subscriber", 2, dim=1)
     for version, world_size in enumerate((2, 3, 1), start=1):
         publishers = host.start_ranks("publisher", world_size)
@@ -199,7 +199,7 @@ def test_a_trainer_comes_again_with_another_world_size(host: Host) -> None:
             one.kill()
 
 
-def test_inference_scales_up_and_down_and_to_another_size_while_versions_flow(host: Host) -> None:
+def test_inference_scales_while_versions_flow(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     running = host.start_ranks("subscriber", 2, dim=1)
     gone = set[str]()
@@ -231,7 +231,7 @@ def test_inference_scales_up_and_down_and_to_another_size_while_versions_flow(ho
     assert members(running) <= set(zero["committed"])
 
 
-def test_a_publisher_rank_that_gives_up_fails_the_version_and_spoils_none(host: Host) -> None:
+def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> None:
     """Its trainer raised between two steps, and it left: nobody waits for it until a deadline."""
     publishers = host.start_ranks("publisher", 2)
     subscriber = host.start_ranks("subscriber", 1)[0]
@@ -249,7 +249,7 @@ def test_a_publisher_rank_that_gives_up_fails_the_version_and_spoils_none(host: 
     assert said.get("error") == "PeerLost" or set(said["failed"]) == members([subscriber]), said
 
 
-def test_of_two_groups_that_start_at_once_one_publishes(host: Host) -> None:
+def test_concurrent_publisher_groups_leave_one_winner(host: Host) -> None:
     subscriber = host.start_ranks("subscriber", 1)[0]
     pair = [host.start_rank("publisher", mode="snapshot") for _ in range(2)]
     for one in pair:
@@ -264,7 +264,7 @@ def test_of_two_groups_that_start_at_once_one_publishes(host: Host) -> None:
     holds(subscriber, subscriber.ask("update"), 1)
 
 
-def test_what_does_not_fit_is_told_before_a_byte_moves_and_hinders_nobody(host: Host) -> None:
+def test_misfit_is_refused_before_reading(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     good = host.start_ranks("subscriber", 1)[0]
     bad = [
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_told_before_a_byte_moves_and_hinders_nobody(host: 
     assert (set(zero["committed"]), set(zero["failed"])) == (members([good]), members(bad))
 
 
-def test_one_group_publishes_a_name(host: Host) -> None:
+def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
     first = host.start_ranks("publisher", 1)[0]
     second = host.start_rank("publisher")
     said = second.say_until("failed")
@@ -298,7 +298,7 @@ def test_one_group_publishes_a_name(host: Host) -> None:
     holds(subscribers[0], step([third], subscribers, 2)[0], 2)
 
 
-def test_versions_grow_on_both_sides(host: Host) -> None:
+def test_versions_only_increase_on_both_sides(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
     publisher.ask("publish 5")
@@ -313,7 +313,7 @@ def test_versions_grow_on_both_sides(host: Host) -> None:
     assert said["nbytes"] == 0
 
 
-def test_stage_on_all_ranks_then_commit(host: Host) -> None:
+def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     subscribers = host.start_ranks("subscriber", 2, dim=1)
     publishers[0].ask("subscribers 2")
@@ -331,7 +331,7 @@ def test_stage_on_all_ranks_then_commit(host: Host) -> None:
         holds(one, one.ask("commit"), 2)
 
 
-def test_a_budget_too_small_says_what_would_do(host: Host) -> None:
+def test_too_small_budget_error_states_minimum(host: Host) -> None:
     nbytes = 6 * 64 * 96 * 2
     one = host.start_rank("publisher", mode="snapshot", options={"memory_bytes": 1 << 10})
     assert f"memory_bytes >= {nbytes}" in one.say_until("failed")["message"]
@@ -344,7 +344,7 @@ def test_a_budget_too_small_says_what_would_do(host: Host) -> None:
     assert "memory_bytes >= " in direct.say_until("failed")["message"]
 
 
-def test_versions_flow_while_the_hub_is_away(host: Host) -> None:
+def test_versions_flow_while_hub_is_away(host: Host) -> None:
     hub, url = host.start_hub()
     publishers = host.start_ranks("publisher", 2, hub=url, **hasty(6.0))
     subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **hasty(6.0))
@@ -360,7 +360,7 @@ def test_versions_flow_while_the_hub_is_away(host: Host) -> None:
     assert late.say_until("failed")["error"] == "HubUnavailable"
 
 
-def test_status_shows_the_ranks_of_a_sync(host: Host) -> None:
+def test_status_shows_sync_ranks(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
     publisher.ask("publish 7")
@@ -379,7 +379,7 @@ def test_status_shows_the_ranks_of_a_sync(host: Host) -> None:
     assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
 
 
-def test_bytes_that_change_under_a_read_are_not_taken(host: Host) -> None:
+def test_bytes_changed_during_read_are_refused(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot")
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].ask("publish 1")

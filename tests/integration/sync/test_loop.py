@@ -31,7 +31,7 @@ def test_loop_yields_each_new_version_until_closed() -> None:
         closing.join()
 
 
-def test_loop_skips_versions_that_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_loop_skips_refused_versions(caplog: pytest.LogCaptureFixture) -> None:
     hooks = ps.Hooks(check=lambda version, staged: "it is bad" if version == 1 else "")
     with (
         ps.publisher("refused", {"w": torch.ones(4)}) as publisher,
@@ -45,7 +45,7 @@ def test_loop_skips_versions_that_are_refused(caplog: pytest.LogCaptureFixture) 
     assert caplog.text.count("it is bad") == 1
 
 
-def test_loop_raises_what_waiting_cannot_cure() -> None:
+def test_loop_raises_permanent_errors() -> None:
     with (
         ps.publisher("misfit", {"w": torch.ones(4)}) as publisher,
         ps.subscriber("misfit", {"w": torch.ones(5)}) as subscriber,
@@ -66,7 +66,7 @@ def test_loop_waits_while_trainer_is_away(caplog: pytest.LogCaptureFixture) -> N
     assert "'away' serves version -1, and waits: version 0 of 'away' was not announced" in caplog.text
 
 
-def test_wait_returns_newer_version_or_raises_in_time() -> None:
+def test_wait_returns_newer_version_or_times_out() -> None:
     with ps.publisher("wait", {"w": torch.ones(4)}) as publisher, ps.subscriber("wait", {}) as subscriber:
         publisher.publish(3)
         assert subscriber.wait() == 3

@@ -16,7 +16,7 @@ def value(version: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_a_version_is_refused_by_its_metadata_before_it_is_read(host: Host, mode: str) -> None:
+def test_version_is_refused_by_metadata_before_read(host: Host, mode: str) -> None:
     held, mine, called = {"w": value(1)}, {"w": value(0)}, list[object]()
 
     def before_read(version: int, metadata: Mapping[str, str]) -> None:
@@ -49,7 +49,7 @@ def test_a_version_is_refused_by_its_metadata_before_it_is_read(host: Host, mode
         assert (subscriber.metadata, float(mine["w"][0, 0])) == ({}, 3.0)
 
 
-def test_a_receiver_passes_the_metadata_on(host: Host) -> None:
+def test_receiver_passes_metadata_on(host: Host) -> None:
     mine, late = {"w": value(0)}, {"w": value(0)}
     with ps.subscriber("p", mine) as first:
         with ps.publisher("p", {"w": value(4)}, mode="snapshot") as publisher:
@@ -61,7 +61,7 @@ def test_a_receiver_passes_the_metadata_on(host: Host) -> None:
             assert second.revision == first.revision
 
 
-def test_ranks_that_disagree_and_texts_that_are_too_long(host: Host) -> None:
+def test_conflicting_or_too_long_metadata_is_refused(host: Host) -> None:
     parts = [
         {"w": ps.Shard(tensor=value(1)[:32], global_shape=(64, 48), offset=(0, 0))},
         {"w": ps.Shard(tensor=value(1)[32:], global_shape=(64, 48), offset=(32, 0))},

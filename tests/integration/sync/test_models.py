@@ -78,7 +78,7 @@ def together(work: Any) -> None:
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_a_model_equals_what_its_own_loader_makes_of_it(stack: ExitStack, mode: str, source: str) -> None:
+def test_synced_model_matches_own_loader(stack: ExitStack, mode: str, source: str) -> None:
     places = [Place(tp_rank=rank, tp=2, ep_rank=rank, ep=2, dtype=DTYPE) for rank in range(2)]
     held = [halves(checkpoint(DTYPE), rank) for rank in range(2)]
     pubs = publishers(stack, held, mode=source)
@@ -115,7 +115,7 @@ def test_a_model_equals_what_its_own_loader_makes_of_it(stack: ExitStack, mode: 
     assert before == [{name: one.data_ptr() for name, one in model.named_parameters()} for model in models]
 
 
-def test_a_module_without_a_loader_takes_its_own_names(stack: ExitStack) -> None:
+def test_module_without_loader_uses_its_own_names(stack: ExitStack) -> None:
     trained, served = nn.Linear(8, 4), nn.Linear(8, 4)
     (pub,) = publishers(stack, [trained], mode="snapshot")  # type: ignore[list-item]
     pub.publish(1)
@@ -126,7 +126,7 @@ def test_a_module_without_a_loader_takes_its_own_names(stack: ExitStack) -> None
     assert "version 1" in report.summary()
 
 
-def test_parameters_that_nobody_publishes_are_listed(stack: ExitStack) -> None:
+def test_unpublished_parameters_are_listed(stack: ExitStack) -> None:
     (pub,) = publishers(stack, [{"weight": torch.ones(4, 8)}], mode="snapshot")
     pub.publish(1)
     served = nn.Linear(8, 4)

@@ -149,7 +149,7 @@ def test_subscriber_follows_moved_parameters(stack: ExitStack, move: Callable[..
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_former_memory_of_subscriber_stays_untouched(stack: ExitStack, mode: str) -> None:
+def test_former_subscriber_memory_stays_untouched(stack: ExitStack, mode: str) -> None:
     trained, served = {"w": torch.ones(4096)}, {"w": torch.zeros(4096)}
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
     subscriber = stack.enter_context(ps.subscriber("moved", served, mode=mode))
@@ -165,7 +165,7 @@ def test_former_memory_of_subscriber_stays_untouched(stack: ExitStack, mode: str
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_moved_target_gets_live_version_again(stack: ExitStack, mode: str) -> None:
+def test_moved_target_receives_live_version_again(stack: ExitStack, mode: str) -> None:
     trained, served = model(), model()
     fill(trained, 7)
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
@@ -207,7 +207,7 @@ def rename(module: nn.Module) -> None:
     ("change", "named"),
     [(change_dtype, "0.bias"), (grow, "2.bias"), (add_layer, "3.bias"), (drop_layer, "2.bias"), (rename, "other.bias")],
 )
-def test_publisher_of_other_tensors_is_refused(
+def test_publisher_with_changed_tensors_is_refused(
     stack: ExitStack, change: Callable[..., None], named: str, mode: Any
 ) -> None:
     trained, served = model(), model()
@@ -239,7 +239,7 @@ def to_meta(layer: nn.Linear) -> None:
 
 @pytest.mark.parametrize("lose", [free, shrink, to_meta], ids=lambda lose: lose.__name__)
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_publisher_of_freed_memory_is_refused(stack: ExitStack, lose: Callable[..., None], mode: Any) -> None:
+def test_publisher_with_freed_memory_is_refused(stack: ExitStack, lose: Callable[..., None], mode: Any) -> None:
     trained, served = model(), model()
     publisher = stack.enter_context(ps.publisher("moved", trained, mode=mode))
     publisher.publish(1)
@@ -262,7 +262,7 @@ def test_publisher_of_freed_memory_is_refused(stack: ExitStack, lose: Callable[.
 
 @pytest.mark.parametrize("lose", [free, shrink, to_meta], ids=lambda lose: lose.__name__)
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_target_of_freed_memory_is_refused(stack: ExitStack, lose: Callable[..., None], mode: str) -> None:
+def test_target_with_freed_memory_is_refused(stack: ExitStack, lose: Callable[..., None], mode: str) -> None:
     trained, served = model(), model()
     publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot"))
     subscriber = stack.enter_context(ps.subscriber("moved", served, mode=mode))
@@ -323,7 +323,7 @@ def test_target_moved_by_hook_is_refused(stack: ExitStack, mode: str) -> None:
     assert resumed == [1, 1]
 
 
-def test_target_of_function_is_followed(stack: ExitStack) -> None:
+def test_target_made_by_function_is_followed(stack: ExitStack) -> None:
     trained = {"w": torch.ones(64), "v": torch.ones(3, 5)}
     made: list[dict[str, torch.Tensor]] = []
 
@@ -342,7 +342,7 @@ def test_target_of_function_is_followed(stack: ExitStack) -> None:
         trained["w"].fill_(2)
 
 
-def test_buffer_that_no_version_fills_may_move(stack: ExitStack) -> None:
+def test_unfilled_buffer_may_move(stack: ExitStack) -> None:
     class Rotary(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -391,7 +391,7 @@ def test_swapped_tensors_are_not_confused(stack: ExitStack) -> None:
 
 @pytest.mark.parametrize("transforms", [None, "fp8-block128"])
 @pytest.mark.parametrize("mode", ["snapshot", "live"])
-def test_ranks_whose_shards_moved_are_followed(stack: ExitStack, mode: str, transforms: str | None) -> None:
+def test_ranks_with_moved_shards_are_followed(stack: ExitStack, mode: str, transforms: str | None) -> None:
     # Blocks of 128 rows are cut by the ranks' edge, so they exchange elements.
     values = torch.randn(300, 256)
     held = [halves({"a.weight": values, "b.weight": -values}, rank) for rank in range(2)]
@@ -436,7 +436,7 @@ def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
     ],
     ids=["state dict", "variables", "module", "dict"],
 )
-def test_publisher_of_state_dict_warns_once(
+def test_publisher_given_state_dict_warns_once(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, given: Callable[..., Any], warns: bool
 ) -> None:
     trained = model()
@@ -485,7 +485,7 @@ with ps.join("held") as holder:
         ('target["w"].data = torch.zeros(1 << 18)', "served on"),
     ],
 )
-def test_holder_that_moves_weights_survives(host: Host, tmp_path: Any, how: str, ends: str) -> None:
+def test_holder_moving_weights_survives(host: Host, tmp_path: Any, how: str, ends: str) -> None:
     path = tmp_path / "held.safetensors"
     code = HOLDER.replace("HOW", how)
     command = [sys.executable, "-c", code, str(path)]

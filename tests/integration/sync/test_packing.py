@@ -24,7 +24,7 @@ def over(transport: str, **task: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("pack_bytes", [LEAST_PACK_BYTES, "64M", 0])
-def test_columns_arrive_bit_for_bit_with_packing_and_without(host: Host, transport: str, pack_bytes: int | str) -> None:
+def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pack_bytes: int | str) -> None:
     publishers = host.start_ranks("publisher", 2, options={"pack_bytes": pack_bytes}, **over(transport))
     subscribers = host.start_ranks("subscriber", 2, dim=1, **over(transport))
     publishers[0].ask("subscribers 2")
@@ -37,7 +37,7 @@ def test_columns_arrive_bit_for_bit_with_packing_and_without(host: Host, transpo
             assert any(expected in line for line in said["why"]), said["why"]
 
 
-def test_codes_and_scales_of_a_format_are_packed(host: Host) -> None:
+def test_format_codes_and_scales_are_packed(host: Host) -> None:
     offered = {"transforms": {"fp8-block128": ["*"]}, "pack_bytes": "8M"}
     publishers = host.start_ranks("publisher", 2, mode="snapshot", options=offered, **over("http"))
     subscribers = host.start_ranks("subscriber", 2, dim=1, tag="fp8-block128", **over("http"))
@@ -49,7 +49,7 @@ def test_codes_and_scales_of_a_format_are_packed(host: Host) -> None:
         assert said["packed_bytes"] == said["nbytes"] == 3 * (2048 * 128 + 16 * 4)
 
 
-def test_a_receiver_that_is_killed_gives_the_packed_memory_to_the_next(host: Host) -> None:
+def test_killed_receiver_releases_packed_memory(host: Host) -> None:
     short = {"penstock.sync.packer.LEASE_S": 1.0, "penstock.sync.packer.NUM_BUFFERS": 1}
     options = {"pack_bytes": "8M"}
     publishers = host.start_ranks("publisher", 1, options=options, constants=short, **over("http"))
@@ -75,7 +75,7 @@ def test_a_receiver_that_is_killed_gives_the_packed_memory_to_the_next(host: Hos
     assert set(outcome["committed"]) == members(ranks[1:]) and set(outcome["failed"]) == members(ranks[:1])
 
 
-def test_memory_that_cannot_help_is_refused_before_anything_is_published() -> None:
+def test_too_small_pack_memory_is_refused_before_publishing() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
         ps.publisher("policy", {}, pack_bytes=1000)
     assert caught.value.minimum_bytes == LEAST_PACK_BYTES

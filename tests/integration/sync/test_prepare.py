@@ -55,7 +55,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[SyncPlan]:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_the_first_update_does_not_do_again_what_was_prepared(host: Host, mode: str, plans: list[SyncPlan]) -> None:
+def test_first_update_reuses_preparation(host: Host, mode: str, plans: list[SyncPlan]) -> None:
     model, weights = Model(), trained()
     with (
         ps.publisher("p", weights, mode="snapshot") as publisher,
@@ -74,7 +74,7 @@ def test_the_first_update_does_not_do_again_what_was_prepared(host: Host, mode: 
         assert (model.num_loads, len(plans)) == (1, 1)
 
 
-def test_what_is_prepared_by_one_engine_is_not_lost_when_another_comes(host: Host, plans: list[SyncPlan]) -> None:
+def test_preparation_survives_second_engine(host: Host, plans: list[SyncPlan]) -> None:
     models, weights = [Model(), Model()], trained()
     with (
         ps.publisher("p", weights, mode="snapshot") as publisher,
@@ -91,7 +91,7 @@ def test_what_is_prepared_by_one_engine_is_not_lost_when_another_comes(host: Hos
         assert len(plans) == 2
 
 
-def test_without_a_publisher_nothing_is_prepared(host: Host) -> None:
+def test_missing_publisher_prepares_nothing(host: Host) -> None:
     model, weights = Model(), trained()
     with ps.subscriber("p", model) as subscriber:
         assert not subscriber.prepare(0.0)
@@ -102,7 +102,7 @@ def test_without_a_publisher_nothing_is_prepared(host: Host) -> None:
             assert model.has(weights)
 
 
-def test_a_publisher_that_comes_later_is_waited_for(host: Host) -> None:
+def test_prepare_waits_for_publisher(host: Host) -> None:
     model = Model()
     with ps.subscriber("p", model) as subscriber, ThreadPoolExecutor(1) as threads:
         preparing = threads.submit(subscriber.prepare)
@@ -111,13 +111,13 @@ def test_a_publisher_that_comes_later_is_waited_for(host: Host) -> None:
         assert model.num_loads == 1
 
 
-def test_a_rank_that_is_missing_is_waited_for(host: Host) -> None:
+def test_prepare_waits_for_missing_rank(host: Host) -> None:
     with ps.subscriber("p", Model()) as subscriber, ps.publisher("p", trained(), rank=(0, 2)):
         assert not subscriber.prepare(0.3)
 
 
 @pytest.mark.parametrize("wait_s", [-1, float("nan"), "5"])
-def test_a_wait_that_is_no_length_of_time_is_refused(host: Host, wait_s) -> None:
+def test_invalid_wait_duration_is_refused(host: Host, wait_s) -> None:
     live = {"w": torch.full((64,), -1.0)}
     with (
         ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher,
@@ -138,7 +138,7 @@ def test_a_wait_that_is_no_length_of_time_is_refused(host: Host, wait_s) -> None
         assert (live["w"] == -1).all() and subscriber.update().version == 1
 
 
-def test_tensors_that_do_not_fit_are_refused_before_a_version_is_there(host: Host) -> None:
+def test_mismatched_tensors_are_refused_before_first_version(host: Host) -> None:
     mine = {"plain": torch.zeros(6, 4), "turned": torch.zeros(8, 4, dtype=torch.bfloat16)}
     with ps.publisher("p", trained(), mode="snapshot"), ps.subscriber("p", mine) as subscriber:
         with pytest.raises(PlanError, match="turned"):
@@ -148,7 +148,7 @@ def test_tensors_that_do_not_fit_are_refused_before_a_version_is_there(host: Hos
         subscriber.prepare()
 
 
-def test_a_staged_version_is_not_replaced_by_preparing(host: Host) -> None:
+def test_staged_version_survives_prepare(host: Host) -> None:
     live = {"w": torch.full((64,), -1.0)}
     with ps.subscriber("p", live, mode="staged") as subscriber:
         with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
@@ -162,7 +162,7 @@ def test_a_staged_version_is_not_replaced_by_preparing(host: Host) -> None:
         assert torch.equal(live["w"], torch.ones(64))
 
 
-def test_a_live_version_is_served_on_when_the_next_trainer_has_another_checkpoint(host: Host) -> None:
+def test_live_version_is_served_under_next_trainer(host: Host) -> None:
     live, late = {"w": torch.full((64,), -1.0)}, {"w": torch.zeros(64)}
     with ps.subscriber("p", live) as subscriber:
         with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
@@ -176,7 +176,7 @@ def test_a_live_version_is_served_on_when_the_next_trainer_has_another_checkpoin
     assert torch.equal(late["w"], torch.ones(64))
 
 
-def test_an_update_that_does_not_fit_leaves_the_live_version_served(host: Host) -> None:
+def test_mismatched_update_keeps_live_version_served(host: Host) -> None:
     weights, late = trained(), Model()
     with ps.subscriber("p", Model()) as subscriber:
         with ps.publisher("p", weights, mode="snapshot") as publisher:
@@ -194,7 +194,7 @@ def test_an_update_that_does_not_fit_leaves_the_live_version_served(host: Host) 
         assert subscriber.release() > 0
 
 
-def test_the_next_planner_is_asked_when_the_first_does_not_answer(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_planner_is_asked_when_first_fails(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     ask = Membership.ask
 

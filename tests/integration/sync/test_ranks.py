@@ -121,7 +121,7 @@ def test_first_publish_works_in_any_order(stack: ExitStack, order: tuple[Step, .
 
 
 @pytest.mark.parametrize(("former", "order"), [*zip([1, 3, 4, 2, 2], orders(2)[::2] + orders(3, 2), strict=True)])
-def test_restarted_ranks_number_on(stack: ExitStack, order: tuple[Step, ...], former: int) -> None:
+def test_restarted_ranks_continue_numbering(stack: ExitStack, order: tuple[Step, ...], former: int) -> None:
     with ExitStack() as first:
         old = Trainer(first, former, 1.0)
         old.run(tuple(("start", rank) for rank in range(former)), 0)
@@ -137,7 +137,7 @@ def test_restarted_ranks_number_on(stack: ExitStack, order: tuple[Step, ...], fo
     assert received(stack, world_size)[0] == 6
 
 
-def test_all_ranks_refuse_a_former_number(stack: ExitStack) -> None:
+def test_all_ranks_refuse_former_number(stack: ExitStack) -> None:
     with ExitStack() as first:
         old = Trainer(first, 2, 1.0)
         old.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 3)
@@ -149,7 +149,7 @@ def test_all_ranks_refuse_a_former_number(stack: ExitStack) -> None:
             publisher.publish(3)
 
 
-def test_rank_started_again_numbers_on(stack: ExitStack) -> None:
+def test_restarted_rank_continues_numbering(stack: ExitStack) -> None:
     trainer = Trainer(stack, 2, 1.0)
     trainer.run((("start", 0), ("publish", 0), ("start", 1), ("publish", 1)), 1)
     assert trainer.latest() == [-1, -1]
@@ -161,7 +161,7 @@ def test_rank_started_again_numbers_on(stack: ExitStack) -> None:
     assert received(stack, 2)[0] == 2
 
 
-def test_rank_follows_a_restarted_rank_0(stack: ExitStack) -> None:
+def test_rank_follows_restarted_rank_0(stack: ExitStack) -> None:
     trainer = Trainer(stack, 2, 1.0)
     trainer.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 4)
     trainer.publishers.pop(0).close()
@@ -174,7 +174,7 @@ def test_rank_follows_a_restarted_rank_0(stack: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_killed_trainer_restarts_with_other_size(host: Host, world_size: int) -> None:
+def test_killed_trainer_restarts_with_different_size(host: Host, world_size: int) -> None:
     old = host.start_ranks("publisher", 2, mode="snapshot")
     for one in old:
         one.ask("publish 3")
@@ -201,6 +201,6 @@ def _publish(rank: int, world_size: int) -> int:
         return publisher.latest
 
 
-def test_sharded_ranks_start_after_a_barrier(host: Host) -> None:
+def test_sharded_ranks_start_after_barrier(host: Host) -> None:
     outcomes = run_ranks(_publish, 2, environ={**host.environ, "GLOO_SOCKET_IFNAME": "lo"})
     assert [(one.ended, one.value) for one in outcomes] == [("returned", -1)] * 2, outcomes

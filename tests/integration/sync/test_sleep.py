@@ -106,7 +106,7 @@ def storages(model: torch.nn.Module) -> list[int]:
     return [one.untyped_storage().nbytes() for one in model.parameters()]
 
 
-def test_released_weights_have_no_memory_and_come_back_from_the_trainer(fleet: Fleet) -> None:
+def test_released_weights_are_restored_from_trainer(fleet: Fleet) -> None:
     fleet.serves(1)
     sizes = storages(fleet.model)
     with pytest.raises(ConfigError, match="not released"):
@@ -131,7 +131,7 @@ def test_released_weights_have_no_memory_and_come_back_from_the_trainer(fleet: F
     fleet.serves(3)
 
 
-def test_released_weights_come_back_from_another_engine(fleet: Fleet) -> None:
+def test_released_weights_are_restored_from_engine(fleet: Fleet) -> None:
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         peer.update()
         fleet.trainer.close()
@@ -142,7 +142,7 @@ def test_released_weights_come_back_from_another_engine(fleet: Fleet) -> None:
         assert torch.equal(other.turned, fleet.model.turned)
 
 
-def test_nobody_has_the_version(fleet: Fleet, tmp_path: Path) -> None:
+def test_unavailable_version_error_suggests_sources(fleet: Fleet, tmp_path: Path) -> None:
     fleet.trainer.close()
     fleet.engine.release()
     with pytest.raises(ps.PenstockError, match=r"start a publisher, .*, or pass stored=StoredVersion\(\)"):
@@ -170,7 +170,7 @@ def test_nobody_has_the_version(fleet: Fleet, tmp_path: Path) -> None:
         assert torch.equal(other.turned, fleet.model.turned)
 
 
-def test_a_closed_subscriber_changes_no_weights(fleet: Fleet) -> None:
+def test_closed_subscriber_changes_no_weights(fleet: Fleet) -> None:
     fleet.publish(2)
     is_staged = fleet.engine.mode == "staged"
     if is_staged:
@@ -186,7 +186,7 @@ def test_a_closed_subscriber_changes_no_weights(fleet: Fleet) -> None:
         assert torch.equal(fleet.model(X), loaded(1)(X))
 
 
-def test_another_version_from_storage_is_used_and_not_served_to_others(fleet: Fleet) -> None:
+def test_stored_version_is_restored_but_not_served(fleet: Fleet) -> None:
     fleet.trainer.close()
     fleet.engine.release()
     report = fleet.engine.restore(stored=ps.sync.StoredVersion(version=4, weights=lambda: checkpoint(4).items()))
@@ -199,7 +199,7 @@ def test_another_version_from_storage_is_used_and_not_served_to_others(fleet: Fl
         peer.update(timeout_s=0.5)
 
 
-def test_an_engine_that_brings_its_bytes_back_itself(fleet: Fleet) -> None:
+def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
     saved = {name: one.detach().clone() for name, one in fleet.model.named_parameters()}
 
     def poison() -> None:
@@ -230,7 +230,7 @@ def test_an_engine_that_brings_its_bytes_back_itself(fleet: Fleet) -> None:
     fleet.serves(1)
 
 
-def test_a_release_before_the_first_version_needs_the_engine_to_free(hub: None) -> None:
+def test_release_before_first_version_needs_engine(hub: None) -> None:
     with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as engine:
         with pytest.raises(ConfigError, match="no version"):
             engine.release()
@@ -240,7 +240,7 @@ def test_a_release_before_the_first_version_needs_the_engine_to_free(hub: None) 
             assert engine.restore(timeout_s=10.0).version == 1
 
 
-def test_a_released_source_is_given_up_by_its_readers(fleet: Fleet) -> None:
+def test_released_source_is_left_by_readers(fleet: Fleet) -> None:
     """A peer's update goes to the trainer, and not to memory that was freed."""
     fleet.engine.release()
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
@@ -248,7 +248,7 @@ def test_a_released_source_is_given_up_by_its_readers(fleet: Fleet) -> None:
         assert torch.equal(other.turned, loaded(1).turned)
 
 
-def test_what_is_announced_is_known_without_waiting(fleet: Fleet) -> None:
+def test_announced_version_is_known_immediately(fleet: Fleet) -> None:
     assert (fleet.engine.announced(), fleet.engine.is_released) == (1, False)
     fleet.engine.release()
     fleet.publish(2)

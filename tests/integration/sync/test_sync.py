@@ -23,7 +23,7 @@ def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: i
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("transport", ["shm", "http"])
-def test_each_version_arrives_bit_for_bit(host: Host, source: str, mode: str, transport: str) -> None:
+def test_each_version_arrives_bitwise_equal(host: Host, source: str, mode: str, transport: str) -> None:
     connection = {"transports": [transport]}
     publishers = host.start_ranks("publisher", 2, mode=source, connection=connection)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, connection=connection)
@@ -41,7 +41,7 @@ def test_each_version_arrives_bit_for_bit(host: Host, source: str, mode: str, tr
             assert not said["late"] and not said["failed"]
 
 
-def test_rank_0_waits_for_the_other_ranks(host: Host) -> None:
+def test_rank_0_waits_for_other_ranks(host: Host) -> None:
     zero = host.start_rank("publisher", rank=0, world_size=2, connection={"stall_s": 3.0})
     zero.say_until("joined")
     zero.send("ranks")

@@ -61,7 +61,7 @@ def test_failed_first_update_leaves_dict_empty() -> None:
         ({"other": torch.zeros(2)}, {"strict": False}, "no published tensor fills any of the target: w, half, none"),
     ],
 )
-def test_target_that_receives_nothing_is_refused(target: Any, options: Any, message: str, mode: Any) -> None:
+def test_target_receiving_nothing_is_refused(target: Any, options: Any, message: str, mode: Any) -> None:
     with (
         ps.publisher("nothing", WEIGHTS) as publisher,
         ps.subscriber("nothing", target, mode=mode, **options) as subscriber,
@@ -89,7 +89,7 @@ def test_fetch_into_module_without_tensors_is_refused(tmp_path: Any) -> None:
                 fleet.fetch(torch.nn.ReLU(), fallback=fallback, timeout_s=0.0)
 
 
-def test_loose_dict_keeps_tensors_nobody_publishes() -> None:
+def test_non_strict_dict_keeps_unpublished_tensors() -> None:
     target = {"w": torch.zeros(2, 3), "other": torch.full((2,), 5.0)}
     with (
         ps.publisher("loose", WEIGHTS) as publisher,

@@ -90,7 +90,7 @@ def test_tied_module_needs_equal_sources(make: type[Tied]) -> None:
         assert report.nbytes == before.nbytes
 
 
-def test_tied_module_with_other_dtypes_is_refused() -> None:
+def test_tied_module_with_different_dtypes_is_refused() -> None:
     served = Tied(is_tied=True)
     weight = torch.randn(8, 4)
     published = {"embed.weight": weight, "head.weight": weight.bfloat16()}
@@ -101,7 +101,7 @@ def test_tied_module_with_other_dtypes_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", ["overlap", "expanded"])
-def test_targets_that_share_a_part_are_refused(kind: str) -> None:
+def test_partly_overlapping_targets_are_refused(kind: str) -> None:
     memory = torch.zeros(12)
     target = {"a": memory[:8], "b": memory[4:]} if kind == "overlap" else {"a": torch.zeros(1).expand(8)}
     published = {name: torch.ones(8) for name in target}
@@ -112,7 +112,7 @@ def test_targets_that_share_a_part_are_refused(kind: str) -> None:
         assert not memory.any()
 
 
-def test_stored_version_of_tied_module_restores() -> None:
+def test_stored_version_restores_tied_module() -> None:
     served, trained = Tied(is_tied=True), Tied(is_tied=True)
     with ps.subscriber("stored", served) as subscriber:
         with ps.publisher("stored", trained) as publisher:
@@ -132,7 +132,7 @@ def test_stored_version_of_tied_module_restores() -> None:
 
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
-def test_update_between_forward_and_backward_is_noticed(mode: Any) -> None:
+def test_update_between_forward_and_backward_is_detected(mode: Any) -> None:
     served = torch.nn.Linear(3, 1)
     with (
         ps.publisher("autograd", torch.nn.Linear(3, 1)) as publisher,

@@ -29,7 +29,7 @@ def stack(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[Exi
         yield found
 
 
-def test_versions_cross_by_tls_and_strangers_get_none(
+def test_versions_cross_tls_and_strangers_are_refused(
     stack: ExitStack, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = {"up": torch.arange(4096.0).view(64, 64), "norm": torch.ones(64)}

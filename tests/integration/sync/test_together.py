@@ -51,7 +51,7 @@ def keeps(worker: SyncWorker, version: int) -> None:
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
-def test_all_subscribers_go_live_or_none_does(host: Host, source: str) -> None:
+def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode=source, terms={"laggards": "withdraw", "deadline_s": 8.0})
     subscribers = host.start_ranks("subscriber", 2, dim=1) + host.start_ranks("subscriber", 1, refuses=(2,))
     publishers[0].ask("subscribers 3")
@@ -79,7 +79,7 @@ def test_all_subscribers_go_live_or_none_does(host: Host, source: str) -> None:
         holds(worker, said, 3)
 
 
-def test_who_is_late_is_left_out_and_takes_the_committed_version_next(host: Host) -> None:
+def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 1.5})
     subscribers = host.start_ranks("subscriber", 1)
     slow, direct = host.start_ranks("subscriber", 1)[0], host.start_ranks("subscriber", 1, mode="direct")[0]
@@ -94,7 +94,7 @@ def test_who_is_late_is_left_out_and_takes_the_committed_version_next(host: Host
     holds(slow, slow.ask("update"), 1)
 
 
-def test_one_that_stays_behind_withdraws_the_version_where_all_must_have_it(host: Host) -> None:
+def test_stalled_subscriber_withdraws_version(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, terms={"deadline_s": 1.0, "laggards": "withdraw"})
     subscribers = host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)[0]
@@ -110,7 +110,7 @@ def test_one_that_stays_behind_withdraws_the_version_where_all_must_have_it(host
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_rank_0_lost_before_the_decision(host: Host, number: int) -> None:
+def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) -> None:
     """Subscribers that have prepared the version withdraw it at the hub, and the next trainer goes on."""
     first = host.start_ranks("subscriber", 1, **hasty(4.0))  # hosts the hub
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(4.0))
@@ -137,7 +137,7 @@ def test_rank_0_lost_before_the_decision(host: Host, number: int) -> None:
     assert zero["outcome"] == "committed"
 
 
-def test_a_withdrawn_version_is_raised_once_by_a_subscriber_also_where_another_one_plans(host: Host) -> None:
+def test_withdrawn_version_is_raised_once(host: Host) -> None:
     """The dead rank 0 is listed with the version for a while, and the subscriber that plans in its place has not seen
     that it was withdrawn."""
     hub = host.start_rank("subscriber", name="other")
@@ -159,7 +159,7 @@ def test_a_withdrawn_version_is_raised_once_by_a_subscriber_also_where_another_o
     keeps(subscriber, 1)
 
 
-def test_one_that_joins_between_prepare_and_commit_goes_live_with_the_others(host: Host) -> None:
+def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"deadline_s": 30.0, "laggards": "withdraw"})
     first, awaited = (host.start_ranks("subscriber", 1)[0] for _ in range(2))
     publishers[0].ask("subscribers 2")
@@ -184,7 +184,7 @@ def test_one_that_joins_between_prepare_and_commit_goes_live_with_the_others(hos
     assert set(zero["committed"]) == members([first, joins])
 
 
-def test_a_decision_is_learned_from_the_hub_where_rank_0_is_gone(host: Host) -> None:
+def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
     first = host.start_ranks("subscriber", 1)  # hosts the hub
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 2.0})
     slow = host.start_ranks("subscriber", 1)[0]
@@ -199,7 +199,7 @@ def test_a_decision_is_learned_from_the_hub_where_rank_0_is_gone(host: Host) -> 
         holds(one, one.ask("commit"), 1)
 
 
-def test_a_subscriber_that_learns_nothing_keeps_its_version_and_can_ask_again(host: Host) -> None:
+def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     hub = host.start_rank("subscriber", name="other")  # hosts the hub
     hub.say_until("joined")
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(3.0))
@@ -227,7 +227,7 @@ def test_a_subscriber_that_learns_nothing_keeps_its_version_and_can_ask_again(ho
     keeps(subscriber, 1)
 
 
-def test_the_fleet_shows_what_serves_which_version(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_shows_serving_version_per_member(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(host.directory))
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 20.0})
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
@@ -250,7 +250,7 @@ def test_the_fleet_shows_what_serves_which_version(host: Host, monkeypatch: pyte
     assert (shown[zero].decision.version, shown[zero].decision.outcome) == (1, "committed")
 
 
-def test_checks_see_the_staged_weights_and_the_trainers_values() -> None:
+def test_checks_see_staged_weights_and_trainer_values() -> None:
     torch.manual_seed(0)
 
     class Model(torch.nn.Module):
@@ -325,7 +325,7 @@ def test_checks_see_the_staged_weights_and_the_trainers_values() -> None:
         assert subscriber.version == 1
 
 
-def test_a_pinned_version_stays_until_its_lease_ends() -> None:
+def test_pinned_version_stays_until_lease_ends() -> None:
     trained, served = torch.zeros(8), torch.zeros(8)
     with (
         ps.publisher("pins", {"w": trained}, mode="snapshot") as publisher,
@@ -364,7 +364,7 @@ def test_a_pinned_version_stays_until_its_lease_ends() -> None:
             assert (updating.result().version, late.result()) == (4, 4)
 
 
-def test_a_version_that_is_only_staged_does_not_end_the_live_one() -> None:
+def test_staged_version_keeps_live_version_served() -> None:
     trained, first, second = ({"w": torch.full((64,), float(i))} for i in (1, 0, 0))
     with ps.subscriber("served", first) as holder:
         with ps.publisher("served", trained, mode="snapshot") as publisher:

@@ -28,7 +28,7 @@ def subscribers(host: Host, count: int = 2, **task: Any) -> list[SyncWorker]:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize(("source", "keep_plain"), [("live", True), ("snapshot", True), ("snapshot", False)])
-def test_each_version_is_the_whole_quantised(host: Host, source: str, keep_plain: bool, mode: str) -> None:
+def test_each_version_matches_whole_quantised_model(host: Host, source: str, keep_plain: bool, mode: str) -> None:
     mine = publishers(host, mode=source, options={"keep_plain": keep_plain})
     theirs = subscribers(host, mode=mode)
     plain = host.start_ranks("subscriber", 1, **SHAPE) if keep_plain else []
@@ -47,7 +47,7 @@ def test_each_version_is_the_whole_quantised(host: Host, source: str, keep_plain
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
-def test_ranks_whose_shards_lie_inside_a_block(host: Host, source: str) -> None:
+def test_shards_inside_block_are_exchanged(host: Host, source: str) -> None:
     """Of five, the second and fourth begin no block: they give elements to the others, and nothing to receivers."""
     mine = publishers(host, 5, mode=source, options={"keep_plain": False})
     theirs = subscribers(host)
@@ -61,7 +61,7 @@ def test_ranks_whose_shards_lie_inside_a_block(host: Host, source: str) -> None:
         assert [one["transformed"] > 0 for one in said[2:]] == [True, False, True, False, True]
 
 
-def test_masters_are_cast(host: Host) -> None:
+def test_master_weights_are_cast(host: Host) -> None:
     shape = SHAPE | {"dtype": "float32"}
     mine = host.start_ranks("publisher", 2, options={"transforms": "cast:BF16"}, **shape)
     theirs = host.start_ranks("subscriber", 2, dim=1, tag="cast:BF16", **shape)
@@ -73,7 +73,7 @@ def test_masters_are_cast(host: Host) -> None:
     assert zero["exchanged"] == one["exchanged"] == 0
 
 
-def test_a_tag_that_is_not_offered_is_refused(host: Host) -> None:
+def test_unoffered_tag_is_refused(host: Host) -> None:
     mine = publishers(host, 1, mode="snapshot")
     other = host.start_ranks("subscriber", 1, tag="fp8-channel", **SHAPE)
     mine[0].ask("publish 1")
@@ -84,7 +84,7 @@ def test_a_tag_that_is_not_offered_is_refused(host: Host) -> None:
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_killed_during_the_exchange(host: Host, source: str, lost: int) -> None:
+def test_rank_killed_during_exchange_fails_version(host: Host, source: str, lost: int) -> None:
     """Rank 2 is asked for elements by rank 1, rank 1 by rank 0; whichever is asked takes a minute, and is killed."""
     mine = [
         host.start_rank(

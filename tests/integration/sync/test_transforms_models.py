@@ -77,7 +77,7 @@ def same(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize("asked", [TAG, None])
-def test_codes_and_scales_where_the_loader_puts_them(stack: ExitStack, mode: str, asked: str | None) -> None:
+def test_codes_and_scales_reach_loader_parameters(stack: ExitStack, mode: str, asked: str | None) -> None:
     held = [halves(checkpoint(0), rank) for rank in range(2)]
     pubs = publishers(stack, held, mode="live", transforms=TAG)
     models = [Served(rank) for rank in range(2)]
@@ -102,7 +102,7 @@ def test_codes_and_scales_where_the_loader_puts_them(stack: ExitStack, mode: str
             same(model, wanted)
 
 
-def test_a_peer_gives_what_it_took_under_its_tag(stack: ExitStack) -> None:
+def test_peer_serves_received_tag(stack: ExitStack) -> None:
     (pub,) = publishers(stack, [checkpoint(3)], mode="snapshot", transforms=TAG, keep_plain=False)
     pub.publish(1)
     first, second = Served(0), Served(0)
@@ -113,7 +113,7 @@ def test_a_peer_gives_what_it_took_under_its_tag(stack: ExitStack) -> None:
     same(second, first)
 
 
-def test_a_model_that_wants_another_form_is_refused(stack: ExitStack) -> None:
+def test_model_wanting_different_form_is_refused(stack: ExitStack) -> None:
     (pub,) = publishers(stack, [checkpoint(3)], mode="snapshot", transforms={TAG: ["*"]}, keep_plain=False)
     pub.publish(1)
     plain = nn.Module()

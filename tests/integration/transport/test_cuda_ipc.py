@@ -73,7 +73,7 @@ def holder(request):
         yield child
 
 
-def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
+def test_second_process_reads_and_maps_once(reader, holder) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     new = holder.fence(2)
     rows = [(at, at, min(99_991, NBYTES - at)) for at in range(0, NBYTES, 99_991)]
@@ -82,7 +82,7 @@ def test_another_process_reads_it_and_maps_it_once(reader, holder) -> None:
     assert reader.driver.num_opened == 1
 
 
-def test_links_map_device_memory_before_there_is_memory_to_read_into(holder) -> None:
+def test_device_memory_is_mapped_before_targets_exist(holder) -> None:
     driver = FakeCuda()
     with PeerLinks({"cuda_ipc": lambda: CudaIpcTransport(driver)}) as links:
         links.reach_device("cuda:0", [{"cuda_ipc": encode(holder.descriptor)}, {"http": b"of another kind"}])
@@ -99,7 +99,7 @@ def test_links_map_device_memory_before_there_is_memory_to_read_into(holder) -> 
         without.reach_device("cuda:0", [{"cuda_ipc": encode(holder.descriptor)}])
 
 
-def test_what_is_mapped_ahead_is_not_mapped_by_the_first_read(reader, holder) -> None:
+def test_premapped_memory_is_not_mapped_by_read(reader, holder) -> None:
     reader.transport.reach(reader.into.memory.device, holder.descriptor)
     assert reader.driver.num_opened == 1
     assert ctypes.string_at(reader.into.memory.address, NBYTES) != pattern(NBYTES)
@@ -107,7 +107,7 @@ def test_what_is_mapped_ahead_is_not_mapped_by_the_first_read(reader, holder) ->
     assert reader.driver.num_opened == 1
 
 
-def test_a_read_of_what_is_mapped_does_not_wait_for_another_mapping(reader, holder, monkeypatch) -> None:
+def test_mapped_read_does_not_wait_for_other_mapping(reader, holder, monkeypatch) -> None:
     assert reader.read(holder.descriptor) == pattern(NBYTES)
     is_mapping, may_end = threading.Event(), threading.Event()
 
@@ -128,7 +128,7 @@ def test_a_read_of_what_is_mapped_does_not_wait_for_another_mapping(reader, hold
         assert reader.read(descriptor) == pattern(NBYTES, 3)
 
 
-def test_groups_have_every_byte_once(reader, holder, monkeypatch) -> None:
+def test_copy_groups_cover_every_byte_once(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(cuda_ipc, "GROUP_BYTES", 100_000)
     monkeypatch.setattr(cuda_ipc, "SHORT_BYTES", 80_000)
     monkeypatch.setattr(cuda_ipc, "MANY", 10)
@@ -147,7 +147,7 @@ def test_groups_have_every_byte_once(reader, holder, monkeypatch) -> None:
     assert pending.moved_bytes == sum(row[2] for row in rows)
 
 
-def test_a_fence_under_a_read_is_seen(reader, holder) -> None:
+def test_fence_during_read_is_detected(reader, holder) -> None:
     reader.read(holder.descriptor, [(0, 0, 1)])
     pending = reader.post(holder.descriptor)
     holder.fence(2)
@@ -163,7 +163,7 @@ def test_a_fence_under_a_read_is_seen(reader, holder) -> None:
     assert reader.driver.num_opened == 0
 
 
-def test_a_killed_holder_is_lost(reader, holder) -> None:
+def test_killed_holder_raises_peer_lost(reader, holder) -> None:
     pending = reader.post(holder.descriptor)
     holder.process.kill()
     holder.process.wait(10)
@@ -176,14 +176,14 @@ def test_a_killed_holder_is_lost(reader, holder) -> None:
     assert time.monotonic() - began < 5
 
 
-def test_a_holder_killed_before_it_is_mapped(reader, holder) -> None:
+def test_holder_killed_before_mapping_raises_peer_lost(reader, holder) -> None:
     holder.process.kill()
     holder.process.wait(10)
     with pytest.raises(PeerLost):
         reader.post(holder.descriptor)
 
 
-def test_a_device_that_hangs(reader, holder, monkeypatch) -> None:
+def test_hanging_device_raises_source_stalled(reader, holder, monkeypatch) -> None:
     reader.driver.is_stuck = True
     pending = reader.post(holder.descriptor)
     with pytest.raises(SourceStalled) as caught:
@@ -196,7 +196,7 @@ def test_a_device_that_hangs(reader, holder, monkeypatch) -> None:
     reader.driver.num_opened = 0
 
 
-def test_memory_of_an_abandoned_read_is_kept_until_the_device_is_done(reader, holder) -> None:
+def test_abandoned_read_keeps_memory_until_device_finishes(reader, holder) -> None:
     into = reader.transport.register(reader.driver.allocate(NBYTES))
     alive = weakref.ref(into.memory.owner)
     reader.driver.is_stuck = True
@@ -214,7 +214,7 @@ def test_memory_of_an_abandoned_read_is_kept_until_the_device_is_done(reader, ho
 
 
 @pytest.mark.parametrize("is_mapped", [False, True], ids=["before it is mapped", "once it is mapped"])
-def test_a_descriptor_that_reaches_past_the_memory(reader, holder, is_mapped: bool) -> None:
+def test_descriptor_beyond_memory_is_refused(reader, holder, is_mapped: bool) -> None:
     if is_mapped:
         reader.read(holder.descriptor)
     far = holder.lie(4 * NBYTES)
@@ -225,7 +225,7 @@ def test_a_descriptor_that_reaches_past_the_memory(reader, holder, is_mapped: bo
     assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 
-def test_what_was_queued_before_a_copy_was_refused_is_kept(reader, holder, monkeypatch) -> None:
+def test_copies_queued_before_refusal_keep_memory(reader, holder, monkeypatch) -> None:
     queue = reader.driver.copy
 
     def refuse(*columns) -> None:
@@ -244,7 +244,7 @@ def test_what_was_queued_before_a_copy_was_refused_is_kept(reader, holder, monke
     never_freed.clear()
 
 
-def test_more_pieces_than_there_can_be(reader) -> None:
+def test_impossible_number_of_pieces_is_refused(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         for runs in (((1 << 59, 1),), ((1 << 20, 1), (1, 1)), ()):
             payload = {**msgspec.msgpack.decode(holder.descriptor.payload), "pieces": runs}
@@ -253,7 +253,7 @@ def test_more_pieces_than_there_can_be(reader) -> None:
                 map_peer(reader.driver, 0, lie, msgspec.msgpack.decode(lie.payload, type=CudaPayload))
 
 
-def test_a_handle_of_another_pid_namespace_is_refused_and_pieces_are_not(reader) -> None:
+def test_handle_from_another_pid_namespace_is_refused(reader) -> None:
     """A handle names a process id; in another container another process has it, or this very one."""
     for transport, is_refused in (("fake_cuda", True), ("fake_virtual", False)):
         with HolderProcess(transport, nbytes=NBYTES) as holder:
@@ -271,7 +271,7 @@ def test_a_handle_of_another_pid_namespace_is_refused_and_pieces_are_not(reader)
                 assert map_peer(reader.driver, 0, source, payload).nbytes >= NBYTES
 
 
-def test_memory_that_cannot_be_shared(reader) -> None:
+def test_unshareable_memory_is_refused(reader) -> None:
     reader.driver.is_shareable = False
     with pytest.raises(ConfigError, match="expandable_segments:False"):
         reader.transport.register(reader.driver.allocate_virtual(100))
@@ -284,7 +284,7 @@ def test_memory_that_cannot_be_shared(reader) -> None:
     reader.driver.num_opened -= 1  # the virtual memory above
 
 
-def test_only_the_generation_that_is_now_is_handed_out(reader) -> None:
+def test_only_current_generation_is_handed_out(reader) -> None:
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         payload = msgspec.msgpack.decode(holder.descriptor.payload)
         path = payload["page"]["socket"]
@@ -297,7 +297,7 @@ def test_only_the_generation_that_is_now_is_handed_out(reader) -> None:
         assert reader.read(holder.descriptor) == pattern(NBYTES)
 
 
-def test_a_door_that_is_silent(reader, monkeypatch) -> None:
+def test_silent_holder_raises_source_stalled(reader, monkeypatch) -> None:
     monkeypatch.setattr(fd_server, "TIMEOUT_S", 0.1)
     with HolderProcess("fake_virtual", nbytes=NBYTES) as holder:
         os.kill(holder.process.pid, signal.SIGSTOP)
@@ -309,7 +309,7 @@ def test_a_door_that_is_silent(reader, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("code", "kind"), [(2, DeviceOutOfMemory), (217, ConfigError), (719, DestinationError)])
-def test_what_the_driver_says_is_typed(code: int, kind: type[PenstockError]) -> None:
+def test_driver_error_code_raises_typed_error(code: int, kind: type[PenstockError]) -> None:
     driver = object.__new__(cuda_driver.CudaDriver)
     driver._calls = {"cuGetErrorName": lambda _code, _name: 0}
     with pytest.raises(kind, match=str(code)) as caught:
@@ -318,7 +318,7 @@ def test_what_the_driver_says_is_typed(code: int, kind: type[PenstockError]) -> 
     assert caught.value.hint
 
 
-def test_rectangles_of_many_short_runs_are_one_read(reader) -> None:
+def test_short_run_rectangles_are_one_read(reader) -> None:
     rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
     rows.append((7, 2_000_000, 100, 9, 100, 100))
     columns = dict(

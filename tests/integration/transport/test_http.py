@@ -98,13 +98,13 @@ def wait_for_bytes(pending) -> None:
 
 
 @pytest.mark.parametrize("num_connections", [1, 3])
-def test_two_processes(num_connections: int) -> None:
+def test_second_process_reads_all_bytes(num_connections: int) -> None:
     with holder() as (_, source), reading(NBYTES, num_connections=num_connections) as (transport, into, buffer):
         transport.wait(transport.post_read(into, source, whole(NBYTES)), stall_s=20)
         assert buffer == sample(NBYTES)
 
 
-def test_a_killed_peer_is_lost() -> None:
+def test_killed_peer_raises_peer_lost() -> None:
     with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, _):
         pending = transport.post_read(into, source, whole(NBYTES))
         wait_for_bytes(pending)
@@ -120,7 +120,7 @@ def test_a_killed_peer_is_lost() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "under way"])
-def test_a_stopped_peer_stalls_and_nothing_is_written_after(when: str) -> None:
+def test_stopped_peer_stalls_without_later_writes(when: str) -> None:
     with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, buffer):
         if when == "before":
             stop(process)
@@ -141,7 +141,7 @@ def test_a_stopped_peer_stalls_and_nothing_is_written_after(when: str) -> None:
         assert buffer[:1000] == sample(NBYTES)[:1000]
 
 
-def test_a_fence_under_way_ends_the_read_and_is_told_from_a_lost_peer() -> None:
+def test_fence_during_read_raises_stale_descriptor() -> None:
     with holder(slow=True) as (process, source), reading(NBYTES) as (transport, into, _):
         pending = transport.post_read(into, source, whole(NBYTES))
         wait_for_bytes(pending)
@@ -154,7 +154,7 @@ def test_a_fence_under_way_ends_the_read_and_is_told_from_a_lost_peer() -> None:
         transport.wait(transport.post_read(into, new, whole(10)), stall_s=20)
 
 
-def test_bytes_without_their_seal_are_not_believed(monkeypatch) -> None:
+def test_bytes_without_trailer_are_not_trusted(monkeypatch) -> None:
     """The fence falls after the last byte was handed to the kernel, before the seal."""
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         real = HttpConnection.send
@@ -170,7 +170,7 @@ def test_bytes_without_their_seal_are_not_believed(monkeypatch) -> None:
         assert caught.value.mutated
 
 
-def test_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
+def test_closed_connection_is_replaced_and_read_resumed(monkeypatch) -> None:
     monkeypatch.setattr(region_server, "PIECE_BYTES", 100_000)
     real, sent = HttpConnection.send, []
 
@@ -195,7 +195,7 @@ def weights(nbytes: int) -> bytes:
 
 
 @pytest.mark.parametrize("num_connections", [1, 3])
-def test_weights_come_compressed(num_connections: int) -> None:
+def test_weights_are_transferred_compressed(num_connections: int) -> None:
     options = {"num_connections": num_connections, "compress": True}
     with reading(NBYTES) as (_, handle, there), reading(NBYTES, **options) as (transport, into, here):
         there[:] = weights(NBYTES)
@@ -210,7 +210,7 @@ def test_weights_come_compressed(num_connections: int) -> None:
         assert here[999] == there[999]
 
 
-def test_compressed_a_connection_that_ends_is_replaced_and_the_rest_read(monkeypatch) -> None:
+def test_compressed_read_resumes_after_closed_connection(monkeypatch) -> None:
     real, sent = HttpConnection.send, []
 
     def send(self: HttpConnection, views) -> int:
@@ -227,7 +227,7 @@ def test_compressed_a_connection_that_ends_is_replaced_and_the_rest_read(monkeyp
         assert len(sent) > 20
 
 
-def test_compressed_a_fence_before_the_seal_is_seen(monkeypatch) -> None:
+def test_compressed_fence_before_trailer_is_detected(monkeypatch) -> None:
     with reading(100_000) as (_, handle, _), reading(100_000, compress=True) as (transport, into, here):
         real = HttpConnection.send
 
@@ -243,7 +243,7 @@ def test_compressed_a_fence_before_the_seal_is_seen(monkeypatch) -> None:
         assert here == b"\xaa" * 100_000
 
 
-def test_on_this_host_nothing_is_compressed_once_that_was_measured() -> None:
+def test_local_link_stops_compressing_after_measurement() -> None:
     """Memory is faster than any codec; the tests' own machine may be too busy to show by how much, so it is told."""
     with reading(NBYTES) as (_, handle, there), reading(NBYTES) as (transport, into, here):
         there[:] = sample(NBYTES)  # and no codec makes this smaller
@@ -256,7 +256,7 @@ def test_on_this_host_nothing_is_compressed_once_that_was_measured() -> None:
         assert "the codec 1.00x" in why
 
 
-def test_a_peer_that_does_not_compress_is_read_raw(monkeypatch) -> None:
+def test_peer_without_compression_is_read_raw(monkeypatch) -> None:
     monkeypatch.setattr(region_server, "CODING", "another")
     with reading(100_000) as (_, handle, there), reading(100_000, compress=True) as (transport, into, here):
         there[:] = sample(100_000)
@@ -276,7 +276,7 @@ def test_a_peer_that_does_not_compress_is_read_raw(monkeypatch) -> None:
         b"00000018\r\n" + (2000).to_bytes(4, "little") + (1).to_bytes(4, "little") + bytes(200),
     ],
 )
-def test_chunks_that_lie_are_an_error(chunk: bytes) -> None:
+def test_lying_chunks_raise(chunk: bytes) -> None:
     server = socket.create_server(("127.0.0.1", 0))
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Encoding: penstock-planes\r\n\r\n"
 
@@ -301,7 +301,7 @@ def test_chunks_that_lie_are_an_error(chunk: bytes) -> None:
     server.close()
 
 
-def test_memory_released_under_a_read_is_written_no_more() -> None:
+def test_memory_released_during_read_is_not_written() -> None:
     with holder(slow=True) as (_, source), reading(NBYTES) as (transport, into, buffer):
         pending = transport.post_read(into, source, whole(NBYTES))
         wait_for_bytes(pending)
@@ -313,7 +313,7 @@ def test_memory_released_under_a_read_is_written_no_more() -> None:
         assert buffer == b"\x55" * NBYTES
 
 
-def test_more_runs_than_one_request_takes() -> None:
+def test_runs_above_request_limit_are_read() -> None:
     count = 3 * MAX_RUNS + 5
     at = np.arange(count) * 100
     with reading(count * 100) as (_, handle, there), reading(count * 100) as (transport, into, here):
@@ -324,7 +324,7 @@ def test_more_runs_than_one_request_takes() -> None:
         assert (np.frombuffer(here, np.uint8).reshape(count, 100)[:, :90] == expected).all()
 
 
-def test_a_wrong_key_is_refused() -> None:
+def test_wrong_key_is_refused() -> None:
     with reading(100) as (_, handle, _), reading(100) as (transport, into, buffer):
         payload = msgspec.msgpack.decode(handle.descriptor.payload)
         forged = msgspec.msgpack.encode({**payload, "key": bytes(16)})
@@ -335,7 +335,7 @@ def test_a_wrong_key_is_refused() -> None:
         assert buffer == b"\xaa" * 100
 
 
-def test_addresses_that_are_none() -> None:
+def test_invalid_listen_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="every interface"):
         HttpTransport("0.0.0.0:0")
     for listen in ("127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", "unix:/no/such/folder/socket"):
@@ -343,7 +343,7 @@ def test_addresses_that_are_none() -> None:
             HttpTransport(listen)
 
 
-def test_a_unix_socket(tmp_path) -> None:
+def test_unix_socket_is_used(tmp_path) -> None:
     with reading(5_000_000, listen=f"unix:{tmp_path}/door") as (_, handle, there):
         there[:] = sample(5_000_000)
         with reading(5_000_000) as (transport, into, here):
@@ -352,7 +352,7 @@ def test_a_unix_socket(tmp_path) -> None:
     assert not (tmp_path / "door").exists()
 
 
-def test_tls(tmp_path) -> None:
+def test_tls_is_used_and_checked(tmp_path) -> None:
     key, cert = _certificate(tmp_path)
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
@@ -381,7 +381,7 @@ def _certificate(folder):
     return folder / "key", folder / "cert"
 
 
-def test_a_forked_child_leaves_the_parents_server_alone() -> None:
+def test_forked_child_leaves_parent_server_running() -> None:
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         transport.wait(transport.post_read(into, handle.descriptor, whole(1000)), stall_s=20)
         child = os.fork()
@@ -397,7 +397,7 @@ def test_a_forked_child_leaves_the_parents_server_alone() -> None:
         transport.wait(transport.post_read(into, handle.descriptor, whole(1000)), stall_s=20)
 
 
-def test_a_malformed_descriptor() -> None:
+def test_malformed_descriptor_is_refused() -> None:
     with reading(10) as (transport, into, _):
         good = into.descriptor
         for payload in (b"", b"\xc1", good.payload[:-1], msgspec.msgpack.encode({"key": b"x", "port": 7})):
@@ -450,7 +450,7 @@ def head(source: Descriptor, nbytes: object, generation: object = None) -> bytes
     return f"POST /v1/regions/{number} HTTP/1.1\r\nContent-Length: {nbytes}\r\n\r\n".encode()
 
 
-def test_hostile_requests_get_a_refusal_and_no_bytes() -> None:
+def test_hostile_requests_are_refused_without_bytes() -> None:
     with reading(1000) as (transport, handle, _):
         source, far = handle.descriptor, 2**63 - 1
         good = request(source, [(0, 1000)])
@@ -489,14 +489,14 @@ def test_hostile_requests_get_a_refusal_and_no_bytes() -> None:
         transport.wait(transport.post_read(handle, source, whole(1000)), stall_s=20)
 
 
-def test_many_runs_of_the_whole_region_are_too_much(monkeypatch) -> None:
+def test_repeated_whole_region_runs_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(region_server, "MAX_ANSWER_BYTES", 10_000)
     with reading(1000) as (_, handle, _):
         body = request(handle.descriptor, [(0, 1000)] * 11)
         assert ask(handle.descriptor, head(handle.descriptor, len(body)) + body).startswith(b"HTTP/1.1 413")
 
 
-def test_slow_clients_are_let_go(monkeypatch) -> None:
+def test_slow_clients_are_closed(monkeypatch) -> None:
     """A head that drips, a body that does not come, and a reader that takes nothing: each costs a while."""
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(head_s=0.4, idle_s=0.4, answer_s=0.4))
     with reading(50_000_000) as (transport, handle, _):
@@ -527,7 +527,7 @@ def test_slow_clients_are_let_go(monkeypatch) -> None:
         thread.join()
 
 
-def test_a_full_server_is_asked_again(monkeypatch) -> None:
+def test_full_server_is_asked_again(monkeypatch) -> None:
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(total=1))
     with reading(1000) as (_, handle, _), reading(1000) as (transport, into, _):
         other = connected(handle.descriptor)

@@ -75,7 +75,7 @@ def holder():
         yield child
 
 
-def test_another_processs_host_memory_comes_to_a_device(kind, reader, holder) -> None:
+def test_remote_host_memory_reaches_device(kind, reader, holder) -> None:
     most = into_device.NUM_BUFFERS if kind == "staged" else 1
     if kind == "pinned":
         reader.transport.reach(reader.into.memory.device, holder.descriptor)
@@ -89,7 +89,7 @@ def test_another_processs_host_memory_comes_to_a_device(kind, reader, holder) ->
 
 
 @pytest.mark.parametrize("kind", ["pinned"], indirect=True)
-def test_rectangles_of_long_and_of_many_short_runs(reader, holder) -> None:
+def test_long_and_short_run_rectangles_are_copied(reader, holder) -> None:
     rows = [(5, 100, 40, 300, 1000, 40), (400_000, 20_000, 300_000, 3, 400_000, 300_001)]
     rows.append((7, 2_000_000, 100, 90, 100, 100))
     rectangles = Rectangles(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
@@ -107,7 +107,7 @@ def test_rectangles_of_long_and_of_many_short_runs(reader, holder) -> None:
         reader.transport.wait(late, stall_s=20)
 
 
-def test_a_fence_and_a_death_are_seen_and_the_memory_let_go(kind, reader, holder) -> None:
+def test_fence_and_death_are_detected_and_memory_freed(kind, reader, holder) -> None:
     pending = reader.transport.post_read(reader.into, holder.descriptor, segments([(0, 0, NBYTES)]))
     holder.fence(2)
     with pytest.raises(StaleDescriptor) as caught:
@@ -125,7 +125,7 @@ def test_a_fence_and_a_death_are_seen_and_the_memory_let_go(kind, reader, holder
         assert not reader.driver.pinned
 
 
-def test_what_a_device_that_hangs_may_use_is_kept(kind, reader, holder) -> None:
+def test_hanging_device_keeps_its_memory(kind, reader, holder) -> None:
     reader.driver.is_stuck = True
     stuck = into_device.NUM_BUFFERS if kind == "staged" else 1
     for wanted in [*[DestinationError] * stuck, *([SourceStalled] if kind == "staged" else [])]:
@@ -139,7 +139,7 @@ def test_what_a_device_that_hangs_may_use_is_kept(kind, reader, holder) -> None:
     reader.driver.is_stuck = False
 
 
-def test_what_a_copy_that_was_queued_in_part_may_use_is_kept(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partly_queued_copy_keeps_its_memory(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
     queue = reader.driver.copy
 
     def copy(*columns) -> None:
@@ -158,7 +158,7 @@ def test_what_a_copy_that_was_queued_in_part_may_use_is_kept(reader, holder, mon
     never_freed.clear()
 
 
-def test_it_reads_into_devices_only_and_shows_nothing(reader, holder) -> None:
+def test_only_device_targets_are_accepted(reader, holder) -> None:
     with pytest.raises(ConfigError):
         reader.transport.register_into(Memory.of_buffer(bytearray(8)))
     with pytest.raises(ConfigError):
@@ -171,7 +171,7 @@ def test_it_reads_into_devices_only_and_shows_nothing(reader, holder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["staged"], indirect=True)
-def test_many_threads_share_a_bounded_pool(reader, holder) -> None:
+def test_concurrent_reads_share_limited_pool(reader, holder) -> None:
     rows = [(at, at, min(500_009, NBYTES - at)) for at in range(0, NBYTES, 500_009)]
     threads = [threading.Thread(target=reader.read, args=(holder.descriptor, [row])) for row in rows * 2]
     for thread in threads:
@@ -183,7 +183,7 @@ def test_many_threads_share_a_bounded_pool(reader, holder) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pinned"], indirect=True)
-def test_memory_that_cannot_be_pinned_is_said_to_be_so(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpinnable_memory_raises_destination_error(reader, holder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader.driver, "pin", _refuse)
     with pytest.raises(DestinationError):
         reader.transport.reach(reader.into.memory.device, holder.descriptor)
@@ -191,7 +191,7 @@ def test_memory_that_cannot_be_pinned_is_said_to_be_so(reader, holder, monkeypat
 
 
 @pytest.mark.parametrize("can_pin", [True, False])
-def test_a_sync_stages_what_cannot_be_pinned_and_says_why(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
+def test_sync_stages_unpinnable_memory_with_reason(holder, monkeypatch: pytest.MonkeyPatch, can_pin) -> None:
     driver = FakeCuda()
     with PeerLinks({"shm": ShmTransport}) as links:
         links.add_device_targets(driver)
@@ -216,7 +216,7 @@ def test_a_sync_stages_what_cannot_be_pinned_and_says_why(holder, monkeypatch: p
 
 
 @pytest.mark.parametrize(("inner", "same_host"), [("shm", True), ("http", False)])
-def test_it_is_chosen_where_a_keeper_on_the_host_feeds_a_device(inner: str, same_host: bool) -> None:
+def test_transport_is_chosen_for_host_cache_and_device(inner: str, same_host: bool) -> None:
     driver, arena = FakeCuda(), Arena.allocate(100)
     ctypes.memset(arena.address, 7, 100)
     kept = Memory(address=arena.address, nbytes=100, owner=arena)

@@ -109,14 +109,14 @@ class Waiting:
 
 
 @needs_nixl
-def test_two_processes() -> None:
+def test_second_process_reads_all_bytes() -> None:
     with holder() as (_, source), reading(NBYTES) as (transport, into, buffer):
         transport.wait(transport.post_read(into, source, segments([(0, 0, NBYTES)])), stall_s=20)
         assert buffer == pattern(NBYTES)
 
 
 @needs_nixl
-def test_a_killed_peer_is_lost(slow) -> None:
+def test_killed_peer_raises_peer_lost(slow) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, _):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         process.kill()
@@ -131,7 +131,7 @@ def test_a_killed_peer_is_lost(slow) -> None:
 
 
 @needs_nixl
-def test_a_stopped_peer_stalls_and_nothing_is_written_after(slow, monkeypatch) -> None:
+def test_stopped_peer_stalls_without_later_writes(slow, monkeypatch) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, buffer):
         monkeypatch.setattr(nixl_reader, "WINDOW", 4)
         waiting = Waiting(transport, into, source, NBYTES, 0.7)
@@ -152,7 +152,7 @@ def test_a_stopped_peer_stalls_and_nothing_is_written_after(slow, monkeypatch) -
 
 
 @needs_nixl
-def test_a_fence_under_way_is_seen(slow) -> None:
+def test_fence_during_read_is_detected(slow) -> None:
     with holder() as (process, source), reading(NBYTES) as (transport, into, _):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         process.stdin.write("fence\n")
@@ -165,7 +165,7 @@ def test_a_fence_under_way_is_seen(slow) -> None:
 
 
 @needs_nixl
-def test_memory_released_under_a_read_is_written_no_more(slow) -> None:
+def test_memory_released_during_read_is_not_written(slow) -> None:
     with holder() as (_, source), reading(NBYTES) as (transport, into, buffer):
         waiting = Waiting(transport, into, source, NBYTES, 20)
         into.close()
@@ -176,7 +176,7 @@ def test_memory_released_under_a_read_is_written_no_more(slow) -> None:
 
 
 @needs_nixl
-def test_released_memory_is_kept_for_a_while_and_then_let_go(monkeypatch) -> None:
+def test_released_memory_is_freed_after_delay(monkeypatch) -> None:
     monkeypatch.setattr(nixl, "LINGER_S", 0.5)
     with reading(1000) as (transport, handle, _):
         handle.close()
@@ -188,7 +188,7 @@ def test_released_memory_is_kept_for_a_while_and_then_let_go(monkeypatch) -> Non
 
 
 @needs_nixl
-def test_both_ways_at_once() -> None:
+def test_reads_in_both_directions_run_concurrently() -> None:
     with reading(5_000_000) as (left, mine, here), reading(5_000_000) as (right, theirs, there):
         for buffer, seed in ((here, 1), (there, 2)):
             buffer[:2_000_000] = sample(2_000_000, seed)
@@ -204,7 +204,7 @@ def test_both_ways_at_once() -> None:
 
 
 @needs_nixl
-def test_a_forked_child_leaves_the_parents_agent_alone() -> None:
+def test_forked_child_leaves_parent_agent_running() -> None:
     with reading(1000) as (_, handle, there), reading(1000) as (transport, into, here):
         there[:] = sample(1000)
         transport.wait(transport.post_read(into, handle.descriptor, segments([(0, 0, 10)])), stall_s=20)
@@ -223,7 +223,7 @@ def test_a_forked_child_leaves_the_parents_agent_alone() -> None:
 
 
 @needs_nixl
-def test_the_process_exits_clean() -> None:
+def test_process_exits_cleanly() -> None:
     """With a transport open, whatever RDMA libraries are installed."""
     script = (
         "from penstock.transport.nixl import NixlTransport as T; from penstock.transport.protocol import Memory as M"
@@ -234,7 +234,7 @@ def test_the_process_exits_clean() -> None:
 
 
 @needs_nixl
-def test_malformed_descriptors() -> None:
+def test_malformed_descriptors_are_refused() -> None:
     with reading(10) as (transport, into, _):
         good = into.descriptor
         for payload in (b"", b"\xc1", good.payload[:-1], msgspec.msgpack.encode({"agent": b""})):
@@ -250,21 +250,21 @@ def test_malformed_descriptors() -> None:
 
 
 @needs_nixl
-def test_what_nixl_cannot_do_is_said() -> None:
+def test_unsupported_backend_and_device_are_refused() -> None:
     with pytest.raises(ConfigError, match="PIGEON"):
         NixlTransport(backends=("PIGEON",))
     with reading(10) as (transport, _, _), pytest.raises(ConfigError, match="mps"):
         transport.register(Memory(address=4096, nbytes=10, device="mps:0"))
 
 
-def test_without_nixl_the_extra_is_named(monkeypatch) -> None:
+def test_missing_nixl_error_names_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(MissingExtra) as caught:
         NixlTransport()
     assert "pip install 'nixl" in str(caught.value)
 
 
-def test_variables_of_ucx_are_set_for_a_moment_and_the_users_stay(monkeypatch) -> None:
+def test_ucx_variables_are_set_temporarily(monkeypatch) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     monkeypatch.setenv("UCX_MODULES", "^rocm")
     with ucx_variables("tcp"):

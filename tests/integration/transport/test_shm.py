@@ -45,12 +45,12 @@ def num_mapped() -> int:
         return sum("memfd:penstock-arena" in line and "r--s" in line for line in maps)
 
 
-def test_another_process_reads_it(reader, holder) -> None:
+def test_second_process_reads_memory(reader, holder) -> None:
     assert read(reader, holder.descriptor) == pattern(NBYTES)
     assert read(reader, holder.fence(2)) == pattern(NBYTES, 2)
 
 
-def test_a_fence_of_another_process_is_seen(reader, holder) -> None:
+def test_fence_in_holder_process_is_detected(reader, holder) -> None:
     transport, into = reader
     old = holder.descriptor
     pending = transport.post_read(into, old, segments([(0, 0, NBYTES)]))
@@ -65,7 +65,7 @@ def test_a_fence_of_another_process_is_seen(reader, holder) -> None:
         read(reader, holder.descriptor)
 
 
-def test_a_fence_in_the_middle_is_seen(reader, holder, monkeypatch) -> None:
+def test_fence_during_read_is_detected(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(shm, "PIECE_BYTES", 1_000_000)
     transport, into = reader
     pending = transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
@@ -84,7 +84,7 @@ def test_a_fence_in_the_middle_is_seen(reader, holder, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked child that lives on"])
-def test_a_killed_holder_is_lost(reader, forks: bool) -> None:
+def test_killed_holder_raises_peer_lost(reader, forks: bool) -> None:
     transport, into = reader
     with HolderProcess("shm", nbytes=NBYTES, forks=forks) as holder:
         pending = transport.post_read(into, holder.descriptor, segments([(0, 0, NBYTES)]))
@@ -100,16 +100,14 @@ def test_a_killed_holder_is_lost(reader, forks: bool) -> None:
         assert num_mapped() == 0
 
 
-def test_a_stopped_holder_that_was_read_before_is_read_all_the_same(reader, holder) -> None:
+def test_stopped_holder_already_mapped_is_readable(reader, holder) -> None:
     read(reader, holder.descriptor)
     os.kill(holder.process.pid, signal.SIGSTOP)
     assert read(reader, holder.descriptor) == pattern(NBYTES)
     os.kill(holder.process.pid, signal.SIGCONT)
 
 
-def test_a_holder_that_was_stopped_before_its_first_reader_came_ends_the_read_in_time(
-    reader, holder, monkeypatch
-) -> None:
+def test_stopped_holder_ends_first_read_at_deadline(reader, holder, monkeypatch) -> None:
     monkeypatch.setattr(fd_server, "TIMEOUT_S", 0.2)
     os.kill(holder.process.pid, signal.SIGSTOP)
     os.waitpid(holder.process.pid, os.WUNTRACED)
@@ -118,13 +116,13 @@ def test_a_holder_that_was_stopped_before_its_first_reader_came_ends_the_read_in
     os.kill(holder.process.pid, signal.SIGCONT)
 
 
-def test_a_peer_is_mapped_once(reader, holder) -> None:
+def test_peer_is_mapped_once(reader, holder) -> None:
     for _ in range(3):
         read(reader, holder.descriptor, [(0, 0, 100)])
     assert num_mapped() == 1
 
 
-def test_a_part_of_an_arena_is_all_that_can_be_read(reader) -> None:
+def test_registered_arena_part_limits_reads(reader) -> None:
     arena = Arena.allocate(10_000)
     ctypes.memset(arena.address, 1, 10_000)
     holder = ShmTransport()
@@ -137,7 +135,7 @@ def test_a_part_of_an_arena_is_all_that_can_be_read(reader) -> None:
     holder.close()
 
 
-def test_a_descriptor_that_reaches_past_memory_mapped_before(reader, holder) -> None:
+def test_descriptor_beyond_mapped_memory_is_refused(reader, holder) -> None:
     read(reader, holder.descriptor)
     far = holder.lie(4 * NBYTES)
     with pytest.raises(FormatError):
@@ -157,7 +155,7 @@ def test_only_arenas_are_registered(reader) -> None:
         transport.register(Memory(address=arena.address + 4000, nbytes=97, owner=arena))
 
 
-def test_hostile_payloads(reader, holder) -> None:
+def test_hostile_payloads_are_refused(reader, holder) -> None:
     """Another's descriptors, other sockets, other hosts: nothing of them is mapped or read."""
     given = holder.descriptor
     payload = msgspec.msgpack.decode(given.payload)

@@ -57,9 +57,7 @@ def test_failed_load_still_waits_for_kernels(made: type[Digester]) -> None:
     assert len(made.ready) == 1
 
 
-def test_failed_kernels_are_logged_and_load_continues(
-    made: type[Digester], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_kernels_are_logged_and_load_continues(made: type[Digester], caplog: pytest.LogCaptureFixture) -> None:
     made.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
     with kernels_ready(CUDA, LOG):
         pass

@@ -225,7 +225,9 @@ ALLOWED = {
 
 @pytest.mark.parametrize("before", list(ResidentState))
 @pytest.mark.parametrize("after", list(ResidentState))
-def test_model_state_changes_only_by_listed_transitions(before: ResidentState, after: ResidentState, member: Member) -> None:
+def test_model_state_changes_only_by_listed_transitions(
+    before: ResidentState, after: ResidentState, member: Member
+) -> None:
     fleet = HolderFleet(Identity(model="m"), member, None, max_readers=1)
     model = ResidentModel(fleet, "w1-a", NBYTES)  # type: ignore[arg-type]
     ways = {"kept": (), "lost": ("reloading", "lost")}

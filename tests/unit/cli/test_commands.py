@@ -184,9 +184,7 @@ def test_changed_tensors_keep_existing_manifest(tmp_path: Path, penstock: Pensto
     penstock("verify", file)
 
 
-def test_signed_manifest_for_same_bytes_is_current(
-    llama: Path, keys: tuple[Path, Path], penstock: Penstock
-) -> None:
+def test_signed_manifest_for_same_bytes_is_current(llama: Path, keys: tuple[Path, Path], penstock: Penstock) -> None:
     private, public = keys
     penstock("manifest", llama, "--sign", private)
     # As a copy has it: another time, and so another identity.
@@ -212,9 +210,7 @@ def test_stale_signature_is_removed(llama: Path, keys: tuple[Path, Path], pensto
 
 
 @pytest.mark.parametrize("name", ["out", "out.sig"])
-def test_manifest_replaces_only_regular_files(
-    llama: Path, tmp_path: Path, name: str, penstock: Penstock
-) -> None:
+def test_manifest_replaces_only_regular_files(llama: Path, tmp_path: Path, name: str, penstock: Penstock) -> None:
     os.mkfifo(tmp_path / name)
     assert "not a regular file" in penstock("manifest", llama, "--out", tmp_path / "out", code=2)[1]
     assert (tmp_path / name).is_fifo()

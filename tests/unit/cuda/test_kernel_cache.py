@@ -37,9 +37,7 @@ class OnDevice(torch.Tensor):
 
 
 @pytest.mark.parametrize("can_store", [True, False])
-def test_compiled_kernel_is_looked_up_once(
-    can_store: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_kernel_is_looked_up_once(can_store: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     copies: list[Any] = []
 

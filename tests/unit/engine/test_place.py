@@ -121,9 +121,7 @@ def test_threads_wait_for_allocating_thread(device: Device) -> None:
     assert slabs[0] is place.slab(1)
 
 
-def test_first_slabs_are_usable_during_allocation(
-    device: Device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_slabs_are_usable_during_allocation(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.engine.place.FIRST_BYTES", 1000)
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     has_first = threading.Event()

@@ -159,16 +159,12 @@ def test_call_arriving_at_timeout_is_made(kept: KeptThreads) -> None:
     assert kept._next(taken) is call
 
 
-def test_taken_thread_without_call_ends(
-    kept: KeptThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_taken_thread_without_call_ends(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.01)
     assert kept._next(_Kept(SimpleQueue(), threading.current_thread())) is None
 
 
-def test_thread_is_reusable_before_join_returns(
-    kept: KeptThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_thread_is_reusable_before_join_returns(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     gives_back, seen, calls = kept._gives_back, list[bool](), list[Call]()
 
     def record(me: _Kept) -> bool:
@@ -246,9 +242,7 @@ def test_idle_threads_above_limit_end(kept: KeptThreads, monkeypatch: pytest.Mon
     assert sum(thread.is_alive() for thread in found) == 2
 
 
-def test_failed_thread_start_raises_or_returns_none(
-    kept: KeptThreads, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_thread_start_raises_or_returns_none(kept: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuses(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

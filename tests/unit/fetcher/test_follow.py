@@ -174,9 +174,7 @@ def test_persistently_full_parent_is_replaced_in_report(
         assert parents(weights) == ("P", "")
 
 
-def test_failed_parent_is_replaced_in_report(
-    fetch: Assignment, weights: LocalWeights
-) -> None:
+def test_failed_parent_is_replaced_in_report(fetch: Assignment, weights: LocalWeights) -> None:
     fetch.follow(reply_of("PG", "QG"))
     fail(fetch, "P", PeerLost("gone"))
     fetch.follow(reply_of("PG", "QG"))

@@ -48,9 +48,7 @@ def follow(peer: Peer, ranks: tuple[int, ...], timing: Timing | None = None) -> 
 
 
 @pytest.mark.parametrize("ranks", [(0,), (1,), (3,), (0, 1), (1, 1), (1, 2), (UNNAMED, 1)])
-def test_parent_and_next_upstream_connect_immediately(
-    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parent_and_next_upstream_connect_immediately(ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "PROBE_S", 0.05)
     peer = Peer()
     reader = follow(peer, ranks)
@@ -61,9 +59,7 @@ def test_parent_and_next_upstream_connect_immediately(
 
 
 @pytest.mark.parametrize("ranks", [(2, 2), (UNNAMED, 2), (UNNAMED, UNNAMED)])
-def test_other_upstreams_connect_on_request(
-    ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_upstreams_connect_on_request(ranks: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "PROBE_S", 0.0)
     peer = Peer()
     reader = follow(peer, ranks, Timing(spare_pause_s=0.01))

@@ -222,9 +222,7 @@ def test_parents_are_readable_while_relay_is_rebuilt(hub: Directory, monkeypatch
     assert view.parents == before
 
 
-def test_claim_losing_a_race_builds_one_relay(
-    bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claim_losing_a_race_builds_one_relay(bench: HubBench, hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
     made, lost = [], []
     write = MemoryStore.write
 

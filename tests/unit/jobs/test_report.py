@@ -87,9 +87,7 @@ def test_missing_rates_are_explained(
     assert predict(job, frozenset(), uris, devices, None) == (None, why)
 
 
-def test_gpus_are_matched_by_driver_name(
-    job: ConversionJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_are_matched_by_driver_name(job: ConversionJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(2):
         (tmp_path / f"0000:{i}").mkdir()
         (tmp_path / f"0000:{i}" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 255\n")

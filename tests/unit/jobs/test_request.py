@@ -29,9 +29,7 @@ def test_tasks_have_requested_size(source: Path) -> None:
     assert len(plan(source, to="fp8-block128").tasks) == 1
 
 
-def test_default_task_size_follows_total_bytes(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_task_size_follows_total_bytes(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(request, "task_bytes_of", lambda nbytes: asked.append(nbytes) or MIB)
     assert len(plan([source, source], operations="average").tasks) > 8

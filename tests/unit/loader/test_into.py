@@ -270,9 +270,7 @@ def test_tensors_are_cast_to_target_dtype(tmp_path: Path, dtype: Any, verb: str,
         (torch.float8_e4m3fn, torch.bfloat16, "target"),
     ],
 )
-def test_cast_changing_meaning_is_refused(
-    tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any
-) -> None:
+def test_cast_changing_meaning_is_refused(tmp_path: Path, stored: torch.dtype, target: torch.dtype, dtype: Any) -> None:
     save_file({"w": torch.zeros(4).to(stored)}, tmp_path / "m.safetensors")
     with pytest.raises(PlanError, match="dtype"):
         penstock.load_into({"w": torch.zeros(4, dtype=target)}, tmp_path, dtype=dtype)

@@ -89,9 +89,7 @@ def tensors(nbytes: int, size: int = SIZE) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("nbytes", [10_000, 300_000, 5 * MIB])
-def test_sequential_pass_reads_each_byte_once(
-    file: ReadAhead, source: Counted, nbytes: int
-) -> None:
+def test_sequential_pass_reads_each_byte_once(file: ReadAhead, source: Counted, nbytes: int) -> None:
     for start, stop in tensors(nbytes):
         read(file, start, stop)
     assert source.read_bytes == SIZE
@@ -110,9 +108,7 @@ def test_nearly_sequential_pass_reads_little_twice(file: ReadAhead, source: Coun
     assert source.num_reads < len(order) / 10
 
 
-def test_two_interleaved_sequences_are_read_ahead(
-    file: ReadAhead, source: Counted
-) -> None:
+def test_two_interleaved_sequences_are_read_ahead(file: ReadAhead, source: Counted) -> None:
     half = SIZE // 2
     for first, second in zip(tensors(50_000, half), tensors(50_000, half), strict=True):
         read(file, *first)
@@ -143,9 +139,7 @@ def natural(count: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("count", [40, 1500])
-def test_hinted_order_reads_each_byte_once(
-    file: ReadAhead, source: Counted, count: int, num_threads: int
-) -> None:
+def test_hinted_order_reads_each_byte_once(file: ReadAhead, source: Counted, count: int, num_threads: int) -> None:
     order = natural(count)
     file.expect([(start, stop) for _, start, stop in order])
     assert source.num_reads == 0
@@ -175,9 +169,7 @@ def test_hint_outside_file_is_refused(file: ReadAhead) -> None:
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
     st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, 3 * MIB)), max_size=12),
 )
-def test_random_requests_after_hint_are_correct(
-    hints: list[tuple[int, int]], requests: list[tuple[int, int]]
-) -> None:
+def test_random_requests_after_hint_are_correct(hints: list[tuple[int, int]], requests: list[tuple[int, int]]) -> None:
     file = ReadAhead(Counted(), SETTINGS, num_reads=3)
     file.expect((start, min(start + nbytes, SIZE)) for start, nbytes in hints)
     for start, nbytes in requests:
@@ -195,9 +187,7 @@ def test_concurrent_files_share_memory(source: Counted) -> None:
         file.close()
 
 
-def test_failed_read_is_raised_once_then_retried(
-    file: ReadAhead, source: Counted
-) -> None:
+def test_failed_read_is_raised_once_then_retried(file: ReadAhead, source: Counted) -> None:
     def fail(start: int, stop: int) -> None:
         if stop > 4 * MIB:
             raise SourceUnavailable("broken", uri="memory:")

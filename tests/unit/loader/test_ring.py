@@ -233,9 +233,7 @@ def error_of(run: LoadRun) -> BaseException | None:
     return run.ticket.error
 
 
-def test_failed_thread_start_ends_run(
-    make: Callable[..., Bench], refuse_thread: Callable[[str], None]
-) -> None:
+def test_failed_thread_start_ends_run(make: Callable[..., Bench], refuse_thread: Callable[[str], None]) -> None:
     refuse_thread("penstock-fetch-0")
     run = make(1, memory_nbytes=10 * CHUNK).start()
     error = error_of(run)

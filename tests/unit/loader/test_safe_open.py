@@ -105,7 +105,7 @@ def outcome(call: Callable[[], Any]) -> Any:
         return error
 
 
-class TestWhole:
+class TestWholeTensors:
     def test_names_shapes_and_dtypes_match_safetensors(self, file: Path) -> None:
         with safe_open(file, "pt") as mine, theirs(file) as true:
             assert mine.keys() == true.keys()
@@ -263,7 +263,7 @@ entries = st.one_of(
 indices = st.one_of(entries, st.lists(entries, max_size=4).map(tuple))
 
 
-class TestSlicesByHypothesis:
+class TestRandomSlices:
     @settings(max_examples=300, deadline=None)
     @given(shape=st.lists(st.integers(0, 7), max_size=4), index=indices)
     def test_random_slice_matches_torch(
@@ -340,7 +340,7 @@ class TestNumpySlices:
         assert_same(safe_open(file, "np").get_slice("cube")[index], whole[index])
 
 
-class TestOnlyTheBytesNeeded:
+class TestSliceReads:
     def test_row_slice_reads_only_its_rows(self, remote: tuple[Callable[..., safe_open], Recorder]) -> None:
         opened, source = remote
         f = opened()
@@ -377,7 +377,7 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(path, {"t": (DType.I16, (40, 512, 1024)), "u": (DType.U8, (3,))})
 
 
-class TestManyReads:
+class TestLargeFiles:
     """Large tensors and slices, and those of several reads over a network, go through the engine."""
 
     @pytest.mark.parametrize("index", [(), np.s_[1:39], np.s_[:, 3:5], np.s_[::7, :, 1000:]])
@@ -464,9 +464,7 @@ class TestErrors:
         with pytest.raises(TypeError):
             safe_open(file).get_tensor(3)  # type: ignore[arg-type]
 
-    def test_errors_are_typed_without_safetensors_import(
-        self, file: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_errors_are_typed_without_safetensors_import(self, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(__import__("sys").modules, "safetensors")
         with pytest.raises(NotFound) as caught:
             safe_open(file).get_tensor("nope")

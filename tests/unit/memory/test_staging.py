@@ -141,9 +141,7 @@ def test_released_buffer_goes_to_waiting_thread(make: Make) -> None:
     assert pool.try_acquire() is held[1]
 
 
-def test_release_renews_deadline_of_waiting_thread(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_release_renews_deadline_of_waiting_thread(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("penstock.memory.staging.time", SimpleNamespace(monotonic=lambda: now[0]))
     pool = make(2)

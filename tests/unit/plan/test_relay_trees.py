@@ -136,9 +136,7 @@ def test_member_order_does_not_change_trees(fleet: list[Node], chance: random.Ra
 
 @given(st.integers(2, 150), st.integers(1, 3), st.sampled_from([0, 1]), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_single_member_hosts_send_at_most_one_copy(
-    count: int, holders: int, links: int, seed: int
-) -> None:
+def test_single_member_hosts_send_at_most_one_copy(count: int, holders: int, links: int, seed: int) -> None:
     fleet = hosts(count, holders=min(holders, count - 1), links=links, seed=seed)
     made = in_trees(fleet)
     assert len(made.trees) == NUM_TREES
@@ -152,9 +150,7 @@ def test_single_member_hosts_send_at_most_one_copy(
 
 @given(st.integers(2, 20), st.integers(1, 8), st.sampled_from([1, 2, 4]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_each_host_reads_once_per_link(
-    count: int, per_host: int, links: int, named: bool
-) -> None:
+def test_each_host_reads_once_per_link(count: int, per_host: int, links: int, named: bool) -> None:
     fleet = hosts(count, per_host, links=links, named=named)
     made = in_trees(fleet)
     node = {one.member: one for one in fleet}

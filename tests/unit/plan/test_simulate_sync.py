@@ -358,9 +358,7 @@ def test_exchanging_flip_is_predicted_within_ten_percent(num_trainers: int, meas
 
 
 @pytest.mark.parametrize(("num_trainers", "measured_s"), [(1, 0.1087), (2, 0.1125)])
-def test_overlapped_snapshot_is_predicted_within_ten_percent(
-    num_trainers: int, measured_s: float
-) -> None:
+def test_overlapped_snapshot_is_predicted_within_ten_percent(num_trainers: int, measured_s: float) -> None:
     held, wanted = measured_model("llama", num_trainers)
     one = plan_sync(held, wanted)
     # Every row is copied before it is read, at the rate of copies within a device.

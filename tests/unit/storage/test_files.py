@@ -163,9 +163,7 @@ def test_cached_head_does_not_cache_rest(source: FileSource, path: str) -> None:
     source.readv(0, [aligned(8 * MIB)])
 
 
-def test_pages_evicted_before_read_are_read_correctly(
-    source: FileSource, path: str, body: bytes
-) -> None:
+def test_pages_evicted_before_read_are_read_correctly(source: FileSource, path: str, body: bytes) -> None:
     buffer = aligned(8 * MIB)
     assert source.readv(0, [buffer]) == "page-cache"
     evict(path)

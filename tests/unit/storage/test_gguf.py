@@ -175,9 +175,7 @@ VALUES = st.one_of(
     ),
     fields=st.dictionaries(NAMES.map("x.{}".format), VALUES, max_size=5),
 )
-def test_valid_files_match_gguf_package(
-    tensors: dict[str, tuple[Type, list[int]]], fields: dict[str, object]
-) -> None:
+def test_valid_files_match_gguf_package(tensors: dict[str, tuple[Type, list[int]]], fields: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "x.gguf"
         writer = gguf.GGUFWriter(path, "any")

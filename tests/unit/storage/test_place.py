@@ -137,7 +137,9 @@ def test_link_to_empty_directory_is_followed(source: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("to", [".", "./", "../here", ""])
-def test_working_directory_keeps_inode_when_filled(source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_directory_keeps_inode_when_filled(
+    source: Path, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)

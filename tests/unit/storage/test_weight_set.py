@@ -772,9 +772,7 @@ def test_unlistable_directory_raises_permission_denied(tmp_path: Path, monkeypat
         open_weights(tmp_path, settings=SETTINGS)
 
 
-def test_unreadable_sidecar_raises_permission_denied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_sidecar_raises_permission_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_file(tmp_path / "x.safetensors", {"a": tensor(1)})
     bucket = Bucket(monkeypatch, {str(tmp_path / "x.safetensors"): (tmp_path / "x.safetensors").read_bytes()})
     bucket.absent = PermissionDenied

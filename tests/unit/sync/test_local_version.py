@@ -86,9 +86,7 @@ def test_fence_wakes_waiting_readers(rank: LocalVersion) -> None:
     assert time.monotonic() - begun < 50
 
 
-def test_waiting_reader_wakes_for_its_rows_only(
-    rank: LocalVersion, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_reader_wakes_for_its_rows_only(rank: LocalVersion, monkeypatch: pytest.MonkeyPatch) -> None:
     rank.begin(1)
     looks: list[str] = []
     look = LocalVersion._check

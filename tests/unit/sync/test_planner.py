@@ -161,9 +161,7 @@ def test_mismatched_layout_is_refused_alone(planner: Planner, group: Group) -> N
         assert decode(ask(planner, other).part, ReceiverPlan).nbytes == 128
 
 
-def test_withdrawn_version_in_old_heartbeat_is_ignored(
-    group: Group, version_status: VersionStatus
-) -> None:
+def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_status: VersionStatus) -> None:
     decision = FleetDecision(run="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
 
     def terms(asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
@@ -183,9 +181,7 @@ def test_withdrawn_version_in_old_heartbeat_is_ignored(
     assert ask(planner, joins, 4) == Withdrawn(run="p0", version=4, decision=decision)
 
 
-def test_planner_skips_version_known_withdrawn_to_receiver(
-    group: Group, version_status: VersionStatus
-) -> None:
+def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version_status: VersionStatus) -> None:
     # The publishers are dead and still listed, with version 4; this receiver has 3 and heard nothing of a decision.
     group.id = "s1"
     group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
@@ -216,9 +212,7 @@ def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
     assert "not published yet" in ask(planner, layout("s0"), 4).why
 
 
-def test_past_version_is_read_from_receivers(
-    planner: Planner, group: Group, version_status: VersionStatus
-) -> None:
+def test_past_version_is_read_from_receivers(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
     with pytest.raises(StaleDescriptor):
         ask(planner, layout("s0"))

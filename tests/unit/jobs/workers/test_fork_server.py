@@ -100,9 +100,7 @@ def test_killed_fork_server_leaks_no_descriptor(fork_server: ForkServer) -> None
     assert not [path for path in open_files if "pidfd" in path]
 
 
-def test_unresponsive_fork_server_is_not_alive(
-    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unresponsive_fork_server_is_not_alive(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.jobs.workers.fork_server.ANSWER_S", 0.5)
     process = sleeping(fork_server)
     os.kill(fork_server.pid, signal.SIGSTOP)

@@ -370,7 +370,9 @@ def test_next_publish_waits_for_decision(hub: Hub, pool: ThreadPoolExecutor) -> 
 
 
 @pytest.mark.parametrize(("outcome", "state"), [("prepared", S.IDLE), ("refused", S.WITHDRAWN)])
-def test_live_two_phase_version_is_committed(hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState) -> None:
+def test_live_two_phase_version_is_committed(
+    hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState
+) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
     report = publishing(pool, publisher, 1, commit="together")
     wait_for(publisher, S.WAITING)

@@ -83,9 +83,7 @@ def test_rows_are_readable_before_copy_ends(
         assert served.map().is_ready
 
 
-def test_host_copy_is_announced_when_complete(
-    links: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_copy_is_announced_when_complete(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     live = held(sharded("p", SHAPES, 0, 1, 1)[0], links)
     announced: list[bool] = []
     with VersionSnapshot(live.layout, live.regions.memories, links, on_host=True) as snapshot:

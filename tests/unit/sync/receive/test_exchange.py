@@ -96,7 +96,9 @@ def publish(worker: SyncWorker, version: int) -> None:
 
 
 @pytest.mark.parametrize("serve", [True, False])
-def test_exchanged_versions_go_live_without_copy(driver: FakeCuda, stack: ExitStack, tmp_path: Path, serve: bool) -> None:
+def test_exchanged_versions_go_live_without_copy(
+    driver: FakeCuda, stack: ExitStack, tmp_path: Path, serve: bool
+) -> None:
     task, worker = trainer(stack, tmp_path, frozen=2)
     served = Model()
     engine = stack.enter_context(
@@ -205,9 +207,7 @@ def test_target_without_memory_is_not_touched_again(
     assert caught.value.mutated
 
 
-def test_returning_plan_copies_current_staging_memory(
-    driver: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plan B is copied, A is exchanged, and B again: with the copy of the first time the live memory stays as it is."""
     size = 8 * ALIGN_BYTES
     arena = Arena.allocate(size, is_remappable=True)

@@ -138,9 +138,7 @@ def test_unexpected_error_is_raised_by_taker(members: Members) -> None:
         assert {early._links[name].result(10).member for name in "ad"} == {"a", "d"}
 
 
-def test_single_thread_continues_after_error(
-    members: Members, refuse_thread: Callable[[str], None]
-) -> None:
+def test_single_thread_continues_after_error(members: Members, refuse_thread: Callable[[str], None]) -> None:
     members.broken = {"a": IndexError("a bug")}
     # The one thread that there is waits already; no other can be started.
     call = members.threads.start(lambda: None, "penstock-test")

@@ -234,9 +234,7 @@ def test_fence_during_packing_grants_no_buffer(http: PeerLinks, monkeypatch: pyt
     assert pack(source, short_strips(world)).regions is not None
 
 
-def test_dead_reader_loses_buffer_lease(
-    links: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_reader_loses_buffer_lease(links: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 0.5)
     world = World(links, MIB)
@@ -290,9 +288,7 @@ def test_slow_reader_keeps_buffer(http: PeerLinks, monkeypatch: pytest.MonkeyPat
     assert np.array_equal(whole(world.receiver), expected)
 
 
-def test_busy_buffers_fall_back_to_single_reads(
-    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_busy_buffers_fall_back_to_single_reads(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packer, "NUM_BUFFERS", 1)
     monkeypatch.setattr(packer, "LEASE_S", 60.0)
     world = World(http, 1 << 16, [(4096, 512)])
@@ -323,9 +319,7 @@ def test_source_without_ready_rows_stalls(http: PeerLinks) -> None:
     assert transfer.lost == "p1"
 
 
-def test_full_device_falls_back_to_direct_reads(
-    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_device_falls_back_to_direct_reads(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     expected = world.expected()
 
@@ -355,9 +349,7 @@ def test_failed_packing_falls_back_to_direct_reads(
     assert all(not buffer.is_filling for one in world.sources for buffer in buffers_of(one))
 
 
-def test_failed_registration_is_retried(
-    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_registration_is_retried(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     allocate = packer.Packer._allocate
 
@@ -372,9 +364,7 @@ def test_failed_registration_is_retried(
     assert pack(world.sources[0], short_strips(world)).regions is not None
 
 
-def test_full_device_is_retried_at_next_version(
-    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_device_is_retried_at_next_version(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http)
     source, allocate = world.sources[0], packer.Packer._allocate
     assert pack(source, short_strips(world)).regions is not None
@@ -415,9 +405,7 @@ def test_undecodable_answer_after_writes_raises_mutated_error(http: PeerLinks) -
     assert caught.value.mutated and not np.array_equal(whole(receiver), before)
 
 
-def test_buffer_is_released_when_packing_is_abandoned(
-    http: PeerLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buffer_is_released_when_packing_is_abandoned(http: PeerLinks, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(http, LEAST_PACK_BYTES, [(4096, 512)])
     reads: list[sources.SourceRead] = []
     made = sources.SourceRead.__init__

@@ -429,9 +429,7 @@ def test_replaced_version_yields_to_next(sync: MemorySync, holder: MemoryHolder,
 
 @MODES
 @pytest.mark.parametrize("step", ["part", "map", "before_read", "before_pause", "digests"])
-def test_version_withdrawn_at_step_keeps_previous(
-    sync: MemorySync, holder: MemoryHolder, mode: str, step: str
-) -> None:
+def test_version_withdrawn_at_step_keeps_previous(sync: MemorySync, holder: MemoryHolder, mode: str, step: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -519,9 +517,7 @@ def test_subscriber_closed_during_flip_keeps_version(sync: MemorySync, holder: M
 
 @MODES
 @pytest.mark.parametrize("hook", ["before_read", "before_pause"])
-def test_hook_error_before_flip_changes_nothing(
-    sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
-) -> None:
+def test_hook_error_before_flip_changes_nothing(sync: MemorySync, holder: MemoryHolder, mode: str, hook: str) -> None:
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
@@ -540,9 +536,7 @@ def test_hook_error_before_flip_changes_nothing(
 
 @MODES
 @pytest.mark.parametrize("hook", ["at_commit", "after_resume"])
-def test_hook_error_after_flip_keeps_version_live(
-    sync: MemorySync, holder: MemoryHolder, mode: str, hook: str
-) -> None:
+def test_hook_error_after_flip_keeps_version_live(sync: MemorySync, holder: MemoryHolder, mode: str, hook: str) -> None:
     with sync.subscriber(mode) as subscriber:
         sync.fails[hook] = ValueError("too late")
         with pytest.raises(ValueError, match="too late"):
