@@ -30,6 +30,15 @@ def test_unknown_operation_error_lists_all(name: str) -> None:
         assert ", ".join(usages()) in str(caught.value.hint) and "docs/convert.md" in str(caught.value.hint)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("slurp", "slerp"), ("lora_merge", "lora-merge"), ("Dequantize", "dequantise")]
+)
+def test_mistyped_operation_suggests_nearest(name: str, near: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        maker_of(name)
+    assert f"did you mean {near!r}?" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize("text", ["slerp:help", "slerp:t", "slerp:t=0.5;x", "slerp:weight=1", "slerp", "slerp:t=much"])
 def test_malformed_operation_error_shows_usage(text: str) -> None:
     with pytest.raises(ConfigError) as caught:

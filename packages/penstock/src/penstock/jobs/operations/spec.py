@@ -10,6 +10,7 @@ recipe says (`jobs.workers.worker`, `jobs.coordinator`).
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import json
@@ -194,7 +195,11 @@ def is_operation(name: str) -> bool:
 def maker_of(name: str) -> Callable[..., Operation]:
     """Return the class or function that makes this operation. ConfigError: there is no operation of this name."""
     if name not in _MADE_BY:
-        raise ConfigError(f"no operation is called {name!r}", hint=f"one of {', '.join(usages())}; see docs/convert.md")
+        hint = f"one of {', '.join(usages())}; see docs/convert.md"
+        # The nearest name first: the list is long, and a mistyped name is the usual cause.
+        if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MADE_BY, n=1, cutoff=0.75):
+            hint = f"did you mean {near[0]!r}? It is {hint}"
+        raise ConfigError(f"no operation is called {name!r}", hint=hint)
     module, _, attribute = _MADE_BY[name].partition(":")
     maker: Callable[..., Operation] = getattr(importlib.import_module(module), attribute)
     return maker
