@@ -36,7 +36,7 @@ from penstock_tools.bench_command import private_hub
 
 SCRUB_S = 0.7
 """Pause before fetches: memory that was just given back keeps who allocates it waiting, 0.2 s for 60 GB at once, 0.1 s
-after this, 0.03 s where it was never used. Source: docs/design/003-fetch.md."""
+after this, 0.03 s where it was never used. Source: docs/design/fetch.md."""
 OBJECT_STORE_GB_PER_S = 1.25
 """Of the 10 Gb/s object store that a fetch is held beside: its link, which no reader beats."""
 

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 LEAF_BYTES = 256 * 1024
 """Bytes under one digest. Small enough that a device digests thousands at once and that a fault is found near where it
-is; large enough that the leaves of 1 TB are 32 MB. Source: docs/design/001-load-and-the-house.md."""
+is; large enough that the leaves of 1 TB are 32 MB. Source: docs/design/load.md."""
 
 _MAGIC = b"penstock weights 1\0"
 _HEADERS_MAGIC = b"penstock headers 1\0"

@@ -47,7 +47,7 @@ MAPPED_STEP_CHUNKS = 32
 """Size of the first reads from mapped memory, 512 MiB: `STEP_S` of PCIe. Growing from one chunk took 10 ms of Python;
 starting larger delays the first news for the next member of a chain."""
 MAX_STEP_CHUNKS = 128
-"""2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/003-fetch.md."""
+"""2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/fetch.md."""
 _FIRST_S = 5.0
 """Longest wait for the first read under a limit. Reason: a chunk of 16 MiB takes it at 3 MB/s. A slower reader should
 rather exceed the limit once than seem to stall."""

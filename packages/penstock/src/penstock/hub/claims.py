@@ -21,9 +21,9 @@ Bools = npt.NDArray[np.bool_]
 
 MIN_PIECE_BYTES = 64 * MIB
 """Smallest piece: four chunks, tens of milliseconds of a 10 Gb/s store, so that a request costs little next to reading.
-Source: docs/design/003-fetch.md."""
+Source: docs/design/fetch.md."""
 MAX_PIECE_BYTES = GIB
-"""Largest piece: the most that others must read again if a member dies. Source: docs/design/003-fetch.md."""
+"""Largest piece: the most that others must read again if a member dies. Source: docs/design/fetch.md."""
 PROGRESS_CHECK_S = 1.0
 """Interval of progress checks: well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0

@@ -33,7 +33,7 @@ TREE_NAMES = ("even", "odd")
 """The chunks of each tree, in reports."""
 MIN_HOPS = 8
 """Trees are begun where they save the time of this many hops, 0.1 s at 50 GB/s: a receiver of two trees keeps two
-leases, and follows two logs. Source: docs/design/003-fetch.md."""
+leases, and follows two logs. Source: docs/design/fetch.md."""
 
 
 class Relay:

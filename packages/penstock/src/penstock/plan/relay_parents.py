@@ -15,7 +15,7 @@ import msgspec
 
 MAX_DEPTH = 32
 """Members of a chain below a whole holder before the holder may get a second one, however little there is to copy: a
-slow member slows all below it. Source: docs/design/003-fetch.md."""
+slow member slows all below it. Source: docs/design/fetch.md."""
 CHUNKS_A_HOP = 44
 """A hop delays by about as many chunks' time at 50 GB/s (15 ms), fewer on slower links; a holder's second child beyond
 its host delays both by a whole copy. Source: benchmarks/results/cpu2_202611/simulate.md."""

@@ -45,7 +45,7 @@ from penstock.types import GIB, I64, MIB, Box
 
 BUCKET_BYTES = 256 * MIB
 """Most bytes a receiver takes in one bucket, but for a larger tensor: 5 ms at 50 GB/s, and two buckets a layer where
-128 ranks take a trillion parameters, so that stages overlap. Source: docs/design/004-sync.md."""
+128 ranks take a trillion parameters, so that stages overlap. Source: docs/design/sync.md."""
 
 # How `sync.receive.transfer` runs a part; the simulation uses the same constants.
 WATERMARK_BYTES = 64 * GIB

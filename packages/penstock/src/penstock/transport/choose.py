@@ -178,7 +178,7 @@ def _unless_nixl(setup: TransportSetup) -> str:
     """Return why NIXL is not used: `http` beats it without RDMA, except for device memory, which `http` cannot reach.
 
     Over TCP it is no faster, it does not protect memory from a process that has a descriptor, and a holder that was
-    stopped until its readers gave up is aborted by UCX when it continues. Source: docs/design/002-transport.md.
+    stopped until its readers gave up is aborted by UCX when it continues. Source: docs/design/fetch.md.
     """
     if setup.is_named:
         return ""
