@@ -284,7 +284,7 @@ def test_failed_thread_start_restores_module(
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        with pytest.raises(DestinationError, match="no thread can be started"):
+        with pytest.raises(DestinationError, match="cannot start a thread"):
             ps.modules.load_in_background(module, checkpoint)
     assert all(found is parameters[name] for name, found in module.named_parameters())
     with ps.modules.load_in_background(module, checkpoint):

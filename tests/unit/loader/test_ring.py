@@ -238,7 +238,7 @@ def test_failed_thread_start_ends_run(make: Callable[..., Bench], refuse_thread:
     run = make(1, memory_nbytes=10 * CHUNK).start()
     error = error_of(run)
     assert isinstance(error, DestinationError)
-    assert "no thread can be started" in str(error)
+    assert "cannot start a thread" in str(error)
 
 
 def test_ring_thread_error_awaits_reads_in_flight(

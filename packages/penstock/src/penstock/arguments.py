@@ -1,8 +1,4 @@
-"""Checks of arguments, so that a wrong one is a ConfigError that names it, not a TypeError from far inside.
-
-In: what a caller passed. Out: nothing, or a ConfigError.
-Not here: what depends on more than the type (each function checks that itself).
-"""
+"""Type checks for arguments. A wrong argument raises a ConfigError that names it, and not a TypeError deep inside."""
 
 from __future__ import annotations
 
@@ -19,10 +15,10 @@ T = TypeVar("T")
 
 
 def formerly(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Let a function also accept arguments by their former names, with a DeprecationWarning.
+    """Accept arguments by their former names too, with a DeprecationWarning.
 
     Args:
-        names: the former name -> the name of the argument.
+        names: maps each former name to the current name.
     """
 
     def accepting(function: Callable[P, T]) -> Callable[P, T]:
@@ -40,44 +36,44 @@ def formerly(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 def wrong(what: str, value: object, expected: str) -> ConfigError:
-    """Return the error for an argument of another type than expected."""
-    # Cut: the value may be a dict of thousands of tensors.
+    """Return the error for an argument with an unexpected type or value."""
+    # Shorten the repr, because the value may be a dict with thousands of tensors.
     shown = repr(value)
     shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
     return ConfigError(f"{what} is {shown} ({type(value).__name__})", hint=f"give {expected}")
 
 
 def require_type(what: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raise ConfigError unless a value is of one of these types. A bool counts as bool only."""
-    # To Python True is the int 1: as a number of bytes or readers it is always a mistake.
+    """Raise ConfigError unless a value has one of these types. A bool does not count as an int."""
+    # For Python True is the int 1, but as a number of bytes or readers it is always a mistake.
     allowed = kinds if isinstance(kinds, tuple) else (kinds,)
     if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
         raise wrong(what, value, expected)
 
 
 def require_seconds(what: str, value: object) -> None:
-    """Raise ConfigError unless a value is None or a length of time: a number from 0 on."""
+    """Raise ConfigError unless a value is None or a number of seconds that is not negative."""
     if value is None:
         return
-    # NaN is below nothing: a wait of that length would never end.
+    # `not value >= 0` also refuses NaN, with which a wait would never end.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise wrong(what, value, "a number of seconds from 0 on, or None")
+        raise wrong(what, value, "a number of seconds, 0 or more, or None")
 
 
 def require_version(value: object) -> None:
-    """Raise ConfigError unless a value is None or the number of a version."""
+    """Raise ConfigError unless a value is None or a version number."""
     if value is not None:
         require_type("version", value, int, "the number of a version, or None")
 
 
 def require_name(what: str, value: object) -> None:
-    """Raise ConfigError unless a value is a text that is not empty."""
+    """Raise ConfigError unless a value is a str that is not empty."""
     if not isinstance(value, str) or not value:
         raise wrong(what, value, "a name: a str that is not empty")
 
 
 def require_texts(what: str, value: object, expected: str) -> None:
-    """Raise ConfigError unless a value is None or several texts; one text alone is not several."""
+    """Raise ConfigError unless a value is None or a collection of texts. A single str is refused."""
     if value is None:
         return
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
@@ -87,7 +83,7 @@ def require_texts(what: str, value: object, expected: str) -> None:
 
 
 def require_text_map(what: str, value: object, expected: str) -> None:
-    """Raise ConfigError unless a value is None or a mapping of texts to texts."""
+    """Raise ConfigError unless a value is None or a mapping from str to str."""
     if value is None:
         return
     if not isinstance(value, Mapping) or not all(isinstance(part, str) for pair in value.items() for part in pair):
@@ -95,14 +91,14 @@ def require_text_map(what: str, value: object, expected: str) -> None:
 
 
 def require_hub_address(value: object) -> None:
-    """Raise ConfigError unless a value is a URL that a hub can have: a Unix path, or a host and perhaps a port."""
+    """Raise ConfigError unless a value is a hub's URL: `unix:///path`, or `http(s)://host` with an optional port."""
     require_type("hub", value, str, "the URL of a hub")
     try:
         parts = urlsplit(str(value))
-        # Without a host the URL would mean this host by TCP, and a token would be sent to any process listening there.
+        # Without a host the URL would mean this host, and any process listening there would receive the token.
         is_address = bool(parts.hostname) if parts.scheme in {"http", "https"} else str(value).startswith("unix:///")
         is_address = is_address and (parts.scheme == "unix" or parts.port != 0)
-    # The port is not a number, or out of range.
+    # The port is not a number or is out of range.
     except ValueError:
         is_address = False
     if not is_address:

@@ -1,8 +1,8 @@
-"""Every environment variable Penstock reads, and the defaults behind them; nothing else reads `os.environ`.
+"""Every environment variable that Penstock reads, with its default. No other module reads `os.environ`.
 
-In: the process environment. Out: a frozen `Settings`; a caller's arguments win over both. Also `ConnectionSettings`,
-the argument of every verb that uses a hub (`hub.client` adds the environment).
-Not here: credentials of object stores, which obstore reads by the ecosystem's names (`AWS_*`, `GOOGLE_*`, `AZURE_*`).
+`Settings` holds the values of one process. A caller's arguments win over the environment, which wins over the defaults.
+`ConnectionSettings` is the argument of every verb that uses a hub. obstore reads the credentials of object stores
+itself, from `AWS_*`, `GOOGLE_*` and `AZURE_*`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ _SUFFIXES = {"": 1, "K": 1 << 10, "M": MIB, "G": GIB, "T": 1 << 40}
 
 
 def parse_bytes(text: str | int) -> int:
-    """Return the bytes of `"256M"`, `"1.5GiB"`, `"4096"` or an int; suffixes are powers of 1024.
+    """Return the number of bytes in an int or a text such as `"256M"`, `"1.5GiB"` or `"4096"`.
+
+    Suffixes are powers of 1024.
 
     Raises:
-        ConfigError: it is not a number of bytes.
+        ConfigError: the value is not a number of bytes.
     """
     if not isinstance(text, str | int) or isinstance(text, bool):
         message = f"{text!r} is not a number of bytes: it is a {type(text).__name__}, not an int or a str"
@@ -58,7 +60,7 @@ def _flag(text: str) -> bool:
 
 
 def _paths(text: str) -> tuple[Path, ...]:
-    """Return the paths of a text, which colons separate."""
+    """Return the paths in a colon-separated text."""
     return tuple(Path(part) for part in text.split(os.pathsep) if part)
 
 
@@ -68,7 +70,7 @@ def _env(name: str, parse: Callable[[str], Any], default: Any, doc: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsAddress:
-    """An address to serve metrics at: a host, and the ports of which the first free one is taken."""
+    """An address for serving metrics: a host and a range of ports. The first free port is used."""
 
     host: str
     first_port: int
@@ -81,7 +83,7 @@ class MetricsAddress:
 
 
 def metrics_address(text: str) -> MetricsAddress:
-    """Return the address that `host:port` or `host:first-last` names. ConfigError: it is neither."""
+    """Parse `host:port` or `host:first-last`. Raise ConfigError for any other text."""
     host, _, ports = text.rpartition(":")
     first, _, last = ports.partition("-")
     last = last or first
@@ -90,49 +92,55 @@ def metrics_address(text: str) -> MetricsAddress:
         hint = "write 127.0.0.1:9464, or 127.0.0.1:9464-9479 where several processes share the setting"
         raise ConfigError(f"{text!r} is not an address for metrics", hint=hint)
     if not int(first) <= int(last) <= 65535:
-        raise ConfigError(f"{text!r} is not a range of ports", hint="the first port comes first, and 65535 is the last")
+        raise ConfigError(f"{text!r} is not a range of ports", hint="write FIRST-LAST, both at most 65535")
     return MetricsAddress(host=host.removeprefix("[").removesuffix("]"), first_port=int(first), last_port=int(last))
 
 
 def asks_for_metrics() -> bool:
-    """Return whether `PENSTOCK_METRICS` is set, without the 80 us that reading all settings takes."""
+    """Return whether `PENSTOCK_METRICS` is set. Unlike reading all settings, this does not take 80 us."""
     return bool(os.environ.get("PENSTOCK_METRICS"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The settings of a process; `Settings.read()` overlays the environment on the defaults."""
+    """The settings of a process. `Settings.read()` applies the environment to the defaults."""
 
-    memory_bytes: int = _env("PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host staging of one load, in bytes")
-    chunk_bytes: int = _env("PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "unit of I/O; see docs/tuning.md")
-    fetch_threads: int = _env("PENSTOCK_FETCH_THREADS", int, 0, "reading threads; 0 chooses by source and cores")
+    memory_bytes: int = _env(
+        "PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host memory that one load uses for staging, in bytes"
+    )
+    chunk_bytes: int = _env("PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "bytes in one read; see docs/tuning.md")
+    fetch_threads: int = _env(
+        "PENSTOCK_FETCH_THREADS", int, 0, "number of reading threads; 0: chosen by source and cores"
+    )
     stall_s: float = _env("PENSTOCK_STALL_S", float, 30.0, "seconds without a byte before a source counts as stalled")
     retries: int = _env("PENSTOCK_RETRIES", int, 5, "attempts without progress before a source counts as unavailable")
     cache_dir: Path | None = _env(
-        "PENSTOCK_CACHE_DIR", Path, None, "NVMe read-through cache of remote objects; unset: none"
+        "PENSTOCK_CACHE_DIR", Path, None, "directory of the local cache of remote objects; unset: no cache"
     )
-    cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size bound of that cache")
-    progress: bool | None = _env("PENSTOCK_PROGRESS", _flag, None, "progress bars on stderr; unset: on a terminal")
-    io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files by io_uring where the kernel has it")
+    cache_bytes: int = _env("PENSTOCK_CACHE_BYTES", parse_bytes, 100 * GIB, "size limit of that cache")
+    progress: bool | None = _env(
+        "PENSTOCK_PROGRESS", _flag, None, "show progress bars on stderr; unset: only on a terminal"
+    )
+    io_uring: bool = _env("PENSTOCK_IO_URING", _flag, True, "read cached files with io_uring if the kernel has it")
     safetensors_log: bool = _env(
-        "PENSTOCK_SAFETENSORS_LOG", _flag, False, "say on stderr which reader each file of `penstock run` gets"
+        "PENSTOCK_SAFETENSORS_LOG", _flag, False, "print on stderr how `penstock run` reads each file"
     )
-    nixl_tls: str = _env("PENSTOCK_NIXL_TLS", str, "", "UCX's transports for nixl (as UCX_TLS); unset: UCX chooses")
-    ca_file: Path | None = _env(
-        "PENSTOCK_CA_FILE", Path, None, "PEM bundle that signs object stores' and hubs' certificates"
+    nixl_tls: str = _env(
+        "PENSTOCK_NIXL_TLS", str, "", "transports that UCX uses for NIXL (as UCX_TLS); unset: UCX chooses"
     )
+    ca_file: Path | None = _env("PENSTOCK_CA_FILE", Path, None, "PEM bundle that verifies object stores and hubs")
     cert_file: Path | None = _env(
-        "PENSTOCK_CERT_FILE", Path, None, "PEM certificate shown to hubs that ask, and members"
+        "PENSTOCK_CERT_FILE", Path, None, "PEM certificate of this process, for members and hubs"
     )
     key_file: Path | None = _env(
-        "PENSTOCK_KEY_FILE", Path, None, "PEM key of PENSTOCK_CERT_FILE; unset: it is in there"
+        "PENSTOCK_KEY_FILE", Path, None, "PEM key for PENSTOCK_CERT_FILE; unset: that file has it"
     )
-    hub: str | None = _env("PENSTOCK_HUB", str, None, "address of the hub; unset: this host's own")
+    hub: str | None = _env("PENSTOCK_HUB", str, None, "address of the hub; unset: the hub of this host")
     token_file: Path | None = _env(
-        "PENSTOCK_TOKEN_FILE", Path, None, "file whose first token is shown to the hub; not read by `penstock hub`"
+        "PENSTOCK_TOKEN_FILE", Path, None, "file whose first token is sent to the hub (not for `penstock hub`)"
     )
     runtime_dir: Path | None = _env(
-        "PENSTOCK_RUNTIME_DIR", Path, None, "sockets and locks of this user's processes; unset: XDG_RUNTIME_DIR or /tmp"
+        "PENSTOCK_RUNTIME_DIR", Path, None, "directory of sockets and locks; unset: XDG_RUNTIME_DIR or /tmp"
     )
 
     artifact_dir: Path | None = _env(
@@ -146,31 +154,31 @@ class Settings:
     )
 
     metrics: MetricsAddress | None = _env(
-        "PENSTOCK_METRICS", metrics_address, None, "address at which Prometheus reads this process; unset: none"
+        "PENSTOCK_METRICS", metrics_address, None, "address where this process serves its metrics; unset: not served"
     )
     metrics_token_file: Path | None = _env(
-        "PENSTOCK_METRICS_TOKEN_FILE", Path, None, "file of tokens, one of which a reader of the metrics must show"
+        "PENSTOCK_METRICS_TOKEN_FILE", Path, None, "file of tokens; a reader of the metrics must send one of them"
     )
 
     redis_url: str = _env(
-        "PENSTOCK_REDIS_URL", str, "", "state of several hubs that act as one; read by `penstock hub` without --redis"
+        "PENSTOCK_REDIS_URL", str, "", "Redis that several hubs share; `penstock hub` reads it unless --redis is given"
     )
     redis_password_file: Path | None = _env(
-        "PENSTOCK_REDIS_PASSWORD_FILE", Path, None, "file with the password of that Redis, read by `penstock hub`"
+        "PENSTOCK_REDIS_PASSWORD_FILE", Path, None, "file with the password for that Redis; `penstock hub` reads it"
     )
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
-        """Return the defaults, overlaid by the environment, then by `overrides` that are not None.
+        """Return the settings: `overrides` that are not None, then the environment, then the defaults.
 
         Raises:
-            ConfigError: a variable or override does not parse, or is out of range; nothing was started.
+            ConfigError: a variable or override does not parse or is out of range. Nothing was started.
         """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         for item in fields(cls):
             text = environ.get(item.metadata["env"], "")
-            # Empty counts as not set: shells and container specs cannot easily unset a variable.
+            # An empty variable counts as unset, because shells and container specs cannot easily unset one.
             if text:
                 values[item.name] = _parse(item.metadata["env"], item.metadata["parse"], text)
         values |= {name: value for name, value in overrides.items() if value is not None}
@@ -189,7 +197,7 @@ _LEAST = {
     **dict.fromkeys(("memory_bytes", "chunk_bytes", "stall_s", "retries", "cache_bytes"), "positive"),
     "fetch_threads": "0 or more",
 }
-"""What the values of these fields must be."""
+"""The allowed range of each numeric field."""
 
 
 def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
@@ -199,33 +207,34 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
         raise ConfigError(f"environment variable {name}: {error.message}", hint=error.hint) from error
     except ValueError as error:
         message = f"environment variable {name}={text!r} does not parse: {error}"
-        raise ConfigError(message, hint="docs/tuning.md says what it may be") from error
+        raise ConfigError(message, hint="see its allowed values in docs/tuning.md") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionSettings:
-    """The settings by which a process reaches a hub, and by which other members reach the process.
+    """How a process reaches the hub, and how other members reach the process.
 
-    Every verb that uses a hub takes one as `connection=`. Fields that are None come from the environment when the verb
-    is called.
+    Every verb that uses a hub takes this value as `connection=`. The verb reads fields that are None from the
+    environment when it is called.
 
     Attributes:
-        hub: `http(s)://host:port`, `unix:///path`; None: `PENSTOCK_HUB`, else the hub of this host, which the first
-            process to join runs.
-        token: token for the hub, if it requires one; None: the first token in the file `PENSTOCK_TOKEN_FILE`, if set.
-            It is left out of the repr.
-        token_file: a file whose first token is sent to the hub, read when the verb is called; instead of `token`.
-        listen: `host:port` where other hosts reach this member; None: this host only.
-        data_port: second port of the member, at the host of `listen`, for the bytes that others read; 0: any free one.
-        rack: a label that hosts near each other share.
-        transports: names of the allowed transports (`loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
-            one); None: all that work here.
-        stall_s: seconds without progress after which the hub, or another member, counts as stalled; None:
+        hub: address of the hub, `http(s)://host:port` or `unix:///path`. None means `PENSTOCK_HUB`. If that is unset,
+            the hub of this host is used, which the first process to join runs.
+        token: token that the hub requires. None means the first token in the file `PENSTOCK_TOKEN_FILE`. The repr
+            omits it.
+        token_file: path of a file whose first token is sent to the hub. Use it instead of `token`. The verb reads the
+            file when it is called.
+        listen: `host:port` where other hosts reach this member. None means that only this host reaches it.
+        data_port: a second port at the host of `listen`, from which others read bytes. 0 means any free port.
+        rack: a label that nearby hosts share.
+        transports: names of the allowed transports: `loopback`, `cuda_ipc`, `shm`, `nixl`, `http`, or a registered
+            name. None allows every transport that works here.
+        stall_s: seconds without progress after which the hub or a member counts as stalled. None means
             `PENSTOCK_STALL_S`.
 
     Raises:
-        ConfigError: a field is of the wrong type, `hub` is no address, `token` and `token_file` are both given,
-            `data_port` is no second port, `transports` is empty, or `stall_s` is not positive.
+        ConfigError: a field has the wrong type, `hub` is not an address, both `token` and `token_file` are given,
+            `data_port` equals the port of `listen`, `transports` is empty, or `stall_s` is not positive.
     """
 
     hub: str | None = None
@@ -248,13 +257,13 @@ class ConnectionSettings:
         self._check_data_port()
         if self.listen is not None:
             require_name("listen", self.listen)
-        require_type("rack", self.rack, str, "a str that near hosts share")
+        require_type("rack", self.rack, str, "a str that nearby hosts share")
         require_texts("transports", self.transports, 'a list of names, as ["shm", "http"], or None')
         if self.transports is not None:
-            # Without a transport a member joins, and every read fails later with a reason for each that is not allowed.
+            # An empty list would let the member join, and then every read would fail.
             if not self.transports:
-                hint = 'name those to allow, as ["shm", "http"]; None allows all that work here'
-                raise ConfigError("transports is empty: this process could exchange no bytes with its peers", hint=hint)
+                hint = 'list the allowed transports, such as ["shm", "http"], or give None to allow all'
+                raise ConfigError("transports is empty, so this process could not exchange bytes with peers", hint=hint)
             object.__setattr__(self, "transports", tuple(self.transports))
         if self.stall_s is not None:
             require_type("stall_s", self.stall_s, (int, float), "seconds, as 30.0, or None")
@@ -268,13 +277,15 @@ class ConnectionSettings:
         if not self.data_port:
             return
         if self.listen is None:
-            raise ConfigError("data_port needs listen: without it no other host reads", hint='give listen="HOST:PORT"')
+            raise ConfigError(
+                "data_port was given without listen, so no other host would use it", hint='give listen="HOST:PORT"'
+            )
         if isinstance(self.listen, str) and self.listen.rpartition(":")[2] == str(self.data_port):
             raise ConfigError(f"listen and data_port are both port {self.data_port}", hint="give two ports")
 
     @classmethod
     def of(cls, connection: ConnectionSettings | str | None) -> ConnectionSettings:
-        """Return the settings that a verb's argument stands for: a str is the hub's address, None the defaults."""
+        """Return the settings for a verb's `connection` argument. A str is the hub's address, and None the defaults."""
         if isinstance(connection, cls):
             return connection
         if connection is None or isinstance(connection, str):
@@ -283,53 +294,57 @@ class ConnectionSettings:
 
 
 def _check_token(token: object) -> None:
-    # The messages leave the token out: errors are logged.
+    # Errors are logged, so no message contains the token.
     if not isinstance(token, str):
         raise ConfigError(f"token is a {type(token).__name__}", hint="give a str, or None")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        hint = "a token read from a file ends with its line: strip() it"
-        raise ConfigError("token is empty, or has characters that no token has, as a space or a newline", hint=hint)
+        hint = "call strip() on a token that was read from a file, because it ends with a newline"
+        raise ConfigError("token is empty or contains a space, a newline or a character that is not ASCII", hint=hint)
 
 
 def visible_devices(environ: Mapping[str, str] | None = None) -> tuple[str, ...] | None:
-    """Return the devices in CUDA_VISIBLE_DEVICES; None: it is not set, so no device is hidden."""
-    # CUDA ignores everything after the first entry that names no device, such as `-1`.
+    """Return the devices in CUDA_VISIBLE_DEVICES, or None if it is not set, so that every device is visible."""
+    # CUDA ignores the first entry that is not a device, such as `-1`, and all entries after it.
     shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     return None if shown is None else tuple(takewhile(lambda name: name[:1] not in {"", "-"}, shown.split(",")))
 
 
-# Only directories of mode 700 that this user owns are used in it.
+# Penstock uses only directories below it that this user owns and whose mode is 700.
 SHARED_TMP = Path("/tmp")  # nosec B108
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None, *, shared: Path = SHARED_TMP) -> Path:
-    """Return the directory of the sockets and locks of this user's processes; it may not exist yet.
+    """Return the directory for the sockets and locks of this user's processes. It may not exist yet.
 
-    `PENSTOCK_RUNTIME_DIR`, else `penstock` below `XDG_RUNTIME_DIR`, else `/tmp/penstock-UID`; if another user took that
-    name, this user's oldest `/tmp/penstock-UID-*`, which is made if there is none.
+    The first of these that applies is used:
+
+    1. `PENSTOCK_RUNTIME_DIR`
+    2. `penstock` below `XDG_RUNTIME_DIR`
+    3. `/tmp/penstock-UID`
+    4. this user's oldest `/tmp/penstock-UID-*`, if another user owns the third. It is created if needed.
 
     Args:
-        environ: the environment; None: this process's.
-        shared: the directory that all users write to.
+        environ: environment to read. None means the environment of this process.
+        shared: directory that all users can write to.
 
     Raises:
-        ConfigError: a directory of another name cannot be made there.
+        ConfigError: the fourth directory cannot be created.
     """
     environ = os.environ if environ is None else environ
     configured = Settings.read(environ).runtime_dir
     if configured is not None:
         return configured
     session = environ.get("XDG_RUNTIME_DIR", "")
-    # After `su` or `sudo` the variable may name another user's directory.
+    # After `su` or `sudo` the variable may still name the directory of the previous user.
     if session and os.path.isdir(session) and os.stat(session).st_uid == os.geteuid():
         return Path(session) / "penstock"
     return _own_directory(shared, f"penstock-{os.geteuid()}")
 
 
 def _own_directory(shared: Path, name: str) -> Path:
-    """Return this user's directory below one that all users write to, even if another user took its usual name."""
+    """Return this user's directory below a shared directory, even if another user owns the usual name."""
     usual = shared / name
-    # Other names first: a process that runs may use one, and the usual name may have become free since.
+    # Check the other names first, because a running process may use one after the usual name became free.
     others = sorted(path for path in shared.glob(f"{name}-*") if _is_private(path))
     if others and not _is_private(usual):
         return others[0]
@@ -339,14 +354,14 @@ def _own_directory(shared: Path, name: str) -> Path:
         is_taken = False
     if not is_taken:
         return usual
-    # Another user owns the usual name, and /tmp is sticky: it stays theirs. A name that begins with the time sorts
-    # by age, so that processes that start together agree on the oldest; nobody can guess it beforehand.
+    # Another user owns the usual name, and nobody else can remove it from the sticky /tmp. Names that begin with the
+    # time sort by age, so processes that start together agree on the oldest. The random part cannot be guessed.
     new = shared / f"{name}-{time.time_ns():020d}-{secrets.token_hex(4)}"
     try:
         new.mkdir(mode=0o700)
     except OSError as error:
-        message = f"{usual} belongs to another user, and no other directory can be made there: {error}"
-        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR to a directory of this user") from error
+        message = f"{usual} belongs to another user, and a directory with a different name cannot be created: {error}"
+        raise ConfigError(message, hint="set PENSTOCK_RUNTIME_DIR to a directory that this user owns") from error
     oldest = min(path for path in shared.glob(f"{name}-*") if _is_private(path))
     if oldest != new:
         new.rmdir()
@@ -354,7 +369,7 @@ def _own_directory(shared: Path, name: str) -> Path:
 
 
 def _is_private(path: Path) -> bool:
-    """Return whether a path is a directory, not a link to one, that only this user can enter."""
+    """Return whether a path is a directory, and not a link, that only this user can enter."""
     try:
         status = path.lstat()
     except OSError:
@@ -363,7 +378,7 @@ def _is_private(path: Path) -> bool:
 
 
 def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str | None, str]]:
-    """Return every variable that Penstock reads: name, value in force or None, and meaning; for `penstock doctor`."""
+    """Return the name, value (None if unset) and meaning of every variable that Penstock reads."""
     environ = os.environ if environ is None else environ
     variables = []
     for item in fields(Settings):
@@ -376,25 +391,25 @@ def environment(environ: Mapping[str, str] | None = None) -> list[tuple[str, str
 
 
 def without_password(url: str) -> str:
-    """Return a URL as it may be shown: user, password and query are left out."""
+    """Return a URL without its user, password and query."""
     scheme, separator, rest = url.partition("?")[0].partition("://")
     return f"{scheme}{separator}{rest.rpartition('@')[2]}"
 
 
 def ecosystem(prefix: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the variables of another ecosystem (`AWS_`, `GOOGLE_`, `AZURE_`) that are set and not empty, by name."""
+    """Return the variables whose names begin with `prefix` (such as `AWS_`) and that are not empty."""
     environ = os.environ if environ is None else environ
     return {name: value for name, value in environ.items() if name.startswith(prefix) and value}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkEnvironment:
-    """The variables by which other tools find their way to servers; see `http.network`.
+    """The variables for proxies and certificates that other network tools also read. `http.network` applies them.
 
     Attributes:
-        proxies: by scheme (`http`, `https`, `all`): the variable's name, and its value.
-        no_proxy: hosts that are reached directly.
-        bundles: names and values of the variables for certificates.
+        proxies: name and value of the proxy variable for each scheme (`http`, `https`, `all`).
+        no_proxy: hosts that are reached without a proxy.
+        bundles: name of each variable that names a certificate bundle, and its path.
     """
 
     proxies: Mapping[str, tuple[str, str]]
@@ -403,7 +418,7 @@ class NetworkEnvironment:
 
 
 def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvironment:
-    """Read the variables of proxies and certificates. An empty one in lower case hides the one in upper case."""
+    """Read the variables for proxies and certificates. A lower-case one hides the upper-case one, even if empty."""
     environ = os.environ if environ is None else environ
 
     def either(name: str) -> tuple[str, str]:
@@ -411,10 +426,10 @@ def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvi
         return name, environ.get(name, "").strip()
 
     proxies = {scheme: either(f"{scheme}_proxy") for scheme in ("http", "https", "all")}
-    # A CGI program's caller sets HTTP_PROXY by a header of its request. Source: CVE-2016-5385, httpoxy.
+    # In a CGI program the client can set HTTP_PROXY with a request header. Source: CVE-2016-5385, httpoxy.
     if "REQUEST_METHOD" in environ and proxies["http"][0] == "HTTP_PROXY":
         del proxies["http"]
-    # requests reads the second only without the first.
+    # requests reads the second variable only if the first is unset.
     names = [name for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE") if environ.get(name)]
     return NetworkEnvironment(
         proxies={scheme: proxy for scheme, proxy in proxies.items() if proxy[1]},
@@ -424,11 +439,11 @@ def network_environment(environ: Mapping[str, str] | None = None) -> NetworkEnvi
 
 
 _UCX = {
-    # Our errors report their failures.
+    # Penstock's errors already report the failures of NIXL and UCX.
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "FATAL",
-    # Fewer and larger turns of the threads that serve TCP: 0.95 of a 10 Gb/s link instead of 0.5 to 0.9, and half the
-    # holder's processor time. Source: benchmarks/results/cpu2_202611/hosts.md.
+    # Larger segments and buffers mean fewer wake-ups of the TCP threads. They reach 0.95 of a 10 Gb/s link instead of
+    # 0.5 to 0.9, with half the holder's CPU time. Source: benchmarks/results/cpu2_202611/hosts.md.
     "UCX_TCP_TX_SEG_SIZE": "256k",
     "UCX_TCP_RX_SEG_SIZE": "256k",
     "UCX_TCP_SNDBUF": "8m",
@@ -438,12 +453,12 @@ _UCX = {
 
 @contextmanager
 def ucx_variables(tls: str) -> Iterator[None]:
-    """Set the variables under which NIXL starts: quiet logs, TCP in large pieces, UCX's transports.
+    """Set the environment variables with which NIXL starts: quiet logs, large TCP segments, and UCX's transports.
 
-    Variables that the user has set stay unchanged, except that `tls` wins. UCX reads them once, when it starts.
+    Variables that the user has set stay unchanged, except that `tls` wins. UCX reads them only when it starts.
     """
     wanted = {name: os.environ.get(name, value) for name, value in _UCX.items()}
-    # Without RDMA devices UCX's modules for them, with Debian's ibverbs-providers, crash the process when it exits.
+    # On a host without RDMA devices, UCX's RDMA modules with Debian's ibverbs-providers crash the process at exit.
     if not any(Path("/sys/class/infiniband").glob("*")):
         wanted["UCX_MODULES"] = os.environ.get("UCX_MODULES", "^ib,rdmacm")
     if tls:
@@ -462,21 +477,22 @@ def ucx_variables(tls: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunaiSettings:
-    """The settings of Run:ai Model Streamer's environment variables, in Penstock's terms; None: not set."""
+    """The environment variables of Run:ai Model Streamer in Penstock's terms. None means that a variable is unset."""
 
     fetch_threads: int | None
     chunk_bytes: int | None
     memory_bytes: int | None
-    """The limit if it is below Penstock's own default, which is far below Run:ai's 40 GB already."""
+    """The limit, if it is below Penstock's default. That default is already far below Run:ai's 40 GB."""
     distributed: Literal["auto", "on", "off"]
     storage_options: Mapping[str, str]
-    """Options of S3, by obstore's names."""
+    """Options for S3, with obstore's names."""
 
 
 def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
-    """Read `RUNAI_STREAMER_*`: concurrency, chunk and memory bounds, distribution, S3 endpoint and addressing.
+    """Read `RUNAI_STREAMER_*`: concurrency, chunk size, memory limit, distribution, S3 endpoint and addressing.
 
-    `RUNAI_STREAMER_MEMORY_LIMIT` of -1 (no limit) and 0 (the largest tensor) change nothing: staging is bounded anyway.
+    The values -1 (no limit) and 0 (the largest tensor) of `RUNAI_STREAMER_MEMORY_LIMIT` have no effect, because
+    Penstock's staging memory is always limited.
 
     Raises:
         ConfigError: a variable does not parse or is out of range.
@@ -512,12 +528,12 @@ def runai_settings(environ: Mapping[str, str] | None = None) -> RunaiSettings:
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set environment variables of this process, which other libraries of it and processes that it starts will read."""
+    """Set environment variables for other libraries in this process and for the processes that it starts."""
     os.environ.update(values)
 
 
 def home_cache(name: str) -> Path:
-    """Return the directory `penstock/NAME` of this user's cache: below `XDG_CACHE_HOME`, else `~/.cache`.
+    """Return `penstock/NAME` below `XDG_CACHE_HOME`, or below `~/.cache` if that is unset.
 
     Raises:
         ConfigError: this user has no home directory.

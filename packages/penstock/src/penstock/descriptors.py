@@ -1,10 +1,7 @@
-"""File descriptors of this process: the soft limit is raised when it is too low, and the error names the limit.
+"""The limit on open file descriptors. Penstock raises the soft limit when needed, and its error names the limit.
 
-In: the number that is needed, or a call that opens something. Out: a higher limit, or a ConfigError with `ulimit -n`.
-Not here: the number of connections that a listener admits (`net.admission`).
-
-The limit is raised only when more descriptors are needed, because a program that calls select(2) cannot use those above
-1,024. It stays raised for the rest of the process.
+The soft limit is raised only on demand, because a program that calls select(2) cannot use descriptors above 1,024. It
+stays raised for the rest of the process.
 """
 
 from __future__ import annotations
@@ -20,28 +17,29 @@ from penstock.errors import ConfigError
 T = TypeVar("T")
 
 _UNLIMITED = 1 << 30
-# Raised to this where the hard limit allows it: more than any load needs, and subprocesses that close every possible
-# descriptor are still quick.
+# The soft limit is raised to at least this number. It exceeds the need of any load, and a subprocess that closes every
+# possible descriptor is still quick.
 _ROOM = 1 << 16
-# For sockets, pipes and libraries beside the files of a load.
+# Descriptors reserved for sockets, pipes and libraries, in addition to the files of a load.
 _SPARE = 64
 SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE})
-"""The errors of the system that say that no descriptor is left, for this process or for the host."""
-# The most that was needed by one call, for the error of a later one.
+"""Errors for exhausted descriptors, in this process or on the whole host."""
+# The largest number of descriptors that a call needed. The error message of a later call suggests it.
 _needed = 0
 
 
 def limit() -> int:
-    """Return the number of file descriptors that this process may have open now."""
+    """Return the current limit on open file descriptors in this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_limit(needed: int | None = None) -> int:
-    """Raise the soft limit as far as the hard one allows; return the limit.
+    """Raise the soft limit, within the hard limit, and return it.
 
     Args:
-        needed: do nothing where this many are allowed already, else go to a moderate number. None: to the hard limit.
+        needed: number of descriptors. Nothing is changed if the limit allows it already. Otherwise the soft limit is
+            raised to at least a moderate number. None raises it to the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or (needed is not None and soft >= needed):
@@ -54,25 +52,25 @@ def raise_limit(needed: int | None = None) -> int:
 
 
 def make_room(count: int) -> None:
-    """Raise the soft limit where it may be too low for so many more descriptors.
+    """Raise the soft limit if it may be too low for `count` more descriptors.
 
-    Nothing is raised if the hard limit is too low as well: fewer may do, and whatever opens one too many says so.
+    A hard limit that is too low raises no error here. Fewer descriptors may suffice, and the failing `open` reports it.
     """
     global _needed
-    # Most loads have a few files: then the open descriptors need not be counted.
+    # Most loads have few files. For them, skip counting the open descriptors.
     if count > limit() // 4:
         _needed = max(_needed, _open_now() + count + _SPARE)
         raise_limit(_needed)
 
 
 def opened(call: Callable[[], T], uri: str | None = None) -> T:
-    """Return what a call opens. If no descriptor is left, raise the limit and call it again.
+    """Make a call that opens a file. If no descriptor is left, raise the limit and call again.
 
     Args:
-        uri: what is opened, for the error.
+        uri: the file or URL being opened, for the error.
 
     Raises:
-        ConfigError: the hard limit is reached. Whatever else the call raises.
+        ConfigError: the hard limit is reached. Other errors of the call are raised unchanged.
     """
     try:
         return retried(call)
@@ -83,7 +81,7 @@ def opened(call: Callable[[], T], uri: str | None = None) -> T:
 
 
 def retried(call: Callable[[], T]) -> T:
-    """Return what a call opens, as `opened`, but raise the OSError of the system where the hard limit is reached."""
+    """Make a call that opens a file, as `opened` does, but raise the system's OSError at the hard limit."""
     try:
         return call()
     except OSError as error:
@@ -94,26 +92,26 @@ def retried(call: Callable[[], T]) -> T:
 
 
 def exhausted(error: OSError, uri: str | None = None) -> ConfigError:
-    """Return the error for an OSError that says that no file descriptor is left."""
+    """Return the ConfigError for an OSError about exhausted file descriptors."""
     if error.errno == errno.ENFILE:
-        hint = "raise fs.file-max, or end programs that have many files open"
-        return ConfigError("this host has no file descriptor left", uri=uri, hint=hint)
+        hint = "raise fs.file-max, or end programs that have many open files"
+        return ConfigError("this host has no free file descriptors", uri=uri, hint=hint)
     allowed = limit()
     enough = max(_needed, 2 * allowed)
     return ConfigError(
-        f"this process may have {allowed} files open, and all are in use",
+        f"this process has reached its limit of {allowed} open files",
         uri=uri,
         hint=f"allow {enough} open files: `ulimit -n {enough}`, LimitNOFILE= of systemd, --ulimit of a container",
     )
 
 
 def hint_of(error: BaseException) -> str | None:
-    """Return the hint for an error of the system that says that no descriptor is left; None for other errors."""
+    """Return the hint for an OSError about exhausted file descriptors, or None for another error."""
     return exhausted(error).hint if isinstance(error, OSError) and error.errno in SHORTAGES else None
 
 
 def _open_now() -> int:
-    """Return the number of descriptors that are open now; a guess where /proc does not say."""
+    """Return the number of open descriptors, or an estimate where /proc is missing."""
     try:
         return len(os.listdir("/proc/self/fd"))
     except OSError:

@@ -1,9 +1,4 @@
-"""Metadata of installed packages: entry points that add storages, transports and formats, and what our extras need.
-
-In: a group and a name, or an extra. Out: the objects that entry points name; the command that installs an extra, and
-the error that has it; the version of this package.
-Not here: what may be registered (`storage`, `transport.choose`, `transform.formats`).
-"""
+"""Metadata of installed packages: entry points of storages, transports and formats, and the extras of this package."""
 
 from __future__ import annotations
 
@@ -29,20 +24,20 @@ _EXTRA_OF = {
     "starlette": "hub",
     "uvicorn": "hub",
 }
-"""The extra that installs each optional package, by the package's name in an import."""
+"""Maps the import name of each optional package to the extra that installs it."""
 
 
 def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
-    """Return the entry points of a group, of one name or all. Cost: milliseconds, for a look at every package."""
+    """Return the entry points in a group, optionally with one name. Scanning all packages takes milliseconds."""
     in_group = importlib.metadata.entry_points(group=group)
     return iter(in_group if name is None else in_group.select(name=name))
 
 
 def load(entry: importlib.metadata.EntryPoint) -> object:
-    """Import what an entry point names.
+    """Import the object of an entry point.
 
     Raises:
-        ConfigError: its module, or the name in it, does not exist; names the package that declares it.
+        ConfigError: the module or the name in it does not exist. The hint names the package that declares it.
     """
     try:
         return entry.load()
@@ -59,40 +54,41 @@ def own_version() -> str:
     try:
         return importlib.metadata.version("penstock")
     except importlib.metadata.PackageNotFoundError:
-        # Run from a source tree that is not installed.
+        # The program runs from a source tree that is not installed.
         return "0+unknown"
 
 
 def install_hint(extra: str) -> str:
-    """Return the command that installs the packages of one of this package's extras.
+    """Return the command that installs the packages in an extra of this package.
 
-    It names these packages, not the extra: pip finds them wherever this package itself came from (a clone, a wheel).
+    The command names these packages and not the extra, so it also works if Penstock came from a clone or a wheel.
     """
     try:
         requirements = importlib.metadata.requires("penstock") or []
-    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+    except importlib.metadata.PackageNotFoundError:
+        # The program runs from a source tree that is not installed.
         requirements = []
     marker = re.compile(rf"""\bextra\s*==\s*['"]{re.escape(extra)}['"]""")
     names = [text.partition(";")[0].strip() for text in requirements if marker.search(text.partition(";")[2])]
     if not names:
-        return f"install what the extra {extra!r} in penstock's pyproject.toml lists"
+        return f"install the packages that the extra {extra!r} in penstock's pyproject.toml lists"
     return "pip install " + " ".join(f"'{name}'" for name in names)
 
 
 def missing_extra(error: ImportError) -> MissingExtra | None:
-    """Return the error that names the extra to install; None if the module belongs to no extra of this package."""
+    """Return the error that names the extra to install, or None if no extra of this package has the module."""
     package = (error.name or "").partition(".")[0]
     extra = _EXTRA_OF.get(package)
     if extra is None:
         return None
-    # A package that is there, and cannot be imported, has its own reason: a library of the system that is missing, say.
+    # An installed package can fail to import too, for example because a system library is missing.
     why = "which is not installed" if isinstance(error, ModuleNotFoundError) else f"whose import failed: {error}"
     return MissingExtra(f"this needs {package} (the extra penstock[{extra}]), {why}", hint=install_hint(extra))
 
 
 @contextmanager
 def extras_named() -> Iterator[None]:
-    """Raise MissingExtra for a failed import of an optional package in this block. Other failures stay as they are."""
+    """Raise MissingExtra if the block fails to import an optional package. Other errors pass unchanged."""
     try:
         yield
     except MissingExtra:
@@ -104,15 +100,15 @@ def extras_named() -> Iterator[None]:
 
 
 def require_package(name: str) -> None:
-    """Raise MissingExtra unless an optional package is installed. It is not imported.
+    """Raise MissingExtra unless an optional package is installed, without importing it.
 
-    For code that imports the package elsewhere: in another process, or only after some work is done.
+    Use it before work whose later steps, or whose other processes, import the package.
     """
     with extras_named():
         try:
             found = importlib.util.find_spec(name) is not None
         except ValueError:
-            # The module was imported, and has no specification: somebody made it by hand.
+            # The module is in sys.modules without a spec, because it was created by hand.
             return
         if not found:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)

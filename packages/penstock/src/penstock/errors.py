@@ -1,4 +1,4 @@
-"""Every error Penstock raises, with its cause, the state of the destination, and a hint.
+"""Every error that Penstock raises, with its cause, the state of the destination and a hint.
 
 PenstockError
   ConfigError             config       an argument, option or environment variable is wrong
@@ -6,24 +6,24 @@ PenstockError
   FormatError             source       a file breaks its format (names file, tensor, fault)
   SourceError             source
     NotFound  PermissionDenied  SourceChanged  SourceTruncated  SourceUnavailable  SourceStalled  StaleDescriptor
-    SourceBusy                         a holder has its maximum number of readers; ask another
+    SourceBusy                         a holder has reached its maximum number of readers, so ask another holder
     GrantRefused                       (a PermissionDenied) a grant is forged, expired, replayed or for another read
-    HubUnavailable  UnknownMember      the directory of the fleet; peers and their weights stay usable
+    HubUnavailable  UnknownMember      the hub failed, and peers with their weights stay usable
   IntegrityError          source       bytes differ from their digest, revision or signature
-  PlanError               plan         names, shapes or dtypes of the two sides do not fit
-    BudgetTooSmall                     `minimum_bytes` is the least that would do
-  BaseMismatch            plan         an adapter belongs to another base than the receiver's; names both
+  PlanError               plan         names, shapes or dtypes of source and destination do not match
+    BudgetTooSmall                     a memory limit is below `minimum_bytes`
+  BaseMismatch            plan         an adapter was published for a different base model than the receiver's
   DestinationError        destination
     DeviceOutOfMemory  DiskFull
-  OperationFailed         config       an operation raised, or gave other tensors than it declared
+  OperationFailed         config       an operation raised, or returned tensors that differ from its declaration
   PeerLost                source       another rank or process failed or stopped answering
-  VersionRefused          source       a version of a sync was withdrawn, or its check failed; it never goes live
-  VersionNotLive          destination  a version of a sync that a request is pinned to is not the live one
+  VersionRefused          source       a version was withdrawn or failed its check, and never goes live
+  VersionNotLive          destination  a request is pinned to a version that is not live
   Cancelled               config       the caller cancelled, or abandoned an iterator
 
-Four are also the class of Python that a caller would catch: ConfigError is a ValueError, MissingExtra an ImportError,
-NotFound a FileNotFoundError, PermissionDenied a PermissionError. Inside the package, a block that catches one of those
-from the system or a library therefore lets PenstockError pass first, where its body may raise one.
+Four errors also derive from the built-in class that a caller would catch: ConfigError is a ValueError, MissingExtra an
+ImportError, NotFound a FileNotFoundError and PermissionDenied a PermissionError. Code inside the package that catches
+one of these built-in classes therefore re-raises PenstockError first.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ import msgspec
 Blame = Literal["source", "destination", "plan", "config"]
 
 MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""The exceptions of msgspec for bytes that are no message of the wanted type, also for text that is no UTF-8 and for
-lists nested too deep. Whatever decodes bytes of a file or of another process catches all three."""
+"""The exceptions that msgspec raises for malformed input: a wrong message type, invalid UTF-8, and nesting that is too
+deep. Code that decodes bytes from a file or from another process catches all three."""
 
 
 _USER = re.compile(r"(?<=://)[^/\s'\"]*@")
@@ -45,21 +45,21 @@ _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>;]*", re.IGNORECASE)
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without the parts of its URLs that hold secrets: user and password, and a web URL's query."""
-    # Every query, not only those with known names: any of them may be a signature (`X-Amz-Signature`, `sig`, `token`).
+    """Return a text whose URLs have no user, no password and no query."""
+    # Remove every query, because any parameter may be a signature (`X-Amz-Signature`, `sig`, `token`).
     if "://" not in text:
         return text
     return _QUERY.sub(r"\1", _USER.sub("", text))
 
 
 def printable(text: str, *, keep_lines: bool = False) -> str:
-    """Return a text that cannot steer a terminal or a log: control and invisible characters are escaped.
+    """Escape control and invisible characters, so that the text cannot control a terminal or forge a log line.
 
-    Names of files, answers of servers and messages of other members may have escape sequences, line breaks that forge a
-    line of a log, and marks that turn the direction of writing.
+    File names, answers from servers and messages from members may contain escape sequences, line breaks and marks that
+    change the direction of writing.
 
     Args:
-        keep_lines: leave line breaks, in texts that are composed here.
+        keep_lines: keep line breaks. Use it only for text that Penstock composed.
     """
     if text.isprintable():
         return text
@@ -72,8 +72,8 @@ def printable(text: str, *, keep_lines: bool = False) -> str:
 
 
 def sendable(text: str, limit: int) -> str:
-    """Return a text for others: without secrets, at most `limit` characters, and encodable as UTF-8."""
-    # Names of files are bytes: one that is no UTF-8 has surrogates as a str, and no message could carry it.
+    """Return a text that may be sent to other processes: no secrets, at most `limit` characters, valid UTF-8."""
+    # Python decodes a file name that is not UTF-8 with surrogates, which no message can carry.
     return without_secrets(text)[:limit].encode("utf-8", "replace").decode()
 
 
@@ -82,11 +82,11 @@ class PenstockError(Exception):
 
     Attributes:
         blame: the side at fault: `source`, `destination`, `plan` or `config`.
-        mutated: True if the destination was touched; it must not be used until it is loaded again.
+        mutated: True if the destination was touched. Load it again before using it.
         uri: the file, object or peer, if the error is about one.
         tensor: the tensor, if the error is about one.
         byte_range: `(start, stop)` in `uri`, if the error is about a range.
-        hint: the next step for the user, one sentence.
+        hint: one sentence that tells the user what to do next.
     """
 
     blame: ClassVar[Blame] = "config"
@@ -101,7 +101,7 @@ class PenstockError(Exception):
         byte_range: tuple[int, int] | None = None,
         hint: str | None = None,
     ) -> None:
-        # Errors are logged, and shown to other members: no message may carry credentials.
+        # Errors are logged and shown to other members, so no message may carry credentials.
         message = printable(without_secrets(message), keep_lines=True)
         super().__init__(message)
         self.message = message
@@ -112,17 +112,17 @@ class PenstockError(Exception):
         self.hint = None if hint is None else printable(hint, keep_lines=True)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Return how to make an equal error, in this process or another: with its fields, notes and causes.
+        """Pickle the error with its fields, notes and causes.
 
-        Worker processes, and the ranks of torch.distributed.checkpoint, send their errors to others. The constructor is
-        not called again: it would need the arguments of the subclass.
+        Worker processes and the ranks of torch.distributed.checkpoint send their errors to other processes. Unpickling
+        does not call the constructor, because that would need the arguments of the subclass.
         """
         state = dict(self.__dict__)
         for name in _OWN_FIELDS:
-            # Of OSError and ImportError, which keep them outside of the dictionary.
+            # OSError and ImportError keep these fields outside `__dict__`.
             if getattr(self, name, None) is not None:
                 state[name] = getattr(self, name)
-        # In this order: to set the cause suppresses the context.
+        # Setting the cause also sets `__suppress_context__`, so that flag comes last.
         state["__context__"] = _sendable_cause(self.__context__)
         if self.__cause__ is not None:
             state["__cause__"] = _sendable_cause(self.__cause__)
@@ -131,7 +131,7 @@ class PenstockError(Exception):
 
     @property
     def summary(self) -> str:
-        """Return the message with the file, object or peer that it is about: for lists of errors."""
+        """Return the message and the file, object or peer concerned, for lists of errors."""
         return self.message if self.uri is None else f"{self.message} in {self.uri}"
 
     def __str__(self) -> str:
@@ -151,14 +151,14 @@ _OWN_FIELDS = ("errno", "strerror", "filename", "filename2", "name", "path")
 
 
 class CauseText(Exception):
-    """The text of a cause that was not sent with its error: its class may be unknown to the receiver."""
+    """The text of an error's cause. It replaces a cause whose class the receiving process may not know."""
 
 
 def _sendable_cause(cause: BaseException | None) -> BaseException | None:
-    """Return a cause for a copy of an error, in another process perhaps: itself, or its text."""
+    """Return a cause that another process can unpickle: the cause itself, or its text."""
     if cause is None or isinstance(cause, PenstockError | CauseText):
         return cause
-    # Python's own classes are known everywhere; their arguments may still hold anything.
+    # Every process knows the built-in classes, but their arguments may be objects of any class.
     if type(cause).__module__ == "builtins" and all(type(part) in _PLAIN for part in cause.args):
         return type(cause)(*cause.args) if vars(cause) else cause
     return CauseText(f"{type(cause).__qualname__}: {cause}")
@@ -167,13 +167,13 @@ def _sendable_cause(cause: BaseException | None) -> BaseException | None:
 _PLAIN = {str, int, float, bool, bytes, type(None)}
 
 _classes: dict[tuple[type[BaseException], ...], type[PenstockError]] = {}
-"""The classes made by `also`, so that two errors of one kind have one class."""
+"""The classes that `also` created. They are kept so that errors of the same kind share a class."""
 
 
 def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
-    """Return `error` as an instance of its own class and of `others`; itself if it is all of them already.
+    """Return `error` as an instance of its class and of `others`. Return it unchanged if it already is one.
 
-    A program that catches the errors of another library then catches Penstock's error for the same fault.
+    A program that catches the errors of another library then also catches Penstock's error for the same fault.
     """
     bases = _bases_of(type(error))
     missing = tuple(other for other in others if not isinstance(error, other))
@@ -185,29 +185,29 @@ def also(error: PenstockError, *others: type[Exception]) -> PenstockError:
 
 
 def _bases_of(kind: type[PenstockError]) -> tuple[type[BaseException], ...]:
-    """Return the classes of which `also` made a class, the first of them Penstock's; itself for any other class."""
+    """Return the bases of a class that `also` created, Penstock's class first, or a tuple with any other class."""
     return kind.__bases__ if kind in _classes.values() else (kind,)
 
 
 def _made(bases: tuple[type[BaseException], ...], args: tuple[object, ...]) -> PenstockError:
-    """Return an error of a class, or of the class that `also` makes of several, without calling a constructor."""
+    """Create an error of one class, or of a class with several bases, without calling a constructor."""
     kind: type[PenstockError]
     first = kind = bases[0]  # type: ignore[assignment]
     if len(bases) > 1:
         if bases not in _classes:
             body = {"__module__": first.__module__, "__doc__": first.__doc__, "__qualname__": first.__qualname__}
-            # Not assigned: another thread may have made it meanwhile.
+            # Another thread may have added the class since the check, so do not overwrite it.
             _classes.setdefault(bases, type(first.__name__, bases, body))
         kind = _classes[bases]
-    # Not by calling the class: a foreign base may require other arguments, or none.
+    # Calling the class could fail, because a base from another library may require different arguments.
     error = kind.__new__(kind)
     error.args = args
     return error
 
 
 def without_frames(error: PenstockError) -> PenstockError:
-    """Drop the frames of an error and its causes, for an error that is stored: frames keep all of the stack alive."""
-    # A loop over a list: causes may refer to each other in a circle.
+    """Drop the tracebacks of an error and its causes. A stored traceback keeps every object of its frames alive."""
+    # Causes may refer to each other in a circle, so remember the visited ones.
     seen: list[BaseException] = []
     left: list[BaseException | None] = [error]
     while left:
@@ -219,33 +219,33 @@ def without_frames(error: PenstockError) -> PenstockError:
 
 
 class ConfigError(PenstockError, ValueError):
-    """An argument, option or environment variable is wrong; nothing was started."""
+    """An argument, option or environment variable is wrong. Nothing was started."""
 
 
 class MissingExtra(ConfigError, ImportError):
-    """A feature needs an optional package; the hint names the extra to install."""
+    """A feature needs an optional package. The hint gives the command that installs it."""
 
 
 class OperationFailed(PenstockError):
-    """An operation of a conversion (a user's function, perhaps) raised, hung, or gave other tensors than declared."""
+    """An operation in a conversion raised, hung, or returned tensors that differ from its declaration."""
 
 
 class Cancelled(PenstockError):
-    """The caller cancelled the run or abandoned its iterator; everything was drained and freed."""
+    """The caller cancelled the run or abandoned its iterator. All reads have ended and all memory is released."""
 
 
 class FormatError(PenstockError):
-    """A header, index or manifest is malformed or contradicts its file; nothing was allocated from its numbers."""
+    """A header, index or manifest is malformed or contradicts its file. No memory was allocated from its numbers."""
 
     blame: ClassVar[Blame] = "source"
 
 
 class UnsafeFormat(FormatError):
-    """The weights are a pickle, which runs code when it is read; it was not read. The hint converts it."""
+    """The weights are a pickle, which runs code when it is read. It was not read. The hint says how to convert it."""
 
 
 class SourceError(PenstockError):
-    """A source could not give the bytes it promised."""
+    """A source could not deliver the bytes that it promised."""
 
     blame: ClassVar[Blame] = "source"
 
@@ -255,27 +255,27 @@ class NotFound(SourceError, FileNotFoundError):
 
 
 class PermissionDenied(SourceError, PermissionError):
-    """The source refused these credentials, or the file mode forbids reading."""
+    """The source refused the credentials, or the file mode forbids reading."""
 
 
 class SourceBusy(SourceError):
-    """A holder has its maximum number of readers; each of them has, or will have, the same bytes."""
+    """A holder has reached its maximum number of readers. Each of these readers has, or will have, the same bytes."""
 
 
 class GrantRefused(PermissionDenied):
-    """A grant to read a peer is forged, expired, replayed, or for another reader, source or model."""
+    """A grant to read from a peer is forged, expired, replayed, or for a different reader, source or model."""
 
 
 class HubUnavailable(SourceError):
-    """The hub, or the store behind it, did not answer in time; known peers stay usable."""
+    """The hub, or the store behind it, did not answer in time. Known peers stay usable."""
 
 
 class UnknownMember(SourceError):
-    """The hub does not know this member: it was silent too long, or the hub is new; register again."""
+    """The hub does not know this member, because the member was silent too long or the hub restarted. Join again."""
 
 
 class SourceChanged(SourceError):
-    """The file or object is not the one first seen (ETag, inode, size or times differ), or is being written to."""
+    """The file or object changed during the read (its ETag, inode, size or times differ), or is being written to."""
 
 
 class SourceTruncated(SourceError):
@@ -283,37 +283,37 @@ class SourceTruncated(SourceError):
 
 
 class SourceUnavailable(SourceError):
-    """The source failed (EIO, 5xx, reset) and retries with back-off made no progress."""
+    """The source failed (EIO, 5xx, reset), and retries with back-off made no progress."""
 
 
 class SourceStalled(SourceError):
-    """The source gave no byte for `stall_s` seconds."""
+    """The source sent no byte for `stall_s` seconds."""
 
 
 class StaleDescriptor(SourceError):
-    """The peer released its memory, or changed its content, after it issued this descriptor."""
+    """The peer released or changed its memory after it issued this descriptor."""
 
 
 class IntegrityError(PenstockError):
-    """Bytes differ from their digest, a revision from the requested one, or a signature is not valid."""
+    """Bytes differ from their digest, the revision is not the requested one, or a signature is invalid."""
 
     blame: ClassVar[Blame] = "source"
 
 
 class PlanError(PenstockError):
-    """Names, shapes, dtypes or boxes of source and destination do not match; the message lists them."""
+    """Names, shapes, dtypes or boxes of source and destination do not match. The message lists them."""
 
     blame: ClassVar[Blame] = "plan"
 
 
 class BudgetTooSmall(PlanError):
-    """`memory_bytes`, or another budget, cannot hold the least the plan needs.
+    """`memory_bytes`, or another memory limit, is below the minimum that the plan needs.
 
     Attributes:
-        minimum_bytes: the least that would do.
+        minimum_bytes: the smallest sufficient limit.
 
     Args:
-        budget: the argument that sets it, for the hint.
+        budget: name of the argument that sets the limit, for the hint.
     """
 
     def __init__(self, message: str, *, minimum_bytes: int, budget: str = "memory_bytes") -> None:
@@ -322,11 +322,11 @@ class BudgetTooSmall(PlanError):
 
 
 class BaseMismatch(PenstockError):
-    """An adapter belongs to another base than the receiver's; no byte of it was read.
+    """An adapter was published for a different base model than the receiver's. None of its bytes were read.
 
     Attributes:
-        expected: the base that the adapter was published for.
-        found: the receiver's base.
+        expected: identity of the base that the adapter was published for.
+        found: identity of the receiver's base.
     """
 
     blame: ClassVar[Blame] = "plan"
@@ -338,32 +338,32 @@ class BaseMismatch(PenstockError):
 
 
 class DestinationError(PenstockError):
-    """The destination could not take the bytes."""
+    """The destination could not accept the bytes."""
 
     blame: ClassVar[Blame] = "destination"
 
 
 class DeviceOutOfMemory(DestinationError):
-    """The device has no room for the tensors; what was allocated is freed."""
+    """The device has too little free memory for the tensors. Memory allocated so far was released."""
 
 
 class DiskFull(DestinationError):
-    """The destination's file system has no room left."""
+    """The destination's file system is full."""
 
 
 class PeerLost(PenstockError):
-    """Another rank or process of the same work failed or stopped answering."""
+    """Another rank or process of the same job failed or stopped answering."""
 
     blame: ClassVar[Blame] = "source"
 
 
 class VersionRefused(PenstockError):
-    """A version of a sync was withdrawn, or failed its check; it never goes live, and the version before is served.
+    """A version of a sync was withdrawn or failed its check. It never goes live, and the previous version is served.
 
     Attributes:
-        version: the version.
-        member: the member that refused it; empty: it was not refused by one member.
-        reason: why.
+        version: the version number.
+        member: the member that refused the version. Empty if no single member refused it.
+        reason: why the version was refused.
     """
 
     blame: ClassVar[Blame] = "source"
@@ -376,10 +376,10 @@ class VersionRefused(PenstockError):
 
 
 class VersionNotLive(PenstockError):
-    """The version of a sync that a request is pinned to is not the live one, or did not stay so long enough.
+    """A request is pinned to a version that is not live, or that stopped being live too early.
 
     Attributes:
-        live: the version that is live; -1: none.
+        live: the live version, or -1 if no version is live.
     """
 
     blame: ClassVar[Blame] = "destination"
@@ -390,11 +390,11 @@ class VersionNotLive(PenstockError):
 
 
 def class_named(name: str, least: type[PenstockError]) -> type[PenstockError]:
-    """Return the class that another process named in its error; `least` unless it is a kind of that.
+    """Return the error class that another process named. Return `least` unless that class derives from it.
 
     Args:
-        name: from a message, so it may be anything.
-        least: the class to use otherwise. Also for classes whose errors need more than a message.
+        name: name of the class. It comes from a message, so it may be any text.
+        least: the class to use if `name` is unknown, or if its constructor needs more than a message.
     """
     found = globals().get(name)
     if not isinstance(found, type) or not issubclass(found, least) or found.__init__ is not PenstockError.__init__:

@@ -1,11 +1,9 @@
-"""Ctrl-C only at moments when the program can act on it.
+"""Delay Ctrl-C until the program can handle it.
 
-Python raises KeyboardInterrupt between any two steps of the main thread: after a descriptor was opened and before it
-was stored, after a thread was started and before it was noted, or in a finalizer, where it is printed and lost. So the
-verbs run inside `deferred`. There the handler only notes the signal, waits call `raise_if_noted`, and the end of the
-block raises. Nothing of this happens in other threads, or where SIGINT has another handler than Python's own.
-
-In / Out: nothing. Not here: signals other than SIGINT, but for `is_of_handler`.
+Python can raise KeyboardInterrupt between any two steps of the main thread: after opening a descriptor and before
+storing it, after starting a thread and before recording it, or in a finalizer, where it is printed and lost. The verbs
+therefore run inside `deferred`. In this block the handler only notes the signal. Waits call `raise_if_noted`, and the
+end of the block raises. Other threads are not affected, and neither are programs that install a SIGINT handler.
 """
 
 from __future__ import annotations
@@ -21,34 +19,34 @@ from types import FrameType, TracebackType
 from typing import Self
 
 LOOK_S = 0.2
-"""Longest wait inside `deferred` between two looks for a signal: it feels immediate to a user."""
+"""Longest wait inside `deferred` between two checks for a signal. A user perceives it as immediate."""
 INSISTS_S = 2.0
-"""A signal so long after the first one raises at once: the user still waits, so something hangs (a dead NFS server).
-Not the second signal as such: shells and launchers often send one Ctrl-C twice."""
+"""A signal that arrives this long after the first one raises at once, because something hangs (a dead NFS server).
+An earlier second signal does not, because shells and launchers often send one Ctrl-C twice."""
 _SEND_AGAIN_S = 0.01
-"""Pause before a signal that arrived in a finalizer is sent again: most finalizers take microseconds."""
+"""Pause before a signal that arrived in a finalizer is sent again. Most finalizers take microseconds."""
 
 
 class State(enum.Enum):
     """Where the main thread is."""
 
     OUTSIDE = enum.auto()
-    """In no block: a signal raises."""
+    """Outside any block. A signal raises."""
     DEFERRING = enum.auto()
-    """In a block, without a signal so far."""
+    """Inside a block, and no signal arrived so far."""
     NOTED = enum.auto()
-    """A signal came. The next look raises."""
+    """A signal arrived. The next check raises."""
     RAISED = enum.auto()
-    """A look has raised. Cleaning up is not interrupted again."""
+    """A check has raised. Cleaning up is not interrupted again."""
 
 
 class Interrupt:
-    """The state machine of the main thread. It installs no handler, and reads no clock.
+    """The state machine of the main thread. It installs no handler and reads no clock.
 
         OUTSIDE --begin--> DEFERRING --note--> NOTED --take--> RAISED
            ^---------------- end, from every state ---------------'
 
-    Order: of the main thread only, signal handlers included.
+    Only the main thread and its signal handlers may use it.
     """
 
     def __init__(self) -> None:
@@ -57,25 +55,25 @@ class Interrupt:
 
     def begin(self) -> None:
         """Enter a block."""
-        # A signal may have come between the installation of the handler and this call.
+        # A signal may have arrived between the installation of the handler and this call.
         if self.state is State.OUTSIDE:
             self.state = State.DEFERRING
 
     def note(self, now_s: float) -> bool:
-        """Note a signal. Return whether the user insists: the signal must raise at once."""
+        """Note a signal. Return whether it must raise at once, because the user insists."""
         if self.state in {State.OUTSIDE, State.DEFERRING}:
             self.state, self._noted_at_s = State.NOTED, now_s
         return now_s - self._noted_at_s > INSISTS_S
 
     def take(self) -> bool:
-        """Return whether a noted signal must raise now: once in a block."""
+        """Return whether a noted signal must raise now. This happens once in a block."""
         is_due = self.state is State.NOTED
         if is_due:
             self.state = State.RAISED
         return is_due
 
     def end(self) -> bool:
-        """Leave the block. Return whether a signal was noted in it."""
+        """Leave the block. Return whether a signal arrived in it."""
         was_noted = self.state in {State.NOTED, State.RAISED}
         self.state = State.OUTSIDE
         return was_noted
@@ -85,7 +83,7 @@ _interrupt = Interrupt()
 
 
 class deferred:
-    """A block in which SIGINT is noted; its end raises KeyboardInterrupt if one was. Nests: the outermost raises."""
+    """A block that notes SIGINT and raises KeyboardInterrupt at its end. Of nested blocks only the outermost raises."""
 
     __slots__ = ("_is_outermost",)
 
@@ -104,7 +102,7 @@ class deferred:
 
 
 class defer_in_finalizer(deferred):
-    """`deferred` for finalizers (`__del__`), whose exceptions Python swallows: the signal is sent again soon after."""
+    """`deferred` for finalizers (`__del__`). Python discards their exceptions, so the signal is sent again later."""
 
     __slots__ = ()
 
@@ -112,15 +110,15 @@ class defer_in_finalizer(deferred):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._is_outermost and _end():
-            # RuntimeError: no thread can be started while the interpreter ends; nothing is left to be interrupted then.
+            # While the interpreter shuts down no thread can start (RuntimeError), and there is nothing to interrupt.
             with contextlib.suppress(RuntimeError):
                 threading.Thread(target=_send_again, name="penstock-interrupt", daemon=True).start()
 
 
 class allow_interrupts:
-    """A part of a `deferred` block in which SIGINT raises at once: around a library's call that may take long.
+    """A section of a `deferred` block in which SIGINT raises at once, for library calls that may take long.
 
-    When it is interrupted, the call must release its resources by itself.
+    An interrupted call must release its resources.
     """
 
     __slots__ = ("_is_inside",)
@@ -132,7 +130,7 @@ class allow_interrupts:
         if is_deferring():
             raise_if_noted()
             self._is_inside = True
-            # A signal may have come since `raise_if_noted`.
+            # A signal may have arrived since `raise_if_noted`.
             if _end():
                 _begin()
                 raise KeyboardInterrupt
@@ -151,21 +149,21 @@ def is_deferring() -> bool:
 
 
 def raise_if_noted() -> None:
-    """Raise KeyboardInterrupt if a signal was noted; once in a block, so that cleaning up is not interrupted too."""
+    """Raise KeyboardInterrupt if a signal was noted, but only once in a block, so that cleaning up can finish."""
     if is_deferring() and _interrupt.take():
         raise KeyboardInterrupt
 
 
 def longest_wait_s(seconds: float) -> float:
-    """Return the part of a wait of `seconds` that may pass before `raise_if_noted` must be called again."""
+    """Return how long a wait of `seconds` may last before `raise_if_noted` must be called again."""
     return min(seconds, LOOK_S) if is_deferring() else seconds
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Return whether a signal handler of the program raised this error, in the midst of a system call of ours.
+    """Return whether one of the program's signal handlers raised this error during a system call in Penstock.
 
-    A handler may raise a TimeoutError, which must not be taken for the timeout of a socket. Python calls handlers in
-    the main thread alone, with the interrupted frame below them.
+    A handler may raise a TimeoutError, which must not be mistaken for a socket's timeout. Python calls handlers only in
+    the main thread, so the handler's frame is in the traceback above the interrupted frame.
     """
     if threading.current_thread() is not threading.main_thread():
         return False
@@ -177,21 +175,21 @@ def is_of_handler(error: BaseException) -> bool:
 
 
 def _codes_of_handlers() -> set[object]:
-    """Return the code of every signal handler that is written in Python."""
+    """Return the code objects of all signal handlers that are written in Python."""
     codes = set[object]()
     for number in signal.valid_signals():
         handler = signal.getsignal(number)
         while isinstance(handler, functools.partial):
             handler = handler.func
         if callable(handler):
-            # A bound method has the code of its function, an object the code of its class's `__call__`.
+            # A bound method has its function's code. Any other object has the code of its class's `__call__`.
             function = handler if hasattr(handler, "__code__") else type(handler).__call__
             codes.add(getattr(function, "__code__", None))
     return codes - {None}
 
 
 def _begin() -> bool:
-    """Note signals from now on; return False if they are noted already, or this thread or program does not do that."""
+    """Start noting signals. Return False if they are noted already or cannot be noted in this thread or program."""
     if threading.current_thread() is not threading.main_thread() or _interrupt.state is not State.OUTSIDE:
         return False
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -202,37 +200,37 @@ def _begin() -> bool:
 
 
 def _end() -> bool:
-    """Let signals raise again, and return whether one was noted."""
+    """Let signals raise again, and return whether a signal was noted."""
     try:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        # A library that was called inside the block has installed a handler: it stays.
+        # A library that was called inside the block may have installed a handler. Keep it.
         if before is not _note and before is not signal.default_int_handler:
             signal.signal(signal.SIGINT, before)
     finally:
-        # Also when another signal raises in the lines above: else the next block would end by this one's signal.
+        # If another signal raises above, the state must still be reset. Otherwise this signal would end the next block.
         was_noted = _interrupt.end()
     return was_noted
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    """Note a signal: the handler inside `deferred`."""
+    """Handle SIGINT inside `deferred` by noting it."""
     if _interrupt.note(time.monotonic()):
         signal.signal(signal.SIGINT, signal.default_int_handler)
         raise KeyboardInterrupt
 
 
 def _send_again() -> None:
-    """Send SIGINT to the main thread: the body of a thread."""
+    """Send SIGINT to the main thread after a pause. This is the body of a thread."""
     time.sleep(_SEND_AGAIN_S)
     identity = threading.main_thread().ident
     if identity is not None:
-        # To the thread, not the process: this also ends a system call that it waits in.
+        # A signal to the thread, not to the process, also interrupts a system call that the thread waits in.
         signal.pthread_kill(identity, signal.SIGINT)
 
 
 def _forked() -> None:
     """End the block in a forked child."""
-    # A fork by another thread: the main thread of the parent, which is inside the block, does not exist in the child.
+    # If another thread forked, the parent's main thread, which is inside the block, does not exist in the child.
     if _interrupt.state is not State.OUTSIDE:
         _end()
 

@@ -1,11 +1,9 @@
-"""Lifecycle of objects and calls in a process: closing, forked children, and settings of the process.
+"""The lifecycle of objects: closing, forked children and interpreter shutdown. Also two process-wide settings.
 
-In / Out: nothing. Not here: what an object releases (each class), Ctrl-C (`interrupts`).
-
-- `Closeable`: a context manager for classes that have a `close`.
-- `is_ending`: the interpreter ends, so nothing may wait for a thread.
-- `release_after_fork`: in a forked child, release of locks, sockets, pages and transports that belong to its parent.
-- `paused_gc`, `quick_handover`: settings of the whole process, while a load needs them.
+- `Closeable` makes a class with a `close` method a context manager.
+- `is_ending` tells whether the interpreter shuts down, so that nothing may wait for a thread.
+- `release_after_fork` releases locks, sockets, pages and transports of the parent in a forked child.
+- `paused_gc` and `quick_handover` change settings of the whole process while a load needs them.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ class _Closes(Protocol):
 
 
 def is_ending() -> bool:
-    """Return whether the interpreter ends.
+    """Return whether the interpreter shuts down.
 
-    Python has stopped the daemon threads then, wherever they stood, and the locks that they held stay locked. Nothing
-    that runs so late may wait: no finalizer, and no `with` block of a generator that the program left half read. The
-    system frees what is still open.
+    Python has stopped all daemon threads by then, and their locks stay locked. Code that still runs must not wait. This
+    concerns finalizers and the `with` blocks of generators that were not read to their end. The operating system frees
+    all open resources.
     """
     return sys.is_finalizing()
 
 
 class Closeable:
-    """A context manager for classes that have a `close`. Does nothing while the interpreter ends."""
+    """A context manager for classes with a `close` method. It does nothing while the interpreter shuts down."""
 
     def __enter__(self) -> Self:
         return self
@@ -48,15 +46,15 @@ class Closeable:
 T = TypeVar("T")
 
 
-def release_after_fork(let_go: Callable[[T], object]) -> WeakSet[T]:
-    """Return a set of live objects; `let_go` is called for each in every child that is forked from now on."""
-    # Weak: the set must not keep alive what its owner has dropped.
+def release_after_fork(release: Callable[[T], object]) -> WeakSet[T]:
+    """Return a weak set. In every forked child, `release` is called for each object in the set."""
+    # The set must not keep an object alive after its owner dropped it.
     alive: WeakSet[T] = WeakSet()
 
     def forked() -> None:
-        # A copy: a release may drop the last reference to another member, and change the set.
+        # Iterate over a copy, because a release may drop the last reference to another member and change the set.
         for member in list(alive):
-            let_go(member)
+            release(member)
 
     os.register_at_fork(after_in_child=forked)
     return alive
@@ -69,12 +67,12 @@ _was_enabled = False
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Stop automatic collection inside the block; nests, and several threads may be inside at once."""
-    # Making 60,000 tensors sets off full collections of everything in the process: 5 us a tensor instead of 1 (measured
-    # on 2 CPU cores, torch 2.13, with little else in the process).
+    """Stop automatic garbage collection inside the block. Blocks may nest and may run in several threads."""
+    # Creating 60,000 tensors triggers full collections, which raise the cost of a tensor from 1 to 5 us (measured on 2
+    # CPU cores with torch 2.13 in a small process).
     global _depth, _was_enabled
     with _lock:
-        # Only the outermost block looks: an inner one would find collection disabled, and leave it so.
+        # Only the outermost block reads the setting. An inner block would find collection disabled and keep it so.
         if _depth == 0:
             _was_enabled = gc.isenabled()
             gc.disable()
@@ -89,8 +87,8 @@ def paused_gc() -> Iterator[None]:
 
 
 HANDOVER_S = 5e-5
-"""Longest that one thread keeps the GIL while another asks for it, while bytes move to a device; Python's own 5 ms are
-60 chunks of 4 MiB at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
+"""Seconds that a thread keeps the GIL after another thread asks for it, while bytes move to a device. In Python's
+default of 5 ms, 60 chunks of 4 MiB move at 55 GB/s. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 _num_quick = 0
 _interval_s = 0.0
@@ -98,28 +96,28 @@ _interval_s = 0.0
 
 @contextmanager
 def quick_handover() -> Iterator[None]:
-    """Set the GIL's switch interval to `HANDOVER_S` inside the block; nests, and several threads may be inside."""
+    """Set the GIL's switch interval to `HANDOVER_S` in the block. Blocks may nest and may run in several threads."""
     global _num_quick, _interval_s
     with _lock:
         if _num_quick == 0:
             _interval_s = sys.getswitchinterval()
-            # Never longer than it was: the program may have set it shorter.
+            # The program may have set a shorter interval, which must not grow.
             sys.setswitchinterval(min(HANDOVER_S, _interval_s))
         _num_quick += 1
     try:
         yield
     finally:
         with _lock:
-            # In a forked child it is 0 already.
+            # In a forked child the count is 0 already.
             _num_quick = max(0, _num_quick - 1)
             if _num_quick == 0:
                 sys.setswitchinterval(_interval_s)
 
 
 def _end_quick() -> None:
-    """Give a forked child its interval back: the threads that asked for a short one are not in it."""
+    """Restore the switch interval in a forked child, where the threads that shortened it do not exist."""
     global _lock, _num_quick
-    # Another thread may have had it at the moment of the fork.
+    # Another thread may have held the lock at the moment of the fork.
     _lock = threading.Lock()
     if _num_quick:
         _num_quick = 0

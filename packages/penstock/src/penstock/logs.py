@@ -1,8 +1,6 @@
-"""The loggers of this package: text of others in their lines is escaped.
+"""The loggers of this package. They escape their arguments, which may contain text from other programs or users.
 
-In: a message written here, with arguments that may have text of others: names, paths, errors, answers. Out: one line of
-the standard logger of that name, for the handlers that the application configured.
-Not here: errors and terminals, which use `errors.printable` themselves; handlers (`cli`, `hub.audit`).
+Errors and terminal output call `errors.printable` instead.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ else:
 
 
 class Log(_Adapter):
-    """A logger whose arguments are escaped where they are formatted. A message must be a literal: it is not."""
+    """A logger that escapes the arguments of each message. The message itself must be a literal and is not escaped."""
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """See `logging.Logger.log`."""
         if self.isEnabledFor(level):
-            # Else each line would name this function as its place.
+            # Without this, each record would name this method as its caller.
             kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
             is_shown = "%r" in str(msg)
             self.logger.log(level, msg, *(_escaped(arg, is_shown) for arg in args), **kwargs)
@@ -37,13 +35,13 @@ def log_named(name: str) -> Log:
 
 
 class _Escaped:
-    """The texts of an argument, and not the argument: a record that a handler keeps would keep an error's frames."""
+    """The escaped texts of an argument. A record with the argument itself could keep an error's frames alive."""
 
     __slots__ = ("_repr", "_str")
 
     def __init__(self, value: object, is_shown: bool) -> None:
         if isinstance(value, Readable):
-            # Composed here, of several lines. No part of it can begin a line of the log.
+            # Penstock composed this text. Indent its lines, so that none of them looks like a new log record.
             self._str = printable(str(value), keep_lines=True).replace("\n", "\n    ")
         else:
             self._str = printable(str(value))
@@ -57,8 +55,8 @@ class _Escaped:
 
 
 def _escaped(value: object, is_shown: bool) -> object:
-    """Return an argument as text; `is_shown`: the message may take its `repr`."""
-    # Numbers stay: for `%d` and `%.3f`.
+    """Return an argument as escaped text. With `is_shown`, also prepare its `repr` for `%r`."""
+    # Numbers stay numbers, for `%d` and `%.3f`.
     if value is None or isinstance(value, int | float) or (isinstance(value, str) and value.isprintable()):
         return value
     return _Escaped(value, is_shown)

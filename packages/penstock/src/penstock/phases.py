@@ -1,14 +1,12 @@
-"""The phases of this process's start: the stopwatch of each load, fetch and attach, and one record of all of them.
+"""The phases of this process's start, as seconds for reports and as a record for health checks and `penstock status`.
 
-In: journeys as they begin, change phase and end; steps of the engine, by `phase`. Out: seconds by phase, for reports;
-the record as a `Boot`, for health checks, probes and `penstock status`.
-Not here: serving the record (`http.phases`), reporting it to a hub (`peer.member`).
+Each load, fetch and attach has a stopwatch, `Phases`. An engine adds its own steps with `phase`.
 
     Phases("discover", journey="fetch") --enter, stop, fail--> record of the process --snapshot--> Boot
     phase("warm up") -----------------------------------------'
 
-There is one record in a process: an engine that loads a model and a draft of it is ready when both are there. The
-record holds the last start only: the first journey after `NEW_BOOT_S` without any begins another one.
+A process has one record, because an engine that loads a model and its draft model is ready when both are loaded. The
+record covers the last start only. The first journey after `NEW_BOOT_S` without a journey begins a new record.
 """
 
 from __future__ import annotations
@@ -29,35 +27,37 @@ from penstock.arguments import require_name
 from penstock.errors import Cancelled, ConfigError, PenstockError, sendable
 
 MAX_PHASES = 64
-"""Phases in one record; a start has about ten. The oldest are dropped, so that a beat stays below 16 KiB."""
+"""Maximum number of phases in a record. A start has about ten. The oldest are dropped, so that a heartbeat stays below
+16 KiB."""
 NEW_BOOT_S = 60.0
-"""Quiet time after which the next journey is another start; between two models of one start there are seconds."""
+"""Seconds without a journey after which the next journey begins a new start. Between two models of the same start only
+a few seconds pass."""
 MAX_NAME = 64
 _Text = Annotated[str, Meta(max_length=1024)]
 
 PhaseStanding = Literal["running", "done", "failed", "cancelled"]
 Standing = Literal["starting", "ready", "failed"]
 Look = Callable[[], tuple[int, int]]
-"""Returns the bytes that are done, and the bytes in all."""
+"""A function that returns the number of finished bytes and the total number of bytes."""
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True):
-    """A phase of a start."""
+    """A phase in the start of a process."""
 
     name: Annotated[str, Meta(max_length=MAX_NAME)]
-    """As in the report of its journey: `discover`, `move`; of an engine: `warm up`."""
+    """Name as in the journey's report, such as `discover` or `move`, or an engine's name such as `warm up`."""
     journey: Annotated[str, Meta(max_length=16)] = ""
-    """`fetch`, `load`, `attach`; `engine`: reported by the engine or by `penstock.telemetry.phase`."""
+    """`fetch`, `load` or `attach`, or `engine` for phases that the engine or `penstock.telemetry.phase` reports."""
     model: Annotated[str, Meta(max_length=256)] = ""
-    """The model's name, or the URI of a load; empty for an engine's own phases."""
+    """The model's name, or the URI of a load. Empty for the phases of an engine."""
     start_s: float = 0.0
-    """Seconds from the start of the boot."""
+    """Seconds between the start of the boot and the start of this phase."""
     seconds: float = 0.0
-    """Its length, so far if it runs."""
+    """Duration in seconds. If the phase still runs, the duration so far."""
     state: PhaseStanding = "done"
     done_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
     nbytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """Bytes in all; 0 for phases that move none."""
+    """Total number of bytes, or 0 for phases that move no bytes."""
 
 
 class BootError(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,32 +65,32 @@ class BootError(msgspec.Struct, frozen=True, kw_only=True):
 
     error: _Text
     blame: Annotated[str, Meta(max_length=16)] = ""
-    """`source`, `destination`, `plan` or `config`; empty: not an error of Penstock."""
+    """`source`, `destination`, `plan` or `config`. Empty if Penstock did not raise the error."""
     hint: _Text = ""
     model: Annotated[str, Meta(max_length=256)] = ""
-    """Of the phase that failed."""
+    """The model of the phase that failed."""
 
 
 class Boot(msgspec.Struct, frozen=True, kw_only=True):
-    """The start of one process: its phases, and whether it is ready."""
+    """The start of one process: its phases and whether it is ready."""
 
     started_at: float
-    """When its first phase began, in seconds of Unix time by the process's clock."""
+    """Unix time in seconds at which the first phase began, by the clock of the process."""
     process_s: float = 0.0
-    """How long the process had run by then: imports, and whatever else comes before the first phase."""
+    """Seconds between the start of the process and its first phase. This includes imports."""
     seconds: float = 0.0
-    """From `started_at` until now, or until the last phase ended."""
+    """Seconds from `started_at` until now, or until the last phase ended."""
     ready: bool = False
     state: Standing = "starting"
     phase: Annotated[str, Meta(max_length=MAX_NAME)] = ""
-    """The phase that began last of those that run, or that failed; empty: none."""
+    """The failed phase, or the running phase that began last. Empty if there is neither."""
     models: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=MAX_PHASES)] = ()
     phases: Annotated[tuple[Phase, ...], Meta(max_length=MAX_PHASES)] = ()
     error: BootError | None = None
 
 
 class _Span:
-    """A phase in the record; times are those of `time.perf_counter`."""
+    """A phase in the record. Times come from `time.perf_counter`."""
 
     __slots__ = ("began", "error", "is_last", "journey", "look", "model", "moved", "name", "start", "state", "stop")
 
@@ -100,28 +100,28 @@ class _Span:
         self.model = model
         self.start = start
         self.began = began
-        """When its journey began."""
+        """Time at which the journey of this phase began."""
         self.look = look
         self.moved = (0, 0)
         self.stop: float | None = None
         self.state: PhaseStanding = "running"
         self.is_last = False
-        """Whether its journey ended with it."""
+        """Whether the journey ended with this phase."""
         self.error: BootError | None = None
 
     def end(self, now: float, state: PhaseStanding) -> None:
-        """End the phase; drop the function that counts its bytes, which may refer to weights."""
+        """End the phase, and drop the function that counts its bytes, because it may refer to weights."""
         if self.look is not None:
             self.moved, self.look = self.look(), None
         self.stop, self.state = now, state
 
     def resume(self, look: Look | None) -> None:
-        """Go on with a phase that had ended."""
+        """Continue a phase that had ended."""
         self.stop, self.state, self.look = None, "running", look
 
     def value(self, zero: float, now: float) -> Phase:
-        """Return the current state of the phase; `zero` is the start of the boot."""
-        # Read once: the thread of the journey may end the phase between a check and a call.
+        """Return the current state of the phase. `zero` is the time at which the boot started."""
+        # Read the attribute once, because the journey's thread may end the phase between a check and the call.
         look = self.look
         done, total = self.moved if look is None else look()
         return Phase(
@@ -140,7 +140,8 @@ class BootRecord:
     """The record of one process. Thread-safe."""
 
     def __init__(self) -> None:
-        # Re-entrant: the garbage collector may close a stream, and so end its phase, inside any of these blocks.
+        # The lock is re-entrant, because the garbage collector may close a stream, and so end its phase, while this
+        # thread holds the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._spans: deque[_Span] = deque(maxlen=MAX_PHASES)
@@ -150,21 +151,21 @@ class BootRecord:
         self._process_s = 0.0
 
     def add(self, span: _Span) -> None:
-        """Begin a phase. The first one of a journey begins a new record if the process had been quiet for long."""
+        """Begin a phase. If no phase ran during the last `NEW_BOOT_S`, begin a new record."""
         with self._lock:
             running = any(old.stop is None for old in self._spans)
             last = max((old.stop for old in self._spans if old.stop is not None), default=float("-inf"))
             if not running and span.start - last > NEW_BOOT_S:
                 self._spans.clear()
                 self._zero = span.start
-                # Backdated: the phase may have begun a moment ago.
+                # The phase may have begun a moment ago, so subtract that time.
                 self._started_at = time.time() - (time.perf_counter() - span.start)
                 self._process_s = _process_age_s()
             self._spans.append(span)
         self.changed()
 
     def changed(self) -> None:
-        """Wake those that wait for a change."""
+        """Wake the threads that wait for a change."""
         with self._lock:
             self._serial += 1
             self._changed.notify_all()
@@ -175,12 +176,12 @@ class BootRecord:
         return self._serial
 
     def wait(self, serial: int, timeout_s: float) -> None:
-        """Wait until the number of changes is not `serial` any more, at most `timeout_s`."""
+        """Wait until the number of changes differs from `serial`, at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._serial != serial, timeout_s)
 
     def snapshot(self) -> Boot | None:
-        """Return the current state of the boot; None: this process has loaded nothing, and reported no phase."""
+        """Return the current state of the boot, or None if this process has no phase yet."""
         with self._lock:
             spans = list(self._spans)
             if not spans:
@@ -189,7 +190,7 @@ class BootRecord:
             phases = tuple(span.value(self._zero, now) for span in spans)
             running = [span for span in spans if span.stop is None]
             failed = [span for span in spans if span.state == "failed"]
-            # A journey that begins after a failure is another attempt.
+            # A journey that begins after a failure counts as another attempt and hides the failure.
             fault = next(
                 (span for span in reversed(failed) if not any(other.began > (span.stop or now) for other in spans)),
                 None,
@@ -212,14 +213,14 @@ class BootRecord:
 
 
 class Phases:
-    """A stopwatch whose phases sum to the whole; with a `journey`, they are in the record of the process, too.
+    """A stopwatch for the phases of one journey. With a `journey` name, the record of the process contains them.
 
-    A context manager: its exit ends the running phase, as failed if the block raised.
+    It is a context manager. Its exit ends the running phase, which counts as failed if the block raised.
 
     Args:
-        first: the phase that begins now.
-        journey: `fetch`, `load`, `attach`, `engine`; empty: not recorded.
-        model: see `Phase`.
+        first: name of the phase that begins now.
+        journey: `fetch`, `load`, `attach` or `engine`. If empty, the phases are not recorded.
+        model: see `Phase.model`.
     """
 
     __slots__ = ("_began", "_is_over", "_journey", "_model", "_name", "_since", "_span", "_spans", "seconds")
@@ -238,8 +239,8 @@ class Phases:
         self._name, self._since = name, now
         if not self._journey:
             return
-        # A phase that is entered again is shown as one, from its first begin: a search for a keeper tries 20 times a
-        # second, and each attempt would be two phases.
+        # A phase that is entered again continues the earlier one. A search for a weight cache tries 20 times a second,
+        # and each attempt would otherwise add two phases.
         self._span = self._spans.get(name)
         if self._span is not None:
             self._span.resume(look)
@@ -253,19 +254,19 @@ class Phases:
             self._span.end(now, state)
 
     def enter(self, name: str, look: Look | None = None) -> None:
-        """End the running phase and begin `name`; `look` counts its bytes while it runs."""
+        """End the running phase and begin `name`. While it runs, `look` returns its bytes."""
         now = time.perf_counter()
         self._end(now, "done")
         self._begin(name, now, look)
 
     def stop(self) -> dict[str, float]:
-        """End the running phase and the journey; return the seconds of all phases by name."""
+        """End the running phase and the journey. Return the seconds of each phase by name."""
         if not self._is_over:
             self._finish("done", None)
         return dict(self.seconds)
 
     def fail(self, error: BaseException) -> None:
-        """End the journey with an error, if it has not ended yet. Not a failure: the caller cancelled it."""
+        """End the journey with an error, unless it has ended. Cancellation does not count as a failure."""
         if self._is_over:
             return
         if isinstance(error, Cancelled) or not isinstance(error, Exception):
@@ -278,7 +279,7 @@ class Phases:
             self._finish("failed", BootError(error=text, model=self._model))
 
     def close(self) -> None:
-        """End the journey as cancelled, if it has not ended yet."""
+        """End the journey as cancelled, unless it has ended."""
         if not self._is_over:
             self._finish("cancelled", None)
 
@@ -302,32 +303,33 @@ class Phases:
 
 
 def phase(name: str) -> Phases:
-    """Report a phase of this process's start that Penstock does not see: `with penstock.telemetry.phase("warm up"):`.
+    """Report a phase of this process's start that Penstock cannot see: `with penstock.telemetry.phase("warm up"):`.
 
-    The process is not ready while the block runs, and has failed if it raises. Blocks may be nested: put one around all
-    of the start, and the process is ready at its end and not before.
+    The process is not ready while the block runs, and its start has failed if the block raises. Blocks may be nested. A
+    block around the whole start keeps the process from being ready before the end of the block.
 
     Args:
-        name: at most 64 characters, for people and for autoscalers.
+        name: name of the phase, at most 64 characters.
 
     Raises:
         ConfigError: the name is empty or too long.
     """
     require_name("name", name)
     if len(name) > MAX_NAME:
-        raise ConfigError(f"the name of a phase has {len(name)} characters; at most {MAX_NAME}")
+        raise ConfigError(f"the name of a phase has {len(name)} characters, but at most {MAX_NAME} are allowed")
     return Phases(name, journey="engine")
 
 
 def boot_record() -> BootRecord:
-    """Return the record of this process; a forked child has one of its own."""
+    """Return the record of this process. A forked child has a separate record."""
     return _record
 
 
 def _process_age_s() -> float:
-    """Return how long this process has run; 0 where the system does not say."""
+    """Return the age of this process in seconds, or 0 if the system does not report it."""
     try:
-        # Behind the name in parentheses, which may have spaces; field 22 is the start, in ticks since the host's boot.
+        # The name in parentheses may contain spaces, so split after it. Field 22 is the start time of the process, in
+        # clock ticks since the host booted.
         fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
         since_boot_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s)
@@ -339,7 +341,7 @@ _record = BootRecord()
 
 
 def _forked() -> None:
-    """Begin a record in a forked child: its parent's phases are not its own."""
+    """Begin an empty record in a forked child."""
     global _record
     _record = BootRecord()
 

@@ -1,8 +1,4 @@
-"""Base of all reports: a text for people, a dictionary for programs, a cell for notebooks; numbers of bytes in words.
-
-In: a frozen dataclass with a `summary`. Out: `str`, `to_dict`, `_repr_html_`.
-Not here: what is measured (each journey's `report`).
-"""
+"""The base of all reports: text for people, a dictionary for programs and HTML for notebooks."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ import msgspec
 
 
 class HasSummary(Protocol):
-    """A value that describes itself."""
+    """A value with a summary for people."""
 
     def summary(self) -> str:
         """Return a few lines for people."""
@@ -26,12 +22,12 @@ class HasSummary(Protocol):
 
 
 class Readable:
-    """The methods of every report, for a class that has a `summary`: `str()` is that, `to_dict()` has the fields."""
+    """The methods of every report. `str()` returns the `summary`, and `to_dict()` returns the fields."""
 
     __slots__ = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, as plain values that JSON has."""
+        """Return the fields by name, as values that JSON can represent."""
         return cast("dict[str, Any]", plain(self))
 
     def __str__(self: HasSummary) -> str:
@@ -42,7 +38,7 @@ class Readable:
 
 
 class Summarised(Readable, ABC):
-    """A report that is a dataclass. A struct of msgspec has another metaclass, and takes `Readable`."""
+    """A report that is a dataclass. A msgspec struct has a different metaclass and derives from `Readable` instead."""
 
     __slots__ = ()
 
@@ -52,8 +48,8 @@ class Summarised(Readable, ABC):
 
 
 def plain(value: Any) -> Any:
-    """Return dataclasses, structs, enums, paths and numpy scalars as JSON's types."""
-    # Enums before str: a StrEnum is both, and its value is the plain text.
+    """Convert dataclasses, structs, enums, paths and numpy scalars to JSON types."""
+    # Check enums before str, because a StrEnum is both.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, msgspec.Struct):
@@ -68,23 +64,23 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Sequence):
         return [plain(item) for item in value]
-    # What is left is a numpy scalar; anything else fails here, in tests, and not in a user's JSON parser.
+    # Only numpy scalars are left. Any other type fails here, in tests, and not in a user's JSON parser.
     return value.item()
 
 
 def pre(text: str) -> str:
-    """Return a text as HTML that keeps its lines; names in it cannot become markup."""
+    """Return a text as escaped HTML that keeps its lines."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def names_text(names: Sequence[str]) -> str:
-    """Return the first three names, and how many more there are."""
+    """Return the first three names and the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def bytes_text(nbytes: float) -> str:
-    """Return a number of bytes in decimal units: `2.14 GB`, `512 B`."""
-    # Powers of 1000, as vendors give memory and links: a rate in GB/s can be compared with a data sheet.
+    """Return a number of bytes in decimal units, such as `2.14 GB` or `512 B`."""
+    # Vendors state link speeds in powers of 1000, so rates in GB/s can be compared with a data sheet.
     for unit in ("B", "kB", "MB", "GB"):
         if abs(nbytes) < 1000:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.2f} {unit}"

@@ -1,9 +1,6 @@
-"""Byte copies as columns: many short runs of one address space that are copied to another.
+"""Byte copies as columns: many runs of bytes that are copied from one address space to another.
 
-In: offsets and lengths of bytes. Out: the same bytes joined, cut, checked, as runs or as rectangles of runs.
-Not here: copying them (`transport`, `cuda`), planning them (`plan`).
-
-Columns of numpy, because a plan has millions of runs: no function here loops over them in Python.
+A plan has millions of runs, so they are numpy columns, and no function here loops over them in Python.
 """
 
 from __future__ import annotations
@@ -20,15 +17,16 @@ from penstock.types import I64
 
 
 def spread(first: I64, counts: I64) -> I64:
-    """Return `first[i], first[i] + 1, ...`, `counts[i]` of them, for each i in turn."""
+    """Concatenate the ranges `first[i], first[i] + 1, ...`, with `counts[i]` numbers each."""
     return np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(int(counts.sum()))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Segments:
-    """Runs of bytes to read, as columns: `nbytes[i]` from `src[i]` of the peer's memory to `dst[i]` of ours.
+    """Runs of bytes to read, as columns.
 
-    Destinations of one read do not overlap.
+    Row i copies `nbytes[i]` bytes from offset `src[i]` in the peer's memory to offset `dst[i]` in local memory. The
+    destinations of one read do not overlap.
     """
 
     src: I64
@@ -40,24 +38,27 @@ class Segments:
         return Segments(src=self.src[which], dst=self.dst[which], nbytes=self.nbytes[which])
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
-        """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
+        """Raise PlanError for the first segment that is outside memory of these sizes."""
         if not len(self.src) == len(self.dst) == len(self.nbytes):
-            raise PlanError(f"columns of {len(self.src)}, {len(self.dst)} and {len(self.nbytes)} segments")
-        # A peer may have sent these numbers. Compared without sums: a sum of hostile numbers could wrap around.
+            lengths = f"{len(self.src)}, {len(self.dst)} and {len(self.nbytes)}"
+            raise PlanError(f"the columns of the segments have different lengths: {lengths}")
+        # A peer may have sent these numbers. The checks avoid sums, which could overflow.
         outside = self.nbytes < 0
         for offset, total in ((self.src, src_nbytes), (self.dst, dst_nbytes)):
             outside |= (offset < 0) | (offset > total) | (self.nbytes > total - np.clip(offset, 0, total))
         if outside.any():
             i = int(outside.argmax())
             where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
-            raise PlanError(f"segment {i} lies outside: {self.nbytes[i]} bytes {where}")
+            raise PlanError(f"segment {i} is outside the memory: {self.nbytes[i]} bytes {where}")
 
     def joined(self, *, padding_bytes: int = 0) -> Segments:
-        """Return the same bytes as few segments, by destination: without empty ones, neighbours at both ends joined.
+        """Return the same bytes in as few segments as possible, sorted by destination.
+
+        Empty segments are dropped. Segments are joined if they are adjacent at both the source and the destination.
 
         Args:
-            padding_bytes: neighbours may be this far apart, equally at both ends; the bytes between are read too. Use
-                it only where they are padding: between tensors placed alike in two arenas, `arena.ALIGN_BYTES - 1`.
+            padding_bytes: largest gap between joined segments, which must be equal at both ends. The bytes in the gap
+                are copied too, so they must be padding. Two arenas with the same layout need `arena.ALIGN_BYTES - 1`.
         """
         rows = np.flatnonzero(self.nbytes)
         rows = rows[np.argsort(self.dst[rows], kind="stable")]
@@ -66,14 +67,14 @@ class Segments:
         src, dst, nbytes = self.src[rows], self.dst[rows], self.nbytes[rows]
         first = np.ones(len(rows), bool)
         gap = dst[1:] - dst[:-1] - nbytes[:-1]
-        # The same gap at both ends, or the bytes behind it would land in the wrong place.
+        # Unequal gaps would put the bytes after the gap in the wrong place.
         first[1:] = (src[1:] - src[:-1] - nbytes[:-1] != gap) | (gap < 0) | (gap > padding_bytes)
         heads = np.flatnonzero(first)
         lasts = np.append(heads[1:], len(rows)) - 1
         return Segments(src=src[heads], dst=dst[heads], nbytes=dst[lasts] + nbytes[lasts] - dst[heads])
 
     def cut(self, most_bytes: int) -> Segments:
-        """Return the same bytes in the same order, runs cut to at most `most_bytes`, empty ones left out."""
+        """Split runs into pieces of at most `most_bytes`, in the same order. Drop empty runs."""
         counts = -(-self.nbytes // most_bytes)
         row = np.repeat(np.arange(len(counts)), counts)
         skipped = spread(np.zeros(len(counts), np.int64), counts) * most_bytes
@@ -86,11 +87,11 @@ _COLUMNS = "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch"
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Rectangles:
-    """Equal runs at a pitch, as columns: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of the peer's memory to
-    `dst[i]` of ours, `src_pitch[i]` apart there and `dst_pitch[i]` here.
+    """Runs of equal length at a constant pitch, as columns.
 
-    Destinations of one read do not overlap. The columns are never changed: a transport may keep what it prepared for
-    them as long as this object lives.
+    Row i copies `num_rows[i]` runs of `run_bytes[i]` bytes. The first run starts at `src[i]` in the peer's memory and
+    at `dst[i]` in local memory. Later runs follow every `src_pitch[i]` and `dst_pitch[i]` bytes. The destinations of a
+    read do not overlap. The columns never change, so a transport may cache data for them while this object is alive.
     """
 
     src: I64
@@ -113,27 +114,28 @@ class Rectangles:
         return self.run_bytes * self.num_rows
 
     def check(self, *, src_nbytes: int, dst_nbytes: int) -> None:
-        """Raise PlanError, naming the first offender, unless all lie within memory of these sizes."""
+        """Raise PlanError for the first rectangle that is outside memory of these sizes."""
         if len({len(getattr(self, name)) for name in _COLUMNS}) != 1:
-            raise PlanError("rectangles of uneven columns")
+            raise PlanError("the columns of the rectangles have different lengths")
         outside = (self.run_bytes < 1) | (self.num_rows < 1)
         for offset, pitch, total in ((self.src, self.src_pitch, src_nbytes), (self.dst, self.dst_pitch, dst_nbytes)):
             room = total - np.clip(offset, 0, total) - np.clip(self.run_bytes, 0, total)
             outside |= (offset < 0) | (offset > total) | (self.run_bytes > total) | (room < 0) | (pitch < 0)
-            # By division: the product of a hostile pitch and rows could wrap around.
+            # Divide, because the product of a hostile pitch and number of rows could overflow.
             outside |= (self.num_rows > 1) & (self.num_rows - 1 > room // np.maximum(pitch, 1))
         if outside.any():
             i = int(outside.argmax())
             where = f"from {self.src[i]} of {src_nbytes} to {self.dst[i]} of {dst_nbytes}"
-            raise PlanError(f"rectangle {i} lies outside: {self.num_rows[i]} runs of {self.run_bytes[i]} {where}")
+            runs = f"{self.num_rows[i]} runs of {self.run_bytes[i]} bytes"
+            raise PlanError(f"rectangle {i} is outside the memory: {runs} {where}")
 
     def longest_runs(self) -> I64:
-        """Return the bytes of each rectangle's runs; a rectangle in one piece at both ends is one run."""
+        """Return the run length of each rectangle in bytes. A rectangle that is contiguous at both ends is one run."""
         whole = (self.src_pitch == self.run_bytes) & (self.dst_pitch == self.run_bytes)
         return np.where(whole, self.nbytes, self.run_bytes)
 
     def segments(self) -> Segments:
-        """Return the same bytes with a segment for each run; a rectangle in one piece at both ends is one run."""
+        """Return one segment for each run. A rectangle that is contiguous at both ends is one run."""
         run = self.longest_runs()
         rows = self.nbytes // run
         at = np.repeat(np.arange(len(rows)), rows)
@@ -142,21 +144,24 @@ class Rectangles:
         return Segments(src=src, dst=dst, nbytes=run[at])
 
     def apart(self, short_bytes: int, many: int) -> tuple[Segments, Rectangles | None]:
-        """Return long runs, joined, for copy engines; and the shorter ones, if at least `many`, for a kernel."""
+        """Separate long runs, which copy engines move, from short ones, which a kernel moves.
+
+        If there are fewer than `many` short runs, all runs are returned as segments for the copy engines.
+        """
         short = self.longest_runs() < short_bytes
         if int(self.num_rows[short].sum()) < many:
             return self.segments().joined(), None
         return self[~short].segments().joined(), self[short]
 
     def addressed(self, dst_base: int, src_base: int, about_bytes: int) -> Iterator[Rectangles]:
-        """Yield the same with addresses instead of offsets, in batches of about `about_bytes`."""
+        """Yield the rectangles in batches of about `about_bytes`, with addresses instead of offsets."""
         for which in gathered(self.nbytes, about_bytes):
             some = self[which]
             yield replace(some, src=some.src + src_base, dst=some.dst + dst_base)
 
 
 def gathered(nbytes: I64, about_bytes: int, *, most_rows: int = 0) -> Iterator[slice]:
-    """Yield rows of these lengths in batches of about `about_bytes`, and of at most `most_rows` rows if not 0."""
+    """Yield slices of rows. Each has about `about_bytes` bytes and, unless `most_rows` is 0, at most that many rows."""
     if not len(nbytes):
         return
     is_edge = np.diff((np.cumsum(nbytes) - 1) // about_bytes) != 0

@@ -1,8 +1,4 @@
-"""Counts of what this process has done in its life, added where it is done and read by its metrics.
-
-In: numbers, from any thread. Out: their sum.
-Not here: names, labels and formats (`telemetry.metrics`).
-"""
+"""Counters over the life of this process, which its metrics export."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from penstock.lifecycle import release_after_fork
 
 
 class Total:
-    """A sum that only grows. For events of a millisecond or more; it is too slow to count rows."""
+    """A sum that only grows. Thread-safe. Use it for events that take a millisecond or more, not for rows."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,7 +22,7 @@ class Total:
             self.value += amount
 
     def forget(self) -> None:
-        """In a forked child: start again, with a lock that no thread of the parent holds."""
+        """Reset the sum in a forked child, with a lock that no thread of the parent holds."""
         self._lock = threading.Lock()
         self.value = 0
 

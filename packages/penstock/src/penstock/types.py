@@ -1,8 +1,4 @@
-"""The values that all rooms share: dtypes, boxes, tensor tables, manifests.
-
-In / Out: nothing; plain frozen values. numpy for columns, no torch, no I/O, no clock.
-Not here: reading them from storage (`storage`), moving them (`plan`, `engine`).
-"""
+"""Frozen values that every room uses: dtypes, boxes, tensor tables and manifests. No torch, no I/O and no clock."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ GIB = 1 << 30
 
 
 class DType(enum.StrEnum):
-    """Element types of the safetensors format, by the names it writes.
+    """Element types of the safetensors format. The values are the names in the file.
 
     Source: the `Dtype` enum of safetensors 0.8.0.
     """
@@ -54,12 +50,12 @@ class DType(enum.StrEnum):
 
     @property
     def bits(self) -> int:
-        """Return the bits of one element; 4 and 6 for the packed types."""
+        """Return the number of bits in one element. Packed types have 4 or 6."""
         return _BITS[self]
 
 
 NOT_IN_TORCH = frozenset({DType.F6_E2M3, DType.F6_E3M2})
-"""Dtypes of the format that no torch dtype holds. Source: `_TORCH` of `loader.tensor`, which a test holds to this."""
+"""Dtypes without a counterpart in torch. A test compares them with `_TORCH` in `loader.tensor`."""
 
 _BITS: Mapping[DType, int] = {
     DType.BOOL: 8,
@@ -88,9 +84,9 @@ _BITS: Mapping[DType, int] = {
 
 
 def bits_to_bytes(num_elements: int, dtype: DType) -> int:
-    """Return the bytes of `num_elements` packed elements. ValueError unless they fill whole bytes."""
+    """Return the number of bytes that `num_elements` packed elements fill. Raise ValueError for a partial byte."""
     bits = num_elements * dtype.bits
-    # The format packs 4- and 6-bit elements without gaps, so that a shape may end in the middle of a byte.
+    # The format packs elements of 4 and 6 bits without gaps, so a tensor could end in the middle of a byte.
     if bits % 8:
         raise ValueError(f"{num_elements} elements of {dtype} are {bits} bits, not whole bytes")
     return bits // 8
@@ -98,7 +94,7 @@ def bits_to_bytes(num_elements: int, dtype: DType) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned region of a global tensor: per dim `[start, stop)`, in elements.
+    """An axis-aligned region of a global tensor: `[start, stop)` in elements for each dim.
 
     `Box((0, 2), (4, 6))` and `Box.of(slice(0, 4), slice(2, 6))` are the same box.
     """
@@ -109,54 +105,54 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
             raise ValueError(f"box start {self.start} and stop {self.stop} differ in rank")
-        # Equal start and stop are allowed: a rank may have no rows of a tensor that is cut over more ranks than rows.
-        # A plain loop, since a recorded loader makes several boxes of each tensor.
+        # An empty box is allowed, because a tensor may have fewer rows than there are ranks.
+        # A plain loop is fast enough for recorded loaders, which make several boxes for each tensor.
         for a, b in zip(self.start, self.stop, strict=True):
             if a < 0 or b < a:
                 raise ValueError(f"box [{self.start}, {self.stop}) is not a region")
 
     @classmethod
     def of(cls, *slices: slice) -> Box:
-        """Return the box of a slice for each dim. ValueError: one has no stop, or a step other than 1."""
+        """Return the box with one slice for each dim. Raise ValueError if a slice has no stop, or a step besides 1."""
         for one in slices:
             if one.stop is None or one.step not in {None, 1}:
-                raise ValueError(f"{one} is not a part [start, stop) of a dim whose size is not known here")
+                raise ValueError(f"{one} needs a stop and a step of 1, because the size of the dim is unknown here")
         return cls(tuple(one.start or 0 for one in slices), tuple(one.stop for one in slices))
 
     @classmethod
     def full(cls, shape: Sequence[int]) -> Box:
-        """Return the whole of a tensor of `shape`."""
+        """Return the box that covers a whole tensor of this shape."""
         return cls(start=(0,) * len(shape), stop=tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the extent of the region, in elements."""
+        """Return the shape of the region, in elements."""
         return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return the region as the index of a tensor."""
+        """Return the region as an index for a tensor."""
         return tuple(map(slice, self.start, self.stop))
 
     @property
     def num_elements(self) -> int:
-        """Return the number of elements in the region; 1 for a scalar's box."""
+        """Return the number of elements in the region. The box of a scalar has 1."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TensorTable:
-    """Tensors as columns; row i is one tensor. Names are unique."""
+    """A table of tensors, stored as columns. Each row is one tensor, and names are unique."""
 
-    # Columns, because an MoE checkpoint has 60,000 rows: planning must not run Python code for each.
+    # An MoE checkpoint has 60,000 rows. With columns, planning runs no Python code for each row.
 
     names: tuple[str, ...]
     dtypes: tuple[DType, ...]
     shapes: tuple[tuple[int, ...], ...]
     file_index: I64
-    """Index of the row's file in the manifest."""
+    """Index in the manifest of the file that contains the tensor."""
     offset: I64
-    """Absolute byte offset of the row's bytes in its file."""
+    """Byte offset of the tensor from the start of its file."""
     nbytes: I64
 
     def __len__(self) -> int:
@@ -166,7 +162,7 @@ class TensorTable:
         return iter(self.names)
 
     def take(self, rows: Sequence[int]) -> TensorTable:
-        """Return the table of these rows, in this order."""
+        """Return a table with these rows, in this order."""
         at = np.asarray(rows, dtype=np.int64)
         return TensorTable(
             names=tuple(self.names[i] for i in rows),
@@ -180,24 +176,24 @@ class TensorTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """A file or object of a weight set."""
+    """A file or object in a weight set."""
 
     name: str
-    """Path relative to the manifest; `/` separates."""
+    """Path relative to the manifest, with `/` between its parts."""
     nbytes: int
     identity: str = ""
-    """ETag of an object, `dev:inode:mtime_ns:size` of a file: a file with another one has changed. Not part of the
-    revision."""
+    """The ETag of an object, or `dev:inode:mtime_ns:size` for a file. It changes when the content changes. The
+    revision does not depend on it."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """The `__metadata__` of the file's header."""
+    """`__metadata__` from the file's header."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Manifest:
     """The immutable description of a weight set.
 
-    `leaves` holds, row after row of `tensors`, the XXH3-64 digest of every `leaf_bytes` run of that tensor's bytes
-    (the last run of a tensor may be shorter; a tensor of no bytes has no leaf). None: not digested yet.
+    `leaves` contains XXH3-64 digests in the order of `tensors`: one for each run of `leaf_bytes` bytes in a tensor. The
+    last run of a tensor may be shorter, and an empty tensor has no leaf. None means that no digest was computed yet.
     """
 
     files: tuple[FileEntry, ...]
@@ -205,9 +201,10 @@ class Manifest:
     leaf_bytes: int
     leaves: U64 | None
     revision: str
-    """`w1-...`: root over names, dtypes, shapes and leaves, independent of the files. `h1-...`: of the headers only."""
+    """`w1-...` is a digest over names, dtypes, shapes and leaves, independent of the files. `h1-...` covers the headers
+    only."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all tensors, without headers and gaps."""
+        """Return the total size of all tensors in bytes, without headers and gaps."""
         return int(self.tensors.nbytes.sum())

@@ -1,19 +1,20 @@
-"""Waits that end when the call they belong to is left: by an error, Ctrl-C, or a signal handler that raises.
+"""Waits that end when their call is left because of an error, Ctrl-C, or a signal handler that raises.
 
-A verb waits for the network in many threads. When it is left early, its threads must not wait on until a server's
-deadline is over. So the threads of one call share a `Scope`, and whatever waits in them says how its wait is ended.
+A verb waits for the network in many threads. When the verb is left early, its threads must not go on waiting until a
+server's deadline. The threads of one call therefore share a `Scope`, and each wait registers a function that ends it.
 
     scope = Scope()
     thread: with scope.inside():                      caller: scope.leave()
-                with ended_by(connection.cut):  <------------'  cuts; later waits raise Cancelled at once
+                with ended_by(connection.cut):  <------------'  calls cut(), and later waits raise Cancelled at once
                     ...recv...
 
-- `ended_by`: a block that waits for a socket.    - `pause`: a sleep.
-- `limited`: a block whose waits end after some seconds, however many there are.
-- `in_helper`: a call of a library that nothing can end: it runs in another thread, which is left behind.
-- `Threads`: a pool for the calls of one block. It also works while the interpreter ends, where the standard library's
-  pool refuses.
-- `start_thread`: starts any thread, or says which limit allows none.
+- `ended_by` is a block that waits for a socket.
+- `pause` is a sleep.
+- `limited` is a block with one deadline for all its waits.
+- `in_helper` makes a library call that cannot be interrupted. A second thread makes the call and is left behind.
+- `Threads` is a thread pool for the calls in one block. It also works while the interpreter shuts down, when the pool
+  of the standard library refuses.
+- `start_thread` starts a thread, or names the limit that forbids it.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from penstock.errors import Cancelled, DestinationError, SourceStalled
 T = TypeVar("T")
 
 JOIN_S = 1.0
-"""Seconds that a pool which is left early waits for its threads. Reason: waits on sockets end in milliseconds. Others
-(a resolver of names, a dead NFS server) cannot be ended, and their threads hold nothing that the caller frees."""
+"""Seconds that a pool waits for its threads after an error. Waits on sockets end in milliseconds. A name resolver or a
+dead NFS server cannot be interrupted, and these threads use no memory that the caller frees."""
 
 
 class Scope:
-    """The waits in the threads of one call. Any thread may use it.
+    """The waits in the threads of one call. Thread-safe.
 
-    A scope that is made in a thread of another scope is left with it.
+    A scope created inside another scope is left together with it.
 
     Attributes:
-        is_left: whether the call was left: nothing new may wait.
+        is_left: whether the call was left. New waits are refused then.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class Scope:
         self._outer_number = None if self._outer is None else self._outer.add(self.leave)
 
     def add(self, end: Callable[[], object]) -> int | None:
-        """Note how a wait is ended; return its number. None: the scope was left, and `end` was not noted."""
+        """Register the function that ends a wait, and return its number. Return None if the scope was left."""
         with self._lock:
             if self.is_left:
                 return None
@@ -66,22 +67,22 @@ class Scope:
             return self._next
 
     def remove(self, number: int | None) -> None:
-        """Forget a wait. Its `end` is not being called any more when this returns."""
+        """Remove a wait. After this call its `end` is not running and will not be called."""
         if number is not None:
             with self._lock:
                 self._ends.pop(number, None)
 
     def leave(self) -> None:
-        """End all waits, and those that would begin later. Idempotent."""
+        """End all waits and refuse later ones. Idempotent."""
         with self._lock:
             self.is_left = True
-            # With the lock held: an end must not reach a connection that its wait has given back already.
+            # Keep the lock, so that `end` cannot reach a connection after its wait returned it to the pool.
             for end in self._ends.values():
                 end()
             self._ends.clear()
 
     def close(self) -> None:
-        """Forget the outer scope, whose thread may have many of these one after the other."""
+        """Deregister from the outer scope, whose thread may create many scopes one after the other."""
         if self._outer is not None:
             self._outer.remove(self._outer_number)
 
@@ -103,12 +104,12 @@ _here = _Here()
 
 
 def current() -> Scope | None:
-    """Return the scope of the calling thread; None: nothing ends its waits."""
+    """Return the scope of the calling thread, or None if nothing can end its waits."""
     return _here.scope
 
 
 def require_wanted() -> None:
-    """Raise Cancelled if the call that the calling thread works for was left; KeyboardInterrupt if one was noted."""
+    """Raise Cancelled if the calling thread's scope was left, or KeyboardInterrupt if a SIGINT was noted."""
     scope = current()
     if scope is not None and scope.is_left:
         raise Cancelled("the call was left")
@@ -117,11 +118,11 @@ def require_wanted() -> None:
 
 @contextlib.contextmanager
 def ended_by(end: Callable[[], object]) -> Iterator[None]:
-    """Run a block that waits; `end` makes its wait fail, and is called from another thread.
+    """Run a block that waits. To end the wait, another thread calls `end`, which makes the block fail.
 
     Raises:
-        Cancelled: the call was left before the block, or in it: whatever the block raised because it was ended.
-        KeyboardInterrupt: in the main thread, at once.
+        Cancelled: the call was left before or during the block. It replaces the error that `end` caused.
+        KeyboardInterrupt: raised at once in the main thread.
     """
     scope = current()
     if scope is None:
@@ -143,7 +144,7 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
 
 
 def pause(seconds: float) -> None:
-    """Sleep, at most until the call is left. Raises as `require_wanted`."""
+    """Sleep until the time is over or the call is left. Raise what `require_wanted` raises."""
     scope, over = current(), threading.Event()
     number = None if scope is None else scope.add(over.set)
     try:
@@ -159,14 +160,15 @@ def pause(seconds: float) -> None:
 
 @contextlib.contextmanager
 def limited(wait_s: float, *, uri: str) -> Iterator[None]:
-    """End the waits of the calling thread in a block after some seconds.
+    """Give all waits of the calling thread inside the block one deadline.
 
     Args:
-        wait_s: longest time for the whole block.
-        uri: for the error.
+        wait_s: seconds that the whole block may take.
+        uri: source that the error names.
 
     Raises:
-        SourceStalled: the time is over. Cancelled: the call was left.
+        SourceStalled: the time is over.
+        Cancelled: the call was left.
     """
     scope, is_over = Scope(), threading.Event()
 
@@ -176,7 +178,7 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
 
     timer = threading.Timer(wait_s, end)
     timer.daemon = True
-    # Without a thread each wait still has its own deadline.
+    # If the timer's thread cannot start, each wait still has a deadline.
     start_thread(timer, is_needed=False)
     try:
         with scope.inside():
@@ -184,20 +186,22 @@ def limited(wait_s: float, *, uri: str) -> Iterator[None]:
     except Cancelled as error:
         if not is_over.is_set():
             raise
-        hint = "raise stall_s if the source is only slow"
-        raise SourceStalled(f"it was not complete after {wait_s:.3g} s", uri=uri, hint=hint) from error
+        hint = "raise stall_s if the source is slow but works"
+        raise SourceStalled(f"the answer was not complete after {wait_s:.3g} s", uri=uri, hint=hint) from error
     finally:
         timer.cancel()
         scope.close()
 
 
 def in_helper(function: Callable[[], T]) -> T:
-    """Return the result of a call that nothing can end: another thread makes it, and is left behind if need be.
+    """Make a call that cannot be interrupted in another thread, and return its result.
 
-    The function must have its own deadlines, and must not write to memory that the caller may free.
+    If the wait for the result ends early, the thread is left behind. The function must have deadlines and must not
+    write to memory that the caller may free.
 
     Raises:
-        Cancelled, KeyboardInterrupt: as `require_wanted`. BaseException: of the function.
+        Cancelled, KeyboardInterrupt: raised as by `require_wanted`.
+        BaseException: whatever the function raises.
     """
     done: Future[T] = Future()
     call = _Call(done, function, ())
@@ -217,12 +221,12 @@ def in_helper(function: Callable[[], T]) -> T:
     try:
         return done.result()
     finally:
-        # The error's frames would refer to the future, which refers to the error.
+        # Otherwise the error's frames would refer to the future, which refers to the error.
         del done, call
 
 
 class _Result(Future[T]):
-    """The future of a call in `Threads`. Ctrl-C ends the wait for it, also where it is only noted."""
+    """The future of a call in `Threads`. Ctrl-C ends the wait for its result, even inside `deferred`."""
 
     def result(self, timeout: float | None = None) -> T:
         """See `Future.result`."""
@@ -233,16 +237,16 @@ class _Result(Future[T]):
 
 
 class Threads:
-    """A pool of threads for the calls of one block; the methods are those of `concurrent.futures.Executor`.
+    """A thread pool for the calls in one block, with the methods of `concurrent.futures.Executor`.
 
-    Leaving the block waits for the calls. With an error it ends their waits, and drops the calls that have not begun.
-    Where the system or an ending interpreter allows no thread, `submit` makes the call itself.
+    Leaving the block waits for the calls. An error ends the waits of the running calls and drops those that have not
+    begun. If no thread can be started, `submit` makes the call in the calling thread.
 
-    After an error a call may still run when the block has ended, if nothing can end its wait: see `JOIN_S`. So calls
-    must not use memory or files that the caller frees then, except with `waits_for_calls`.
+    After an error, a call whose wait cannot be ended may still run when the block has ended (see `JOIN_S`). Such calls
+    must not use memory or files that the caller frees, unless `waits_for_calls` is set.
 
     Args:
-        waits_for_calls: after an error, wait for the calls that run, however long that takes.
+        waits_for_calls: after an error, wait until the running calls have ended, without a time limit.
     """
 
     def __init__(self, num_threads: int, thread_name_prefix: str, *, waits_for_calls: bool = False) -> None:
@@ -256,7 +260,7 @@ class Threads:
         self._is_left = False
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Make a call in one of the threads; return its future."""
+        """Make a call in one of the threads and return its future."""
         done: Future[T] = _Result()
         call = _Call(done, function, args)
         self._num_posted += 1
@@ -271,17 +275,17 @@ class Threads:
         return done
 
     def map(self, function: Callable[..., T], *arguments: Iterable[Any]) -> Iterator[T]:
-        """Make a call for each of the arguments; yield the results in order. All begin at once."""
+        """Submit one call for each set of arguments at once, and yield the results in order."""
         futures = [self.submit(function, *args) for args in zip(*arguments, strict=True)]
         return (future.result() for future in futures)
 
     def end(self) -> None:
-        """Have the threads end after the calls that were submitted. Does not wait."""
+        """Tell the threads to end after the submitted calls. Does not wait."""
         for _ in self._threads:
             self._calls.put(None)
 
     def leave(self) -> None:
-        """End the waits of the calls under way, and drop the others. Idempotent."""
+        """End the waits of running calls, and drop calls that have not begun. Idempotent."""
         self._is_left = True
         self._scope.leave()
 
@@ -302,7 +306,7 @@ class Threads:
                 is_bounded = self._is_left and not self._waits_for_calls
                 thread.join(max(0.0, until_s - time.monotonic()) if is_bounded else None)
         except BaseException:
-            # An interrupt while the last calls were waited for.
+            # An interrupt arrived during the wait for the last calls.
             self.leave()
             raise
         finally:
@@ -315,12 +319,12 @@ class Threads:
                     call.done.cancel()
                 else:
                     call.run()
-                # Its result may be large, and the thread waits for the next one.
+                # The result may be large. Drop it before waiting for the next call.
                 del call
 
 
 class _Call:
-    """A call, and the future of its result."""
+    """A call and the future for its result."""
 
     __slots__ = ("args", "done", "function")
 
@@ -342,29 +346,30 @@ class _Call:
 
 
 def start_thread(thread: threading.Thread, *, is_needed: bool = True) -> bool:
-    """Start a thread; False if there can be no more of them and this one is not needed.
+    """Start a thread. Return False if it cannot start and is not needed.
 
     Raises:
-        DestinationError: it is needed, and the system's limit is reached or the interpreter ends.
+        DestinationError: a needed thread cannot start, because a limit is reached or the interpreter shuts down.
     """
     try:
         thread.start()
     except RuntimeError as error:
         if not is_needed:
             return False
-        # Python 3.12 refuses from the first exit handler on, 3.13 after the last. 3.12 has no type of error for it.
+        # Python 3.12 refuses new threads from the first exit handler on, and 3.13 after the last one. Python 3.12 has
+        # no separate exception type for this.
         if "interpreter shutdown" in str(error):
-            message = "no thread can be started: the interpreter is ending"
-            hint = "make this call before the program ends: Python 3.12 starts no thread in an atexit handler"
+            message = "cannot start a thread because the interpreter is shutting down"
+            hint = "make this call before the program ends, because Python 3.12 starts no thread in an atexit handler"
         else:
-            message = f"no thread can be started ({_thread_limits()})"
+            message = f"cannot start a thread ({_thread_limits()})"
             hint = "raise the limit (ulimit -u, or pids.max of the cgroup), or end other processes of this user"
         raise DestinationError(message, hint=hint) from error
     return True
 
 
 def _thread_limits() -> str:
-    """Return the limits of this process's threads, for a message."""
+    """Describe the limits on this process's threads, for an error message."""
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     limits = [f"RLIMIT_NPROC {'unlimited' if soft == resource.RLIM_INFINITY else soft}"]
     with contextlib.suppress(OSError, IndexError):
@@ -376,7 +381,7 @@ def _thread_limits() -> str:
 
 
 def _started(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """Start a thread; None if there can be none."""
-    # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
+    """Start a daemon thread, or return None if it cannot start."""
+    # A thread that hangs in a system call (a dead NFS server) must not keep the process alive at its end.
     thread = threading.Thread(target=work, name=name, daemon=True)
     return thread if start_thread(thread, is_needed=False) else None

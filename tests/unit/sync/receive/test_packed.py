@@ -463,7 +463,7 @@ def test_hanging_source_does_not_block_other_leases(monkeypatch: pytest.MonkeyPa
 def test_failed_thread_start_is_named(http: PeerLinks, refuse_thread: Callable[[str], None]) -> None:
     world = World(http)
     refuse_thread("penstock-leases")
-    with pytest.raises(DestinationError, match="no thread can be started"):
+    with pytest.raises(DestinationError, match="cannot start a thread"):
         world.transfer().run(world.links())
 
 
