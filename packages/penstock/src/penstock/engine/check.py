@@ -1,10 +1,7 @@
-"""Checks of bytes against the manifest's leaf digests, in host memory and on a CUDA device.
+"""Comparison of bytes with the leaf digests in the manifest, in host memory and on a CUDA device.
 
-In: complete slabs of a load; parts of a tensor. Out: nothing, or an IntegrityError that names tensor and range.
-Not here: digests of a leaf (`digest.leaf`), the device's kernel (`digest.cuda`).
-
-A checker runs on the compute executor of a load, a batch of slabs at a time. The host's has its answer on return; the
-device's returns a `PendingItem`, and the executor goes on with the next batch meanwhile.
+A checker runs on the compute executor of a load and checks slabs in batches. The checker for host memory is done when
+it returns. The checker for a device returns a `PendingItem`, and the executor continues with the next batch.
 """
 
 from __future__ import annotations
@@ -30,38 +27,38 @@ from penstock.types import GIB, I64, MIB, U64, Manifest, TensorTable
 
 
 class Checker(Protocol):
-    """A comparison of complete slabs with the digests in the manifest."""
+    """Compares complete slabs with the digests in the manifest."""
 
     num_threads: int
-    """Threads of the compute executor that call it."""
+    """Number of threads in the compute executor that call the checker."""
     batch_bytes: int
-    """Bytes of slabs that are enough for a batch; fewer are near the end of a load."""
+    """Size of a batch of slabs in bytes. Near the end of a load batches are smaller."""
 
     def prepare(self) -> PendingItem | None:
-        """Load what the first check needs. A check that is first loads it itself.
+        """Load kernels ahead of the first check, which would otherwise load them.
 
         Returns:
-            A Pending while a device works.
+            A pending item if a device is working.
         """
         ...
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
-        """Check these slabs; None when they hold, a Pending while a device works.
+        """Check these slabs. Return None if the check is complete, or a pending item if a device is working.
 
         Raises:
-            IntegrityError: a leaf differs (from here or from the pending's `done`).
+            IntegrityError: a leaf differs. This method or `done` of the pending item raises it.
         """
         ...
 
 
 class Expected:
-    """The leaf digests that a plan's rows must have, and the rows of each slab.
+    """The expected leaf digests of a plan's rows, and the rows of each slab.
 
     Args:
-        plan: its boxed rows are left out; a region of a tensor has no leaves of its own.
-        leaves: of the plan's rows, row after row.
-        leaf_bytes: bytes of a leaf.
-        uris: of the plan's files.
+        plan: the plan. Its rows with a box are left out, because a region of a tensor has no leaves.
+        leaves: digests for the plan's rows, in the order of the rows.
+        leaf_bytes: size of a leaf in bytes.
+        uris: URIs of the plan's files.
     """
 
     def __init__(self, plan: LoadPlan, leaves: U64, leaf_bytes: int, uris: Sequence[str]) -> None:
@@ -77,20 +74,20 @@ class Expected:
         self._slab_of = plan.row_slab[self._rows]
 
     def rows(self, slab: int) -> I64:
-        """Return the plan's whole rows that lie in this slab, in order."""
+        """Return the rows without a box in this slab, in order."""
         first, stop = np.searchsorted(self._slab_of, [slab, slab + 1])
         return self._rows[first:stop]
 
     def rows_of(self, slabs: Sequence[int]) -> tuple[I64, I64]:
-        """Return the plan's whole rows that lie in these slabs, in order, and how many each slab has."""
-        # Slabs are in the order of rows, so a slab's rows are neighbours.
+        """Return the rows without a box in these slabs, in order, and the number of rows in each slab."""
+        # Slabs are in the order of the rows, so the rows of a slab are consecutive.
         first, stop = np.searchsorted(self._slab_of, np.add.outer([0, 1], np.asarray(slabs, np.int64)))
         num_rows = stop - first
         before = np.cumsum(num_rows) - num_rows
         return self._rows[np.arange(int(num_rows.sum())) + np.repeat(first - before, num_rows)], num_rows
 
     def fault(self, row: int, leaf: int) -> IntegrityError:
-        """Return the error for a leaf (counted within its row) that differs."""
+        """Return the error for a leaf that differs. `leaf` is its index within the row."""
         table, start = self.plan.table, leaf * self.leaf_bytes
         return _fault(table, row, start, self.leaf_bytes, self._uris[int(table.file_index[row])])
 
@@ -98,7 +95,7 @@ class Expected:
 class HostChecker:
     """Checks slabs in host memory with the xxhash library."""
 
-    # Every slab as soon as it is complete: unlike a device's, a check on the host has no fixed cost worth sharing.
+    # Check every slab as soon as it is complete. On the host a batch has no fixed cost that would justify waiting.
     batch_bytes = 1
 
     def __init__(self, expected: Expected, slab: Callable[[int], memoryview]) -> None:
@@ -107,7 +104,7 @@ class HostChecker:
         self.num_threads = min(4, os.cpu_count() or 1)
 
     def prepare(self) -> PendingItem | None:
-        """See `Checker.prepare`: there is nothing to do."""
+        """Return None, because there is nothing to prepare."""
         return None
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
@@ -127,35 +124,36 @@ class HostChecker:
 
 
 SMALL_SLAB_BLOCKS = 64 << 10
-"""Blocks of a slab of the digest where memory is short: 4 MiB of scratch instead of 64."""
+"""Number of blocks in a slab of the digest when device memory is short. It needs 4 MiB of scratch memory instead of
+64."""
 
 
 _SEGMENT_BYTES = 2 * MIB
-"""Least memory that torch's allocator takes from a device, for tensors of less than 1 MiB."""
+"""Smallest block that torch's allocator takes from a device. It serves tensors below 1 MiB."""
 
 
 @functools.cache
 def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of a device's checks: one for the process, since torch keeps freed memory for each stream."""
-    # Not the place's stream, where digests would wait for the copies of later chunks.
+    """Return the stream for checks on a device. There is one per process, because torch caches memory per stream."""
+    # On the place's stream the digests would wait for the copies of later chunks.
     return make_stream(device)
 
 
 class CudaChecker:
-    """Checks slabs with the Triton kernel, a batch at a time, on a stream of their own.
+    """Checks slabs with the Triton kernel, in batches, on a separate stream.
 
-    Leaves are laid out once, where the place has every slab when `prepare` is called; otherwise batch by batch.
+    If the place has all slabs when `prepare` is called, the leaves are laid out once. Otherwise each batch has a
+    layout.
 
     Args:
-        expected: the digests.
-        place: of the slabs.
+        expected: the expected digests.
+        place: the place that holds the slabs.
     """
 
     num_threads = 1
     batch_bytes = 4 * GIB
-    """Two milliseconds of the device, and few batches: each takes the GIL from the thread that moves bytes.
-    Source: benchmarks/results/h200x1_202611/load-history.md.
-    """
+    """A batch takes two milliseconds on the device. Batches are large, because each takes the GIL from the thread that
+    moves bytes. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
     def __init__(self, expected: Expected, place: CudaPlace) -> None:
         self._expected = expected
@@ -164,16 +162,16 @@ class CudaChecker:
         self._layout: _Layout | None = None
 
     def prepare(self) -> PendingItem | None:
-        """See `Checker.prepare`: load the kernels, in some milliseconds, or seconds where they must be compiled.
+        """Load the kernels. This takes milliseconds, or seconds if they must be compiled.
 
-        A run that is closed meanwhile waits for it.
+        Closing the run waits for this call.
         """
         device = self._place.device
-        # A stream's slabs are made and taken one by one.
+        # The slabs of a stream are allocated and taken one by one, so they are not complete here.
         has_all = self._place.wait_for_slabs()
         if self._place.is_out_of_memory:
             return None
-        # Also the device: what `stream` restores would make a context on the first one.
+        # Set the device too. Otherwise leaving the `stream` block would create a context on the first device.
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
             if has_all:
                 self._layout = self._laid_out(range(len(self._expected.plan.slab_nbytes)))
@@ -186,7 +184,7 @@ class CudaChecker:
             return _Passing(self._stream)
 
     def check(self, slabs: Sequence[int]) -> PendingItem | None:
-        """See `Checker.check`. The slabs' copies are complete, so no stream is waited for."""
+        """Check these slabs. Their copies are complete, so the stream does not wait for another stream."""
         with torch.cuda.device(self._place.device), torch.cuda.stream(self._stream):
             layout = self._layout or self._laid_out(slabs)
             ranges = layout.ranges(slabs)
@@ -197,7 +195,7 @@ class CudaChecker:
             return _Passing(self._stream, layout.answers, ranges)
 
     def _laid_out(self, slabs: Sequence[int]) -> _Layout:
-        """Lay out the leaves of these slabs. Order: the stream of the digests is current."""
+        """Lay out the leaves of these slabs. The stream of the digests must be current."""
         addresses = [self._place.slab(slab).data_ptr() for slab in slabs]
         device = self._place.device
         try:
@@ -207,18 +205,18 @@ class CudaChecker:
         try:
             return _Layout(self._expected, slabs, addresses, device, tuning)
         except torch.cuda.OutOfMemoryError as error:
-            # The scratch is 1/16 of a slab of the digest, whose blocks have 1 KiB.
+            # The scratch memory is 1/16 of a slab of the digest, whose blocks have 1 KiB.
             raise self._place.no_room(SMALL_SLAB_BLOCKS << 6) from error
 
 
 class _Layout:
-    """The leaves of some slabs as the kernels take them, their digests, and those that the manifest has.
+    """The leaves of some slabs in the form that the kernels need, with computed and expected digests.
 
     Args:
-        expected: of the plan.
-        slabs, addresses: the slabs, in order, and where each begins.
-        device: of the slabs.
-        tuning: launch shapes.
+        expected: the expected digests of the plan.
+        slabs, addresses: the slabs in order, and the start address of each.
+        device: device of the slabs.
+        tuning: launch shapes of the kernels.
     """
 
     def __init__(
@@ -231,7 +229,7 @@ class _Layout:
     ) -> None:
         plan, leaf_bytes = expected.plan, expected.leaf_bytes
         rows, num_rows = expected.rows_of(slabs)
-        # One item for each leaf: its address, its bytes, its digest in the manifest.
+        # These arrays have one entry for each leaf: its address, its size and its digest in the manifest.
         counts = expected.counts[rows]
         first = np.cumsum(counts) - counts
         address = np.repeat(np.array(addresses, np.int64), num_rows) + plan.row_offset[rows]
@@ -241,14 +239,14 @@ class _Layout:
         wanted = expected.leaves[number + np.repeat(expected.first[rows] - first, counts)]
         leaf_addresses = number * leaf_bytes + np.repeat(address - first * leaf_bytes, counts)
         self._leaves = OrderedLeaves(leaf_addresses, nbytes, device, tuning=tuning)
-        # The leaves of each slab are neighbours, since its rows are.
+        # The leaves of a slab are consecutive, because its rows are.
         bounds = np.append(first, len(number))[np.cumsum(np.append(0, num_rows))].tolist()
         self._bounds = dict(zip(slabs, pairwise(bounds), strict=True))
         self._digests = torch.empty(len(number), dtype=torch.int64, device=device)
         self.answers = _Answers(expected, rows, first, wanted, is_pinned=device.type == "cuda")
 
     def ranges(self, slabs: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the ranges of the leaves of these slabs, as few as there can be."""
+        """Return the leaves of these slabs as the smallest number of ranges."""
         merged: list[tuple[int, int]] = []
         for first, stop in sorted(map(self._bounds.__getitem__, slabs)):
             if merged and merged[-1][1] == first:
@@ -258,30 +256,30 @@ class _Layout:
         return merged
 
     def warm_up(self) -> None:
-        """Load the kernels; the digests that this makes are made again when the bytes have come."""
+        """Load the kernels. This computes digests too, which are computed again after the bytes arrive."""
         self._leaves.warm_up(out=self._digests)
 
     def digest(self, first: int, stop: int) -> None:
-        """Queue the digests of the leaves `[first, stop)`, and their copy to the host."""
+        """Queue the digests of leaves `[first, stop)` and their copy to the host."""
         self._leaves.digest(first, stop, out=self._digests)
-        # Compared on the host: eight bytes a leaf, and no kernels to launch in the midst of the copies.
+        # The host compares them. A leaf has only eight bytes of digest, and no kernel is launched between the copies.
         self.answers.digests[first:stop].copy_(self._digests[first:stop], non_blocking=True)
 
 
 class _Answers:
-    """Digests of leaves in host memory, beside those that the manifest has.
+    """Computed and expected digests in host memory.
 
-    Apart from the device's memory, which an error that a caller keeps would keep too.
+    This object has no reference to device memory, because an error that the caller stores refers to it.
 
     Args:
-        expected: of the plan.
+        expected: the expected digests of the plan.
         rows: the plan's rows.
-        first: number of the first leaf of each row.
-        wanted: the manifest's digest of each leaf.
-        is_pinned: a device copies into `digests`.
+        first: index of the first leaf of each row.
+        wanted: digest of each leaf in the manifest.
+        is_pinned: whether a device copies into `digests`.
 
     Attributes:
-        digests: [num_leaves] int64: the computed ones, which a device writes.
+        digests: [num_leaves] int64, cpu. The computed digests.
     """
 
     def __init__(self, expected: Expected, rows: I64, first: I64, wanted: U64, *, is_pinned: bool) -> None:
@@ -291,7 +289,7 @@ class _Answers:
         self._got: U64 = self.digests.numpy().view(np.uint64)
 
     def compare(self, first: int, stop: int) -> None:
-        """Compare the leaves `[first, stop)`, whose digests have arrived. IntegrityError: one differs."""
+        """Compare leaves `[first, stop)`, whose digests have arrived. Raise IntegrityError if a leaf differs."""
         wrong = np.flatnonzero(self._got[first:stop] != self._wanted[first:stop])
         if len(wrong):
             leaf = first + int(wrong[0])
@@ -300,11 +298,11 @@ class _Answers:
 
 
 class _Passing:
-    """Work queued on a stream; `done` compares the digests that it made.
+    """Work that is queued on a stream. When it is complete, `done` compares its digests.
 
     Args:
-        stream: current; an event is recorded on it.
-        answers, ranges: what is compared once the event has passed; nothing if there is none.
+        stream: the current stream, on which an event is recorded.
+        answers, ranges: the digests to compare, and the ranges of leaves. Nothing is compared if `answers` is None.
     """
 
     def __init__(
@@ -326,10 +324,10 @@ class _Passing:
 
 
 class TensorChecker:
-    """Checks parts of tensors, in any order, with the xxhash library. Any thread.
+    """Checks ranges of tensors in any order with the xxhash library. Thread-safe.
 
     Args:
-        manifest: with leaves.
+        manifest: manifest with leaves.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -341,7 +339,13 @@ class TensorChecker:
         self._first: I64 = np.cumsum(counts) - counts
 
     def check(self, row: int, start: int, data: memoryview, *, uri: str) -> None:
-        """Check a row's bytes from `start` on, as they came from the file `uri`: whole leaves, but for the row's last.
+        """Check a tensor's bytes from offset `start`.
+
+        Args:
+            row: the tensor's row in the manifest.
+            start: offset in the tensor, which must be the start of a leaf.
+            data: the bytes. They end at the end of a leaf.
+            uri: the file that they come from, for the error.
 
         Raises:
             IntegrityError: a leaf differs.
@@ -362,5 +366,5 @@ def _fault(table: TensorTable, row: int, start: int, leaf_bytes: int, uri: str) 
         uri=uri,
         tensor=table.names[row],
         byte_range=(offset + start, offset + stop),
-        hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
+        hint="download the file again, or rebuild the manifest if the weights were changed on purpose",
     )

@@ -1,9 +1,8 @@
-"""The fetch executor for files in the page cache: one thread and the kernel's workers, instead of many threads.
+"""The fetch executor for files in the page cache. It uses one thread and io_uring workers instead of many threads.
 
-In: fetch items, in order. Out: the same effects as `run.Executor`, which takes the items that do not suit a ring.
-Not here: the ring (`storage.io_uring`), what an item reads (`loader.run`).
+It passes the items that do not suit a ring to a `run.Executor`.
 
-    items --> item.queue() --None--> the executor of threads (not cached, remote, straight into slabs)
+    items --> item.queue() --None--> executor with threads (not cached, remote, directly into slabs)
                  `--Queued--> ring --completion--> item.arrived() --device's copy--> item.finish()
 """
 
@@ -28,10 +27,10 @@ from penstock.waits import start_thread
 
 
 class Queued(NamedTuple):
-    """A read for the ring: file bytes `[offset, offset + nbytes)` of `fd` to `address`.
+    """A read for the ring: bytes `[offset, offset + nbytes)` of the file `fd`, to `address`.
 
     Attributes:
-        memory: an object that keeps the memory at `address`.
+        memory: object that keeps the memory at `address` alive.
     """
 
     fd: int
@@ -46,23 +45,23 @@ class RingItem(WorkItem, Protocol):
     """A work item that a ring can carry out: `queue`, `arrived`, then `finish` or `abandon`."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """Return the read, its buffer acquired; None: run the item as any other; "later": there is no room now."""
+        """Acquire a buffer and return the read. Return "later" if no buffer is free, or None if a ring cannot read it."""
         ...
 
     def arrived(self) -> PendingItem | None:
-        """Copy the bytes to their places, or start a device's copy: the queued read is complete."""
+        """Copy the bytes of the completed read to their destination, or start a copy on a device."""
         ...
 
 
 READS_AHEAD = 4
-"""Reads that wait in the kernel for a worker: one that has ended a read begins the next without waiting for Python."""
+"""Number of reads that wait in the kernel, so that a worker that finished a read begins the next without Python."""
 
 _WAIT_S = 0.1
-"""Longest stay in the kernel before looking whether the work was stopped."""
+"""Longest wait in the kernel before checking whether the work was stopped."""
 
 
 _lost: list[tuple[Uring, list[object]]] = []
-"""Rings that failed and the memory of their reads in flight, to which the kernel may write until the process ends."""
+"""Failed rings with the memory of their reads in flight. The kernel may write to it until the process ends."""
 
 
 @dataclass(slots=True)
@@ -74,18 +73,18 @@ class _Flying:
 
 
 class RingFetch:
-    """Executor of fetch items on a ring; its thread also starts and awaits the copies of what was read.
+    """An executor for fetch items on a ring. Its thread also starts the copies of the read bytes and waits for them.
 
-    One thread for both: two threads that hand over every chunk of a 55 GB/s stream spend their time on the GIL.
-    `place` takes the place items of reads that the threads carried out.
+    One thread does both, because two threads that pass on every chunk of a 55 GB/s stream spend their time on the GIL.
+    `place` takes the place items of reads that `threads` executed.
 
     Args:
-        ring: of at least `num_reads + READS_AHEAD` entries; closed with the executor.
-        num_reads: that the kernel's workers carry out at the same time.
-        threads: takes the items that do not suit the ring; closed with this one.
-        ticket: stopped by the first error of an item.
-        trace: where spans go.
-        stall_s: a read in flight longer than this fails the ticket.
+        ring: ring with at least `num_reads + READS_AHEAD` entries. This executor closes it.
+        num_reads: number of reads that the kernel's workers execute concurrently.
+        threads: executor for the items that do not suit the ring. This executor closes it.
+        ticket: the first error of an item stops it.
+        trace: receives the spans.
+        stall_s: seconds that a read may be in flight before the ticket fails.
     """
 
     name = "fetch"
@@ -101,7 +100,7 @@ class RingFetch:
         self._trace = trace
         self._stall_s = stall_s
         self._items: Iterator[RingItem] = iter(())
-        # The item that was taken out of `items` and had to wait.
+        # The item that was taken from `items` and must wait.
         self._next: RingItem | None = None
         self._tokens = itertools.count()
         self._state = threading.Condition()
@@ -115,41 +114,41 @@ class RingFetch:
         return bool(self._flying) or self._threads.is_busy() or self.place.is_busy()
 
     def start(self, items: Iterable[RingItem]) -> None:
-        """Carry out all items, in their order. Call it once.
+        """Execute all items in order. Call it once.
 
-        The ring's thread makes each item when it has room for it: to make thousands takes milliseconds, in which the
-        first reads can be under way already.
+        The ring's thread takes each item from the iterable when the ring has a free entry. Creating thousands of items
+        takes milliseconds, in which the first reads can already run.
         """
         self._items = iter(items)
         thread = threading.Thread(target=self._work, name="penstock-fetch-ring", daemon=True)
         start_thread(thread)
-        # Stored once it runs: `close` joins only a thread that was started.
+        # Store the thread after its start, because `close` must join only a thread that was started.
         self._thread = thread
 
     def close(self) -> None:
-        """See `Executor.close`; what was posted to `place` is carried out or abandoned too."""
+        """Close like `Executor.close`. Items that were posted to `place` are executed or abandoned too."""
         with self._state:
             self._closed = True
             self._state.notify()
         if self._thread is not None:
             self._thread.join()
-        # After the ring's thread, which posts to these threads; before `place`, to which they post.
+        # The ring's thread posts to these threads, and they post to `place`, so close them in this order.
         self._threads.close()
         self.place.close()
         if not self._is_lost:
             self._ring.close()
 
     def _wake(self) -> None:
-        """Let the ring's thread look for posted items, unless it is the one that posted."""
+        """Wake the ring's thread to look for posted items, unless it posted them."""
         if self._thread is not None and threading.get_ident() == self._thread.ident:
             return
         with self._state:
             self._state.notify()
 
     def _work(self) -> None:
-        """Carry out the items: the body of the thread."""
-        # After an error, whose ticket is stopped now, the loop goes on with what is in flight: the kernel and the
-        # device use buffers that are freed once this thread has ended.
+        """Execute the items. This is the body of the thread."""
+        # An error stops the ticket. The loop continues until nothing is in flight, because the kernel and the device
+        # use buffers that are freed after this thread has ended.
         while isinstance(guarded(self._ticket, self._carry_out), RunFailed):
             time.sleep(POLL_S)
 
@@ -158,7 +157,7 @@ class RingFetch:
             self._submit()
             is_placing = self.place.turn()
             if self._flying:
-                # Short while a device copies: a buffer that came free is a read that can start.
+                # Wait only briefly while a device copies, because every released buffer lets another read start.
                 self._complete(POLL_S if is_placing or self._threads.is_busy() else _WAIT_S)
                 continue
             with self._state:
@@ -168,10 +167,10 @@ class RingFetch:
                     self._state.wait(POLL_S if is_placing else _WAIT_S)
 
     def _submit(self) -> None:
-        """Put items in flight while there is room for them."""
+        """Start items until the ring is full."""
         while len(self._flying) < self._depth:
             if self._ticket.stopped:
-                # Those that were not made yet hold nothing.
+                # Items that were not created yet hold no resources.
                 self._items = iter(())
             item = self._next or next(self._items, None)
             self._next = None
@@ -185,14 +184,14 @@ class RingFetch:
                 item.abandon()
             elif not has_begun:
                 self._next = item
-                # With reads in flight their completion is waited for instead, in `_complete`.
+                # If reads are in flight, `_complete` waits for them instead.
                 if not self._flying:
                     with self._state:
                         self._state.wait(POLL_S)
                 return
 
     def _begin(self, item: RingItem) -> bool:
-        """Put an item in flight, or post it to the threads; False: there is no room for it now."""
+        """Start an item on the ring, or post it to the threads. Return False if it must wait for a buffer."""
         read = item.queue()
         if read == "later":
             return False
@@ -202,7 +201,7 @@ class RingFetch:
         token = next(self._tokens)
         flying = _Flying(item, read, time.perf_counter())
         self._ring.queue_read(read.fd, read.offset, read.address, read.nbytes, token)
-        # Stored last: a read that could not be queued never completes, and the thread would wait for it for ever.
+        # Store it last. A read that could not be queued never completes, and the thread would wait for it for ever.
         self._flying[token] = flying
         return True
 
@@ -217,14 +216,14 @@ class RingFetch:
         if not completions:
             self._look_for_stalls(now)
         for token, result in completions:
-            # Guarded one by one: an error in one must not drop the others, which were taken out of the ring.
+            # Guard each completion separately. They have left the ring, so an error in one must not drop the others.
             guarded(self._ticket, partial(self._end_read, token, result, now))
 
     def _end_read(self, token: int, result: int, now: float) -> None:
-        """Start the copy of a read that is complete; queue the rest of one that is not; abandon one that failed."""
+        """Start the copy of a completed read, queue the rest of a short read, or abandon a failed one."""
         flying = self._flying.pop(token)
         if result > 0 and flying.num_read + result < flying.read.nbytes:
-            # The kernel may read less than it was asked for: the rest is queued under the same number.
+            # The kernel may read fewer bytes than requested. Queue the rest under the same token.
             flying.num_read += result
             at, left = flying.num_read, flying.read.nbytes - flying.num_read
             self._ring.queue_read(flying.read.fd, flying.read.offset + at, flying.read.address + at, left, token)
@@ -243,9 +242,9 @@ class RingFetch:
             self.place.watch(item, copy, now)
 
     def _lose(self, error: OSError) -> None:
-        """End the reads in flight after an error of the ring itself: no completion can be received any more."""
+        """Drop the reads in flight after the ring failed, because no completion can arrive any more."""
         self._ticket.fail(SourceUnavailable(f"io_uring failed: {error}", hint="set PENSTOCK_IO_URING=0"))
-        # Not abandoned: the kernel may still write to their buffers, which must not be used or freed.
+        # Do not abandon the items. The kernel may still write to their buffers, which must not be reused or freed.
         _lost.append((self._ring, [flying.read.memory for flying in self._flying.values()]))
         self._is_lost = True
         self._flying.clear()
@@ -253,22 +252,22 @@ class RingFetch:
     def _look_for_stalls(self, now: float) -> None:
         for flying in self._flying.values():
             if now - flying.start > self._stall_s:
-                # Not abandoned: the kernel still writes to its buffer, so `close` waits for it.
+                # Do not abandon the item. The kernel may still write to its buffer, so `close` waits for it.
                 self._ticket.fail(SourceStalled(f"{flying.item.name}: no byte for {self._stall_s} s"))
 
 
 class HostedExecutor:
-    """An executor without a thread: the ring's thread carries out its items, by `turn`.
+    """An executor without a thread. The ring's thread executes its items by calling `turn`.
 
     Args:
         name, ticket, trace, stall_s: see `Executor`.
-        wake: called when an item was posted, from the posting thread.
+        wake: called by the thread that posted an item.
     """
 
     def __init__(self, name: str, ticket: RunState, *, trace: Trace, stall_s: float, wake: Callable[[], None]) -> None:
         self._ticket = ticket
         self._loop = Executor(name, 1, ticket, trace=trace, stall_s=stall_s)
-        # In the order of posting, without a heap: an item is posted when its read arrives, and waits for no other.
+        # Items run in the order in which their reads complete, so no heap is needed.
         self._items: deque[WorkItem] = deque()
         self._in_flight: deque[InFlight] = deque()
         self._wake = wake
@@ -278,7 +277,7 @@ class HostedExecutor:
         return bool(self._in_flight)
 
     def has_items(self) -> bool:
-        """Return whether a posted item waits for its turn."""
+        """Return whether a posted item is waiting."""
         return bool(self._items)
 
     def post(self, *items: WorkItem) -> None:
@@ -287,14 +286,14 @@ class HostedExecutor:
         self._wake()
 
     def watch(self, item: WorkItem, copy: PendingItem | None, start: float) -> None:
-        """Finish an item when its copy, which the hosting thread has started, is done; None: it is done."""
+        """Finish an item when its running copy is done. If `copy` is None, the copy is done already."""
         if copy is None:
             guarded(self._ticket, item.finish)
         else:
             self._in_flight.append(InFlight(copy, item, start))
 
     def turn(self) -> bool:
-        """Start what was posted, finish what is done; return whether something is still in flight."""
+        """Start posted items and finish completed ones. Return whether an item is still in flight."""
         while self._items:
             self._loop.run_item(self._items.popleft(), self._in_flight)
         while self._in_flight and self._loop.retire(self._in_flight):
@@ -302,14 +301,14 @@ class HostedExecutor:
         return bool(self._in_flight)
 
     def close(self) -> None:
-        """Carry out or abandon what is left. Order: after the hosting thread has ended."""
+        """Execute or abandon the remaining items. Call it after the hosting thread has ended."""
         while self.turn():
             time.sleep(POLL_S)
 
 
 def _fault(flying: _Flying, code: int) -> SourceError:
-    """Return the error of a read that ended with this errno; 0: the file ended."""
+    """Return the error for a read that failed with this errno. An errno of 0 means that the file ended."""
     span = (flying.read.offset + flying.num_read, flying.read.offset + flying.read.nbytes)
     if code:
         return typed_error(OSError(code, os.strerror(code)), flying.read.uri, span)
-    return SourceTruncated("file ended before the bytes its header promises", uri=flying.read.uri, byte_range=span)
+    return SourceTruncated("the file is shorter than its header promises", uri=flying.read.uri, byte_range=span)

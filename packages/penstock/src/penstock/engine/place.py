@@ -1,12 +1,9 @@
-"""Places: copies from staging into the destination's slabs, in host memory and in CUDA memory.
+"""Copies from staging buffers into the destination's slabs, in host memory and in CUDA memory.
 
-In: a staging buffer and its segments. Out: bytes in slabs, or a `PendingItem` while a device copies.
-Not here: the order of reads and copies (`loader.run`), digests (`check`), what the slabs become (`loader`).
-
-Host slabs are numpy arrays, which sources may write to directly. CUDA slabs come from torch's own allocator: they are
-allocated on the stream that was current where the place was made, so the allocator tracks them as the caller's own. The
-copy stream waits for that stream after each allocation, because a recycled block may still be in use by kernels queued
-there.
+Host slabs are numpy arrays, and sources may write to them directly. CUDA slabs come from torch's allocator. They are
+allocated on the stream that was current when the place was created, so the allocator treats them as memory of the
+caller. The copy stream waits for that stream after each allocation, because kernels queued there may still use a
+recycled block.
 """
 
 from __future__ import annotations
@@ -32,7 +29,11 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Segment(NamedTuple):
-    """`rows` runs of `run` bytes, `pitch` apart from `src` on in the read, packed from `dst` on in `slab`."""
+    """A copy of `rows` runs of `run` bytes each.
+
+    In the read, the first run starts at offset `src`, and the others follow every `pitch` bytes. In the slab, the runs
+    are packed one after the other from offset `dst`.
+    """
 
     src: int
     slab: int
@@ -43,29 +44,29 @@ class Segment(NamedTuple):
 
 
 class Destination(Protocol):
-    """Destination slabs of one kind of memory."""
+    """Destination slabs in host or device memory."""
 
     @property
     def registrar(self) -> Registrar | None:
-        """Pins staging buffers for this memory; None where pageable memory does."""
+        """Return the registrar that pins staging buffers for this memory, or None if pageable memory suffices."""
         ...
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
-        """Return the slab's own bytes `[start, stop)` where a source can write to them, else None."""
+        """Return bytes `[start, stop)` of the slab for a source to write to, or None if sources cannot write there."""
         ...
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> PendingItem | None:
-        """Copy the segments (each one run: `pack`ed) out of the buffer; None when done on return. One thread calls it.
+        """Copy packed segments from the buffer. Return None if the copy is complete. Only one thread calls this.
 
-        Ownership: the buffer is the place's until the pending is done.
+        The caller must not reuse the buffer until the returned item is done.
         """
         ...
 
 
 def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:
-    """Pack the rectangles of a read in place, so that every segment is one run; returns the segments as they then are.
+    """Pack the rectangles of a read in place, so that every segment is one run. Return the packed segments.
 
-    A read with a rectangle has no other segment (the planner keeps rows whole), so nothing is overwritten.
+    A read with a rectangle has no other segment, because the planner keeps rows whole, so no bytes are overwritten.
     """
     packed = []
     for segment in segments:
@@ -81,11 +82,11 @@ def pack(data: Bytes, segments: Sequence[Segment]) -> list[Segment]:
 
 
 class HostPlace:
-    """Slabs in host memory: numpy arrays, made when first touched unless given.
+    """Slabs in host memory, as numpy arrays.
 
     Args:
-        slabs: per slab its memory; None: allocate it when its first byte arrives.
-        slab_nbytes: bytes of each slab.
+        slab_nbytes: size of each slab in bytes.
+        slabs: memory for each slab. A slab that is None is allocated when its first byte arrives.
     """
 
     registrar: Registrar | None = None
@@ -96,20 +97,20 @@ class HostPlace:
         self._slabs: list[Bytes | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
 
     def slab(self, index: int) -> Bytes:
-        """Return the slab's memory, which belongs to the caller once it is taken; allocated if it was not."""
+        """Return the slab's memory, and allocate it if necessary. It belongs to the caller after `take`."""
         with self._lock:
             slab = self._slabs[index]
             if slab is None:
-                # When its first byte arrives, not before: the slabs of a stream are freed as it goes on.
+                # Allocate late, because a stream frees its slabs one after the other.
                 try:
                     slab = self._slabs[index] = np.empty(self._nbytes[index], np.uint8)
                 except MemoryError as error:
-                    message = f"no room in host memory for {self._nbytes[index]} bytes"
+                    message = f"cannot allocate {self._nbytes[index]} bytes of host memory"
                     raise DestinationError(message, hint="load fewer names, or boxes") from error
             return slab
 
     def take(self, index: int) -> Bytes:
-        """Return the slab's memory, forgotten here."""
+        """Return the slab's memory and drop the reference to it."""
         memory = self.slab(index)
         self._slabs[index] = None
         return memory
@@ -126,17 +127,17 @@ class HostPlace:
 
 
 FIRST_BYTES = 512 << 20
-"""Bytes of the slabs that are allocated first, so that copies can begin. To copy them takes about 10 ms over PCIe 5, in
-which the driver allocates the rest, at about 0.7 ms a GB."""
+"""Total size of the slabs that are allocated first, so that copies can begin. Copying them over PCIe 5 takes about 10
+ms. In this time the driver allocates the rest, at about 0.7 ms per GB."""
 
 
 def num_first_slabs(slab_nbytes: Sequence[int]) -> int:
-    """Return how many slabs are allocated first: as few as have `FIRST_BYTES` together, or all."""
+    """Return how many slabs to allocate first: the smallest number with `FIRST_BYTES` in total, or all slabs."""
     return min(bisect_left(list(accumulate(slab_nbytes)), FIRST_BYTES) + 1, len(slab_nbytes))
 
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every context. Source: CUDA Runtime API, cudaHostRegister."""
+"""cudaHostRegisterPortable, which pins memory for every context. Source: CUDA Runtime API, cudaHostRegister."""
 
 
 class CudaRegistrar:
@@ -147,7 +148,7 @@ class CudaRegistrar:
 
     def register(self, address: int, nbytes: int) -> None:
         """See `Registrar.register`."""
-        # The calling thread may have another device current.
+        # A different device may be current in the calling thread.
         with torch.cuda.device(self._device):
             code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
         if code != 0:
@@ -160,7 +161,7 @@ class CudaRegistrar:
 
 
 class CudaPending:
-    """Copies up to an event; its handle, which the place owns."""
+    """Copies that are complete when an event has passed. The place owns the event."""
 
     __slots__ = ("_driver", "event")
 
@@ -176,12 +177,12 @@ class CudaPlace:
     """Slabs on one CUDA device.
 
     Args:
-        device: with an index.
-        slab_nbytes: bytes of each slab.
-        slabs: flat uint8 tensors to fill (live parameters), or None, also of single ones, to allocate.
+        device: device with an index.
+        slab_nbytes: size of each slab in bytes.
+        slabs: flat uint8 tensors to fill, such as live parameters. Slabs that are None are allocated.
 
     Attributes:
-        is_out_of_memory: whether `allocate` failed.
+        is_out_of_memory: whether `allocate` failed for lack of memory.
     """
 
     def __init__(
@@ -193,26 +194,25 @@ class CudaPlace:
         self._slabs: list[torch.Tensor | None] = list(slabs) if slabs is not None else [None] * len(slab_nbytes)
         self._caller = torch.cuda.current_stream(device)
         self._stream = make_stream(device, owner=self)
-        # Kernels of the caller may still read or write the slabs that it gave.
+        # Kernels of the caller may still read or write the given slabs.
         self._stream.wait_stream(self._caller)
         self._driver = load_driver()
-        # Read once: torch makes the number anew each time.
+        # Read the handle once, because torch creates the number at each access.
         self._stream_handle: int = self._stream.cuda_stream
         self._pending: dict[int, CudaPending] = {}
-        # Torch's own objects, which own the events.
+        # These torch objects own the events.
         self._events: list[torch.cuda.Event] = []
-        # Guards the slabs; notified when some were allocated.
+        # Guards the slabs. It is notified when slabs were allocated.
         self._state = threading.Condition()
         self._is_allocating = False
         self.is_out_of_memory = False
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Let only the calling thread allocate, for a block: other threads wait in it until `allocate` has their slab.
+        """Let only the calling thread allocate inside the block. Other threads wait until `allocate` has their slab.
 
-        Order: enter it before reads start; `allocate`, the last call in it, ends it. Otherwise the thread that copies
-        the first bytes allocates some slabs itself, outside of a memory pool that the caller chose
-        (`torch.cuda.use_mem_pool` is of one thread).
+        Enter the block before reads start, and call `allocate` last in it. Otherwise the thread that copies the first
+        bytes allocates slabs outside the caller's memory pool, because `torch.cuda.use_mem_pool` affects one thread.
         """
         with self._state:
             self._is_allocating = True
@@ -224,10 +224,10 @@ class CudaPlace:
                 self._state.notify_all()
 
     def allocate(self) -> None:
-        """Allocate every slab that there is none of yet; copies to the first ones can begin before the rest is there.
+        """Allocate all missing slabs. Copies into the first slabs can begin before the others are allocated.
 
         Raises:
-            DeviceOutOfMemory: nothing stays allocated once the place is dropped.
+            DeviceOutOfMemory: the device has too little memory. Dropping the place releases the allocated slabs.
         """
         first = num_first_slabs(self._nbytes)
         with self.allocating():
@@ -235,20 +235,20 @@ class CudaPlace:
                 self._allocate(0, first)
                 self._allocate(first, len(self._nbytes))
             except torch.cuda.OutOfMemoryError as error:
-                # Before the block ends, and with it the waits for the slabs.
+                # Set this before the block ends, because other threads then stop waiting for slabs.
                 self.is_out_of_memory = True
                 raise self.no_room(sum(self._nbytes)) from error
 
     def _allocate(self, start: int, stop: int) -> None:
-        """Allocate the slabs `[start, stop)` that there are none of yet."""
-        # Without the lock, which a thread needs to see that its slab is there: in the block only this thread allocates.
+        """Allocate the missing slabs in `[start, stop)`."""
+        # Do not hold the lock, because other threads need it to find their slab. Only this thread allocates here.
         with torch.cuda.stream(self._caller):
-            # Slabs that `slab` made before stay: copies to them may be under way.
+            # Keep the slabs that `slab` allocated before, because copies into them may be running.
             open_slabs = [index for index in range(start, stop) if self._slabs[index] is None]
             nbytes = [self._nbytes[index] for index in open_slabs]
-            # One cudaMalloc instead of hundreds, where torch has no memory to reuse: this piece goes back to its
-            # cache at once, which then splits it. Torch's allocator rounds blocks up to 512 bytes. Where the piece
-            # does not fit, the slabs one by one still may: in the blocks of torch's cache, or between them.
+            # Allocate one block for all slabs and free it at once. Torch keeps it in its cache and splits it, so there
+            # is one cudaMalloc instead of hundreds. Torch rounds blocks up to 512 bytes. If the block does not fit, the
+            # single slabs may still fit into cached blocks or between them.
             with suppress(torch.cuda.OutOfMemoryError):
                 torch.empty(sum(-(-n // 512) * 512 for n in nbytes), dtype=torch.uint8, device=self.device)
             slabs = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in nbytes]
@@ -259,17 +259,17 @@ class CudaPlace:
             self._state.notify_all()
 
     def wait_for_slabs(self) -> bool:
-        """Wait for the end of `allocating`, if it is under way; return whether every slab is there."""
+        """Wait for the end of an `allocating` block. Return whether every slab is allocated."""
         with self._state:
             self._state.wait_for(lambda: not self._is_allocating)
             return all(slab is not None for slab in self._slabs)
 
     def slab(self, index: int) -> torch.Tensor:
-        """Return the slab, flat uint8 [nbytes]; allocated if it was not."""
+        """Return the slab as a flat uint8 tensor, and allocate it if necessary."""
         slab = self._slabs[index]
         if slab is None:
             with self._state:
-                # Ends with the block of `allocating`, also where that fails.
+                # This wait ends with the `allocating` block, even if the allocation fails.
                 self._state.wait_for(lambda: self._slabs[index] is not None or not self._is_allocating)
                 slab = self._slabs[index]
                 if slab is None:
@@ -286,33 +286,34 @@ class CudaPlace:
         return buffer
 
     def take(self, index: int) -> torch.Tensor:
-        """Return the slab, forgotten here."""
+        """Return the slab and drop the reference to it."""
         slab = self.slab(index)
         self._slabs[index] = None
         return slab
 
     def direct(self, slab: int, start: int, stop: int) -> memoryview | None:
-        """See `Destination.direct`: no source writes to device memory."""
+        """Return None, because no source can write to device memory."""
         return None
 
     def copy(self, buffer: StagingBuffer, segments: Sequence[Segment]) -> CudaPending:
         """See `Destination.copy`."""
         pending, stream = self._pending_of(buffer), self._stream_handle
-        # All addresses before the first copy: a slab that cannot be allocated would leave copies queued without an
+        # Get all addresses before the first copy. If an allocation failed between two copies, the first would have no
         # event, and the buffer would be released while the device reads it.
         addresses = [self.slab(segment.slab).data_ptr() + segment.dst for segment in segments]
-        # By the driver's own calls, which only queue work, 1-3 us each: torch's let go of the GIL, and to get it back
-        # takes a switch interval, several times a chunk.
+        # Use calls of the driver, which only queue work and take 1 to 3 us each. Torch's calls release the GIL, and
+        # getting it back takes a switch interval, several times per chunk.
         for address, segment in zip(addresses, segments, strict=True):
             self._driver.copy_to_device(address, buffer.address + segment.src, segment.run, stream)
         self._driver.record(pending.event, stream)
         return pending
 
     def _pending_of(self, buffer: StagingBuffer) -> CudaPending:
-        """Return the buffer's own event: a buffer has one batch of copies in flight at a time."""
+        """Return the event of a buffer. A buffer has at most one batch of copies in flight."""
         pending = self._pending.get(buffer.address)
         if pending is None:
-            # Torch makes an event when it is first recorded, and makes the device's context that of this thread.
+            # Torch creates an event when it is first recorded. `set_device` makes the device's context current in this
+            # thread.
             torch.cuda.set_device(self.device)
             event = torch.cuda.Event()
             event.record(self._stream)
@@ -321,23 +322,23 @@ class CudaPlace:
         return pending
 
     def no_room(self, nbytes: int) -> DeviceOutOfMemory:
-        """Return the error of an allocation of `nbytes` bytes that the device refused."""
+        """Return the error for an allocation of `nbytes` bytes that failed."""
         free, total = torch.cuda.mem_get_info(self.device)
         return DeviceOutOfMemory(
-            f"{self.device} has {free} of {total} bytes free, {nbytes} are needed",
-            hint="free memory there, load fewer names, or load boxes",
+            f"{self.device} has {free} of {total} bytes free, but {nbytes} bytes are needed",
+            hint="free memory on the device, load fewer names, or load boxes",
         )
 
 
 def place_on(
     device: torch.device, slab_nbytes: Sequence[int], slabs: Sequence[torch.Tensor | None] | None = None
 ) -> HostPlace | CudaPlace:
-    """Return slabs on a device: `slabs`, flat uint8 tensors to fill, and new ones where there are none."""
+    """Create the place for slabs on a device. `slabs` are flat uint8 tensors to fill. A slab of None is allocated."""
     if device.type == "cpu":
         return HostPlace(slab_nbytes, [None if slab is None else slab.numpy() for slab in slabs or ()] or None)
     return CudaPlace(device, slab_nbytes, slabs)
 
 
 def registrar_of(device: torch.device) -> Registrar | None:
-    """Return the registrar that pins host memory for a device; None where it needs none."""
+    """Return the registrar that pins host memory for a device, or None if the device needs no pinning."""
     return CudaRegistrar(device) if device.type == "cuda" else None

@@ -1,17 +1,16 @@
-"""The run loop of every journey: executors run work items by priority; a ticket holds progress and the first error.
+"""The run loop of every journey. Executors run work items by priority, and a ticket holds progress and the first error.
 
-In: work items (`Item`, or a class with the same methods). Out: their effects; on the ticket, progress and the outcome.
-Not here: which items there are (`loader.run`, `fetcher.run`, `sync.receive.transfer`, `jobs.workers.worker`).
+The journeys define the items: `loader.run`, `fetcher.run`, `sync.receive.transfer` and `jobs.workers.worker`.
 
     with Run(...) as run:
         executor = run.executor("fetch", 4)      # threads start with the first item
         executor.post(Item(...))  --heap--> start() --None--> finish()
                                               `---Pending--> (device works on) --done--> finish()
-                                    (the ticket stopped, or start failed) --> abandon()
+                                    (ticket stopped or start failed) --> abandon()
         run.wait()                               # finished, the first error, or no progress for stall_s
-    # closed: the rest is cancelled, no thread works for it, and no item touches memory any more
+    # closed: the rest is cancelled, its threads have ended, and no item touches memory any more
 
-Threads: items run on their executor's threads, `wait` and `close` on the caller's; any thread may use the ticket.
+Items run on the threads of their executor. `wait` and `close` run on the caller's thread. The ticket is thread-safe.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class AnyExecutor(Protocol):
     """The part of an executor that a `Run` needs."""
 
     def is_busy(self) -> bool:
-        """Return whether an item is inside it now."""
+        """Return whether the executor is running an item."""
         ...
 
     def close(self) -> None:
@@ -55,23 +54,21 @@ E = TypeVar("E", bound=AnyExecutor)
 
 
 class Run(Closeable):
-    """Base of a journey's run: its executors, ticket and trace. A context manager: leaving it ends the work of every
-    thread.
+    """The base of a journey's run, with its executors, ticket and trace. Leaving the `with` block ends all its work.
 
-    A journey derives its own class, posts items to the executors, and calls `ticket.finish` after the last one. It may
+    A journey derives a class, posts items to the executors and calls `ticket.finish` after the last item. It may
     override `is_busy` and `received_bytes`.
 
     Args:
-        nbytes: bytes the work is to move.
-        trace: where spans go.
-        stall_s: deadline by progress of every wait.
-        is_quick: while the executors have threads, the process hands over the GIL quickly; see `quick_handover`.
-        threads: where the executors take their threads, and leave them for the next run; None: they start new ones.
+        nbytes: number of bytes to move.
+        trace: receives the spans.
+        stall_s: seconds without progress after which a wait fails.
+        is_quick: let the process hand over the GIL quickly while the executors have threads. See `quick_handover`.
+        threads: kept threads that the executors use and return. None means that they start new threads.
 
     Attributes:
-        ticket: progress and outcome; stopped by the first error of an item.
-        is_touched: whether a byte of the caller's memory may have been written; set by journeys that write to memory
-            which the caller had before, for the `mutated` of their errors.
+        ticket: progress and outcome. The first error of an item stops it.
+        is_touched: whether a byte of the caller's existing memory may have been written. Errors report it as `mutated`.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class Run(Closeable):
         self._executors: list[AnyExecutor] = []
 
     def executor(self, name: str, num_threads: int, *, on_thread_start: Callable[[], None] | None = None) -> Executor:
-        """Return a new executor of this run. Order: those that post to others come before them; see `end`."""
+        """Create an executor in this run. Create one that posts to a second executor before the second. See `end`."""
         return self.own(
             Executor(
                 name,
@@ -107,62 +104,69 @@ class Run(Closeable):
         )
 
     def own(self, executor: E) -> E:
-        """Take over an executor of another kind; return it."""
+        """Add an executor of a different class to this run, and return it."""
         self._executors.append(executor)
         return executor
 
     def is_busy(self) -> bool:
-        """Return whether an item is inside an executor: its own deadline holds then, not the ticket's."""
+        """Return whether an executor runs an item. The item's deadline then applies instead of the ticket's."""
         return any(executor.is_busy() for executor in self._executors)
 
     def received_bytes(self) -> int:
-        """Return bytes received so far, also by items under way; 0: progress is only seen at the end of items."""
+        """Return the bytes received so far, including those of running items.
+
+        A journey that returns 0 shows progress only when an item ends.
+        """
         return 0
 
     def wait(self) -> None:
-        """Return once the ticket is finished. Raises what stopped it; see `RunState.wait_until`."""
+        """Wait until the ticket is finished, or raise the error that stopped it. See `RunState.wait_until`."""
         self.ticket.wait(stall_s=self.stall_s)
 
     def end(self) -> None:
-        """Cancel what has not finished, and wait until no item touches memory any more. Idempotent.
+        """Cancel unfinished work and wait until no item touches memory any more. Idempotent.
 
-        Returns at once while the interpreter ends: the threads of the executors are gone.
+        While the interpreter shuts down this returns at once, because the executors' threads have ended.
         """
         if lifecycle.is_ending():
             return
         if not self.ticket.done:
             self.ticket.cancel()
-        # In the order in which items move on, so that an item can still post the next one. Those that go back (a sync
-        # reads on once bytes are verified) do so only for a stopped ticket by now, and nothing starts for one.
+        # Close executors in the order in which items move through them, so that an item can still post the next one. A
+        # sync also posts backwards, when verified bytes allow more reads. By now its ticket is stopped, so such an item
+        # does not start.
         for executor in self._executors:
             executor.close()
 
     def close(self) -> None:
-        """`end` the run, and drop what would keep its memory alive. Idempotent."""
+        """End the run and drop the references that would keep its memory alive. Idempotent."""
         if lifecycle.is_ending():
             return
         self.end()
-        # The ticket refers to this run, and its error to the frames of an item. Both cycles hold memory of the size of
-        # the weights, which would otherwise wait for Python's cyclic collector.
+        # The ticket refers to this run, and its error refers to the frames of an item. Both cycles keep memory as large
+        # as the weights alive until Python's cyclic garbage collector runs.
         self.ticket.release()
 
 
 # -- The ticket.
 
 LOOK_S = 1.0
-"""Longest pause between two looks at the progress, and the most of it that counts as silence: a process that was itself
-stopped, or did not get the processor, has not waited for its source meanwhile."""
+"""Longest pause between two checks of the progress. A longer gap counts as this many seconds, because a process that
+was suspended, or got no CPU time, did not wait for its source."""
 
 
 LEAST_BYTES = 64 << 10
-"""Bytes received within a deadline that count as progress: 2 kB/s at 30 s. A peer that sends a byte at a time to keep
-its reader waiting sends less, and every link that weights are moved over carries more."""
+"""Number of received bytes that counts as progress, which is 2 kB/s with a deadline of 30 s. Every link for weights is
+faster. A hostile peer that sends single bytes to keep its reader waiting is slower."""
 
 
 class StallTimer:
-    """Seconds without progress, as the waiting process lived them; `seconds` as of the last look.
+    """A timer of the seconds without progress, not counting time in which this process was suspended.
 
-    Progress is bytes that reached their end (`moved`), or `LEAST_BYTES` more that were received on the way there.
+    Progress means that bytes reached their destination (`moved`), or that `LEAST_BYTES` more bytes were received.
+
+    Attributes:
+        seconds: seconds without progress at the last call of `look`.
     """
 
     def __init__(self) -> None:
@@ -172,42 +176,42 @@ class StallTimer:
         self._looked = time.monotonic()
 
     def look(self, moved: int, received: int = 0, *, is_paused: Callable[[], bool] | None = None) -> float:
-        """Note the progress so far, and return `seconds`. Order: repeatedly while waiting, at most `LOOK_S` apart.
+        """Record the progress so far and return `seconds`. Call it at least every `LOOK_S` seconds during a wait.
 
         Args:
-            moved: bytes at their destination.
-            received: bytes received so far, verified or not.
-            is_paused: whether something is under way that has a deadline of its own.
+            moved: number of bytes at their destination.
+            received: number of bytes received so far, verified or not.
+            is_paused: returns whether work with a separate deadline is running.
         """
         now = time.monotonic()
         passed_s = min(now - self._looked, LOOK_S)
         self._looked = now
-        # A read that failed is no longer counted, so the number can fall: what is received anew must count again.
+        # The number falls when a read fails. Bytes that are received again must count as progress.
         self._received = min(self._received, received)
         if moved != self._moved or received >= self._received + LEAST_BYTES:
             self._moved, self._received, self.seconds = moved, received, 0.0
-        # While paused the seconds stand still instead of beginning anew: one source after another that sends nothing
-        # would otherwise put the deadline off for ever.
+        # A pause stops the timer but does not reset it. Otherwise a series of silent sources could postpone the
+        # deadline for ever.
         elif is_paused is None or not is_paused():
             self.seconds += passed_s
         return self.seconds
 
     def begin(self) -> None:
-        """Begin a wait: the time before it does not count, so the next look finds progress."""
+        """Begin a wait. The time before it does not count."""
         self._moved, self._received = -1, 0
 
 
 class RunState:
-    """The state of one run: progress, outcome, cancel. The first error wins. Any thread.
+    """The state of one run: progress, outcome and cancellation. The first error wins. Thread-safe.
 
     Attributes:
-        nbytes: bytes the work is to move.
-        moved_bytes: bytes at their destination so far.
-        is_busy: whether an item is inside an executor now; while one is, its own deadline holds, not the ticket's. A
-            run that retries failed items (`fetcher.run`) does not count sources that sent nothing before.
-        received: bytes received so far, also by items under way; None: only whole items are seen.
-        changed: notified at every change; its lock is held for the changes.
-        waits: the waits of items, which end when the work stops.
+        nbytes: number of bytes to move.
+        moved_bytes: number of bytes at their destination so far.
+        is_busy: returns whether an executor runs an item. The item's deadline then applies instead of the ticket's. A
+            run that retries failed items (`fetcher.run`) ignores sources that have sent nothing.
+        received: returns the bytes received so far, including those of running items. If None, only whole items count.
+        changed: condition that is notified at every change. Changes are made while its lock is held.
+        waits: scope of the items' waits, which end when the work stops.
     """
 
     def __init__(self, nbytes: int, is_busy: Callable[[], bool], *, received: Callable[[], int] | None = None) -> None:
@@ -224,86 +228,86 @@ class RunState:
 
     @property
     def stopped(self) -> bool:
-        """Failed or cancelled: nothing new may start."""
+        """Return whether the run failed or was cancelled. No new item may start then."""
         return self._stopped
 
     @property
     def is_finished(self) -> bool:
-        """Everything arrived."""
+        """Return whether all bytes arrived."""
         return self._done
 
     @property
     def done(self) -> bool:
-        """Finished, failed or cancelled."""
+        """Return whether the run finished, failed or was cancelled."""
         return self._done or self._stopped
 
     @property
     def error(self) -> BaseException | None:
-        """The first error, if one happened and the ticket was not released."""
+        """Return the first error, or None if there was no error or the ticket was released."""
         return self._error
 
     def wake(self) -> None:
-        """Let every waiter look again."""
+        """Wake every waiting thread, so that it checks its condition again."""
         with self.changed:
             self.changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Stop the work with `error`; later ones are dropped."""
+        """Stop the work with an error. Later errors are dropped."""
         with self.changed:
-            # The first error is the cause; later ones come from work that it interrupted.
+            # The first error is the cause. Later errors come from the work that it interrupted.
             if not self.done:
                 self._error, self._stopped = error, True
             self.changed.notify_all()
-        # Items that wait for the network must not wait until their own deadlines.
+        # End the network waits of items now, and not at their deadlines.
         if self._stopped:
             self.waits.leave()
 
     def cancel(self) -> None:
-        """Stop the work; `wait` raises Cancelled."""
+        """Stop the work. `wait` then raises Cancelled."""
         self.fail(Cancelled("cancelled by the caller"))
 
     def finish(self) -> None:
-        """Note that all bytes arrived."""
+        """Record that all bytes arrived."""
         with self.changed:
             self._done = True
             self.changed.notify_all()
 
     def look(self) -> float:
-        """Return seconds without a byte and without an item under way; see `StallTimer`. Order: while waiting."""
+        """Return the seconds without progress. Call it only during a wait. See `StallTimer`."""
         received = 0 if self.received is None else self.received()
         return self._silence.look(self.moved_bytes, received, is_paused=self.is_busy)
 
     def wait_until(self, reached: Callable[[], bool], *, stall_s: float) -> None:
-        """Return once `reached()` is true; it is evaluated with `changed` held, after every change.
+        """Wait until `reached()` is true.
 
         Args:
-            reached: whether what the caller waits for holds.
-            stall_s: raise when no byte arrived and no item was running for this many seconds.
+            reached: the condition to wait for. It is called after every change, with the lock of `changed` held.
+            stall_s: seconds in which no byte arrived and no item ran, after which the wait fails.
 
         Raises:
-            PenstockError: whatever stopped the work.
-            SourceStalled: see `stall_s`.
-            KeyboardInterrupt: SIGINT came, inside `interrupts.deferred`.
+            PenstockError: the error that stopped the work.
+            SourceStalled: there was no progress for `stall_s` seconds.
+            KeyboardInterrupt: SIGINT arrived inside `interrupts.deferred`.
         """
         with self.changed:
-            # Silence counts from here on: the consumer of a stream may have done other things for long.
+            # Start the timer now, because the consumer of a stream may have done something else for a long time.
             self._silence.begin()
             while not reached() and not self._stopped:
                 if self.look() > stall_s:
                     where = f"{self.moved_bytes} of {self.nbytes} bytes"
                     self.fail(SourceStalled(f"no progress for {stall_s} s at {where}"))
                     break
-                # Never longer: progress by bytes alone wakes no waiter, and an interrupt must be seen soon.
+                # Wait for a short time only, because received bytes wake no waiter and an interrupt must be seen soon.
                 self.changed.wait(interrupts.longest_wait_s(min(stall_s, LOOK_S)))
                 interrupts.raise_if_noted()
         self.check()
 
     def wait(self, *, stall_s: float) -> None:
-        """Return once everything arrived; see `wait_until`."""
+        """Wait until all bytes arrived. See `wait_until`."""
         self.wait_until(lambda: self.is_finished, stall_s=stall_s)
 
     def release(self) -> None:
-        """Drop the references to the error and the callbacks, which would keep the work and its memory alive."""
+        """Drop the references to the error and the callbacks, which keep the work and its memory alive."""
         with self.changed:
             self._error = None
             self.is_busy = _never
@@ -311,11 +315,11 @@ class RunState:
         self.waits.close()
 
     def check(self) -> None:
-        """Raise what stopped the work, if something did."""
+        """Raise the error that stopped the work, if there is one."""
         if not self._stopped:
             return
         if self._error is None:
-            raise Cancelled("the work was given up")
+            raise Cancelled("the run was cancelled and its error released")
         if isinstance(self._error, PenstockError):
             raise self._error
         raise RuntimeError("a step of the engine failed: a bug in Penstock or in the caller's code") from self._error
@@ -329,40 +333,40 @@ def _never() -> bool:
 
 
 class PendingItem(Protocol):
-    """Device work in flight."""
+    """Work that a device is doing."""
 
     def done(self) -> bool:
-        """Return whether it completed; never blocks. Raises what the device reports."""
+        """Return whether the work is complete, without blocking. Raise the device's error if it failed."""
         ...
 
 
 class WorkItem(Protocol):
-    """Piece of work of one executor.
+    """A piece of work for one executor.
 
-    Exactly one of `finish` (after `start`, when its work is complete) and `abandon` is called, from the executor's
-    thread; `abandon` must free what the item holds, and never raises.
+    The executor's thread calls exactly one of `finish`, once the work is complete after `start`, and `abandon`.
+    `abandon` must release the item's resources and must not raise.
     """
 
     priority: int
-    """Lower runs first; of equal ones, the one that was posted first."""
+    """Items with a lower number run first. Items with equal numbers run in the order in which they were posted."""
     nbytes: int
-    """The bytes of its span; read when the item is complete."""
+    """Number of bytes for the trace. It is read when the item is complete."""
 
     @property
     def name(self) -> str:
-        """Return the name of its span in the trace."""
+        """Return the name of the item's span in the trace."""
         ...
 
     def start(self) -> PendingItem | None:
-        """Do the work, or start it on a device."""
+        """Do the work, or start the work on a device."""
         ...
 
     def finish(self) -> None:
-        """Pass on the result; the work is complete."""
+        """Pass on the result of the completed work."""
         ...
 
     def abandon(self) -> None:
-        """Free what the item holds: the ticket stopped before or while it ran."""
+        """Release the item's resources, because the ticket stopped before or during the work."""
         ...
 
 
@@ -371,7 +375,7 @@ def _nothing() -> None:
 
 
 class Item:
-    """A `WorkItem` made of functions, for work without state of its own."""
+    """A `WorkItem` built from functions, for work that needs no class."""
 
     __slots__ = ("abandon", "finish", "name", "nbytes", "priority", "start")
 
@@ -395,20 +399,21 @@ class Item:
 # -- Executors.
 
 POLL_S = 5e-4
-"""Pause between looks at a device that is still working while no item waits. Three 8 MiB copies over PCIe 5: more often
-only takes the GIL from the readers."""
+"""Pause between checks of a busy device while no item waits. Three copies of 8 MiB over PCIe 5 take this long. More
+frequent checks would only take the GIL from the readers."""
 
 
 class Executor:
-    """`num_threads` threads named after the executor that take items from one priority queue.
+    """Threads that take items from one priority queue.
 
     Args:
-        name: `fetch`, `place`, `compute`, `send` or `ask`; the row of the trace.
-        num_threads: the most threads; the first `post` starts them.
-        ticket: stopped by the first error of an item.
-        trace: where spans go.
-        stall_s: an item in flight on a device longer than this fails the ticket.
-        on_thread_start: called once in each thread (to choose its device); not for kept threads, which would keep it.
+        name: `fetch`, `place`, `compute`, `send` or `ask`. The trace and the threads carry this name.
+        num_threads: maximum number of threads. The first `post` starts them.
+        ticket: the first error of an item stops it.
+        trace: receives the spans.
+        stall_s: seconds that an item may run on a device before the ticket fails.
+        on_thread_start: called once in each thread, for example to choose its device. Not allowed with kept threads,
+            because its effect would last beyond the run.
         is_quick, threads: see `Run`.
     """
 
@@ -435,21 +440,21 @@ class Executor:
         self._sequence = itertools.count()
         self._state = threading.Condition()
         self._closed = False
-        assert threads is None or on_thread_start is None, "a kept thread stays as it was left"
+        assert threads is None or on_thread_start is None, "on_thread_start would change a kept thread"
         self._kept = threads
         self._threads: list[Joinable] = []
         self._running: list[WorkItem | None] = [None] * num_threads
 
     def is_busy(self) -> bool:
-        """Return whether a thread is inside an item."""
+        """Return whether a thread runs an item."""
         return any(item is not None for item in self._running)
 
     def post(self, *items: WorkItem) -> None:
-        """Queue items. Raises DestinationError if the system allows not even one thread."""
+        """Queue items. Raise DestinationError if not a single thread can start."""
         with self._state:
-            # Threads first: without any, nothing is queued, and the items stay the caller's.
+            # Start the threads first. If none can start, nothing is queued and the caller keeps the items.
             for _ in range(min(len(items), self.num_threads - len(self._threads))):
-                # Without one more thread, those that run do the work, more slowly.
+                # If a further thread cannot start, the existing threads do the work more slowly.
                 index = len(self._threads)
                 work, name = partial(self._work, index), f"penstock-{self.name}-{index}"
                 thread = start_call(work, name, self._kept, is_needed=not index)
@@ -457,15 +462,15 @@ class Executor:
                     break
                 self._threads.append(thread)
             for item in items:
-                # The sequence number keeps equals in their order, and the heap from comparing items.
+                # The sequence number keeps items of equal priority in order, and the heap never compares items.
                 heapq.heappush(self._heap, (item.priority, next(self._sequence), item))
             self._state.notify(len(items))
 
     def close(self) -> None:
-        """Let the threads end their work once the queue is empty, and wait for that. Idempotent.
+        """Wait until the queue is empty and the threads have ended. Idempotent.
 
-        Items of a stopped ticket are abandoned, device work in flight is waited for: nothing writes to memory
-        the caller may free after this returns.
+        If the ticket is stopped, queued items are abandoned. Device work in flight is always waited for. After this
+        call no item writes to memory that the caller may free.
         """
         with self._state:
             self._closed = True
@@ -474,9 +479,9 @@ class Executor:
             thread.join()
 
     def _next(self, in_flight: bool) -> WorkItem | None:
-        """Return the next item; None when there is none now (with work in flight) or will be none."""
+        """Return the next item. Return None if the queue is empty and work is in flight or the executor is closed."""
         with self._state:
-            # A device wakes no thread when it is done, so this one looks again soon.
+            # A device wakes no thread when it is done, so this thread checks it again soon.
             if not self._heap and in_flight:
                 self._state.wait(POLL_S)
             while not self._heap:
@@ -492,16 +497,18 @@ class Executor:
     def _take_items(self, index: int) -> None:
         in_flight: deque[InFlight] = deque()
         if self._on_thread_start is not None:
-            # A failure stops the ticket: this thread goes on, and abandons what is queued.
+            # A failure stops the ticket. This thread continues and abandons the queued items.
             guarded(self._ticket, self._on_thread_start)
         while True:
             item = self._next(bool(in_flight))
             if item is not None:
                 self._running[index] = item
                 self.run_item(item, in_flight)
-                # Still busy while a device works: its deadline is in `retire`, and the ticket's stands still.
+                # The executor stays busy while a device works. `retire` checks the device's deadline, and the ticket's
+                # timer is paused.
                 self._running[index] = in_flight[0].item if in_flight else None
-                # While this thread waits for its next item: this one may hold memory of the size of the weights.
+                # Drop the item before waiting for the next one, because it may keep memory as large as the weights
+                # alive.
                 item = None
             elif not in_flight:
                 return
@@ -509,7 +516,7 @@ class Executor:
                 self._running[index] = in_flight[0].item if in_flight else None
 
     def run_item(self, item: WorkItem, in_flight: deque[InFlight]) -> None:
-        """Start one item in the calling thread; device work goes to `in_flight`."""
+        """Run one item in the calling thread. Work on a device is added to `in_flight`."""
         if self._ticket.stopped:
             item.abandon()
             return
@@ -518,15 +525,15 @@ class Executor:
         if isinstance(outcome, RunFailed):
             item.abandon()
         elif outcome is None:
-            # Before `finish`, which may end the run: the trace is complete when its last item is.
+            # Add the span before `finish`, which may end the run, so that the trace is complete by then.
             self._trace.add(self.name, item.name, start, time.perf_counter(), item.nbytes)
             guarded(self._ticket, item.finish)
         else:
             in_flight.append(InFlight(outcome, item, start))
 
     def retire(self, in_flight: deque[InFlight]) -> bool:
-        """Look at the oldest item in flight; True when it left the queue."""
-        # The oldest alone: a device carries out the work of one stream in order.
+        """Check the oldest item in flight. Return whether it left the queue."""
+        # Only the oldest item can be complete first, because a device executes the work of one stream in order.
         oldest = in_flight[0]
         item = oldest.item
         now = time.perf_counter()
@@ -536,8 +543,8 @@ class Executor:
             if silent_s > self._stall_s:
                 message = f"{item.name}: the device made no progress for {self._stall_s} s"
                 self._ticket.fail(DestinationError(message, mutated=True))
-            # Once more as long, since the device may still write to memory that `abandon` frees; a device that is lost
-            # must not hang the caller for ever.
+            # Wait twice as long before abandoning the item, because the device may still write to the memory that
+            # `abandon` frees. The wait is bounded, because a lost device must not hang the caller for ever.
             if silent_s <= 2 * self._stall_s:
                 return False
         in_flight.popleft()
@@ -550,7 +557,7 @@ class Executor:
 
 
 class InFlight(NamedTuple):
-    """An item whose work a device is carrying out."""
+    """An item whose work is running on a device."""
 
     pending: PendingItem
     item: WorkItem
@@ -558,15 +565,15 @@ class InFlight(NamedTuple):
 
 
 class RunFailed:
-    """The result of `guarded` for a call that raised. It does not hold the error: the error's traceback leads to the
-    frame that would hold this object, and the two would wait for the cyclic collector."""
+    """The result of `guarded` for a call that raised. It does not refer to the error, because the error's traceback
+    leads to the frame with this object. That cycle would wait for the cyclic garbage collector."""
 
 
 def guarded(ticket: RunState, call: Callable[[], T]) -> T | RunFailed:
-    """Call; an error stops the ticket, whose waiter raises it.
+    """Make a call and return its result. An error stops the ticket, and the thread that waits for the ticket raises it.
 
-    The one place where an executor's thread meets foreign code: an error that ended the thread would leave the items
-    behind it waiting for ever.
+    An executor's thread calls foreign code only through this function. If an error ended the thread, the queued items
+    would wait for ever.
     """
     try:
         return call()

@@ -1,9 +1,6 @@
-"""Threads of runs: started where the system allows it, and kept from run to run where runs follow each other.
+"""Threads for runs, which can be kept from one run to the next.
 
-In: a function and a name. Out: a thread that calls it.
-Not here: what the threads do (`run`), the error where there can be no thread (`waits`), pools of other libraries.
-
-A thread takes 0.1 to 2 ms to start where others of the process have Python to run, and a version of a sync has ten.
+A thread takes 0.1 to 2 ms to start while other threads run Python code, and the sync of a version needs ten threads.
 """
 
 from __future__ import annotations
@@ -20,22 +17,22 @@ from penstock.lifecycle import Closeable, is_ending, release_after_fork
 from penstock.waits import start_thread
 
 MAX_IDLE = 32
-"""Most threads that wait for their next work: a run of a sync has 16 reads at once, and a few others."""
+"""Maximum number of idle threads. A sync has 16 concurrent reads and a few other items."""
 
 IDLE_S = 600.0
-"""Longest wait for the next work; training steps, between which a sync has none, take minutes at most."""
+"""Seconds after which an idle thread ends. A sync is idle between training steps, which take minutes at most."""
 
 
 class Joinable(Protocol):
-    """A thread, or the call that a kept thread makes."""
+    """A thread, or a call in a kept thread."""
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until the function has returned."""
+        """Wait until the thread's function has returned."""
         ...
 
 
 class Call:
-    """A call that a kept thread makes."""
+    """A call in a kept thread."""
 
     def __init__(self, work: Callable[[], None], name: str) -> None:
         self.work: Callable[[], None] | None = work
@@ -43,13 +40,13 @@ class Call:
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Make the call. An error of it is the thread's, as of any thread."""
+        """Make the call. An error propagates to the thread."""
         work, self.work = self.work, None
         assert work is not None
         work()
 
     def end(self) -> None:
-        """Let those go on that wait for the end."""
+        """Wake the threads that wait in `join`."""
         self._ended.set()
 
     def join(self, timeout: float | None = None) -> None:
@@ -58,36 +55,36 @@ class Call:
 
 
 class _Kept(NamedTuple):
-    """A thread, and where it gets its calls; None: it ends."""
+    """A thread and the queue of its calls. None in the queue ends the thread."""
 
     calls: SimpleQueue[Call | None]
     thread: threading.Thread
 
 
 class KeptThreads(Closeable):
-    """Threads that make one call after another, for the runs of one owner. Any thread may use it.
+    """Threads that make one call after another, for the runs of one owner. Thread-safe.
 
-    Leaving it ends the threads that wait, and joins them; each other one ends after its call. A call leaves the device,
-    the stream and the context variables of its thread as it found them: the next one may be of another run.
+    Leaving the `with` block ends and joins the idle threads. A busy thread ends after its call. A call must restore the
+    device, the stream and the context variables of its thread, because the next call may belong to a different run.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # The last one in is the first one out: its stack is still in the processor's cache.
+        # The thread that became idle last is used first, because its stack is still in the CPU cache.
         self._idle: list[_Kept] = []
         self._is_closed = False
         _alive.add(self)
 
     def forget(self) -> None:
-        """In a forked child: forget the threads that wait, which only the parent has, and the lock one may have had."""
+        """Reset the idle threads and the lock in a forked child, because the threads exist only in the parent."""
         self._lock = threading.Lock()
         self._idle = []
 
     def start(self, work: Callable[[], None], name: str, *, is_needed: bool = True) -> Joinable | None:
-        """Make a call in a thread that waits, or in a new one; None if there is none and this one is not needed.
+        """Make a call in an idle thread or in a new one. Return None if no thread can start and `is_needed` is False.
 
         Raises:
-            DestinationError: the system allows no more threads, and this one is needed.
+            DestinationError: no thread can start, and `is_needed` is True.
         """
         call = Call(work, name)
         with self._lock:
@@ -100,7 +97,7 @@ class KeptThreads(Closeable):
         return call if _start_daemon(partial(self._work, calls), name, is_needed=is_needed) else None
 
     def close(self) -> None:
-        """See the class. Idempotent."""
+        """End and join the idle threads. Busy threads end after their call. Idempotent."""
         if is_ending():
             return
         with self._lock:
@@ -109,12 +106,12 @@ class KeptThreads(Closeable):
         for kept in idle:
             kept.calls.put(None)
         for kept in idle:
-            # At once: it waits, and has no call. But for this one: a finalizer may close this just before it waits.
+            # An idle thread ends at once. Do not join the current thread, in which a finalizer may call this method.
             if kept.thread is not threading.current_thread():
                 kept.thread.join()
 
     def _work(self, calls: SimpleQueue[Call | None]) -> None:
-        """Make the calls of one thread, until it is told to end or there are enough that wait."""
+        """Make the calls of one thread, until it must end or there are enough idle threads."""
         me = _Kept(calls, threading.current_thread())
         while (call := self._next(me)) is not None:
             me.thread.name = call.name
@@ -123,17 +120,17 @@ class KeptThreads(Closeable):
                 call.run()
                 stays = True
             finally:
-                # Before its end is told: who waits for it may have the next call.
+                # Become idle before waking the waiter, because it may start the next call at once.
                 stays = stays and self._gives_back(me)
                 call.end()
-            # While it waits: the call may hold memory of the size of the weights.
+            # Drop the call before waiting, because it may keep memory as large as the weights alive.
             del call
             if not stays:
                 return
             me.thread.name = "penstock-idle"
 
     def _next(self, me: _Kept) -> Call | None:
-        """Return the next call of a thread; None: it ends."""
+        """Return the next call of a thread, or None if the thread must end."""
         try:
             return me.calls.get(timeout=IDLE_S)
         except Empty:
@@ -141,13 +138,14 @@ class KeptThreads(Closeable):
                 if me in self._idle:
                     self._idle.remove(me)
                     return None
-        # It was taken for a call just now, or to end. Bounded: an interrupt may have ended the one who took it.
+        # Another thread took this one off the list and is about to send a call, or to end it. The wait is bounded,
+        # because an interrupt may have stopped that other thread.
         with contextlib.suppress(Empty):
             return me.calls.get(timeout=IDLE_S)
         return None
 
     def _gives_back(self, me: _Kept) -> bool:
-        """Keep a thread for the next call; return whether it is wanted."""
+        """Add a thread to the idle ones. Return False if it must end instead."""
         with self._lock:
             if self._is_closed or len(self._idle) >= MAX_IDLE:
                 return False
@@ -161,13 +159,13 @@ _alive: WeakSet[KeptThreads] = release_after_fork(KeptThreads.forget)
 def start_call(
     work: Callable[[], None], name: str, threads: KeptThreads | None, *, is_needed: bool = True
 ) -> Joinable | None:
-    """Make a call in one of `threads`, or in a thread of its own if there are none of them; see `KeptThreads.start`."""
+    """Make a call in one of the kept `threads`, or in a new thread if `threads` is None. See `KeptThreads.start`."""
     if threads is not None:
         return threads.start(work, name, is_needed=is_needed)
     return _start_daemon(work, name, is_needed=is_needed)
 
 
 def _start_daemon(work: Callable[[], None], name: str, *, is_needed: bool) -> threading.Thread | None:
-    # A daemon: one that hangs in a system call (a dead NFS server) must not keep an ending process alive.
+    # A thread that hangs in a system call (a dead NFS server) must not keep the process alive at its end.
     thread = threading.Thread(target=work, name=name, daemon=True)
     return thread if start_thread(thread, is_needed=is_needed) else None

@@ -1,8 +1,4 @@
-"""The trace of a journey: spans per executor, saved as Chrome-trace JSON for Perfetto.
-
-In: spans from any thread. Out: busy seconds per executor; a JSON file, also of several processes' spans.
-Not here: counters and dashboards.
-"""
+"""The trace of a journey: spans of each executor, saved as Chrome-trace JSON for Perfetto."""
 
 from __future__ import annotations
 
@@ -20,14 +16,14 @@ from penstock.storage import text_of
 from penstock.storage.write import typed
 
 Span = tuple[str, str, int, float, float, int]
-"""Executor, name, thread, start, stop (`time.perf_counter()` seconds), bytes."""
+"""Executor, name, thread, start and stop in seconds of `time.perf_counter()`, and bytes."""
 
 STAGES = "stages"
-"""Instead of an executor, for spans of the work that a process does before and after it moves bytes."""
+"""Replaces the executor in spans for the work before and after bytes move."""
 
 
 class Trace:
-    """Spans of one process; `enabled=False` keeps busy seconds only."""
+    """The spans of one process. With `enabled=False` it records busy seconds only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self.enabled = enabled
@@ -37,8 +33,8 @@ class Trace:
         self._lock = threading.Lock()
 
     def add(self, executor: str, name: str, start: float, stop: float, nbytes: int) -> None:
-        """Record one span; `start` and `stop` are `time.perf_counter()` seconds."""
-        # The sum is read and written, so it needs the lock; appending to a list is one step of the interpreter.
+        """Record a span. `start` and `stop` are seconds of `time.perf_counter()`."""
+        # Updating the sum needs the lock. Appending to a list is atomic.
         with self._lock:
             self._busy[executor] = self._busy.get(executor, 0.0) + stop - start
         if self.enabled:
@@ -46,7 +42,7 @@ class Trace:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record the time of this block as a stage of the process, outside of its executors."""
+        """Record the time of this block as a stage of the process, outside its executors."""
         start = time.perf_counter()
         try:
             yield
@@ -55,18 +51,18 @@ class Trace:
                 self._spans.append((STAGES, name, threading.get_native_id(), start, time.perf_counter(), 0))
 
     def busy_s(self) -> dict[str, float]:
-        """Return seconds spent inside steps, per executor, summed over its threads."""
+        """Return the seconds that each executor spent in items, summed over its threads."""
         return dict(self._busy)
 
     def take(self) -> list[Span]:
-        """Return the spans that were added since the last call. One thread calls it."""
-        # Other threads append meanwhile: what is deleted is exactly what was copied.
+        """Return the spans added since the last call. Only one thread may call this."""
+        # Other threads may append during this call, so delete exactly the copied spans.
         spans = self._spans[:]
         del self._spans[: len(spans)]
         return spans
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write Chrome-trace JSON, one process row per executor."""
+        """Write Chrome-trace JSON with one process row for each executor."""
         rows: dict[str, list[Span]] = {name: [] for name in sorted({span[0] for span in self._spans})}
         for span in self._spans:
             rows[span[0]].append(span)
@@ -74,29 +70,29 @@ class Trace:
 
 
 def open_trace(path: str | os.PathLike[str] | None) -> Trace:
-    """Return a trace to be saved at `path`; None: busy seconds only.
+    """Return a trace for saving at `path`. If `path` is None, the trace records busy seconds only.
 
     Raises:
-        ConfigError: no file can be written there; raised here rather than after everything was moved.
+        ConfigError: no file can be written at `path`. This is checked before any bytes move.
     """
     if path is not None:
         path = text_of(path)
-        # For appending: a trace of an earlier run stays until this one is saved.
+        # Open for appending, so that the trace of an earlier run stays until this one is saved.
         try:
             open(path, "ab").close()
         except OSError as error:
-            raise ConfigError(f"the trace cannot be written: {error.strerror}", uri=os.fspath(path)) from error
+            raise ConfigError(f"cannot write the trace: {error.strerror}", uri=os.fspath(path)) from error
     return Trace(enabled=path is not None)
 
 
 def save_spans(path: str | os.PathLike[str], rows: Mapping[str, Sequence[Span]], origin: float) -> None:
-    """Write Chrome-trace JSON: microseconds since `origin`, one process row for each of `rows`.
+    """Write Chrome-trace JSON in microseconds since `origin`, with one process row for each entry in `rows`.
 
-    Spans of executors are complete events (X), stages begin and end (B, E). `origin_s` in the file is the origin by a
-    clock that all processes of the host share.
+    Spans of executors are complete events (X). Stages have begin and end events (B, E). `origin_s` in the file is the
+    origin on a clock that all processes of the host share.
 
     Raises:
-        DiskFull, DestinationError: it cannot be written.
+        DiskFull, DestinationError: the file cannot be written.
     """
     events: list[dict[str, object]] = []
     for pid, (row, spans) in enumerate(rows.items()):
