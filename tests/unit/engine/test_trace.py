@@ -64,7 +64,7 @@ def test_disabled_trace_counts_busy_seconds_only(tmp_path: Path) -> None:
 def test_unwritable_trace_path_is_refused_before_work(tmp_path: Path) -> None:
     assert not open_trace(None).enabled
     assert open_trace(tmp_path / "t.json").enabled
-    with pytest.raises(ConfigError, match="the trace cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write the trace"):
         open_trace(tmp_path / "nowhere" / "t.json")
     with pytest.raises(DestinationError, match="cannot write"):
         Trace(enabled=True).save(tmp_path)

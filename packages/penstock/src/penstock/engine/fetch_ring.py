@@ -45,7 +45,7 @@ class RingItem(WorkItem, Protocol):
     """A work item that a ring can carry out: `queue`, `arrived`, then `finish` or `abandon`."""
 
     def queue(self) -> Queued | Literal["later"] | None:
-        """Acquire a buffer and return the read. Return "later" if no buffer is free, or None if a ring cannot read it."""
+        """Acquire a buffer and return the read. Return "later" if no buffer is free, or None if a ring cannot do it."""
         ...
 
     def arrived(self) -> PendingItem | None:
