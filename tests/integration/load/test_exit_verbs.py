@@ -119,5 +119,8 @@ def test_verbs_in_exit_handler_work_or_raise(tmp_path: Path, how: str) -> None:
     assert {verb for verb, outcome in outcomes.items() if outcome != "worked"} == NEED_THREADS
     for verb in NEED_THREADS:
         kind, message, hint = outcomes[verb].split("|")
-        assert (kind, message) == ("DestinationError", "cannot start a thread because the interpreter is shutting down"), verb
+        assert (kind, message) == (
+            "DestinationError",
+            "cannot start a thread because the interpreter is shutting down",
+        ), verb
         assert "before the program ends" in hint and "ulimit" not in hint

@@ -102,7 +102,7 @@ def test_failed_separate_allocation_raises_typed_error(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes >= 2000
     assert not place.is_out_of_memory
-    with pytest.raises(DeviceOutOfMemory, match="3000 are needed"):
+    with pytest.raises(DeviceOutOfMemory, match="3000 bytes are needed"):
         place.allocate()
     assert place.is_out_of_memory
 
