@@ -248,7 +248,7 @@ def test_failed_thread_start_raises_or_returns_none(kept: KeptThreads, monkeypat
 
     monkeypatch.setattr(threading.Thread, "start", refuses)
     assert kept.start(lambda: None, "penstock-test", is_needed=False) is None
-    with pytest.raises(DestinationError, match="no thread"):
+    with pytest.raises(DestinationError, match="cannot start a thread"):
         kept.start(lambda: None, "penstock-test")
 
 
