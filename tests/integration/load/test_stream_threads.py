@@ -1,4 +1,4 @@
-"""One stream read by several threads, and loads where no thread can be started."""
+"""One stream read by several threads, and loads where cannot start a thread."""
 
 from __future__ import annotations
 
@@ -103,6 +103,6 @@ def test_thread_limit_is_named() -> None:
         command = [sys.executable, "-c", LIMITED, str(path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     lines = done.stdout.splitlines()
-    assert len(lines) == 3 and all("DestinationError no thread can be started" in line for line in lines), done
+    assert len(lines) == 3 and all("DestinationError cannot start a thread" in line for line in lines), done
     assert all("RLIMIT_NPROC 1" in line for line in lines)
     assert "Traceback" not in done.stderr
