@@ -90,7 +90,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     if os.geteuid() == 0:  # else there is no other user to be
         stranger = engine.ask("stranger", timeout_s=LAST_S)
         print("stranger:", stranger)
-        assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
+        assert stranger["error"] == "ConfigError" and "not a private directory of this user" in stranger["message"]
         names = {Path(path).name for path in stranger["answers"]}
         assert {"fds.sock", "peer.sock"} <= names
         assert not any(stranger["answers"].values())

@@ -69,8 +69,8 @@ LIES: dict[str, tuple[bytes, str]] = {
     "more entries than bytes": (file_of(fields=1000), "1000 entries of metadata in a file of"),
     "a long key": (file_of(struct.pack("<Q", BIG), fields=1), "a key of the metadata of"),
     "a key that is not UTF-8": (one_field(U8, b"\1", key=b"\xff"), "not UTF-8"),
-    "a key twice": (file_of(entry("k", U8, b"\1"), entry("k", U8, b"\2"), fields=2), "'k' stands twice"),
-    "a reader's key": (one_field(STRING, text("{}"), key="GGUF.types"), "prefix that readers use"),
+    "a key twice": (file_of(entry("k", U8, b"\1"), entry("k", U8, b"\2"), fields=2), "duplicate key 'k'"),
+    "a reader's key": (one_field(STRING, text("{}"), key="GGUF.types"), "reserved for readers"),
     "an unknown type": (one_field(13, b"\1"), "unknown type 13"),
     "a long string": (one_field(STRING, struct.pack("<Q", BIG)), "the value of 'k' of"),
     "a string that is not UTF-8": (one_field(STRING, text(b"\xc3\x28")), "not UTF-8"),
@@ -78,24 +78,24 @@ LIES: dict[str, tuple[bytes, str]] = {
     "a long array of strings": (one_field(ARRAY, struct.pack("<IQ", STRING, BIG)), "elements of 'k' in a file of"),
     "an array of arrays": (one_field(ARRAY, struct.pack("<IQ", ARRAY, 1)), "an array of arrays"),
     "an array of an unknown type": (one_field(ARRAY, struct.pack("<IQ", 99, 1)), "an array of the unknown type 99"),
-    "alignment of another type": (one_field(U16, b"\x20\0", key="general.alignment"), "general.alignment of 32"),
-    "alignment zero": (one_field(U32, bytes(4), key="general.alignment"), "general.alignment of 0"),
-    "an odd alignment": (one_field(U32, b"\x30\0\0\0", key="general.alignment"), "general.alignment of 48"),
-    "a wide alignment": (one_field(U32, b"\0\0\0\x80", key="general.alignment"), "general.alignment of 2147483648"),
-    "alignment as text": (one_field(STRING, text("32"), key="general.alignment"), "general.alignment of 32"),
+    "alignment of another type": (one_field(U16, b"\x20\0", key="general.alignment"), "general.alignment  32"),
+    "alignment zero": (one_field(U32, bytes(4), key="general.alignment"), "general.alignment  0"),
+    "an odd alignment": (one_field(U32, b"\x30\0\0\0", key="general.alignment"), "general.alignment  48"),
+    "a wide alignment": (one_field(U32, b"\0\0\0\x80", key="general.alignment"), "general.alignment  2147483648"),
+    "alignment as text": (one_field(STRING, text("32"), key="general.alignment"), "general.alignment  32"),
     "alignment as a list": (
         one_field(ARRAY, struct.pack("<IQI", U32, 1, 32), key="general.alignment"),
-        "general.alignment of",
+        "general.alignment",
     ),
     "a long name": (file_of(struct.pack("<Q", 2**20) + bytes(40), tensors=1), "the name of a tensor of 1048576"),
     "a name that is not UTF-8": (one_tensor(name=b"\xfe"), "not UTF-8"),
-    "a name twice": (file_of(info("a"), info("a", offset=32), tensors=2), "stands twice"),
+    "a name twice": (file_of(info("a"), info("a", offset=32), tensors=2), "lists this tensor twice"),
     "five dims": (one_tensor(dims=(1, 1, 1, 1, 1)), "rank 5"),
     "a rank of 32 bits": (file_of(text("a") + b"\xff" * 30, tensors=1), "rank 4294967295"),
     "an unknown tensor type": (one_tensor(kind=4), "unknown type 4"),
     "a type that was removed": (one_tensor(kind=31), "unknown type 31"),
-    "half a block": (one_tensor(dims=(40,), kind=8), "rows are not blocks of 32"),
-    "blocks without dims": (one_tensor(dims=(), kind=8), "rows are not blocks of 32"),
+    "half a block": (one_tensor(dims=(40,), kind=8), "rows must be multiples of 32"),
+    "blocks without dims": (one_tensor(dims=(), kind=8), "rows must be multiples of 32"),
     "a dim of 64 bits": (one_tensor(dims=(BIG,)), "impossible shape"),
     "dims that overflow": (one_tensor(dims=(2**32, 2**31)), "impossible shape"),
     "an empty tensor that overflows": (one_tensor(dims=(2**40, 2**40, 0)), "impossible shape"),
@@ -152,7 +152,10 @@ def test_file_truncated_anywhere_is_refused(tmp_path: Path) -> None:
     ("data", "fault"),
     [
         (one_tensor(dims=(2**50,)), "tensor of 4503599627370496 bytes"),
-        (file_of(*(info(chr(97 + i), dims=(40,), offset=160 * i) for i in range(3)), tensors=3), "before the bodies"),
+        (
+            file_of(*(info(chr(97 + i), dims=(40,), offset=160 * i) for i in range(3)), tensors=3),
+            "before the last tensor",
+        ),
     ],
 )
 def test_short_body_raises_source_truncated(data: bytes, fault: str) -> None:
@@ -232,7 +235,7 @@ def test_truncated_part_is_named(tmp_path: Path) -> None:
 def test_renamed_part_is_not_a_model(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     alone = parts[1].rename(tmp_path / "whole.gguf")
-    with pytest.raises(FormatError, match=r"'whole.gguf' is one of 3 parts of a model, and 1 files are opened"):
+    with pytest.raises(FormatError, match=r"'whole.gguf' is one of 3 parts of a model, but 1 files were opened"):
         penstock.load(alone)
     with pytest.raises(FormatError, match="one of 3 parts"):
         penstock.load([parts[0], alone])

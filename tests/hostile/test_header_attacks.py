@@ -36,8 +36,8 @@ DEEP = b"[" * 100_000 + b"]" * 100_000
 
 # name: (file, tensor named by the error, words of the fault, whether the safetensors library refuses it too)
 ATTACKS: dict[str, tuple[bytes, str | None, str, bool]] = {
-    "no file": (b"", None, "no safetensors file", True),
-    "shorter than a length": (b"1234567", None, "no safetensors file", True),
+    "no file": (b"", None, "not a safetensors file", True),
+    "shorter than a length": (b"1234567", None, "not a safetensors file", True),
     "empty header": (bytes(8), None, "begin with", True),
     "length beyond the file": ((100).to_bytes(8, "little") + b"{}", None, "100 bytes in a file of 10", True),
     "length beyond the cap": ((100_000_001).to_bytes(8, "little") + b"{}", None, "format allows", True),
@@ -259,7 +259,7 @@ def test_large_header_is_counted_before_parsing(monkeypatch: pytest.MonkeyPatch)
     assert len(read_header(MemorySource(file_of(fine, b"xy"))).tensors) == 2
     with pytest.raises(FormatError, match="at most 2 tensors"):
         read_header(MemorySource(file_of(fine | {"c": t([1], [2, 3]), "d": t([0], [3, 3])}, b"xyz")))
-    with pytest.raises(FormatError, match="lists too long"):
+    with pytest.raises(FormatError, match="lists that are too long"):
         read_header(MemorySource(one(shape=b"[" + b"1," * 300 + b"1]")))
 
 

@@ -22,7 +22,7 @@ import pytest
 import penstock
 from penstock import errors
 from penstock.errors import PenstockError
-from penstock.http.range_request import _failing
+from penstock.http.range_request import _typed_errors
 from penstock.jobs.operations.spec import function_of
 from penstock.storage import text_of
 from penstock.storage.output import typed
@@ -164,7 +164,7 @@ def test_system_error_mapping_keeps_penstock_errors(ours: PenstockError, tmp_pat
     with pytest.raises(PenstockError) as caught, typed(tmp_path):
         raise ours
     assert caught.value is ours
-    with pytest.raises(PenstockError) as caught, _failing("http://host/x"):
+    with pytest.raises(PenstockError) as caught, _typed_errors("http://host/x"):
         raise ours
     assert caught.value is ours
 

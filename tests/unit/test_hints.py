@@ -155,7 +155,7 @@ def test_destination_overlapping_source_is_named(llama: Path, replace: bool) -> 
         return caught.value.message
 
     assert convert_to(llama) == f"the destination is the source {llama}"
-    assert convert_to(llama.parent) == f"the destination has the source {llama}"
+    assert convert_to(llama.parent) == f"the destination contains the source {llama}"
 
 
 def test_stall_hint_includes_model_name() -> None:

@@ -151,7 +151,7 @@ MESSAGES = {
     "keeper.hand_over_state/msgpack": "penstock.cache.engine_parameters:HandOverState",
     "manifest.sidecar/msgpack": "penstock.storage.manifest:Sidecar",
     "manifest.file/msgpack": "penstock.storage.manifest:_File",
-    "manifest.placed_files/json": "penstock.storage.place:_Files",
+    "manifest.placed_files/json": "penstock.storage.place:_StampedFiles",
     "compile_cache.key/json": "penstock_compile_cache.key:Key",
     "compile_cache.description/json": "penstock_compile_cache.bundle:Description",
     "compile_cache.file/msgpack": "penstock_compile_cache.bundle:BundledFile",

@@ -243,7 +243,7 @@ def test_content_is_read_after_signature(homes: Homes, monkeypatch: pytest.Monke
 def test_full_disk_does_not_fail_start(homes: Homes, monkeypatch: pytest.MonkeyPatch) -> None:
     homes.bake()
     homes.enter("second")
-    monkeypatch.setattr("penstock.storage.output._free_bytes", lambda path: 3)
+    monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
     restored = homes.restore()
     assert not restored.is_found and "no room" in restored.why and read(restored.directory) == {}
 
@@ -272,7 +272,7 @@ def test_missing_hub_falls_back_to_storage(homes: Homes, caplog: pytest.LogCaptu
 def test_model_hub_is_not_writable(homes: Homes) -> None:
     homes.bake()
     restored = homes.restore()
-    with pytest.raises(ps.ConfigError, match="hf:// is not an object store that can be written to"):
+    with pytest.raises(ps.ConfigError, match="hf:// is not an object store for writing"):
         penstock_compile_cache.save("hf://org/llama", restored.key, private_key=homes.private)
 
 

@@ -126,7 +126,7 @@ def test_force_replaces_only_weight_sets(kind: str, made: Path, tmp_path: Path) 
         (out / "photographs").mkdir(parents=True)
     else:
         out.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="only a directory with a weight set"):
+    with pytest.raises(ConfigError, match="only weight sets are replaced"):
         write(made, out, replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -158,7 +158,7 @@ def test_unsupported_exchange_uses_two_renames(
     write(made, tmp_path / "out")
     first = revision(tmp_path / "out")
     write(other, tmp_path / "out", replace=True)
-    assert revision(tmp_path / "out") != first and "replaced in two steps" in caplog.text
+    assert revision(tmp_path / "out") != first and "in two steps" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     # A second step that fails brings the old one back.
     rename, second = os.rename, revision(tmp_path / "out")
@@ -175,7 +175,7 @@ def test_unsupported_exchange_uses_two_renames(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-NEEDED = re.compile(r"no room: ([\d.]+) MB are needed, ([\d.]+) MB are free")
+NEEDED = re.compile(r"not enough disk space: ([\d.]+) MB needed, ([\d.]+) MB free")
 
 
 @pytest.mark.parametrize("command", ["convert", "pull", "storage-initializer"])
@@ -195,13 +195,13 @@ def test_too_small_disk_is_reported_before_writing(
     needed, free = (float(number) for number in found.groups())
     # Headers too; the directory has a page or more of the free space.
     assert needed > ps.inspect(made).nbytes / 1e6 - 0.1 and 4 < free < 4.2
-    assert "make room there" in done.stderr
+    assert "free some space there" in done.stderr
     assert not any(path.is_file() for path in disk.rglob("*"))
 
 
 def test_disk_filled_midway_reports_needed_bytes(small_disk: Callable[[int], Path], tmp_path: Path) -> None:
     disk = small_disk(1 << 20)
-    with pytest.raises(DiskFull, match=r"No space left on device; 8\.00 MB are needed in all, 0 B are free"):  # noqa: SIM117
+    with pytest.raises(DiskFull, match=r"No space left on device; 8\.00 MB needed in total, 0 B free"):  # noqa: SIM117
         with output.typed(disk / "file", needed=8_000_000), open(disk / "file", "wb", buffering=0) as file:
             while True:
                 file.write(bytes(65536))

@@ -133,7 +133,7 @@ def test_default_hub_is_private_to_user(tmp_path_factory, monkeypatch, penstock:
         assert process.wait(20) == 0
     os.chmod(place, 0o755)
     open_to_others = penstock("hub")
-    assert open_to_others.returncode == 2 and "not this user's alone" in open_to_others.stderr
+    assert open_to_others.returncode == 2 and "not a private directory of this user" in open_to_others.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -286,7 +286,7 @@ def test_links_and_odd_files_are_named_and_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "vocab.txt").read_text() == "x" and not (tmp_path / "out" / "vocab.txt").is_symlink()
 
 
-@pytest.mark.parametrize("odd", ["a link that leads to no file", "not a regular file"])
+@pytest.mark.parametrize("odd", ["a broken link", "not a regular file"])
 def test_odd_tokenizer_stops_conversion_before_work(odd: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source")
     if "link" in odd:
@@ -345,7 +345,7 @@ def test_files_next_to_single_file_are_named(tmp_path: Path) -> None:
     assert not only.left_out
     for name in ("config.json", "adapter_config.json", ".hidden.json"):
         (source / name).write_text("{}")
-    wanted = "files beside a single file are not copied: convert its directory"
+    wanted = "files next to a single file are not copied: convert its directory instead"
     for given in (source / "diffusion_pytorch_model.safetensors", source / "*.safetensors"):
         report = convert(given, tmp_path / "one", **TOLD, replace=True)
         assert not (tmp_path / "one/config.json").exists()

@@ -70,7 +70,7 @@ def test_cache_and_engine_work_in_two_pods(
 
     if os.geteuid() == 0:  # else there is no other user to be
         stranger = engine.ask("stranger")
-        assert stranger["error"] == "ConfigError" and "not this user's alone" in stranger["message"]
+        assert stranger["error"] == "ConfigError" and "not a private directory of this user" in stranger["message"]
         names = {Path(path).name.partition("-")[0] for path in stranger["answers"]}
         assert {"fds.sock", "peer.sock", "data.sock", "hub"} <= names
         assert not any(stranger["answers"].values()), stranger

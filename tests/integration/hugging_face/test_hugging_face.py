@@ -305,7 +305,7 @@ def test_broken_hub_raises_source_unavailable(hub: HuggingFaceServer, monkeypatc
 
 def test_unreachable_hub_is_named(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
-    with pytest.raises(SourceUnavailable, match=r"the hub at http://127\.0\.0\.1:9") as caught:
+    with pytest.raises(SourceUnavailable, match=r"the repository at http://127\.0\.0\.1:9") as caught:
         ps.load("hf://org/tiny", "cpu", storage_options={"endpoint": "http://127.0.0.1:9"})
     assert "HF_ENDPOINT" in str(caught.value.hint)
 

@@ -194,7 +194,7 @@ def test_limited_answers_are_read_in_pieces(server: RangeServer, opened: Open) -
 def test_answer_without_length_is_explained(server: RangeServer, opened: Open) -> None:
     source = opened("store", Settings(stall_s=60.0, retries=1))
     server.faults = Faults(chunked=True)
-    with pytest.raises(SourceUnavailable, match="tells no Content-Length") as caught:
+    with pytest.raises(SourceUnavailable, match="has no Content-Length") as caught:
         read(source, 0, 1000)
     assert "Generic" not in str(caught.value)
     assert read(opened("url", Settings(stall_s=60.0, retries=1)), 0, 1000) == DATA[:1000]

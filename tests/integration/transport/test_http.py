@@ -252,7 +252,7 @@ def test_local_link_stops_compressing_after_measurement() -> None:
         assert here == there
         name, why = transport.way(handle.descriptor)
         assert name == "http"
-        assert why.startswith("not compressed: the link gives ")
+        assert why.startswith("not compressed: the link has ")
         assert "the codec 1.00x" in why
 
 

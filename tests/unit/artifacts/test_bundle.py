@@ -208,7 +208,7 @@ def test_unchanged_bundle_is_unpacked(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_detected_before_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.storage.output._free_bytes", lambda path: 3)
+    monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
     description, content = made()
     with pytest.raises(DiskFull):
         unpack(description, memoryview(content), tmp_path / "new")

@@ -115,7 +115,7 @@ def test_hostile_frame_raises_and_writes_nothing(hostile: bytes) -> None:
 
 
 def test_wrong_block_length_is_refused() -> None:
-    with pytest.raises(FormatError, match="65536 bytes where 65535"):
+    with pytest.raises(FormatError, match="65536 bytes instead of 65535"):
         Planes().decode(memoryview(GOOD), np.empty((1 << 16) - 1, np.uint8))
 
 

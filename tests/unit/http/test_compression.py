@@ -58,7 +58,7 @@ def read(
         is_coded = choice.begin()
         for _ in range(4):
             clock.now += MIB / GB / (coded if is_coded else raw)
-            choice.got(MIB, int(MIB / RATIO) if is_coded else MIB, is_coded=is_coded)
+            choice.add_bytes(MIB, int(MIB / RATIO) if is_coded else MIB, is_coded=is_coded)
             if not is_coded:
                 before = clock.now
                 choice.sample(piece, planes)
@@ -71,7 +71,7 @@ def read(
 
 def test_slow_link_is_compressed_with_reason(clock: Clock) -> None:
     choice = CompressionChoice()
-    assert "too little" in choice.decision()[1]
+    assert "too few" in choice.decision()[1]
     asked = read(choice, clock, 200, raw=0.125, coded=0.125 * RATIO)
     assert asked == [False] * asked.count(False) + [True] * asked.count(True)
     assert asked.count(False) * 4 <= 60
@@ -83,7 +83,7 @@ def test_slow_link_is_compressed_with_reason(clock: Clock) -> None:
 def test_fast_link_is_never_compressed(clock: Clock) -> None:
     choice = CompressionChoice()
     assert not any(read(choice, clock, 200, raw=1.2, coded=0.9))
-    assert choice.decision() == (False, "not compressed: the link gives 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
+    assert choice.decision() == (False, "not compressed: the link has 1.20 GB/s, the codec 1.50x at 1.00 GB/s")
 
 
 def test_small_gain_is_not_compressed(clock: Clock) -> None:
@@ -96,7 +96,7 @@ def test_unprofitable_codec_is_dropped(clock: Clock) -> None:
     asked = read(choice, clock, 200, raw=0.5, coded=0.51)
     assert 0 < asked.count(True) * 4 <= 60
     assert not asked[-1]
-    assert choice.decision() == (False, "not compressed: compressed gave 0.51 GB/s, raw 0.50")
+    assert choice.decision() == (False, "not compressed: compressed 0.51 GB/s, raw 0.50")
 
 
 def test_codec_that_becomes_slow_is_dropped(clock: Clock) -> None:
@@ -104,7 +104,7 @@ def test_codec_that_becomes_slow_is_dropped(clock: Clock) -> None:
     assert read(choice, clock, 400, raw=0.125, coded=0.18)[-1]
     asked = read(choice, clock, 100, raw=0.125, coded=0.08)
     assert 0 < asked.count(True) * 4 <= 68
-    assert choice.decision() == (False, "not compressed: compressed gave 0.08 GB/s, raw 0.12")
+    assert choice.decision() == (False, "not compressed: compressed 0.08 GB/s, raw 0.12")
 
 
 def test_link_is_measured_again_later(clock: Clock) -> None:

@@ -253,13 +253,13 @@ def test_stopped_process_does_not_block_readers(tmp_path: Path) -> None:
 
 
 def test_read_of_many_chunks_waits_once(tmp_path, monkeypatch) -> None:
-    until, claimed = list[float](), cache_directory._claimed
+    until, claimed = list[float](), cache_directory._host_lock
 
     def noting(name: str, deadline: float) -> AbstractContextManager[None]:
         until.append(deadline)
         return claimed(name, deadline)
 
-    monkeypatch.setattr(cache_directory, "_claimed", noting)
+    monkeypatch.setattr(cache_directory, "_host_lock", noting)
     read(cached(CountingSource(), tmp_path), 5, [3 * CHUNK])
     assert len(until) == 4 and len(set(until)) == 1
 

@@ -186,6 +186,6 @@ def test_truncated_output_file_raises_destination_error(tmp_path):
     out.create()
     out.open()
     os.truncate(tmp_path / "growing" / out.names[0], 20)
-    with pytest.raises(DestinationError, match="cut short"):
+    with pytest.raises(DestinationError, match="truncated"):
         out.read(0, 0, memoryview(bytearray(8)))
     out.close()

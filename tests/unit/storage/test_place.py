@@ -21,7 +21,7 @@ from penstock.storage.write import new_file
 
 torch = pytest.importorskip("torch")
 
-APART = r"the destination (is|has) the source"
+APART = r"the destination (is|contains) the source"
 
 
 @pytest.fixture
@@ -266,7 +266,7 @@ def test_planted_staging_directory_is_refused(source: Path, tmp_path: Path, what
     place = OutputPlace.at(tmp_path / "out")
     planted = place.staging("key")
     plant(planted, what, victim)
-    with pytest.raises(DestinationError, match="no directory of this user"):
+    with pytest.raises(DestinationError, match="not a directory of this user"):
         DestinationClaim(place.path, planted)
     assert contents(victim) == before and os.path.lexists(planted)
 

@@ -235,7 +235,7 @@ def test_writer_refuses_header_above_format_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "message", "hint"),
     [
-        (b"", "a file of 0 bytes is no safetensors file", "copy it again"),
+        (b"", "a file of 0 bytes is not a safetensors file", "copy it again"),
         (b"12345", "a file of 5 bytes", "copy it again"),
         (
             b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n",
@@ -259,7 +259,7 @@ def test_truncated_file_error_suggests_new_copy(tmp_path: Path) -> None:
     write_file(path, {"a": (DType.U8, (100,), bytes(100))})
     whole = path.stat().st_size
     os.truncate(path, whole - 10)
-    with pytest.raises(SourceTruncated, match=f"has {whole - 10} bytes, and its header promises {whole}") as caught:
+    with pytest.raises(SourceTruncated, match=f"has {whole - 10} bytes, but its header describes {whole}") as caught:
         penstock.load(path)
     assert caught.value.hint == "the copy is not complete: copy it again"
 

@@ -252,7 +252,7 @@ def test_missing_path_error_shows_given_name(tmp_path: Path, path: str, said: st
 def test_single_slash_uri_error_suggests_two() -> None:
     with pytest.raises(NotFound) as caught:
         open_weights("s3:/bucket/llama", settings=SETTINGS)
-    assert caught.value.hint == "two slashes: s3://bucket/llama"
+    assert caught.value.hint == "write two slashes: s3://bucket/llama"
 
 
 def test_location_without_weights_raises(tmp_path: Path) -> None:
@@ -412,9 +412,9 @@ def changed_file(folder: Path, tensors: Mapping[str, tuple[DType, tuple[int, ...
 
 
 SIDECAR_LIES: dict[str, tuple[dict[str, tuple[DType, tuple[int, ...], bytes]], str | None, str]] = {
-    "dtype": ({"b.w": tensor(64, dtype=DType.I8), "a.scale": tensor(dtype=DType.F32)}, "b.w", "dtype, shape or place"),
+    "dtype": ({"b.w": tensor(64, dtype=DType.I8), "a.scale": tensor(dtype=DType.F32)}, "b.w", "dtype, shape or offset"),
     "shape": ({"b.w": tensor(32, dtype=DType.U16), "a.scale": tensor(1, dtype=DType.F32)}, None, "manifest"),
-    "name": ({"b.x": tensor(64), "a.scale": tensor(dtype=DType.F32)}, "b.x", "does not know the tensor"),
+    "name": ({"b.x": tensor(64), "a.scale": tensor(dtype=DType.F32)}, "b.x", "does not list the tensor"),
     "size": ({"b.w": tensor(6400), "a.scale": tensor(dtype=DType.F32)}, None, "bytes, the manifest says"),
 }
 
@@ -445,7 +445,7 @@ def test_sidecar_with_wrong_rows_is_refused(column: str, tmp_path: Path) -> None
     assert leaves is not None
     lie = replace(whole, tensors=changed, leaves=leaves, revision=leaf.revision(changed, 128, leaves))
     (tmp_path / "penstock.manifest").write_bytes(encode(lie))
-    with pytest.raises(FormatError, match="dtype, shape or place") as caught:
+    with pytest.raises(FormatError, match="dtype, shape or offset") as caught:
         open_weights(tmp_path, settings=SETTINGS)
     assert caught.value.tensor == "b.w"
 
@@ -454,7 +454,7 @@ def test_sidecar_missing_a_file_is_refused(tmp_path: Path) -> None:
     shards_of(tmp_path)
     write_sidecar(tmp_path)
     write_file(tmp_path / "new.safetensors", {"new": tensor(1)})
-    with pytest.raises(FormatError, match=r"does not know the file 'new\.safetensors'"):
+    with pytest.raises(FormatError, match=r"does not list the file 'new\.safetensors'"):
         open_weights(tmp_path, settings=SETTINGS)
 
 
@@ -566,22 +566,25 @@ def test_contradictory_manifest_is_refused(made: manifest_file.Manifest) -> None
         "leaves of": [packed(made, leaf_bytes=n, revision="w1-") for n in (0, -1, 2**40)],
         "no h1- revision": [packed(made, leaves=None, revision="w1-"), packed(made, leaves=None, revision="h1-\n")],
         "multiple of 8": [packed(made, leaves=b"1234567")],
-        "the tensors have": [packed(made, leaves=bytes(8)), packed(made, leaf_bytes=1)],
-        "ends early": [packed(made, body=b""), packed(made, body=body[:-1]), packed(made, body=HUGE + body[8:])],
-        "bytes too many": [packed(made, body=body + b"x")],
+        "its tensors have": [packed(made, leaves=bytes(8)), packed(made, leaf_bytes=1)],
+        "is truncated": [packed(made, body=b""), packed(made, body=body[:-1]), packed(made, body=HUGE + body[8:])],
+        "extra bytes": [packed(made, body=body + b"x")],
         "unknown dtypes": [packed(made, body=body_with(made, 0, b"F12"))],
-        "differ in length": [packed(made, body=body_with(made, 1, b"")), packed(made, body=body_with(made, 4, b""))],
+        "have different lengths": [
+            packed(made, body=body_with(made, 1, b"")),
+            packed(made, body=body_with(made, 4, b"")),
+        ],
         "out of range": [
             packed(made, body=body_with(made, 0, b"")),
             packed(made, body=body_with(made, 1, b"\xff" * NUM_ROWS)),
             packed(made, body=body_with(made, 2, b"\xff" * NUM_ROWS)),
         ],
-        "not those of its rows": [
+        "sorted set of its rows": [
             packed(made, body=body_with(made, 0, dtypes + b"\nU8")),
             packed(made, body=body_with(made, 0, b"\n".join(reversed(dtypes.split(b"\n"))))),
         ],
         "ranks and dims": [packed(made, body=body_with(made, 3, dims[8:]))],
-        "from their lengths": [packed(made, body=body_with(made, 5, text + b"x"))],
+        "match their lengths": [packed(made, body=body_with(made, 5, text + b"x"))],
         "not UTF-8": [packed(made, body=body_with(made, 5, text[:-1] + b"x"))],
         "sorted": [packed(made, body=body_with(made, 5, b"z" * len(text)))],
         "impossible shape": [
@@ -839,7 +842,7 @@ def test_unsearchable_directory_raises_permission_denied(tmp_path: Path, name: s
     def try_all() -> list[str]:
         kinds = []
         for call in (
-            lambda: locate.look(str(closed / name)),
+            lambda: locate.require_local(str(closed / name)),
             lambda: open_weights(str(closed / name), settings=Settings()),
         ):
             try:

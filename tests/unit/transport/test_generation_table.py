@@ -146,8 +146,8 @@ def test_page_of_different_process_is_refused(endpoint, page, tmp_path) -> None:
     for changes, kind, match in (
         ({"host": "elsewhere"}, ConfigError, "runtime directory"),
         ({"socket": str(tmp_path / "none.sock")}, PeerLost, "not mounted here"),
-        ({"socket": str(tmp_path)}, PermissionDenied, "not named as the socket"),
-        ({"socket": "\0/tmp/.X11-unix/X0"}, PermissionDenied, "not named as the socket"),
+        ({"socket": str(tmp_path)}, PermissionDenied, "not that of a member's socket"),
+        ({"socket": "\0/tmp/.X11-unix/X0"}, PermissionDenied, "not that of a member's socket"),
     ):
         with pytest.raises(kind, match=match) as caught:
             PeerGenerationTable.open(described(page), msgspec.structs.replace(mine, **changes))

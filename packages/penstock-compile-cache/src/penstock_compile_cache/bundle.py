@@ -28,7 +28,7 @@ from blake3 import blake3
 
 from penstock.errors import MALFORMED, ConfigError, FormatError, IntegrityError
 from penstock.storage.manifest import check_signature, sign
-from penstock.storage.output import require_room
+from penstock.storage.output import require_space
 from penstock.storage.safetensors import encode_header
 from penstock.storage.write import typed
 from penstock.types import GIB, MIB, DType
@@ -207,7 +207,7 @@ def unpack(description: Description, content: memoryview, root: Path) -> None:
     frames = _placed(description, content)
     partial_root = root.with_name(f"{root.name}{_PARTIAL}{secrets.token_hex(4)}")
     with typed(root):
-        require_room(root.parent, description.nbytes)
+        require_space(root.parent, description.nbytes)
         partial_root.mkdir(mode=0o700)
         try:
             # Each by itself: `mkdir` makes missing parents with another mode.

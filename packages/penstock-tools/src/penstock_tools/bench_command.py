@@ -96,10 +96,10 @@ def bench_load(
     safetensors is measured where it is installed and the files are local.
     """
     import penstock
-    from penstock.storage.locate import look
+    from penstock.storage.locate import require_local
 
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
-    look(uri)
+    require_local(uri)
     files = local_files(uri)
     if cold and not files:
         raise ConfigError("--cold is for local files", uri=uri)

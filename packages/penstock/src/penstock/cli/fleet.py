@@ -326,7 +326,7 @@ def keep(
     Engines attach to them without a copy, and the fleet reads them, until SIGTERM.
     """
     import penstock
-    from penstock.storage.locate import look, model_name
+    from penstock.storage.locate import model_name, require_local
 
     uris = uris or []
     if not uris and not accept:
@@ -339,7 +339,7 @@ def keep(
         )
     # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
     for uri in uris:
-        look(uri)
+        require_local(uri)
     with penstock.cache.WeightCache(
         device=device,
         memory_bytes=memory_bytes,
@@ -428,10 +428,10 @@ def pull(
     if force and to is None:
         raise ConfigError("--force is for --to DIR", hint="leave it out")
     from penstock.storage import is_remote
-    from penstock.storage.locate import look, texts_of
+    from penstock.storage.locate import require_local, texts_of
 
     if fallback is not None:
-        look(fallback)
+        require_local(fallback)
     from penstock.fetcher.pull import pull_model
 
     try:

@@ -55,10 +55,10 @@ def load(
         _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
         return
     import penstock
-    from penstock.storage.locate import look
+    from penstock.storage.locate import require_local
 
     # A misspelt path fails here, before torch is imported, which takes seconds.
-    look(uri)
+    require_local(uri)
     # The bar's library: imported by the load, it would count as time of the load.
     import rich.progress  # noqa: F401
 

@@ -179,7 +179,9 @@ class CheckpointWriter(Staging, StorageWriter):
                 raise ConfigError("replace=True needs a directory", uri=self._uri, hint="write to another prefix")
             # The same for each save to this prefix, so that the next one finds what a dead one left.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
-            place = OutputPlace(path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, is_kept=False)
+            place = OutputPlace(
+                path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, keeps_directory=False
+            )
         else:
             place = OutputPlace.at(self._uri)
             place.require_free(replace=self._replace)

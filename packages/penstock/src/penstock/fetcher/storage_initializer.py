@@ -21,7 +21,6 @@ from penstock.config import ConnectionSettings, Settings
 from penstock.errors import ConfigError, HubUnavailable, SourceUnavailable
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, pinned, read_small
-from penstock.storage.beside import walk
 from penstock.storage.download import download, inside
 from penstock.storage.locate import (
     INDEX_SUFFIX,
@@ -34,6 +33,7 @@ from penstock.storage.locate import (
     texts_of,
 )
 from penstock.storage.place import DestinationClaim, OutputPlace, clear, require_apart, unlock
+from penstock.storage.small_files import walk
 from penstock.storage.write import new_directory, typed
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """HTTP/1.1 for data: range requests into buffers, serving of memory, retries by progress.
 
-`head` is strict; `connection` serves both ends; `client` has requests and replies. Reads of objects: `pool`,
-`range_request`, `network` (proxies, certificates). Questions to hubs and members: `control`. A member's side:
-`server`, `region_server`, `region_messages`, `compression` by byte planes, `phases` for probes.
+* Both ends: `head` parses strictly, `connection` moves bytes, and `client` has requests and replies.
+* Reads of objects: `pool`, `range_request`, and `network` for proxies and certificates.
+* Requests to hubs and members: `control`.
+* A member's server: `server`, `region_server`, `region_messages`, `compression`, and `phases` for probes.
 """

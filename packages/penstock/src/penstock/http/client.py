@@ -1,14 +1,11 @@
 """The client's end of an HTTP/1.1 connection: a request, and its reply received straight into the caller's memory.
 
-In: a connected socket, requests. Out: a `HttpReply` for each: status, headers, and the body by `readinto` or `read`.
-Not here: the users, which keep connections (`pool` for objects, `control` for hubs and members,
-`transport.http_reader` for the memory of peers), retries, ranges and redirects (`range_request`).
+    ClientConnection --request--> HttpReply --readinto--> the caller's memory
+                                            --read------> bytes
 
-    ClientConnection --request--> Reply --readinto--> the caller's memory
-                                        --read------> bytes
-
-A body with a Content-Length goes from the kernel into the caller's view, without a copy; what came with the head is the
-exception, 8 KiB at most. Chunked bodies, which object stores behind proxies send, pass the parser and are copied once.
+`pool` keeps connections for objects, `control` for hubs and members, `transport.http_reader` for the memory of peers. A
+body with a Content-Length goes from the kernel into the caller's view without a copy, except for up to 8 KiB that
+arrive with the head. Chunked bodies, which object stores behind proxies send, are copied once.
 """
 
 from __future__ import annotations
@@ -28,23 +25,22 @@ from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 
 _PIECE_BYTES = 64 << 10
-"""Received at once of a body without a length. Reason: what was received is lost if the next part of it fails."""
+"""Bytes received at once from a body without a length. Reason: they are lost if the next part fails."""
 _MAX_OVERHEAD_BYTES = 64 << 10
-"""Bytes between two bytes of a chunked body: chunk heads with extensions, and fields after the last chunk. Reason:
-nothing else bounds them."""
+"""Maximum bytes between two bytes of a chunked body, such as chunk heads. Reason: HTTP itself sets no limit."""
 
 
 class TooLong(MalformedMessage):
-    """An answer is longer than accepted."""
+    """An answer is longer than the caller accepts."""
 
 
 class HttpReply:
     """An answer. Call `readinto` until it returns 0, or `read` once.
 
     Attributes:
-        status: 200 to 999; interim answers were skipped.
-        headers: names in lower case, values of a repeated field joined by commas.
-        length: bytes of the body still to come; None where only the end of the body tells.
+        status: 200 to 999, because interim answers are skipped.
+        headers: names in lower case. Values of a repeated field are joined by commas.
+        length: bytes of the body still to be read. None if only the end of the body shows its length.
     """
 
     def __init__(
@@ -61,18 +57,19 @@ class HttpReply:
         self.headers = head.headers
         self.length = head.content_length if has_body else 0
         self._wire = wire
-        self._is_kept = head.keeps_alive
-        # Only a chunked body needs the parser further.
+        self._keeps_alive = head.keeps_alive
+        # Only a chunked body still needs the parser.
         self._parser = parser if has_body and head.is_chunked else None
         self._deadline = deadline
         self._pace_s = pace_s
         self._rest = memoryview(b"")
 
     def readinto(self, view: memoryview) -> int:
-        """Receive some bytes of the body into `view`; return their number, 0 at the end of body or connection.
+        """Receive some bytes of the body into `view`. Return their number, or 0 at the end of the body or connection.
 
         Raises:
-            TimeoutError: no byte came within the connection's pace. MalformedMessage: a chunk is malformed.
+            TimeoutError: no byte arrived within the connection's pace.
+            MalformedMessage: a chunk is malformed.
             OSError: the connection failed.
         """
         if self.length is None:
@@ -90,11 +87,12 @@ class HttpReply:
         return count
 
     def read(self, limit: int) -> bytes:
-        """Return the whole body, received within the deadline of the request, which its bytes extend.
+        """Return the whole body. The deadline of the request limits the time, and received bytes extend it.
 
         Raises:
-            TooLong: it is longer than `limit` bytes. MalformedMessage: the connection ended before its end.
-            TimeoutError, OSError: as `readinto`.
+            TooLong: the body is longer than `limit` bytes.
+            MalformedMessage: the connection ended too early.
+            TimeoutError, OSError: see `readinto`.
         """
         pieces: list[memoryview | bytes] = []
         total = 0 if self.length is None else self.length
@@ -103,31 +101,30 @@ class HttpReply:
             try:
                 return self._wire.receive_body(total, self._deadline.left_s())
             except ConnectionAbortedError as error:
-                raise MalformedMessage("the connection ended in the middle of an answer") from error
+                raise MalformedMessage("the connection ended inside an answer") from error
         while total <= limit:
             piece = self._piece(self._deadline)
             if not piece:
                 if self._parser is not None and not self._parser.is_done:
-                    raise MalformedMessage("the connection ended in the middle of an answer")
+                    raise MalformedMessage("the connection ended inside an answer")
                 return b"".join(pieces)
             pieces.append(piece)
             total += len(piece)
-        raise TooLong(f"an answer of more than {limit} bytes")
+        raise TooLong(f"the answer has more than {limit} bytes")
 
     def read_some(self, limit: int, *, wait_s: float) -> bytes:
-        """Return the first bytes of the body that come within `wait_s`, at most `limit` of them; never raises OSError.
+        """Return up to `limit` bytes of the body that arrive within `wait_s`. Never raises OSError.
 
-        A body that was not read to its end leaves a connection that is not reusable.
+        If the body was not read to its end, the connection cannot be used again.
         """
         received, until_s = b"", time.monotonic() + wait_s
-        # MalformedMessage: a chunk of it is malformed.
         with contextlib.suppress(OSError, MalformedMessage):
             while len(received) < limit and self.length != 0 and (left_s := until_s - time.monotonic()) > 0:
                 if self.length is None:
                     piece = self._rest or self._piece(MessageDeadline(left_s))
                     self._rest = memoryview(b"")
                 else:
-                    # Not `receive_into`, which waits until its view is full.
+                    # `receive_into` would wait until its view is full.
                     self._wire.set_pace(left_s)
                     piece = memoryview(self._wire.receive_some(min(self.length, limit - len(received))))
                     self.length -= len(piece)
@@ -137,7 +134,7 @@ class HttpReply:
         return received[:limit]
 
     def _piece(self, deadline: MessageDeadline) -> memoryview:
-        """Return some bytes of a body without a length, received within the deadline; none at its end."""
+        """Receive some bytes of a body without a length before the deadline. Empty at its end."""
         num_overhead = 0
         while self._parser is None or not self._parser.is_done:
             self._wire.set_pace(deadline.left_s())
@@ -145,34 +142,34 @@ class HttpReply:
             deadline.add_bytes(len(received))
             if self._parser is None or not received:
                 return memoryview(received)
-            carried = b"".join(self._parser.feed_body(received))
-            if carried:
-                return memoryview(carried)
+            body = b"".join(self._parser.feed_body(received))
+            if body:
+                return memoryview(body)
             num_overhead += len(received)
             if num_overhead > _MAX_OVERHEAD_BYTES:
-                raise MalformedMessage(f"more than {_MAX_OVERHEAD_BYTES} bytes between two chunks of a body")
+                raise MalformedMessage(f"more than {_MAX_OVERHEAD_BYTES} bytes between two chunks of the body")
         return memoryview(b"")
 
     @property
     def is_reusable(self) -> bool:
-        """True if the whole answer was read, nothing came after it, and the server keeps the connection."""
+        """True if the whole answer was read, nothing followed it, and the server keeps the connection."""
         if self._parser is None:
             is_read = self.length == 0
         else:
             is_read = self._parser.is_done and not self._parser.has_more and not self._rest
-        return is_read and self._is_kept and not self._wire.has_ahead
+        return is_read and self._keeps_alive and not self._wire.has_unread
 
 
 class ClientConnection:
-    """A connection to one server; one request at a time, and the next one after the whole reply was read.
+    """A connection to one server. It serves one request at a time, and the next after the whole reply was read.
 
     Args:
-        sock: connected; owned by the connection from here on.
+        sock: a connected socket. The connection owns it from now on.
         pace_s: seconds that `HttpReply.readinto` waits for a byte.
 
     Attributes:
-        wire: the connection, for bodies in a framing of their own.
-        pace_s: the argument.
+        wire: the connection, for bodies with their own framing.
+        pace_s: see above.
     """
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
@@ -191,16 +188,18 @@ class ClientConnection:
         """Send a request and receive the head of its answer.
 
         Args:
-            target: path and query, percent-encoded; for a proxy, the whole URL.
-            fields: header fields in order, `Host` among them; the length of the body is added.
-            body: None: the request has none.
-            wait_s: for sending and the head together, and one second more for each `MIN_BYTES_PER_S` of the body.
+            method: GET, POST and so on.
+            target: path and query, percent-encoded. For a proxy, the whole URL.
+            fields: header fields in order, including `Host`. The length of the body is added.
+            body: the body. None sends none.
+            wait_s: seconds to send the request and receive the head, plus one for each `MIN_BYTES_PER_S` of the body.
 
         Raises:
-            ConfigError: a field or the target has a line break.
+            ConfigError: a field or the target contains a line break.
             ConnectionResetError: the server closed the connection without an answer.
-            MalformedMessage: what came is no answer.
-            TimeoutError: the deadline passed. OSError: the connection failed.
+            MalformedMessage: the server did not send an answer.
+            TimeoutError: the deadline passed.
+            OSError: the connection failed.
         """
         if body is not None:
             fields = [*fields, ("Content-Length", str(len(body)))]
@@ -211,8 +210,8 @@ class ClientConnection:
             deadline.add_bytes(len(body))
         self.wire.set_pace(deadline.left_s())
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            # A server without room for another connection answers before it reads the request, and closes. Its answer
-            # is still in the socket's buffer; if there is none, receiving fails in the same way.
+            # A server with too many connections answers before it reads the request, and closes. The answer is still
+            # in the socket's buffer. Without an answer, receiving fails in the same way.
             self.wire.send_all(message)
         head, parser = self.wire.receive_response(deadline.left_s())
         is_tunnel = method == "CONNECT" and head.status < 300
@@ -220,24 +219,24 @@ class ClientConnection:
         return HttpReply(self.wire, head, parser, has_body=has_body, deadline=deadline, pace_s=self.pace_s)
 
     def close(self) -> None:
-        """Close the socket. Idempotent; not while another thread uses the connection (`wire.cut` is for that)."""
+        """Close the socket. Idempotent. If another thread uses the connection, call `wire.cut` instead."""
         self.wire.close()
 
 
 def open_tcp(
     host: str, port: int, timeout_s: float, *, check: Callable[[str], None] = lambda address: None
 ) -> socket.socket:
-    """Connect by TCP, to the first address of `host` that answers; each has `timeout_s`.
+    """Connect by TCP to the first address of `host` that answers. Each address gets `timeout_s`.
 
     Args:
-        check: raises if an address must not be connected to. The connection goes to the address that it was called
-            with: a name is looked up once.
+        check: raises if an address must not be connected to. The name is looked up once, so the checked address is
+            the one that is used.
 
     Raises:
-        OSError: there is no connection to be had. Cancelled: the call was left meanwhile, see `waits`. Others: by
-            `check`.
+        OSError: no address could be connected to.
+        Cancelled: the call was cancelled, see `waits`.
     """
-    # The resolver of names waits for seconds, and nothing can end it.
+    # Looking up a name may take seconds and cannot be interrupted.
     is_name = not host.replace(".", "").isdigit() and ":" not in host
     resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     failure: OSError = OSError(f"{host} has no address")
@@ -261,19 +260,19 @@ def open_tcp(
 
 
 def connect_tcp(host: str, port: int, timeout_s: float, trust: ssl.SSLContext | None = None) -> socket.socket:
-    """Connect by TCP, and by TLS over it, within `timeout_s`.
+    """Connect by TCP within `timeout_s`, with TLS if `trust` is set.
 
     Args:
-        trust: how the server's certificate is checked, and what it is shown; None: no TLS.
+        trust: the client's TLS context. None uses plain TCP.
 
     Raises:
-        OSError: there is no connection to be had; `host` is not valid; ssl.SSLError, which is an OSError, for TLS.
+        OSError: the server could not be connected to, `host` is invalid, or TLS failed (ssl.SSLError).
     """
     deadline = time.monotonic() + timeout_s
     try:
         sock = open_tcp(host, port, timeout_s)
     except UnicodeError as error:
-        raise OSError(f"{host!r} is no name of a host") from error
+        raise OSError(f"{host!r} is not a valid host name") from error
     if trust is None:
         return sock
     try:

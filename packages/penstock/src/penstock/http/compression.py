@@ -1,19 +1,16 @@
-"""Lossless compression of weights on a link: the code by byte planes, and the decision whether it pays.
+"""Lossless compression of weights on a link: a codec that separates byte planes, and the decision whether to use it.
 
-In: blocks of bytes; bytes as they arrive, the clock. Out: frames and blocks again; raw or coded for the next request.
-Not here: the messages that carry frames (`region_messages`), the connections (`transport.http_reader`).
-
-A frame keeps bytes of one significance together, and codes by zstd those planes that repeat themselves:
+A frame groups bytes of the same significance, and compresses with zstd the planes that are worth it:
 
     block: e0 m0 e1 m1 ...  --width 2-->  m0 m1 ... (as they are)  |  e0 e1 ... (zstd)
 
-A BF16 weight has about 2.7 bits in the byte with its exponent and 8 in the other. The width follows from each block's
-own histograms, so no caller needs to know the type of the numbers.
+A BF16 weight has about 2.7 bits of information in the byte with its exponent, and 8 in the other. The width follows
+from the histograms of each block, so callers need not know the dtype.
 
-A link is measured raw; coding is tried if it is promising, and kept if it was faster:
+A link is measured without compression first. Compression is tried if it is promising, and kept if it was faster:
 
-    raw: sample --> time --> ratio x link, codec > link?  --yes--> coded: time --> more than raw? --yes--> coded
-                                     `--no--> raw                                       `--no--> raw; watched on
+    raw: sample --> time --> ratio x link, codec > link?  --yes--> coded: time --> faster than raw? --yes--> coded
+                                     `--no--> raw                                         `--no--> raw; measured again
 """
 
 from __future__ import annotations
@@ -34,36 +31,36 @@ from penstock.types import GB, MIB
 U8 = npt.NDArray[np.uint8]
 
 BLOCK_BYTES = MIB
-"""Longest block of one frame: 6 ms of a 1 Gb/s link once it is coded, and the memory that each end needs besides."""
+"""Maximum size of a block: 6 ms on a 1 Gb/s link once it is compressed, and the additional memory at each end."""
 WIDTHS = (1, 2, 4)
-"""Bytes of an element: FP8 and integers, BF16 and FP16, FP32."""
+"""Bytes of an element: 1 for FP8 and integers, 2 for BF16 and FP16, 4 for FP32."""
 _HEAD = struct.Struct("<II")
-"""Bytes of the block, and the width; the stored length of each plane follows. A plane is stored coded if that is
+"""Size of the block and width. The stored size of each plane follows. A plane is stored compressed if that is
 shorter."""
 MAX_FRAME_BYTES = _HEAD.size + 4 * WIDTHS[-1] + BLOCK_BYTES
 _PIECES = 4
 _PIECE_BYTES = 8 << 10
-"""Number and length of the pieces of a block that its width is estimated from. Reason: the estimate is right to 0.1 bit
-an element, in a tenth of the time of coding."""
+"""Number and size of the samples from which a block's width is estimated. Reason: the error is at most 0.1 bit per
+element, in a tenth of the time of compressing."""
 _WORTH = 0.92
-"""A plane is coded if its entropy promises less than this share of its length."""
+"""A plane is compressed if its entropy is below this fraction of its size."""
 
 _HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=19, target_length=0
 )
-"""As good as entropy coding alone: matches among exponents are chance, and looking for them costs both speed and size.
-Source: benchmarks/results/cpu2_202611/compress.md: 0.9 GB/s of a plane and 2.80 bits, level 1 gives 0.11 and 2.99."""
+"""As small as entropy coding alone. Matches among exponents are chance, and searching them costs speed and size.
+Source: benchmarks/results/cpu2_202611/compress.md: 0.9 GB/s of a plane and 2.80 bits. Level 1 has 0.11 and 2.99."""
 
 
 class Planes:
-    """A coder and decoder for one thread."""
+    """Encodes and decodes frames, for one thread."""
 
     def __init__(self) -> None:
         self._coder = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
         self._decoder = zstandard.ZstdDecompressor(max_window_size=BLOCK_BYTES)
 
     def encode(self, block: U8) -> list[memoryview]:
-        """Return the frame of a block, in pieces; those that are not coded may be views of the block itself."""
+        """Return the pieces of a block's frame. Uncompressed pieces may be views of the block."""
         width, coded = _shape(block)
         count = len(block) // width
         planes = [np.ascontiguousarray(block[at : count * width : width]) for at in range(width)]
@@ -75,16 +72,16 @@ class Planes:
         return [memoryview(head), *stored, block[count * width :].data]
 
     def decode(self, frame: memoryview, into: U8) -> None:
-        """Decode the block of a frame into memory of just its size.
+        """Decode a frame into memory of exactly the block's size.
 
         Raises:
-            FormatError: it is no frame, or its block has another size; nothing was written.
+            FormatError: the frame is malformed or its block has a different size. Nothing was written.
         """
-        # The frame comes from a peer: its numbers are checked before anything is allocated from them, and every plane
-        # is decoded before the first byte of the destination is written.
+        # The frame comes from a peer, so check its numbers before allocating memory, and decode all planes before
+        # writing to the destination.
         nbytes, sizes, at = _head(frame)
         if nbytes != len(into):
-            raise FormatError(f"a block of {nbytes} bytes where {len(into)} were expected")
+            raise FormatError(f"the frame has a block of {nbytes} bytes instead of {len(into)}")
         width = len(sizes)
         count = nbytes // width
         planes = []
@@ -99,42 +96,42 @@ class Planes:
         if len(stored) == count:
             return np.frombuffer(stored, np.uint8)
         try:
-            # The decoder allocates what the frame states: a few bytes could otherwise ask for gigabytes.
+            # The decoder allocates the stated size, so check it first.
             if zstandard.frame_content_size(stored) != count:
-                raise FormatError("the length of a plane differs from its block's")
+                raise FormatError("the size of a plane does not match its block")
             plain = self._decoder.decompress(stored, allow_extra_data=False)
         except zstandard.ZstdError as error:
-            raise FormatError(f"a damaged plane: {error}") from error
+            raise FormatError(f"a plane is damaged: {error}") from error
         if len(plain) != count:
-            raise FormatError("the length of a plane differs from the length it states")
+            raise FormatError("a plane has a different size than it states")
         return np.frombuffer(plain, np.uint8)
 
 
 def block_bytes(frame: memoryview) -> int:
-    """Return the bytes of a frame's block, at most `BLOCK_BYTES`. FormatError if it is no frame."""
+    """Return the size of a frame's block, at most `BLOCK_BYTES`. FormatError if the frame is malformed."""
     return _head(frame)[0]
 
 
 def _head(frame: memoryview) -> tuple[int, Sequence[int], int]:
-    """Return the bytes of the block, the stored length of each plane, and the offset of the first."""
+    """Return the size of the block, the stored size of each plane, and the offset of the first plane."""
     if len(frame) < _HEAD.size:
-        raise FormatError(f"a frame of {len(frame)} bytes")
+        raise FormatError(f"the frame has only {len(frame)} bytes")
     nbytes, width = _HEAD.unpack_from(frame)
     at = _HEAD.size + 4 * width
     if width not in WIDTHS or not 0 < nbytes <= BLOCK_BYTES or len(frame) < at:
-        raise FormatError(f"a frame of width {width} and {nbytes} bytes")
+        raise FormatError(f"the frame has width {width} and a block of {nbytes} bytes")
     sizes = struct.unpack_from(f"<{width}I", frame, _HEAD.size)
     if max(sizes) > nbytes // width or len(frame) != at + sum(sizes) + nbytes % width:
-        raise FormatError(f"planes of {sizes} bytes in a frame of {len(frame)}")
+        raise FormatError(f"planes of {sizes} bytes do not fit a frame of {len(frame)} bytes")
     return nbytes, sizes, at
 
 
 def _shape(block: U8) -> tuple[int, Sequence[bool]]:
-    """Return the width that makes a block shortest by its planes' entropy, and which planes are worth coding."""
+    """Return the width with the smallest total entropy, and for each plane whether to compress it."""
     pieces = max(1, min(_PIECES, len(block) // _PIECE_BYTES))
     starts = [(len(block) - len(block) // pieces) * i // max(1, pieces - 1) // 4 * 4 for i in range(pieces)]
-    looked_at = np.concatenate([block[at : at + _PIECE_BYTES] for at in starts])
-    rows = looked_at[: len(looked_at) // 4 * 4].reshape(-1, 4)
+    sampled = np.concatenate([block[at : at + _PIECE_BYTES] for at in starts])
+    rows = sampled[: len(sampled) // 4 * 4].reshape(-1, 4)
     if not len(rows):
         return 1, (False,)
     seen = np.stack([np.bincount(rows[:, at], minlength=256) for at in range(4)])
@@ -143,41 +140,41 @@ def _shape(block: U8) -> tuple[int, Sequence[bool]]:
         shares = [_entropy(seen[at::width].sum(axis=0)) / 8 for at in range(width)]
         coded = tuple(share < _WORTH for share in shares)
         whole = sum(share if is_worth else 1.0 for share, is_worth in zip(shares, coded, strict=True)) / width
-        # A greater width must be worth its copies.
+        # A larger width needs more copies, so require a gain.
         if whole < best[0] - 0.01:
             best = (whole, width, coded)
     return best[1], best[2]
 
 
 def _entropy(seen: npt.NDArray[np.int64]) -> float:
-    """Return the bits that a byte carries, from the counts of its values."""
+    """Return the entropy in bits per byte, from the counts of byte values."""
     share = seen[seen > 0] / seen.sum()
     return float(-(share * np.log2(share)).sum())
 
 
 SKIP_BYTES = 24 * MIB
-"""Bytes after a change that are not timed. They are bytes that were in flight, that filled sockets while samples were
-coded (6 MiB each is the kernel's own bound), or that a traffic shaper let pass in a burst."""
+"""Bytes that are not timed after a switch. They were in flight, filled sockets while samples were compressed (up to
+6 MiB each in the kernel), or passed a traffic shaper in a burst."""
 TIMED_BYTES = 32 * MIB
-"""Bytes that a rate is measured over: 0.27 s of a 1 Gb/s link, 14 ms of 20 Gb/s."""
+"""Bytes over which a rate is measured: 0.27 s on a 1 Gb/s link, 14 ms on 20 Gb/s."""
 PIECE_BYTES = MIB
 REQUEST_BYTES = 8 * MIB
-"""Bytes of one receiving call and of one request while a rate is measured. Reason: the ends of the interval are sharp,
-and a trial is soon over."""
+"""Bytes of one receiving call and of one request during a measurement. Reason: the interval has precise ends, and a
+trial ends soon."""
 SAMPLE_BYTES = MIB // 4
 NUM_SAMPLES = 8
-"""Samples of the raw bytes that are coded and decoded here: 2 ms in all."""
+"""Number of samples that are compressed and decompressed locally. They take 2 ms in total."""
 MARGIN = 1.1
-"""Gain over raw that coding must promise. Reason: for less, the processors have better to do."""
+"""Minimum predicted gain for a trial. Reason: a smaller gain is not worth the processor time."""
 KEPT = 1.05
-"""Gain over raw that coding must have once it is used."""
+"""Minimum measured gain to keep compression."""
 AGAIN_S = 60.0
-"""Seconds after which a link is measured anew, for 56 MiB raw. Reason: it may have changed."""
+"""Seconds until a link is measured again, for 56 MiB uncompressed. Reason: the link may have changed."""
 
 
 @dataclass(slots=True)
 class _Sampled:
-    """The result of compressing samples."""
+    """Totals over the compressed samples."""
 
     count: int = 0
     nbytes: int = 0
@@ -191,26 +188,26 @@ class _Sampled:
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the rate of the slower end."""
+        """Rate of the slower end, in bytes/s."""
         return self.nbytes / max(self.encode_s, self.decode_s, 1e-9)
 
 
 class CompressionChoice:
-    """The decision for one link. Used by all connections to one peer.
+    """The decision for one link, shared by all connections to a peer.
 
     Args:
-        always: True: coded from the first byte on; False: raw; None: as measured.
+        always: True always compresses, False never, and None decides by measurement.
     """
 
     def __init__(self, always: bool | None = None) -> None:
         self._always = always
         self._lock = threading.Lock()
-        # Requests under way, raw and coded.
+        # Number of requests in flight without and with compression.
         self._active = [0, 0]
         self._at = self._decided_at = time.monotonic()
         self._num_bytes = 0
         self._wire_bytes = 0
-        self._why = {None: "too little was read to tell", True: "asked for", False: "not allowed"}[always]
+        self._why = {None: "too few bytes were read to decide", True: "requested", False: "not allowed"}[always]
         self._raw = 0.0
         self._sampled = _Sampled()
         self._restart(is_coded=bool(always))
@@ -225,10 +222,10 @@ class CompressionChoice:
             self._sampled = _Sampled()
 
     def begin(self) -> bool:
-        """Count a request that is about to be sent; return whether to request it compressed. Call `end` after it."""
+        """Count a request that is about to be sent. Return whether to compress its answer. Call `end` afterwards."""
         with self._lock:
             now = time.monotonic()
-            # The time between requests is not the link's: measure from the first one after a pause.
+            # Pauses between requests must not count, so restart the clock.
             if not any(self._active):
                 self._at = now
             if self._always is None and not self._is_open and now - self._decided_at > AGAIN_S:
@@ -237,33 +234,33 @@ class CompressionChoice:
             return self.is_coded
 
     def end(self, is_coded: bool) -> None:
-        """Count a request of `begin` as ended, whether its answer came or not."""
+        """Count a request as ended, with or without an answer."""
         with self._lock:
             self._active[is_coded] -= 1
 
     def declined(self) -> None:
-        """Note that the peer does not compress."""
+        """Record that the peer does not compress."""
         with self._lock:
             if self.is_coded:
                 self._decide(is_coded=False, why="the peer does not compress")
 
     @property
     def is_open(self) -> bool:
-        """Return whether the link is being measured. `begin` may start another measurement."""
+        """Whether the link is being measured. `begin` may start another measurement."""
         return self._is_open
 
     def sample(self, piece: memoryview, planes: Planes) -> None:
-        """Compress a sample of raw bytes, to learn the codec's ratio and speed on them."""
-        # The lock is given up while the codec runs: other connections receive meanwhile.
+        """Compress a sample of raw bytes, to measure the codec's ratio and speed."""
+        # Release the lock while the codec runs, so that other connections can receive.
         with self._lock:
             is_wanted = self._is_open and not self.is_coded and self._sampled.count < NUM_SAMPLES
             if not is_wanted or len(piece) < SAMPLE_BYTES:
                 return
             self._sampled.count += 1
         block = np.frombuffer(piece[:SAMPLE_BYTES], np.uint8)
-        # Processor time of this thread, not wall time: the trial with compressed requests shows the effect of others
-        # that use the processors.
-        began = time.thread_time()
+        # Measure the processor time of this thread. The trial with compressed requests shows whether other work
+        # competes for the processors.
+        started = time.thread_time()
         frame = memoryview(b"".join(planes.encode(block)))
         encoded = time.thread_time()
         planes.decode(frame, np.empty_like(block))
@@ -271,23 +268,23 @@ class CompressionChoice:
         with self._lock:
             self._sampled.nbytes += len(block)
             self._sampled.coded_bytes += len(frame)
-            self._sampled.encode_s += encoded - began
+            self._sampled.encode_s += encoded - started
             self._sampled.decode_s += decoded - encoded
 
-    def got(self, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
-        """Note `nbytes` that are in place, and the `wire_bytes` that crossed the link for them."""
+    def add_bytes(self, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
+        """Record `nbytes` received, and the `wire_bytes` that were sent over the link for them."""
         with self._lock:
             now = time.monotonic()
             if is_coded:
                 self._num_bytes += nbytes
                 self._wire_bytes += wire_bytes
             is_watched = self._always is None and (self._is_open or is_coded)
-            # While requests of both kinds are under way, the rate belongs to neither: do not measure it.
+            # Do not measure while requests of both kinds are in flight.
             if not is_watched or is_coded != self.is_coded or self._active[not is_coded]:
                 self._at = now
                 return
             self._seen += nbytes
-            # The first bytes after a change were sent before it, see `SKIP_BYTES`: they are of the other way.
+            # The first bytes after a switch were sent before it, see `SKIP_BYTES`.
             if self._seen > SKIP_BYTES:
                 self._timed += nbytes
                 self._busy_s += now - self._at
@@ -296,24 +293,24 @@ class CompressionChoice:
                 self._measured(self._timed / max(self._busy_s, 1e-9))
 
     def _measured(self, rate: float) -> None:
-        """Decide by the measured rate of the present way, raw or compressed."""
+        """Decide by the rate measured for the current mode, raw or compressed."""
         sampled = self._sampled
         if not self.is_coded:
             self._raw = rate
             promised = min(rate * sampled.ratio, sampled.bytes_per_s)
-            measured = f"the link gives {rate / GB:.2f} GB/s, the codec {sampled.ratio:.2f}x at "
+            measured = f"the link has {rate / GB:.2f} GB/s, the codec {sampled.ratio:.2f}x at "
             self._why = f"{measured}{sampled.bytes_per_s / GB:.2f} GB/s"
             if promised > rate * MARGIN:
                 self._restart(is_coded=True)
             else:
                 self._decide(is_coded=False, why=self._why)
         elif rate < self._raw * KEPT:
-            measured = f"compressed gave {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}"
+            measured = f"compressed {rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}"
             self._decide(is_coded=False, why=measured)
         else:
             if self._is_open:
                 self._decide(is_coded=True, why=f"{rate / GB:.2f} GB/s, raw {self._raw / GB:.2f}")
-            # Other work may take the processors later: keep measuring, to go back to raw when compression gets slow.
+            # Keep measuring, because other work may take the processors later and make compression slow.
             self._timed, self._busy_s = 0, 0.0
 
     def _decide(self, *, is_coded: bool, why: str) -> None:
@@ -323,7 +320,7 @@ class CompressionChoice:
         self._decided_at = time.monotonic()
 
     def decision(self) -> tuple[bool, str]:
-        """Return whether the next request is compressed, and why."""
+        """Return whether the next request is compressed, and the reason."""
         with self._lock:
             if self.is_coded:
                 ratio = self._num_bytes / self._wire_bytes if self._wire_bytes else self._sampled.ratio

@@ -1,10 +1,8 @@
-"""The connection of both ends of HTTP/1.1: heads, short bodies, and bytes straight from and into memory.
+"""HTTP/1.1 over a connected socket, at either end: heads, short bodies, and bytes straight from and into memory.
 
-In: a connected socket, TLS or not, TCP or Unix. Out: heads of messages; bytes moved between the socket and views.
-Not here: the grammar of heads (`head`), requests and replies (`client`), the loop of a server (`server`).
-
-Time is kept in two ways. The *pace* bounds a single call: bodies of gigabytes have no deadline but progress. A
-*deadline* bounds a head or a short message as a whole, however many calls it takes.
+`head` has the grammar, `client` the requests and replies, `server` the loop of a server. Time is limited in two ways.
+The *pace* limits a single call, so a body of gigabytes only has to make progress. A *deadline* limits a head or a short
+message as a whole, however many calls it takes.
 """
 
 from __future__ import annotations
@@ -22,42 +20,41 @@ from penstock.net.listener import cut
 from penstock.net.timed import MessageDeadline
 
 MAX_VIEWS = 256
-"""Views given to one scattering call. Reason: below the kernel's 1,024 (IOV_MAX), past which it refuses."""
+"""Views passed to one system call. Reason: the kernel refuses more than 1,024 (IOV_MAX)."""
 _HEAD_PIECE_BYTES = 8 << 10
-"""Asked of the kernel for a head. Bytes of the body that come with it are copied, which costs 1 us at most."""
+"""Bytes requested from the kernel for a head. Copying the body bytes among them costs at most 1 us."""
 _BODY_PIECE_BYTES = 256 << 10
-"""Asked of the kernel for a short body. Reason: memory is taken for bytes that came, not for announced ones."""
+"""Bytes requested from the kernel for a short body. Reason: memory grows with received bytes, not announced ones."""
 _MAX_INTERIM = 8
-"""Answers 1xx before the real one. Reason: servers send one or two; nothing else would end an endless row of them."""
+"""Maximum number of 1xx answers before the final one. Reason: servers send one or two."""
 
 
 class HttpConnection:
-    """A connected socket that HTTP/1.1 messages cross, at either end; one thread at a time, but for `cut`.
+    """A connected socket for HTTP/1.1 messages. One thread uses it at a time, but any thread may call `cut`.
 
-    A call that moves nothing within the pace raises TimeoutError; one that fails, OSError.
+    Calls raise TimeoutError if nothing moves within the pace, and OSError if the connection fails.
 
     Args:
-        sock: connected; TLS or not, TCP or Unix; owned by the connection from here on.
+        sock: a connected socket, TLS or not, TCP or Unix. The connection owns it from now on.
         pace_s: see `set_pace`.
     """
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
         self._sock = sock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
-        # Bytes that came behind a head; the next receiving call takes them first.
+        # Bytes received after a head. The next receiving call returns them first.
         self._ahead = b""
-        # Of the message whose head came last: its body shares the deadline.
+        # Deadline of the last head, which its body shares.
         self._deadline = MessageDeadline(pace_s)
-        # Requests are small and wait for an answer: Nagle's algorithm would hold them back for an ACK.
+        # Disable Nagle's algorithm, which would delay small requests until an ACK.
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._pace_s = -1.0
         self.set_pace(pace_s)
 
     def set_pace(self, pace_s: float) -> None:
-        """Set how long a call may wait for the first byte that it can move; up to a twentieth more is tolerated."""
-        # Three system calls are saved for each piece of a read, and for each of the messages that follow one another
-        # with like deadlines, which is most of them.
+        """Set how long a call may wait for its first byte. A present pace up to 5 % longer is kept."""
+        # Keeping it saves three system calls for each piece of a read and for most messages.
         if pace_s <= self._pace_s <= 1.05 * pace_s:
             return
         pace_s = max(pace_s, 0.001)
@@ -65,22 +62,23 @@ class HttpConnection:
         if self._is_tls:
             self._sock.settimeout(pace_s)
             return
-        # The kernel keeps time: with Python's timeout the socket would be non-blocking, and no call could fill a view.
+        # Use the kernel's timeout. Python's would make the socket non-blocking, and no call could fill a view.
         limit = struct.pack("ll", int(pace_s), int(pace_s % 1 * 1e6))
         self._sock.settimeout(None)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def receive_request(self, wait_s: float, *, first_s: float, max_bytes: int) -> RequestHead | None:
-        """Receive the head of a request; None if the other end closes the connection instead.
+        """Receive the head of a request. Return None if the other end closes the connection instead.
 
         Args:
-            wait_s: for all of it, from its first byte on.
-            first_s: for the first byte.
-            max_bytes: longest accepted head.
+            wait_s: seconds for the whole head, from its first byte.
+            first_s: seconds to wait for the first byte.
+            max_bytes: maximum size of the head.
 
         Raises:
-            MalformedMessage: it is no request. TimeoutError, OSError: as the class says.
+            MalformedMessage: the bytes are not a request.
+            TimeoutError, OSError: see `HttpConnection`.
         """
         if not self._ahead:
             self.set_pace(first_s)
@@ -90,38 +88,39 @@ class HttpConnection:
         return parser.request() if is_whole else None
 
     def receive_response(self, wait_s: float) -> tuple[ResponseHead, MessageParser]:
-        """Receive the head of an answer; return it and its parser, which reads chunks. Interim answers are skipped.
+        """Receive the head of an answer, skipping interim answers. Return it with its parser, which reads chunks.
 
         Args:
-            wait_s: for all of it.
+            wait_s: seconds for all of it.
 
         Raises:
             ConnectionResetError: the other end closed the connection before the first byte of an answer.
-            MalformedMessage: what came is no answer. TimeoutError, OSError: as the class says.
+            MalformedMessage: the bytes are not an answer.
+            TimeoutError, OSError: see `HttpConnection`.
         """
         deadline = MessageDeadline(wait_s)
         for _ in range(_MAX_INTERIM):
             parser = MessageParser(is_request=False, max_bytes=MAX_HEAD_BYTES)
             if not self._receive_head(parser, deadline):
                 if parser.has_begun:
-                    raise ConnectionAbortedError("the connection ended in the middle of a message head")
+                    raise ConnectionAbortedError("the connection ended inside a message head")
                 raise ConnectionResetError("the other end closed the connection without an answer")
             response = parser.response()
             if response.status < 100:
-                raise MalformedMessage(f"an answer of status {response.status}")
+                raise MalformedMessage(f"the answer has status {response.status}")
             if response.status >= 200:
                 return response, parser
-        raise MalformedMessage(f"{_MAX_INTERIM} interim answers in a row")
+        raise MalformedMessage(f"the server sent {_MAX_INTERIM} interim answers in a row")
 
     def _receive_head(self, parser: MessageParser, deadline: MessageDeadline) -> bool:
-        """Feed a head to its parser; False if the connection ended before."""
-        # One deadline for the whole head: a peer that sends a byte now and then must not hold the thread.
+        """Feed a head to its parser. Return False if the connection ended before its end."""
+        # Use one deadline for the whole head, because the peer may send single bytes.
         self._deadline = deadline
         received, self._ahead = self._ahead, b""
         while True:
-            behind = parser.feed_head(received) if received else None
-            if behind is not None:
-                self._ahead = behind
+            rest = parser.feed_head(received) if received else None
+            if rest is not None:
+                self._ahead = rest
                 return True
             self.set_pace(deadline.left_s())
             received = self._receive(_HEAD_PIECE_BYTES)
@@ -129,47 +128,49 @@ class HttpConnection:
                 return False
 
     def receive_body(self, nbytes: int, wait_s: float | None = None) -> bytes:
-        """Receive a small body whole, within `wait_s` and one second more for each `MIN_BYTES_PER_S` of it.
+        """Receive a small body within `wait_s` plus one second for each `MIN_BYTES_PER_S` of it.
 
         Args:
-            wait_s: None: what the head of the message left of its own time.
+            nbytes: size of the body.
+            wait_s: seconds. None uses the remaining time of the message's head.
 
         Raises:
-            ConnectionAbortedError: the connection ended before. TimeoutError, OSError: as the class says.
+            ConnectionAbortedError: the connection ended too early.
+            TimeoutError, OSError: see `HttpConnection`.
         """
         received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
         if len(received) == nbytes:
             return received
-        # Joined once at the end, and nothing is allocated for bytes that are only announced.
+        # Allocate only for bytes that have arrived, and join the pieces once at the end.
         pieces, left = [received], nbytes - len(received)
         deadline = self._deadline if wait_s is None else MessageDeadline(wait_s)
         while left:
             self.set_pace(deadline.left_s())
             piece = self._receive(min(left, _BODY_PIECE_BYTES))
             if not piece:
-                raise ConnectionAbortedError("the connection ended in the middle of a message body")
+                raise ConnectionAbortedError("the connection ended inside a message body")
             pieces.append(piece)
             left -= len(piece)
             deadline.add_bytes(len(piece))
         return b"".join(pieces)
 
     def fill(self, view: memoryview) -> None:
-        """Receive until the view is full. OSError if the connection ends before."""
+        """Receive until the view is full. OSError if the connection ends earlier."""
         while view:
             count = self.receive_into([view])
             if not count:
-                raise ConnectionAbortedError("the connection ended")
+                raise ConnectionAbortedError("the connection ended before all bytes arrived")
             view = view[count:]
 
     def send_all(self, data: bytes) -> None:
-        """Send a whole message, within the pace and one second more for each `MIN_BYTES_PER_S` of it."""
+        """Send a whole message within the pace plus one second for each `MIN_BYTES_PER_S` of it."""
         if self._is_tls:
             self._sock.sendall(data)
             return
         view, deadline = memoryview(data), None
         while True:
-            # Without waiting in `send`: on a Unix socket the kernel's timeout begins anew for every few KiB that the
-            # other end takes, so a slow reader would hold the thread. Most messages go in the first call.
+            # Do not wait in `send`: on a Unix socket the kernel's timeout restarts for every few KiB, so a slow reader
+            # would hold the thread. Most messages fit into the first call.
             with contextlib.suppress(BlockingIOError):
                 view = view[self._sock.send(view, socket.MSG_DONTWAIT) :]
             if not view:
@@ -180,18 +181,18 @@ class HttpConnection:
             poll.poll(1000 * deadline.left_s())
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """Send from the front of these views, without a copy by this process; return the number of bytes."""
+        """Send from the front of these views without a copy. Return the number of bytes sent."""
         try:
             if self._is_tls:
                 return self._sock.send(views[0])
             return self._sock.sendmsg(views[:MAX_VIEWS]) if len(views) > 1 else self._sock.send(views[0])
         except BlockingIOError as error:
-            raise TimeoutError("nothing could be sent") from error
+            raise TimeoutError("no byte could be sent in time") from error
 
     def receive_into(self, views: Sequence[memoryview]) -> int:
-        """Receive into the front of these views; return the number of bytes, 0 at the end of the connection.
+        """Receive into the front of these views. Return the number of bytes, or 0 at the end of the connection.
 
-        Without TLS a call waits until all is full, or the pace has passed since its begin.
+        Without TLS, wait until all views are full or the pace has passed since the start of the call.
         """
         if self._ahead:
             count = min(len(self._ahead), len(views[0]))
@@ -201,55 +202,55 @@ class HttpConnection:
         try:
             if self._is_tls:
                 return self._sock.recv_into(views[0])
-            # MSG_WAITALL: fewer turns of the interpreter for each piece; 512 MiB of an object took 0.17 s of processor
-            # instead of 0.23 at the same speed. Source: benchmarks/results/cpu2_202611/objects.md.
+            # MSG_WAITALL saves turns of the interpreter: 512 MiB of an object took 0.17 s of processor time instead of
+            # 0.23 at the same speed. Source: benchmarks/results/cpu2_202611/objects.md.
             if len(views) == 1:
                 return self._sock.recv_into(views[0], 0, socket.MSG_WAITALL)
             return self._sock.recvmsg_into(views[:MAX_VIEWS], 0, socket.MSG_WAITALL)[0]
-        except BlockingIOError as error:  # SO_RCVTIMEO ran out
-            raise TimeoutError("nothing came") from error
+        except BlockingIOError as error:  # SO_RCVTIMEO has passed
+            raise TimeoutError("no byte arrived in time") from error
 
     def receive_some(self, nbytes: int) -> bytes:
-        """Receive at most `nbytes` bytes, as soon as there are some; none at the end of the connection."""
+        """Receive up to `nbytes` as soon as bytes arrive. Return b"" at the end of the connection."""
         if self._ahead:
             received, self._ahead = self._ahead[:nbytes], self._ahead[nbytes:]
             return received
         return self._receive(nbytes)
 
     @property
-    def has_ahead(self) -> bool:
-        """True if bytes were received that no call has returned yet."""
+    def has_unread(self) -> bool:
+        """True if received bytes remain that no call has returned."""
         return bool(self._ahead)
 
     @property
     def is_silent(self) -> bool:
-        """True if the connection is open and nothing has come that was not received, as between two messages."""
+        """True if the connection is open and has no unread bytes, as between two messages."""
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         return not self._ahead and not poll.poll(0)
 
     @property
     def is_closed(self) -> bool:
-        """True if `close` was called, perhaps by another thread."""
+        """True after `close`, perhaps in another thread."""
         return self._sock.fileno() < 0
 
     def _receive(self, nbytes: int) -> bytes:
         try:
             return self._sock.recv(nbytes)
         except BlockingIOError as error:
-            raise TimeoutError("nothing came") from error
+            raise TimeoutError("no byte arrived in time") from error
 
     def cut(self) -> None:
-        """End the connection while another thread may be sending or receiving; from any thread, at once."""
+        """End the connection at once, from any thread, even while another thread uses it."""
         cut(self._sock)
 
     def close(self) -> None:
-        """Close the socket; not while another thread uses it (`cut` is for that)."""
+        """Close the socket. If another thread uses it, call `cut` instead."""
         self._sock.close()
 
 
 def front(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Return the first of these views, together at most `nbytes` and at most `MAX_VIEWS`."""
+    """Return views of the first `nbytes` bytes, at most `MAX_VIEWS` views."""
     taken = []
     for view in views[:MAX_VIEWS]:
         taken.append(view[:nbytes])
@@ -260,7 +261,7 @@ def front(views: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def advance(views: list[memoryview], nbytes: int) -> None:
-    """Remove `nbytes` from the front of these views, which were sent or filled."""
+    """Remove the first `nbytes` bytes from these views."""
     num_done = 0
     for view in views:
         if nbytes < len(view):

@@ -1,10 +1,7 @@
-"""Heads of HTTP/1.1 messages: parsed strictly as they arrive, and written without room for injected lines.
+"""Heads of HTTP/1.1 messages: strict parsing as bytes arrive, and writing without injected lines.
 
-In: bytes from a socket; a method, a target and header fields. Out: `RequestHead` and `ResponseHead`; the bytes to send.
-Not here: sockets and deadlines (`connection`), requests and replies (`client`).
-
-llhttp (through `httptools`) reads the lines. The checks that decide where a body ends are repeated here, because
-releases of llhttp differ in them: a head that two programs read differently lets one request hide inside another.
+llhttp (through `httptools`) parses the lines. This module repeats the checks that decide where a body ends, because
+releases of llhttp differ in them. If two programs read a head differently, one request can hide inside another.
 """
 
 from __future__ import annotations
@@ -17,14 +14,13 @@ import httptools
 from penstock.errors import ConfigError, FormatError
 
 MAX_HEAD_BYTES = 64 << 10
-"""Longest head, unless the reader says otherwise. Reason: answers of model hubs that redirect to signed URLs take up to
-10 KiB with their cookies."""
+"""Default maximum size of a head. Reason: redirects of model hubs to signed URLs take up to 10 KiB with cookies."""
 MAX_FIELDS = 100
-"""Header fields of one head. Reason: common servers send 10 to 30; the standard library has the same limit."""
+"""Maximum number of header fields. Reason: common servers send 10 to 30. The standard library has the same limit."""
 
 
 class MalformedMessage(FormatError):
-    """The other end sent something that is not HTTP/1.1, or that is longer or less clear than accepted."""
+    """The other end sent something that is not HTTP/1.1, is too long, or is ambiguous."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,9 +29,9 @@ class Head:
 
     Attributes:
         version: "1.0" or "1.1".
-        headers: names in lower case; the values of a repeated field are joined by commas.
-        content_length: bytes of the body; None where the head does not say.
-        is_chunked: the body comes in chunks.
+        headers: names in lower case. Values of a repeated field are joined by commas.
+        content_length: size of the body in bytes. None if the head does not state it.
+        is_chunked: whether the body is chunked.
     """
 
     version: str
@@ -52,7 +48,7 @@ class Head:
 
 @dataclass(slots=True, kw_only=True)
 class RequestHead(Head):
-    """The head of a request; `target` is the path and query as they were sent."""
+    """The head of a request. `target` is the path and query as sent."""
 
     method: str
     target: str
@@ -66,7 +62,7 @@ class ResponseHead(Head):
 
 
 class _Events:
-    """The callbacks of the parser. It has no reference to the parser: a cycle of both would need the collector."""
+    """Callbacks of the parser. Without a reference back to the parser, no cycle needs the garbage collector."""
 
     __slots__ = ("body", "fields", "has_more", "is_done", "is_in_body", "target")
 
@@ -85,17 +81,17 @@ class _Events:
         self.target += piece
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Fields after a chunked body are dropped: nothing here may depend on what comes after the bytes.
+        # Fields after a chunked body are ignored, so that nothing depends on them.
         if not self.is_in_body:
             if len(self.fields) == MAX_FIELDS:
-                raise MalformedMessage(f"a message head with more than {MAX_FIELDS} header fields")
+                raise MalformedMessage(f"the message head has more than {MAX_FIELDS} header fields")
             self.fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         self.is_in_body = True
 
     def on_body(self, piece: bytes) -> None:
-        # Bytes behind the end of the message are no part of it: of a second answer, that nobody asked for.
+        # Later bytes belong to an answer that nobody asked for.
         if not self.is_done:
             self.body.append(piece)
 
@@ -104,11 +100,11 @@ class _Events:
 
 
 class MessageParser:
-    """The parser of one message: `feed_head` until it returns bytes, then `request` or `response`.
+    """The parser of one message: call `feed_head` until it returns bytes, then `request` or `response`.
 
     Args:
-        is_request: what to expect.
-        max_bytes: longest accepted head.
+        is_request: whether to expect a request, otherwise an answer.
+        max_bytes: maximum size of the head.
     """
 
     def __init__(self, *, is_request: bool, max_bytes: int = MAX_HEAD_BYTES) -> None:
@@ -120,56 +116,56 @@ class MessageParser:
 
     @property
     def has_begun(self) -> bool:
-        """True if a byte of the message was fed."""
+        """True after the first byte of the message."""
         return bool(self._received)
 
     def feed_head(self, data: bytes) -> bytes | None:
-        """Take the next bytes; return those behind the head once it is complete, and None before.
+        """Add received bytes. Return the bytes after the head once it is complete, otherwise None.
 
         Raises:
-            MalformedMessage: it cannot become a valid head.
+            MalformedMessage: the bytes cannot become a valid head.
         """
         received = self._received + data
         end = received.find(b"\r\n\r\n", max(0, len(self._received) - 3))
-        # Whole lines are fed as they come, so that what is no HTTP is refused at its first line; but nothing behind the
-        # empty line, since the caller has memory for the bytes of the body.
+        # Parse whole lines as they arrive, so that other protocols are refused at the first line. Do not parse past the
+        # empty line, because the caller has memory for the body.
         stop = received.rfind(b"\n") + 1 if end < 0 else end + 4
         if (len(received) if end < 0 else stop) > self._max_bytes:
-            raise MalformedMessage(f"a message head of more than {self._max_bytes} bytes")
+            raise MalformedMessage(f"the message head has more than {self._max_bytes} bytes")
         self._feed(received[self._num_fed : stop])
         self._num_fed = stop
         self._received = received if end < 0 else received[:stop]
         if self._events.is_in_body != (end >= 0):
-            raise MalformedMessage("a message head that does not end with an empty line")
+            raise MalformedMessage("the message head does not end with an empty line")
         return None if end < 0 else received[stop:]
 
     def feed_body(self, data: bytes) -> list[bytes]:
-        """Take the next bytes of a chunked body; return the bytes that they carry. MalformedMessage."""
+        """Add received bytes of a chunked body, and return the body bytes in them. MalformedMessage."""
         self._feed(data)
-        carried, self._events.body = self._events.body, []
-        return carried
+        body, self._events.body = self._events.body, []
+        return body
 
     @property
     def is_done(self) -> bool:
-        """True if the last chunk was fed."""
+        """True after the last chunk."""
         return self._events.is_done
 
     @property
     def has_more(self) -> bool:
-        """True if bytes of another message were fed after this one."""
+        """True if bytes of another message followed this one."""
         return self._events.has_more
 
     def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            # A request may offer another protocol, which a server need not take. No request of ours offers one.
+            # A request may offer another protocol, which a server need not accept. Penstock's requests offer none.
             if isinstance(self._parser, httptools.HttpResponseParser):
-                raise MalformedMessage("an answer in another protocol than HTTP/1.1") from None
+                raise MalformedMessage("the answer is in a protocol other than HTTP/1.1") from None
         except httptools.HttpParserError as error:
             if isinstance(error.__context__, MalformedMessage):
                 raise error.__context__ from None
-            raise MalformedMessage(f"not HTTP/1.1: {error}") from None
+            raise MalformedMessage(f"the message is not HTTP/1.1: {error}") from None
 
     def request(self) -> RequestHead:
         """Return the head of a request. MalformedMessage."""
@@ -197,69 +193,68 @@ class MessageParser:
         )
 
     def _common(self) -> tuple[str, dict[str, str], int | None, bool]:
-        """Return version, headers, length of the body, and whether it is chunked."""
+        """Return version, headers, body length, and whether the body is chunked."""
         num_lines = self._received.count(b"\r\n")
-        # A lone CR or LF, and a line that continues the one before, end lines for some parsers and not for others.
+        # Parsers disagree whether a lone CR or LF, or a folded line, ends a line.
         if self._received.count(b"\n") != num_lines or self._received.count(b"\r") != num_lines:
-            raise MalformedMessage("a message head with a line that does not end in CR LF")
+            raise MalformedMessage("the message head has a line that does not end in CR LF")
         if b"\r\n " in self._received or b"\r\n\t" in self._received:
-            raise MalformedMessage("a message head with a folded line")
+            raise MalformedMessage("the message head has a folded line")
         version = self._parser.get_http_version()
         line = self._received.partition(b"\r\n")[0]
         protocol = line.partition(b" ")[0] if isinstance(self._parser, httptools.HttpResponseParser) else line[-8:]
-        # The parser also accepts requests of RTSP and ICE, and reports the version alone.
+        # The parser also accepts requests of RTSP and ICE, and reports only the version.
         if version not in {"1.0", "1.1"} or not protocol.startswith(b"HTTP/"):
-            raise MalformedMessage("a message that is not HTTP/1.1")
+            raise MalformedMessage("the message is not HTTP/1.1")
         headers: dict[str, str] = {}
         for name_bytes, value_bytes in self._events.fields:
             name, value = name_bytes.decode("latin-1").lower(), value_bytes.decode("latin-1").strip(" \t")
             if name not in headers:
                 headers[name] = value
             elif name in {"content-length", "transfer-encoding", "host"}:
-                raise MalformedMessage(f"a repeated header field {name}")
+                raise MalformedMessage(f"the header field {name} is repeated")
             else:
                 headers[name] += f", {value}"
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         if coding is not None:
             if length is not None or coding.lower() != "chunked" or version != "1.1":
-                raise MalformedMessage("a body whose end the head states in two ways, or in an unknown one")
+                raise MalformedMessage("the head states the end of the body in two ways or in an unknown way")
             return version, headers, None, True
         if length is None:
             return version, headers, None, False
-        # 18 digits: more than any object has, and a sum of two still fits 64 bits.
+        # Limit to 18 digits, so that a sum of two lengths fits 64 bits.
         if not (length.isascii() and length.isdigit()) or len(length) > 18:
-            raise MalformedMessage("a Content-Length that is not a number")
+            raise MalformedMessage("the Content-Length is not a number")
         return version, headers, int(length), False
 
 
 def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) -> bytes:
-    """Return the bytes of a request's head.
+    """Encode a request's head.
 
     Args:
-        target: path and query, percent-encoded; for a proxy, the whole URL.
+        method: GET, POST and so on.
+        target: path and query, percent-encoded. For a proxy, the whole URL.
         fields: header fields in order.
 
     Raises:
-        ConfigError: a part would change the meaning of the lines after it.
+        ConfigError: a part contains a line break or an invalid character.
     """
     return _joined([f"{method} {_checked_target(target)} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)])
 
 
 def _checked_target(target: str) -> str:
-    # A space would end the target early, and what follows would be read as the version.
+    # A space would end the target, and the rest would be read as the version.
     if not (target.isascii() and target.isprintable()) or " " in target or not target:
-        raise ConfigError(
-            f"{target[:80]!r} cannot be the target of a request", hint="percent-encode the path and query"
-        )
+        raise ConfigError(f"{target[:80]!r} cannot be a request target", hint="percent-encode the path and query")
     return target
 
 
 def _joined(lines: list[str]) -> bytes:
     text = "\r\n".join(lines) + "\r\n\r\n"
-    # Every line break is one of ours: a value with another one would add a header field, or a whole second request.
+    # A line break inside a value would add a header field or a second request.
     if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1 or "\0" in text:
-        raise ConfigError("a line break in a request header")
+        raise ConfigError("a request header contains a line break")
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError as error:
-        raise ConfigError("a request header that is not Latin-1") from error
+        raise ConfigError("a request header is not Latin-1") from error

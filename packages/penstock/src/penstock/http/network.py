@@ -1,11 +1,9 @@
-"""The way to a server as the environment says it: proxies, hosts without one, and certificates.
+"""Network settings from the environment: proxies, hosts reached without a proxy, and certificates.
 
-In: the variables that curl, requests, boto3 and huggingface_hub read (`config.network_environment`), a URL. Out: its
-proxy, or none; the files of certificates to trust.
-Not here: connections (`pool`), obstore, which is told the same (`storage.object_stores`); Penstock's hubs and members,
-which are reached directly.
+The variables are those that curl, requests, boto3 and huggingface_hub read. They do not apply to Penstock's own hubs
+and members, which are always reached directly. obstore gets the same settings from `storage.object_stores`.
 
-    proxy         `HTTP_PROXY`, `HTTPS_PROXY` by the URL's scheme, else `ALL_PROXY`; lower case wins
+    proxy         `HTTP_PROXY`, `HTTPS_PROXY` by the URL's scheme, else `ALL_PROXY`; lower case takes precedence
     no proxy      `NO_PROXY`: `*`, a host with its subdomains, the end of an address, `host:port`, a network
     certificates  the system's, `PENSTOCK_CA_FILE`, `REQUESTS_CA_BUNDLE`, else `CURL_CA_BUNDLE`
 """
@@ -30,17 +28,17 @@ CERTIFICATE_HINT = (
 )
 
 NOBODY = "*,0.0.0.0/0,::/0"
-"""Exclusions that fit every host, for obstore: its `*` fits names and no addresses."""
+"""Exclusions that match every host, for obstore. Its `*` matches names but not addresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proxy:
-    """A proxy that requests go through.
+    """An HTTP proxy.
 
     Attributes:
         host, port: its address.
-        authorization: the value of `Proxy-Authorization`; empty: it asks for no user.
-        url: as the environment has it, with user and password.
+        authorization: value of `Proxy-Authorization`, or "" without a user.
+        url: the proxy's URL from the environment, with user and password.
     """
 
     host: str
@@ -50,34 +48,35 @@ class Proxy:
 
     @property
     def headers(self) -> list[tuple[str, str]]:
-        """The header fields that the proxy reads."""
+        """The header fields for the proxy."""
         return [("Proxy-Authorization", self.authorization)] if self.authorization else []
 
 
 def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Proxy | None:
-    """Return the proxy for a URL; None: it is reached directly.
+    """Return the proxy for a URL, or None if the URL is reached directly.
 
     Args:
-        environ: the environment; None: this process's.
+        url: the URL.
+        environ: the environment. None uses this process's.
 
     Raises:
-        ConfigError: the proxy cannot be used: SOCKS, TLS to the proxy, or no address.
+        ConfigError: the proxy has no valid address, or uses SOCKS or TLS.
     """
     found = network_environment(environ)
     name, named = found.proxies.get(url.scheme) or found.proxies.get("all") or ("", "")
     if not named or _is_excluded(url, found.no_proxy):
         return None
-    return _parsed(name, named)
+    return _parse(name, named)
 
 
 def exclusions(environ: Mapping[str, str] | None = None) -> str:
-    """Return the hosts without a proxy in the form that obstore reads; those with a port have none."""
+    """Return the hosts without a proxy in obstore's form, which has no entries with a port."""
     entries = re.split(r"[,\s]+", network_environment(environ).no_proxy)
     return ",".join(entry.strip("[]") for entry in entries if entry and not _has_port(entry))
 
 
-def _parsed(name: str, named: str) -> Proxy:
-    # The messages leave the value out, for there may be a password in it.
+def _parse(name: str, named: str) -> Proxy:
+    # Error messages leave out the value, which may contain a password.
     hint = f"write {name} as http://host:port, or http://user:password@host:port with special characters as %40"
     scheme, _, rest = named.rpartition("://")
     scheme = scheme.lower() or "http"
@@ -85,7 +84,7 @@ def _parsed(name: str, named: str) -> Proxy:
         message = f"{name} names a SOCKS proxy, which is not supported"
         raise ConfigError(message, hint=f"set {name} to an HTTP proxy, or NO_PROXY to the hosts reached without it")
     if scheme != "http":
-        raise ConfigError(f"{name} names a proxy by {scheme}://, and only http:// is supported", hint=hint)
+        raise ConfigError(f"{name} names a proxy by {scheme}://, but only http:// is supported", hint=hint)
     try:
         parts = urlsplit(f"http://{rest.removeprefix('//')}")
         host, port = parts.hostname or "", parts.port or 80
@@ -100,7 +99,7 @@ def _parsed(name: str, named: str) -> Proxy:
 
 
 def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
-    """Return whether `NO_PROXY` names a URL's host."""
+    """Return whether `NO_PROXY` excludes a URL's host."""
     host = (url.hostname or "").rstrip(".").lower()
     port = url.port or (443 if url.scheme == "https" else 80)
     address = _address(host)
@@ -119,14 +118,14 @@ def _is_excluded(url: SplitResult, no_proxy: str) -> bool:
             with contextlib.suppress(ValueError):
                 if address in ipaddress.ip_network(name, strict=False):
                     return True
-        # Also for an address: the other libraries compare its text, too.
+        # Compare an address as text too, as other libraries do.
         if name and (host == name or host.endswith(f".{name}")):
             return True
     return False
 
 
 def _has_port(entry: str) -> bool:
-    # An IPv6 address has colons, and a port only behind brackets.
+    # An IPv6 address contains colons. A port follows only after brackets.
     return re.fullmatch(r"(\[[^\]]*\]|[^:]*):\d+", entry.rpartition("://")[2]) is not None
 
 
@@ -136,7 +135,7 @@ _LOCAL_SERVICES = tuple(
         (
             "169.254.0.0/16",
             "fe80::/10",
-            # AWS: the instance's metadata, and the credentials of pods. Google. Azure. Oracle. Alibaba.
+            # Metadata services: AWS instances and pods, Google, Azure, Oracle, Alibaba.
             "fd00:ec2::/32",
             "fd20:ce::254/128",
             "168.63.129.16/32",
@@ -145,7 +144,7 @@ _LOCAL_SERVICES = tuple(
         ),
     )
 )
-"""Addresses that answer only this machine: link-local ones, and the metadata services of clouds, which give out its
+"""Addresses that are local to this machine: link-local ones, and metadata services of clouds, which reveal its
 credentials. Source: RFC 3927, RFC 4291; the documentation of these clouds."""
 
 
@@ -156,24 +155,24 @@ _TRANSLATED = ipaddress.IPv6Network("::ffff:0:0:0/96")
 
 
 def is_local_service(host: str) -> bool:
-    """Return whether a host is link-local, or a cloud's metadata service, also through a gateway from IPv6 to IPv4."""
+    """Return whether a host is link-local or a cloud's metadata service, even through an IPv6-to-IPv4 gateway."""
     name = host.rstrip(".").lower()
     address = _address(name)
     if address is None:
         return name in {"metadata.google.internal", "metadata", "instance-data"}
     return any(
         one in network
-        for one in (address, *_inner(address))
+        for one in (address, *_translated_addresses(address))
         for network in _LOCAL_SERVICES
         if network.version == one.version
     )
 
 
-def _inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """Return the IPv4 addresses that a gateway or this host's kernel may reach for an IPv6 address.
+def _translated_addresses(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
+    """Return the IPv4 addresses to which a gateway or this host's kernel may translate an IPv6 address.
 
-    Source: RFC 4291 2.5.5 (mapped, compatible), RFC 2765 (translated), RFC 6052 and 8215 (NAT64), RFC 3056 (6to4), RFC
-    4380 (Teredo: server and client), RFC 5214 (ISATAP).
+    Source: RFC 4291 2.5.5 (mapped, compatible), RFC 2765 (translated), RFC 6052 and 8215 (NAT64), RFC 3056 (6to4),
+    RFC 4380 (Teredo: server and client), RFC 5214 (ISATAP).
     """
     if isinstance(address, ipaddress.IPv4Address):
         return []
@@ -183,7 +182,7 @@ def _inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipadd
     if address in _NAT64 or address in _COMPATIBLE or address in _TRANSLATED or (bits >> 32) & 0xFDFFFFFF == 0x5EFE:
         found.append(last)
     if address in _NAT64_LOCAL:
-        # Its prefix may have 48, 56, 64 or 96 bits.
+        # The prefix may have 48, 56, 64 or 96 bits.
         found += (
             last,
             ipaddress.IPv4Address((bits >> 64 & 0xFFFF) << 16 | bits >> 40 & 0xFFFF),
@@ -194,10 +193,11 @@ def _inner(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> list[ipadd
 
 
 def require_public(address: str, host: str) -> None:
-    """Raise SourceUnavailable if a server redirected to a service of this machine's network."""
+    """Raise SourceUnavailable if a redirect leads to a service of this machine's network."""
     if is_local_service(address):
-        hint = "the server is at fault, or name that address yourself if it is meant"
-        raise SourceUnavailable(f"it redirects to {host[:100]!r}, a service of this machine's network", hint=hint)
+        hint = "the server is at fault; if the address is intended, name it yourself"
+        message = f"the server redirects to {host[:100]!r}, a service of this machine's network"
+        raise SourceUnavailable(message, hint=hint)
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
@@ -209,26 +209,26 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """A file or directory of certificates, and the name of the variable or argument that it comes from."""
+    """A file or directory of certificates, and the variable or argument that names it."""
 
     name: str
     path: Path
 
 
 def bundles(settings: Settings, environ: Mapping[str, str] | None = None) -> tuple[Bundle, ...]:
-    """Return the certificates that are trusted besides the system's, for every server but Penstock's hubs."""
+    """Return the certificates to trust in addition to the system's, for all servers except Penstock's hubs."""
     found = network_environment(environ)
     own = () if settings.ca_file is None else (Bundle(name="ca_file (PENSTOCK_CA_FILE)", path=settings.ca_file),)
     return own + tuple(Bundle(name=name, path=path) for name, path in found.bundles)
 
 
 def read_bundle(bundle: Bundle) -> bytes:
-    """Return the certificates of a bundle as PEM. ConfigError: they cannot be read."""
+    """Return a bundle's certificates as PEM. ConfigError if they cannot be read."""
     try:
         files = sorted(bundle.path.iterdir()) if bundle.path.is_dir() else [bundle.path]
         pem = b"\n".join(file.read_bytes() for file in files if file.is_file())
     except OSError as error:
-        raise ConfigError(f"{bundle.name} {bundle.path} does not load: {error.strerror}") from error
+        raise ConfigError(f"cannot load {bundle.name} {bundle.path}: {error.strerror}") from error
     if b"-----BEGIN" not in pem:
-        raise ConfigError(f"{bundle.name} {bundle.path} does not load: it has no certificate in PEM")
+        raise ConfigError(f"cannot load {bundle.name} {bundle.path}: it has no certificate in PEM")
     return pem

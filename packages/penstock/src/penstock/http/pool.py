@@ -1,8 +1,4 @@
-"""Kept-alive connections for the reads of objects: any number of origins, proxies, and a bundle of certificates.
-
-In: a URL. Out: a connection to its origin, idle or new, and a `HttpReply` for each GET over it.
-Not here: the connection and the reply (`client`), conditions, redirects and retries (`range_request`, `storage.http`).
-"""
+"""Connections for reading objects: kept alive, to any number of servers, with proxies and certificates."""
 
 from __future__ import annotations
 
@@ -24,27 +20,27 @@ from penstock.lifecycle import release_after_fork
 from penstock.net.listener import cut
 
 _IDLE_CONNECTIONS = 64
-"""Connections kept for reuse at most, per origin. Reason: more than any load reads with at once."""
+"""Maximum number of idle connections for each server. Reason: no load reads with more."""
 
 _IDLE_S = 15.0
-"""Seconds after which an idle connection is not trusted any more. Reason: common servers drop one after 5 to 75 s."""
+"""Seconds until an idle connection is closed. Reason: common servers close one after 5 to 75 s."""
 
 _TARGET_SAFE = "/%:@!$&'()*+,;=~-._?[]"
-"""Characters of a URL's path and query sent as they are; others are percent-encoded. Source: RFC 3986, 3.3."""
+"""Characters in a URL's path and query that are not percent-encoded. Source: RFC 3986, 3.3."""
 
 
 class PooledConnection(ClientConnection):
-    """A connection to one origin, or to the proxy that forwards to it.
+    """A connection to a server, or to the proxy that forwards to it.
 
     Args:
-        sock: connected.
-        silence_s: seconds that a head, and each read of the body, may be silent.
-        forwarded_by: a proxy that reads the requests, so they name the whole URL; None: the origin reads them.
+        sock: a connected socket.
+        silence_s: seconds that a head, or each read of the body, may be silent.
+        forwarded_by: a proxy that reads the requests, which then name the whole URL. None without such a proxy.
 
     Attributes:
-        was_used: an answer came over it before, so the server may have closed it since.
-        idle_since_s: when the pool got it back.
-        is_foreign: see `Pool.get`.
+        was_used: whether the connection has served a request before. The server may have closed it since.
+        idle_since_s: time of its return to the pool.
+        is_redirected: see `Pool.get`.
     """
 
     def __init__(self, sock: socket.socket, *, silence_s: float, forwarded_by: Proxy | None) -> None:
@@ -52,12 +48,12 @@ class PooledConnection(ClientConnection):
         self._forwarded_by = forwarded_by
         self.was_used = False
         self.idle_since_s = 0.0
-        self.is_foreign = False
+        self.is_redirected = False
         self._scope: waits.Scope | None = None
         self._wait: int | None = None
 
     def begin(self) -> None:
-        """Let the calling thread wait for this connection, until its call is left. Raises as `waits.require_wanted`."""
+        """Let the calling thread wait for this connection until its call is cancelled. See `waits.require_wanted`."""
         self._scope = waits.current()
         if self._scope is not None:
             self._wait = self._scope.add(self.wire.cut)
@@ -66,7 +62,7 @@ class PooledConnection(ClientConnection):
                 waits.require_wanted()
 
     def end(self) -> None:
-        """Note that no thread waits for this connection any more. Idempotent."""
+        """Record that no thread waits for this connection. Idempotent."""
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.remove(self._wait)
@@ -77,7 +73,7 @@ class PooledConnection(ClientConnection):
         super().close()
 
     def get(self, url: SplitResult, headers: Mapping[str, str]) -> HttpReply:
-        """Send a GET and receive the head of its answer; see `ClientConnection.request`."""
+        """Send a GET and receive the head of its answer. See `ClientConnection.request`."""
         target = quote(url.path or "/", safe=_TARGET_SAFE)
         if url.query:
             target += "?" + quote(url.query, safe=_TARGET_SAFE)
@@ -85,7 +81,7 @@ class PooledConnection(ClientConnection):
         if self._forwarded_by is not None:
             target = f"http://{_authority(url)}{target}"
             fields += self._forwarded_by.headers
-        # Ranges of a compressed answer are ranges of other bytes than those of the object.
+        # Ranges of a compressed answer would not match ranges of the object.
         fields += [("Accept-Encoding", "identity"), ("Accept", "*/*"), *headers.items()]
         reply = self.request("GET", target, fields, wait_s=self.pace_s)
         self.was_used = True
@@ -93,11 +89,11 @@ class PooledConnection(ClientConnection):
 
 
 class Pool:
-    """Kept-alive connections to any number of origins. Thread-safe; a forked child starts with none.
+    """Idle connections to any number of servers. Thread-safe. A forked child starts without connections.
 
     Args:
-        trusted: bundles of certificates trusted besides the system's roots.
-        silence_s: seconds a connect, a head or a read may be silent.
+        trusted: certificates trusted in addition to the system's.
+        silence_s: seconds that a connect, a head or a read may be silent.
     """
 
     def __init__(self, *, trusted: tuple[Bundle, ...] = (), silence_s: float) -> None:
@@ -109,24 +105,26 @@ class Pool:
         self._holders = 0
         _pools.add(self)
 
-    def get(self, url: SplitResult, *, fresh: bool = False, is_foreign: bool = False) -> PooledConnection:
-        """Return an idle connection to `url`'s origin, or a new one.
+    def get(self, url: SplitResult, *, fresh: bool = False, is_redirected: bool = False) -> PooledConnection:
+        """Return an idle connection to `url`'s server, or a new one.
 
         Args:
-            fresh: never reuse one.
-            is_foreign: a server chose the host, so it must not be one that only this machine may ask.
+            url: the URL to read.
+            fresh: open a new connection.
+            is_redirected: whether a server chose the host. Services of this machine's network are then refused.
 
         Raises:
-            SourceUnavailable: `is_foreign`, and it is such a host; nothing was sent. OSError, ConfigError.
+            SourceUnavailable: the redirect was refused before anything was sent.
+            OSError, ConfigError: the server cannot be connected to.
         """
         dropped = []
         with self._lock:
-            idle = self._idle.get((url.scheme, url.netloc, is_foreign), [])
+            idle = self._idle.get((url.scheme, url.netloc, is_redirected), [])
             now_s = time.monotonic()
             reusable = None
             while idle and reusable is None:
                 candidate = idle.pop()
-                # One with unread bytes, or at its end, would answer the next request with what is left of another.
+                # After unread bytes or the end, the connection could not serve another request.
                 is_old = now_s - candidate.idle_since_s > _IDLE_S
                 if fresh or is_old or not candidate.wire.is_silent:
                     dropped.append(candidate)
@@ -134,29 +132,29 @@ class Pool:
                     reusable = candidate
         for connection in dropped:
             connection.close()
-        connection = reusable or self._connect(url, is_foreign=is_foreign)
+        connection = reusable or self._connect(url, is_redirected=is_redirected)
         connection.begin()
         return connection
 
     def put(self, url: SplitResult, connection: PooledConnection, reply: HttpReply | None) -> None:
-        """Take a connection back after `reply`; it is closed unless it can be used again."""
+        """Take a connection back after `reply`, and close it unless it can be used again."""
         connection.end()
         if reply is not None and reply.is_reusable:
             connection.idle_since_s = time.monotonic()
             with self._lock:
-                idle = self._idle.setdefault((url.scheme, url.netloc, connection.is_foreign), [])
+                idle = self._idle.setdefault((url.scheme, url.netloc, connection.is_redirected), [])
                 if self._holders and len(idle) < _IDLE_CONNECTIONS:
                     idle.append(connection)
                     return
         connection.close()
 
     def hold(self) -> None:
-        """Count one more user. The last `drop` closes the idle connections."""
+        """Add a user. The last `drop` closes the idle connections."""
         with self._lock:
             self._holders += 1
 
     def drop(self) -> None:
-        """Count one user fewer."""
+        """Remove a user."""
         with self._lock:
             self._holders -= 1
             if self._holders:
@@ -172,29 +170,29 @@ class Pool:
             connection.close()
 
     def after_fork(self) -> None:
-        """Close, in a forked child, its copies of the parent's connections, which stay open in the parent."""
-        # Another thread of the parent may have held the lock at the fork; it does not exist here to release it.
+        """In a forked child, close the copies of the parent's connections. The parent's stay open."""
+        # Another thread of the parent may have held the lock, and does not exist here to release it.
         self._lock = threading.Lock()
         with contextlib.suppress(OSError):
             self.clear()
 
-    def _connect(self, url: SplitResult, *, is_foreign: bool) -> PooledConnection:
+    def _connect(self, url: SplitResult, *, is_redirected: bool) -> PooledConnection:
         if url.hostname is None:
-            raise ConfigError("a URL without a host")
+            raise ConfigError("the URL has no host")
         is_tls = url.scheme == "https"
         port = url.port or (443 if is_tls else 80)
         proxy = proxy_of(url)
         try:
-            # Also the name that only a proxy resolves: `wrap_socket` would leave its socket open at a name of no use.
+            # Check even a name that only a proxy resolves. `wrap_socket` would not close its socket for a bad name.
             url.hostname.encode("idna")
         except UnicodeError as error:
             raise ConfigError("the URL's host name is not valid") from error
         where = (proxy.host, proxy.port) if proxy else (url.hostname, port)
         connect = partial(open_tcp, *where, self._silence_s)
-        if is_foreign:
+        if is_redirected:
             require_public(url.hostname, url.hostname)
             if proxy is None:
-                # Each address that the name leads to, before it is connected to.
+                # Check each address of the name before connecting to it.
                 connect = partial(connect, check=partial(require_public, host=url.hostname))
         sock = descriptors.opened(connect, _authority(url))
         try:
@@ -205,9 +203,9 @@ class Pool:
                         _open_tunnel(sock, proxy, f"{host}:{port}", wait_s=self._silence_s)
                         sock.settimeout(self._silence_s)
                     sock = self._context().wrap_socket(sock, server_hostname=url.hostname)
-            made = PooledConnection(sock, silence_s=self._silence_s, forwarded_by=None if is_tls else proxy)
-            made.is_foreign = is_foreign
-            return made
+            connection = PooledConnection(sock, silence_s=self._silence_s, forwarded_by=None if is_tls else proxy)
+            connection.is_redirected = is_redirected
+            return connection
         except BaseException:
             sock.close()
             raise
@@ -221,30 +219,30 @@ class Pool:
                         self._tls.load_verify_locations(cadata=read_bundle(bundle).decode("ascii", "ignore"))
                     except OSError as error:
                         self._tls = None
-                        raise ConfigError(f"{bundle.name} {bundle.path} does not load: {error}") from error
+                        raise ConfigError(f"cannot load {bundle.name} {bundle.path}: {error}") from error
             return self._tls
 
 
 def _authority(url: SplitResult) -> str:
-    """Return host and port, without user information."""
+    """Return host and port of a URL."""
     return url.netloc.rpartition("@")[2]
 
 
 def _open_tunnel(sock: socket.socket, proxy: Proxy, authority: str, *, wait_s: float) -> None:
-    """Ask a proxy for a tunnel. OSError, or ConfigError for its user, when it refuses."""
-    # The connection object is dropped, not closed: TLS goes on over the same socket.
+    """Ask a proxy for a tunnel. OSError if it refuses, ConfigError if it refuses the user."""
+    # Do not close the connection object, because TLS uses its socket.
     fields = [("Host", authority), *proxy.headers]
     reply = ClientConnection(sock, pace_s=wait_s).request("CONNECT", authority, fields, wait_s=wait_s)
     if reply.status == 407:
         raise wrong_proxy_user()
     if reply.status != 200:
-        raise OSError(f"the proxy refused a tunnel: {reply.status}")
+        raise OSError(f"the proxy refused a tunnel with HTTP {reply.status}")
 
 
 def wrong_proxy_user() -> ConfigError:
-    """Return the error for a proxy's answer 407."""
+    """Return the error for HTTP 407 from a proxy."""
     hint = "write HTTPS_PROXY, HTTP_PROXY or ALL_PROXY as http://user:password@host:port"
-    return ConfigError("the proxy asks for another user and password (HTTP 407)", hint=hint)
+    return ConfigError("the proxy refuses the user or password (HTTP 407)", hint=hint)
 
 
 _pools: weakref.WeakSet[Pool] = release_after_fork(lambda pool: pool.after_fork())
@@ -252,5 +250,5 @@ _shared: weakref.WeakValueDictionary[tuple[tuple[Bundle, ...], float], Pool] = w
 
 
 def shared_pool(*, trusted: tuple[Bundle, ...], silence_s: float) -> Pool:
-    """Return the process's pool for these options, so that the shards of one checkpoint share their connections."""
+    """Return the process's pool for these options, which all files of a checkpoint share."""
     return _shared.setdefault((trusted, silence_s), Pool(trusted=trusted, silence_s=silence_s))

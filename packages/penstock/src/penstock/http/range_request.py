@@ -1,15 +1,12 @@
-"""Ranged, conditional requests for objects: one exchange, checked against the object first seen, and patience between.
+"""Conditional range requests: one exchange checked against the object first seen, and pauses between attempts.
 
-In: an `Origin` (where the object is now), a range, the validators first seen. Out: bytes, or a typed error.
-Not here: connections (`pool`), the loop over the attempts (`storage.http`, `storage.objects`), signing
-(`storage.objects`).
+    RangeExchange --checked--> bytes
+             `--RequestFailed--> Patience --pause--> another RangeExchange
+                                     `--too many failures, too long silence--> SourceUnavailable, SourceStalled
 
-    Exchange --checked--> bytes
-             `--Failed--> Patience --pause--> another Exchange
-                                   `--too many, too long--> SourceUnavailable, SourceStalled
-
-What another attempt may cure is `RequestFailed`; everything else is an error at once. `Patience` counts failures and
-silence since the last byte, never total time: a slow source is not a broken one.
+`storage.http` and `storage.objects` contain the loops over attempts. `RequestFailed` means that another attempt may
+succeed, and other errors are final. `Patience` counts failures and silence since the last byte, and never the total
+time, because a slow source is not broken.
 """
 
 from __future__ import annotations
@@ -46,24 +43,24 @@ from penstock.interrupts import is_of_handler
 from penstock.totals import Total
 
 retried_requests = Total()
-"""Requests of this process that failed, or were refused for now, and were sent again."""
+"""Number of requests that this process sent again after they failed or were refused for now."""
 
 _FIRST_PAUSE_S = 0.1
 """Seconds before the first retry. Source: the default `init_backoff` of obstore's RetryConfig."""
 
 _LONGEST_PAUSE_S = 5.0
-"""Seconds one pause may last. Reason: five retries reach 1.6 s; this bounds larger counts."""
+"""Maximum seconds of one pause. Reason: five retries reach 1.6 s, and this limits larger counts."""
 
 ATTEMPTS_PER_STALL = 3
-"""A silent connection is replaced after `stall_s` over this, so that one bad connection is not yet a stalled source."""
+"""A silent connection is replaced after this fraction of `stall_s`, so that one bad connection is no stalled source."""
 
 
 class Arrivals:
-    """The arrivals from a source, counted over all its readers: a source that serves others is alive.
+    """Arrivals of bytes from a source, counted over all its readers. A source that serves any of them is alive.
 
     Attributes:
-        count: answers that brought bytes.
-        last_s: when the last of them did, by the readers' clock.
+        count: number of answers that brought bytes.
+        last_s: time of the last of these answers, by the readers' clock.
     """
 
     def __init__(self) -> None:
@@ -72,16 +69,16 @@ class Arrivals:
 
 
 class Patience:
-    """The patience left with one range of one source; a received byte restores it whole.
+    """Retries left for one range of a source. Each received byte restores all of them.
 
-    Failures are forgotten when bytes of the source's other ranges arrive: with many requests under way, a server that
-    refuses every second one refuses the same range several times in a row. Silence is counted for the range alone.
+    Bytes of other ranges also reset the failures: with many requests under way, a server that refuses every second
+    request refuses some range several times in a row. Silence is counted for this range alone.
 
     Args:
         uri: the source, for the error.
-        settings: `retries` failures, or `stall_s` seconds of silence, without a byte between them are too many.
-        arrivals: of all ranges of the source; None: there is only this one.
-        clock, sleep: seconds; replaced in tests.
+        settings: `retries` and `stall_s` limit the failures and the seconds of silence without a byte.
+        arrivals: shared by all ranges of the source. None if this is the only range.
+        clock, sleep: replaced in tests.
     """
 
     def __init__(
@@ -105,7 +102,7 @@ class Patience:
         self._last_byte_s = clock()
 
     def progress(self) -> None:
-        """Note that bytes arrived: failures and silence count from here."""
+        """Record that bytes arrived, and reset failures and silence."""
         self._failures = 0
         self._num_pauses = 0
         self._last_byte_s = self._arrivals.last_s = self._clock()
@@ -121,49 +118,50 @@ class Patience:
         wait_s: float | None = None,
         cause: Exception | None,
     ) -> None:
-        """Pause before the next attempt.
+        """Count a failure, and pause before the next attempt.
 
         Args:
-            why: one sentence for the error.
-            byte_range: what is still missing, `[start, stop)`; None for a question that is not about a range.
-            silent: the failure was a timeout.
-            wait_s: seconds that the server asked for. Such an answer is no failure: the request is repeated until
-                `stall_s` have passed without a byte of the source.
-            cause: the library's error, chained.
+            why: the reason, for the error.
+            byte_range: the missing bytes `[start, stop)`, or None if the request was not for a range.
+            silent: whether the failure was a timeout.
+            wait_s: seconds that the server asked to wait. This counts as no failure, and the request is repeated until
+                the source sends no byte for `stall_s`.
+            cause: the library's error, to be chained.
 
         Raises:
-            SourceStalled: silence for `stall_s`, or too many timeouts in a row.
-            SourceUnavailable: too many failures in a row, or nothing but requests to wait for `stall_s`.
-            Cancelled, KeyboardInterrupt: the call was left, see `waits`.
+            SourceStalled: there was silence for `stall_s`, or too many timeouts in a row.
+            SourceUnavailable: there were too many failures in a row, or the server asked to wait for `stall_s`.
+            Cancelled, KeyboardInterrupt: the call was cancelled, see `waits`.
         """
+        # If the call was cancelled, its connection was closed on purpose.
         # A connection that was cut because the call was left is no failure of the source.
         waits.require_wanted()
-        # Bytes of other ranges prove that the source works: only failures since then count.
+        # Bytes of other ranges prove that the source works, so count only failures since then.
         if self._arrivals.count != self._num_seen:
             self._num_seen, self._failures = self._arrivals.count, 0
         self._failures += wait_s is None
         self._num_pauses += 1
         now_s = self._clock()
         silent_s = now_s - self._last_byte_s
-        # 0.99: three silent attempts of a third of `stall_s` each may end a little before it.
+        # Allow 1 %, because three silent attempts of a third of `stall_s` may end slightly early.
         if silent and (silent_s >= 0.99 * self._stall_s or self._failures > self._retries):
             raise SourceStalled(
-                f"no byte for {silent_s:.1f} s ({why})",
+                f"no byte arrived for {silent_s:.1f} s ({why})",
                 uri=self._uri,
                 byte_range=byte_range,
                 hint="raise stall_s if the source is only slow",
             ) from cause
         if self._failures > self._retries:
             raise SourceUnavailable(
-                f"{self._failures} attempts without progress, the last: {why}", uri=self._uri, byte_range=byte_range
+                f"{self._failures} attempts made no progress, the last: {why}", uri=self._uri, byte_range=byte_range
             ) from cause
-        # With jitter: ranges that failed together would otherwise all come back at the same moment.
+        # Without jitter, ranges that failed together would all be requested again at the same moment.
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * random.uniform(0.5, 1.0)
         if wait_s is not None:
-            # By the source's last byte, not this range's: a server that limits requests serves them in turns.
+            # Use the source's last byte: a server that limits requests serves the ranges in turns.
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))
             if left_s <= 0:
-                message = f"the server asked to wait for {self._stall_s:.1f} s and sent no byte ({why})"
+                message = f"for {self._stall_s:.1f} s the server asked to wait and sent no byte ({why})"
                 hint = "raise stall_s to wait longer"
                 raise SourceUnavailable(message, uri=self._uri, byte_range=byte_range, hint=hint) from cause
             pause_s = min(max(pause_s, wait_s), left_s)
@@ -172,83 +170,83 @@ class Patience:
 
 
 _MAX_REDIRECTS = 5
-"""Redirects followed for one range. Reason: model hubs need 1 or 2, and a circle should end soon."""
+"""Maximum redirects for one range. Reason: model hubs need 1 or 2, and a loop should end soon."""
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
-"""Answers worth another attempt. Source: RFC 9110 15.5.9, 15.6; RFC 6585 4; RFC 8470; the S3 API's errors."""
+"""Statuses worth another attempt. Source: RFC 9110 15.5.9, 15.6; RFC 6585 4; RFC 8470; the S3 API's errors."""
 
 _CREDENTIAL_CODES = frozenset({"ExpiredToken", "InvalidToken", "InvalidAccessKeyId", "AuthorizationHeaderMalformed"})
-"""Codes of HTTP 400 that mean the credentials are wrong. Source: the S3 API's list of error responses."""
+"""Codes in HTTP 400 answers for wrong credentials. Source: the S3 API's list of error responses."""
 
 _ERROR_BODY_BYTES = 16 << 10
-"""Bytes of an error's body read to find its code. Reason: S3's are under 1 KiB; nothing larger is worth waiting for."""
+"""Maximum bytes of an error's body that are searched for its code. Reason: those of S3 are under 1 KiB."""
 
 _ERROR_BODY_S = 2.0
-"""Seconds for all of an error's body. Reason: its status is known already, and it comes in the packet of its head."""
+"""Maximum seconds for an error's body. Reason: the status is known, and the body usually arrives with the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validators:
-    """The headers that tell one state of an object from another."""
+    """The headers that identify one state of an object, and its size."""
 
     etag: str = ""
-    """As sent, with its quotes and weakness mark."""
+    """As sent, with quotes and weakness mark."""
     last_modified: str = ""
     """HTTP date."""
     nbytes: int
 
     @property
     def condition(self) -> dict[str, str]:
-        """The header that makes a request fail (412) if the object is another one."""
+        """The header that makes the request fail with 412 if the object has changed."""
         if self.etag and not self.etag.startswith("W/"):
             return {"If-Match": self.etag}
         return {"If-Unmodified-Since": self.last_modified} if self.last_modified else {}
 
     @property
     def identity(self) -> str:
-        """The ETag, or else the date; "" where the server gave neither."""
+        """The ETag, otherwise the date, otherwise ""."""
         return self.etag or self.last_modified
 
     def differs(self, headers: Mapping[str, str]) -> str | None:
-        """Return the difference in an answer's headers that shows another object; None if there is none."""
+        """Return how an answer's headers differ from these validators, or None if they match."""
         etag, modified = headers.get("etag", ""), headers.get("last-modified", "")
         if self.etag and etag:
             same = etag.removeprefix("W/") == self.etag.removeprefix("W/")
-            return None if same else f"its ETag was {self.etag} and is {etag}"
+            return None if same else f"its ETag changed from {self.etag} to {etag}"
         if self.last_modified and modified:
             same = modified == self.last_modified
-            return None if same else f"it was last modified {self.last_modified} and now {modified}"
-        return "the answer carries neither ETag nor Last-Modified any more" if self.identity else None
+            return None if same else f"its modification date changed from {self.last_modified} to {modified}"
+        return "answers no longer have an ETag or Last-Modified" if self.identity else None
 
 
 class Origin(Protocol):
-    """An object's current URL, and its headers."""
+    """The place of an object: its current URL and the headers to send."""
 
     def url(self) -> SplitResult:
-        """The URL to read from, signed or redirected as need be."""
+        """Return the URL to read from, after signing and redirects."""
         ...
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """Return the headers for `url` besides range and condition."""
+        """Return the headers for `url`, without range and condition."""
         ...
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """Forget `url`, which was refused with `status`; return False if another one cannot help."""
+        """Discard `url`, which was refused with `status`. Return False if a new URL cannot help."""
         ...
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """Follow a redirect from `url`; return None, or the reason why it is not followed."""
+        """Follow a redirect from `url`. Return None, or the reason to refuse it."""
         ...
 
-    def is_foreign(self, url: SplitResult) -> bool:
-        """Return whether a server chose the host of `url`, by a redirect, and not the user."""
+    def is_redirected(self, url: SplitResult) -> bool:
+        """Return whether a server chose the host of `url` by a redirect."""
         ...
 
 
 class RequestFailed(Exception):
-    """An attempt that ended early; another one may succeed. See `Patience.failed` for the attributes."""
+    """A failed attempt that may be repeated. `Patience.failed` explains the attributes."""
 
     def __init__(
         self, why: str, *, silent: bool = False, wait_s: float | None = None, cause: Exception | None = None
@@ -259,26 +257,26 @@ class RequestFailed(Exception):
         self.wait_s = wait_s
         self.cause = cause
 
-    def ask(self, patience: Patience, byte_range: tuple[int, int] | None) -> None:
-        """Pause before another attempt, or raise as `Patience.failed`."""
+    def pause(self, patience: Patience, byte_range: tuple[int, int] | None) -> None:
+        """Pause before another attempt, or raise as `Patience.failed` does."""
         patience.failed(self.why, byte_range=byte_range, silent=self.silent, wait_s=self.wait_s, cause=self.cause)
 
 
 class RangeExchange:
-    """A request and its answer, redirects followed; a context manager that returns the connection.
+    """A context manager for a request and its answer, after redirects. Leaving it returns the connection.
 
     Args:
-        uri: the object's name in errors.
-        address: where it is.
+        uri: the object, for errors.
+        origin: where the object is.
         pool: connections.
-        byte_range: wanted, `[start, stop)`; None: a question, whose answer is read by `read_whole`.
-        seen: the validators of the first answer; None: this is the first request.
-        to_the_end: request all bytes from `start` on; no more than the range is read of the answer.
+        byte_range: the bytes to request, `[start, stop)`. With None, read the whole answer by `read_whole`.
+        seen: validators of the first answer. None for the first request.
+        to_the_end: request all bytes from `start`, so that the connection can go on past `stop`.
 
     Attributes:
-        reply: the answer, after the block was entered.
-        stop: end of the bytes in the answer, after `check`; less than the range's where the server shortened it.
-        code: the error code in a refusal's body; empty if there is none.
+        reply: the answer, once the block is entered.
+        stop: end of the bytes in the answer, after `check`. The server may have shortened the range.
+        code: the error code from a refusal's body, or "".
     """
 
     reply: HttpReply
@@ -287,7 +285,7 @@ class RangeExchange:
     def __init__(
         self,
         uri: str,
-        address: Origin,
+        origin: Origin,
         pool: Pool,
         *,
         byte_range: tuple[int, int] | None,
@@ -295,19 +293,19 @@ class RangeExchange:
         to_the_end: bool = False,
     ) -> None:
         self._uri = uri
-        self._address = address
+        self._origin = origin
         self._pool = pool
         self._seen = seen
         self._range = start, stop = byte_range or (0, 0)
         self._limit = seen.nbytes if to_the_end and seen else stop
-        wanted = {} if byte_range is None else {"Range": f"bytes={start}-{'' if to_the_end else stop - 1}"}
-        self._headers = {**wanted, **(seen.condition if seen else {})}
+        ranged = {} if byte_range is None else {"Range": f"bytes={start}-{'' if to_the_end else stop - 1}"}
+        self._headers = {**ranged, **(seen.condition if seen else {})}
         self.stop = stop
         self.code = ""
 
     def __enter__(self) -> RangeExchange:
         for _ in range(_MAX_REDIRECTS + 1):
-            self._url = self._address.url()
+            self._url = self._origin.url()
             self._send()
             location = self.reply.headers.get("location") if self.reply.status in _REDIRECTS else None
             if location is None:
@@ -316,13 +314,13 @@ class RangeExchange:
                 return self
             self._read_code_or_close()
             self._pool.put(self._url, self._connection, self.reply)
-            why_not = self._address.moved(self._url, location)
+            why_not = self._origin.moved(self._url, location)
             if why_not:
                 raise SourceUnavailable(why_not, uri=self._uri)
-        raise SourceUnavailable(f"the server redirects more than {_MAX_REDIRECTS} times", uri=self._uri)
+        raise SourceUnavailable(f"the server sent more than {_MAX_REDIRECTS} redirects", uri=self._uri)
 
     def _read_code_or_close(self) -> None:
-        """Read the code of an error; close the connection if that fails, since `__exit__` is not called then."""
+        """Read the code of an error. Close the connection on failure, because `__exit__` is not called then."""
         try:
             self._read_code()
         except BaseException:
@@ -333,20 +331,20 @@ class RangeExchange:
         self._pool.put(self._url, self._connection, None if kind else self.reply)
 
     def _send(self) -> None:
-        """Send the request; a kept-alive connection that the server closed meanwhile is replaced at once."""
-        headers = {**self._headers, **self._address.headers(self._url)}
+        """Send the request. Repeat it at once if it used an idle connection that the server had closed."""
+        headers = {**self._headers, **self._origin.headers(self._url)}
         for fresh in (False, True):
-            with _failing(self._uri):
-                is_foreign = self._address.is_foreign(self._url)
-                self._connection = self._pool.get(self._url, fresh=fresh, is_foreign=is_foreign)
+            with _typed_errors(self._uri):
+                is_redirected = self._origin.is_redirected(self._url)
+                self._connection = self._pool.get(self._url, fresh=fresh, is_redirected=is_redirected)
             was_used = self._connection.was_used
             try:
-                with _failing(self._uri):
+                with _typed_errors(self._uri):
                     self.reply = self._connection.get(self._url, headers)
                 return
             except BaseException as error:
                 self._connection.close()
-                # A server may close a kept connection at any moment: that says nothing of the object.
+                # A server may close an idle connection at any time. This is no failure of the object.
                 is_stale = isinstance(error, RequestFailed) and isinstance(
                     error.cause, ConnectionError | MalformedMessage
                 )
@@ -354,18 +352,18 @@ class RangeExchange:
                     raise
 
     def _read_code(self) -> None:
-        """Read a refusal's short body, for its code and so that the connection can be used again."""
-        # A body that comes slowly or breaks off has no code. The status decides, and must not wait for the body.
+        """Read a refusal's short body for its code, and so that the connection can be used again."""
+        # The status decides. Do not wait for a body that is slow or incomplete.
         body = self.reply.read_some(_ERROR_BODY_BYTES, wait_s=_ERROR_BODY_S)
         code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body)
         self.code = code[1].decode() if code else ""
 
     def refused(self) -> bool:
-        """Return True for a refusal that a new URL may cure; the old URL is forgotten."""
-        return self.reply.status in {400, 401, 403, 404, 410} and self._address.renew(self._url, self.reply.status)
+        """Return whether the request was refused but may succeed with a new URL. Discard the old URL then."""
+        return self.reply.status in {400, 401, 403, 404, 410} and self._origin.renew(self._url, self.reply.status)
 
     def check(self) -> None:
-        """Raise unless the answer holds bytes of the requested range, of the object first seen; set `stop`."""
+        """Raise unless the answer has bytes of the requested range from the object first seen. Set `stop`."""
         status, headers = self.reply.status, self.reply.headers
         start, stop = self._range
         if status not in {200, 206}:
@@ -376,24 +374,24 @@ class RangeExchange:
         differs = self._seen.differs(headers)
         if differs:
             raise self._changed(differs)
-        # 200 is the whole object, from a server that ignores `Range`; its start is as good as a range.
+        # A server that ignores `Range` answers 200 with the whole object, which is fine for a range at its start.
         if status == 200:
             if self.reply.length not in {None, self._seen.nbytes}:
-                raise self._changed(f"it had {self._seen.nbytes} bytes and has {self.reply.length}")
+                raise self._changed(f"its size changed from {self._seen.nbytes} to {self.reply.length} bytes")
             if start:
-                raise self._protocol("the server ignores Range and would send everything")
+                raise self._protocol("the server ignores Range and would send the whole object")
             return
         first, last, total = self._content_range()
         if total not in {None, self._seen.nbytes}:
-            raise self._changed(f"it had {self._seen.nbytes} bytes and has {total}")
+            raise self._changed(f"its size changed from {self._seen.nbytes} to {total} bytes")
         if first != start or not start <= last < self._limit:
-            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, the answer holds {first}-{last}")
+            raise self._protocol(f"asked for bytes {start}-{self._limit - 1}, but the answer has {first}-{last}")
         if self.reply.length not in {None, last + 1 - first}:
-            raise self._protocol(f"the answer for {last + 1 - first} bytes holds {self.reply.length}")
+            raise self._protocol(f"the answer for {last + 1 - first} bytes has {self.reply.length}")
         self.stop = min(last + 1, stop)
 
     def first_seen(self) -> Validators:
-        """Return the object's validators and size from the first answer; raises as `check`."""
+        """Return the object's validators and size from the first answer. Raises as `check`."""
         headers = self.reply.headers
         nbytes: int | None
         if self.reply.status == 416 and headers.get("content-range", "").replace(" ", "") == "bytes*/0":
@@ -402,15 +400,15 @@ class RangeExchange:
             self.check()
             nbytes = self._content_range()[2] if self.reply.status == 206 else self.reply.length
         if nbytes is None:
-            raise self._protocol("the server does not send the size")
+            raise self._protocol("the server does not send the object's size")
         return Validators(etag=headers.get("etag", ""), last_modified=headers.get("last-modified", ""), nbytes=nbytes)
 
     def read_whole(self, limit: int) -> bytes:
-        """Return the body of an answer; raises as `check`. FormatError: it has more than `limit` bytes."""
+        """Return the body of an answer. Raises as `check`. FormatError if it exceeds `limit` bytes."""
         if self.reply.status not in {200, 206}:
             raise self._error()
         self._require_plain()
-        with _failing(self._uri):
+        with _typed_errors(self._uri):
             try:
                 return self.reply.read(limit)
             except TooLong as error:
@@ -420,14 +418,14 @@ class RangeExchange:
         coding = self.reply.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
             raise FormatError(
-                f"it is stored or sent with Content-Encoding {coding[:40]!r}",
+                f"the object is stored or sent with Content-Encoding {coding[:40]!r}",
                 uri=self._uri,
-                hint="store it as it is: weights are read in ranges",
+                hint="store it without encoding, because weights are read in ranges",
             )
 
     def readinto(self, view: memoryview) -> int:
-        """Receive some bytes of the body into `view`, at least one; return their number. Failed if there are none."""
-        with _failing(self._uri):
+        """Receive at least one byte of the body into `view`. Return the number of bytes. RequestFailed at the end."""
+        with _typed_errors(self._uri):
             received = self.reply.readinto(view)
         if not received:
             raise RequestFailed("the connection closed before the end of the answer")
@@ -441,30 +439,30 @@ class RangeExchange:
         return int(match[1]), int(match[2]), None if match[3] == "*" else int(match[3])
 
     def _changed(self, how: str) -> SourceChanged:
-        return SourceChanged(how, uri=self._uri, byte_range=self._range, hint="load again to read the new one")
+        return SourceChanged(how, uri=self._uri, byte_range=self._range, hint="load again to read the new object")
 
     def _protocol(self, what: str) -> SourceUnavailable:
         return SourceUnavailable(what, uri=self._uri, byte_range=self._range, hint="the server or a proxy is at fault")
 
     def _error(self) -> Exception:
-        """Return the error for the answer's status: one of ours, or `RequestFailed` where another attempt may help."""
+        """Return the error for the answer's status. `RequestFailed` if another attempt may help."""
         status = self.reply.status
         if status == 407:
             return wrong_proxy_user()
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
-        where: _Where = {"uri": self._uri, "byte_range": self._range if self._seen else None}
+        where: _Place = {"uri": self._uri, "byte_range": self._range if self._seen else None}
         if status in _RETRIED:
             return RequestFailed(what, wait_s=_seconds_of(self.reply.headers.get("retry-after", "")))
         if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
-            return PermissionDenied(what, **where, hint="check the credentials and what they may read")
+            return PermissionDenied(what, **where, hint="check the credentials and their permissions")
         if status in {404, 410}:
             return NotFound(what, **where)
         if status == 412:
-            return self._changed("the object is not the one first seen (HTTP 412)")
+            return self._changed("the object has changed since it was opened (HTTP 412)")
         if status == 416:
             total = re.fullmatch(r"bytes \*/(\d{1,18})", self.reply.headers.get("content-range", ""))
             if self._seen and total and int(total[1]) != self._seen.nbytes:
-                return self._changed(f"it had {self._seen.nbytes} bytes and has {total[1]}")
+                return self._changed(f"its size changed from {self._seen.nbytes} to {total[1]} bytes")
             return SourceTruncated(what, **where)
         region = self.reply.headers.get("x-amz-bucket-region", "")
         hint = f"the bucket is in region {region[:40]}: set AWS_REGION" if region else None
@@ -472,7 +470,7 @@ class RangeExchange:
 
 
 def _seconds_of(after: str) -> float | None:
-    """Return the seconds of a `Retry-After`, a number or a date; None if it is neither."""
+    """Return the seconds of a `Retry-After` header, which is a number or a date. None if it is neither."""
     if re.fullmatch(r"\d{1,9}", after):
         return float(after)
     try:
@@ -481,25 +479,25 @@ def _seconds_of(after: str) -> float | None:
         return None
 
 
-class _Where(TypedDict):
+class _Place(TypedDict):
     uri: str
     byte_range: tuple[int, int] | None
 
 
 @contextlib.contextmanager
-def _failing(uri: str) -> Iterator[None]:
-    """Map the errors of sockets, TLS and the parser to typed errors, or to `RequestFailed`."""
+def _typed_errors(uri: str) -> Iterator[None]:
+    """Map errors of sockets, TLS and the parser to typed errors, or to `RequestFailed`."""
     try:
         yield
     except MalformedMessage as error:
-        # A FormatError of one answer, not of the object: the next answer may be right.
+        # This FormatError is about one answer. The next answer may be valid.
         raise RequestFailed(error.message[:200], cause=error) from error
     except PenstockError:
-        # Mapped already; NotFound and PermissionDenied are OSErrors too.
+        # Keep typed errors: NotFound and PermissionDenied are also OSErrors.
         raise
     except ssl.SSLCertVerificationError as error:
         raise SourceUnavailable(
-            f"the server's certificate does not verify: {error.verify_message}",
+            f"the server's certificate cannot be verified: {error.verify_message}",
             uri=uri,
             hint=CERTIFICATE_HINT,
         ) from error

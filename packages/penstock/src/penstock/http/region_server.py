@@ -1,13 +1,11 @@
-"""The holder's end of the `http` transport: serve regions of this process's memory to readers that have a key.
-
-In: regions, requests for runs of their bytes. Out: the bytes, sent straight from the memory, or a refusal.
-Not here: connections and limits (`server`), messages (`region_messages`), the reader's end (`transport.http_reader`).
+"""The holder's end of the `http` transport: serves regions of this process's memory to readers that have a key.
 
     POST /v1/regions/GENERATION   ReadRequest -> 200: the bytes of the runs, then a trailer
-                                  410: this generation has ended, or the key is not one of its keys
+                                  410: this generation has ended, or the key is not valid for it
                                   404, 413, 400: another path, too many bytes, a malformed request
 
-The trailer is sent only if the generation still holds after the last byte: a reader does not use bytes without it.
+The trailer is sent only if the generation is still valid after the last byte. Readers discard bytes without it.
+`transport.http_reader` is the reader's end.
 """
 
 from __future__ import annotations
@@ -41,43 +39,43 @@ from penstock.http.server import HttpServer, RequestRefused, ServerExchange
 from penstock.totals import Total
 
 served_bytes = Total()
-"""Bytes of regions that this process has sent whole answers of, before compression."""
+"""Bytes that this process served in complete answers, counted before compression."""
 
 MAX_ANSWER_BYTES = 1 << 30
-"""Longest answer. Reason: it bounds the cost of one request; a reader of ours asks for 64 MiB at most."""
+"""Maximum size of an answer. Reason: it limits the cost of a request. Penstock's readers request up to 64 MiB."""
 
 _DECODER = msgspec.msgpack.Decoder(ReadRequest)
 
 
 @dataclass(slots=True, eq=False)
 class ServedRegion:
-    """Memory that may be read while `generation` is current, by a reader that sends its key or a lent one.
+    """Memory that may be read while `generation` is current, with its own key or a lent key.
 
     Attributes:
-        is_there: returns whether the memory is still where the view is. Keeps the memory alive.
-        under_way: connections of the answers that are being sent, each with the key of its request.
+        is_valid: returns whether the memory is still at the view's address. It keeps the memory alive.
+        in_progress: connections with an answer in progress, and the key of each request.
         lent: keys by borrower.
     """
 
     generation: int
     key: bytes
     view: memoryview
-    is_there: Callable[[], bool]
-    under_way: dict[HttpConnection, bytes] = field(default_factory=dict)
+    is_valid: Callable[[], bool]
+    in_progress: dict[HttpConnection, bytes] = field(default_factory=dict)
     lent: dict[str, bytes] = field(default_factory=dict)
 
     def opens(self, key: bytes) -> bool:
-        """Return whether this is a key of the region, in the same time for every wrong key."""
+        """Return whether this is a valid key of the region. All wrong keys take the same time."""
         return any(hmac.compare_digest(key, valid) for valid in (self.key, *list(self.lent.values())))
 
 
 class RegionServer:
-    """Regions and the server that readers get them from. Started by the constructor.
+    """Regions and their HTTP server. The constructor starts it.
 
     Args:
-        bound: a bound socket; owned by the server from now on.
+        bound: a bound socket. The server owns it from now on.
         endpoint: random id of this server, which each request must name.
-        tls: context of the server side; None: plain.
+        tls: server-side context. None uses plain TCP.
     """
 
     def __init__(self, bound: socket.socket, *, endpoint: str, tls: ssl.SSLContext | None) -> None:
@@ -100,68 +98,68 @@ class RegionServer:
         """Number of open connections."""
         return self._http.num_open
 
-    def show(self, view: memoryview, is_there: Callable[[], bool]) -> ServedRegion:
-        """Begin a generation of this memory."""
+    def show(self, view: memoryview, is_valid: Callable[[], bool]) -> ServedRegion:
+        """Start a generation of this memory."""
         with self._lock:
-            region = ServedRegion(next(self._generations), secrets.token_bytes(16), view, is_there)
+            region = ServedRegion(next(self._generations), secrets.token_bytes(16), view, is_valid)
             if self._is_open:
                 self._regions[region.generation] = region
         return region
 
     def lend(self, region: ServedRegion, borrower: str) -> bytes:
         """Return a key to this generation for one borrower."""
-        # The same key on a second call: a reader that asks again after a lost answer must not end its own reads.
+        # Return the same key again: a reader that repeats a lost request must not end its other reads.
         with self._lock:
             return region.lent.setdefault(borrower, secrets.token_bytes(16))
 
     def take_back(self, region: ServedRegion, borrower: str) -> None:
-        """Refuse a borrower's key from now on, and cut the answers under way for it."""
+        """Refuse a borrower's key from now on, and cut answers in progress for it."""
         with self._lock:
             key = region.lent.pop(borrower, None)
-            under_way = [wire for wire, shown in region.under_way.items() if shown == key]
-        # Outside the lock: the thread of each answer takes it on its way out.
-        for wire in under_way:
+            in_progress = [wire for wire, used_key in region.in_progress.items() if used_key == key]
+        # Cut without the lock, which the thread of each answer takes at its end.
+        for wire in in_progress:
             wire.cut()
 
     def hide(self, region: ServedRegion) -> None:
-        """End a generation and cut the answers under way; their readers get 410 if they ask again."""
+        """End a generation and cut its answers in progress. Later requests for it get 410."""
         with self._lock:
             self._regions.pop(region.generation, None)
-            under_way = list(region.under_way)
-        for wire in under_way:
+            in_progress = list(region.in_progress)
+        for wire in in_progress:
             wire.cut()
 
     def close(self) -> None:
-        """Accept no connections and cut all answers. Idempotent; does not wait for their threads."""
+        """Stop accepting, and cut all answers without waiting for their threads. Idempotent."""
         with self._lock:
             self._is_open = False
-            # First: an answer under way sees at its next piece that its region is gone.
+            # Clear first, so that an answer in progress stops at its next piece.
             self._regions.clear()
         self._http.close()
 
     def forget(self) -> None:
-        """In a forked child: serve nothing more. The sockets are let go by `HttpServer`."""
-        # Another thread of the parent may have had the lock when the child was forked.
+        """In a forked child, serve nothing. `HttpServer` closes the sockets."""
+        # Another thread of the parent may have held the lock at the fork.
         self._lock = threading.Lock()
         self._is_open = False
 
     def _answer(self, exchange: ServerExchange) -> None:
-        """Answer one request for runs of a region."""
+        """Answer a request for runs of a region."""
         generation, request = _parse(exchange)
         src, length = request.runs()
-        # Python's integers: a sum of many int64 could wrap to a small number.
+        # Sum Python integers, because a sum of many int64 could overflow.
         total = sum(length.tolist())
         if total > MAX_ANSWER_BYTES:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         wire = exchange.wire
         with self._lock:
             region = self._regions.get(generation)
-            # One answer for "no such generation" and "wrong key": a stranger learns nothing about what exists.
+            # Answer the same for an unknown generation and a wrong key, so that a stranger learns nothing.
             if region is None or not self._is_allowed(region, request):
-                # The connection stays: the reader asks there for the next generation.
+                # Keep the connection, on which the reader asks for the next generation.
                 raise RequestRefused(HTTPStatus.GONE, closes=False)
-            region.under_way[wire] = request.key
-        # The key came with a lease.
+            region.in_progress[wire] = request.key
+        # The key proves a lease.
         exchange.prove()
         try:
             views = [region.view[at : at + n] for at, n in zip(src.tolist(), length.tolist(), strict=True)]
@@ -172,7 +170,7 @@ class RegionServer:
             served_bytes.add(total)
         finally:
             with self._lock:
-                region.under_way.pop(wire, None)
+                region.in_progress.pop(wire, None)
 
     def _send_plain(
         self, exchange: ServerExchange, region: ServedRegion, key: bytes, views: list[memoryview], total: int
@@ -180,7 +178,7 @@ class RegionServer:
         wire = exchange.wire
         exchange.begin_answer(total, f"Content-Length: {total + TRAILER.size}\r\n")
         while views:
-            # For each piece: a fence in the middle ends the answer early instead of sending gigabytes in vain.
+            # Check for each piece, so that a fence ends the answer early.
             self._check_allowed(region, key)
             advance(views, wire.send(front(views, PIECE_BYTES)))
         wire.send_all(self._trailer(region, key))
@@ -188,8 +186,8 @@ class RegionServer:
     def _send_coded(
         self, exchange: ServerExchange, region: ServedRegion, key: bytes, views: list[memoryview], total: int
     ) -> None:
-        """Send the runs as frames of `Planes`, one in each chunk, and the trailer as the last chunk."""
-        # Of its own for each answer: making one takes 20 us, coding one block 800.
+        """Send the runs as frames of `Planes`, one per chunk, and the trailer as the last chunk."""
+        # Make a codec for each answer: this takes 20 us, and one block takes 800.
         wire, planes = exchange.wire, Planes()
         exchange.begin_answer(total, f"Transfer-Encoding: chunked\r\nContent-Encoding: {CODING}\r\n")
         while views:
@@ -207,18 +205,18 @@ class RegionServer:
         wire.send_all(chunk_head(len(trailer)) + trailer + b"\r\n" + chunk_head(0) + b"\r\n")
 
     def _trailer(self, region: ServedRegion, key: bytes) -> bytes:
-        """Return what says that all bytes before it are of this generation."""
-        # A holder fences before it changes a byte: if the generation still holds, every byte sent belonged to it.
+        """Return the proof that all bytes before it belong to this generation."""
+        # A holder fences before it changes memory, so a generation that is still valid covers every byte sent.
         self._check_allowed(region, key)
         return TRAILER.pack(TRAILER_WORD, region.generation)
 
     def _check_allowed(self, region: ServedRegion, key: bytes) -> None:
-        """Raise ConnectionAbortedError, which ends the connection, if the region must not be read any more."""
+        """Raise ConnectionAbortedError, which ends the connection, if the region may no longer be read."""
         if self._regions.get(region.generation) is not region or not region.opens(key):
-            raise ConnectionAbortedError("fenced, or the lease has ended")
-        # A read of memory that torch has freed would end this process.
-        if not region.is_there():
-            raise ConnectionAbortedError("the memory was moved or freed by its owner")
+            raise ConnectionAbortedError("the generation or the lease has ended")
+        # Reading memory that torch has freed would crash this process.
+        if not region.is_valid():
+            raise ConnectionAbortedError("the owner moved or freed the memory")
 
     def _is_allowed(self, region: ServedRegion, request: ReadRequest) -> bool:
         is_same = request.endpoint == self.endpoint and request.nbytes == len(region.view)
@@ -226,7 +224,7 @@ class RegionServer:
 
 
 def _parse(exchange: ServerExchange) -> tuple[int, ReadRequest]:
-    """Return the generation and the request that a message names. Raises Refused or FormatError."""
+    """Return the generation and the read request in a message. Raises RequestRefused or FormatError."""
     number = exchange.head.target.removeprefix("/v1/regions/")
     is_number = number != exchange.head.target and number.isascii() and number.isdigit() and len(number) < 20
     if exchange.head.method != "POST" or not is_number:
@@ -235,4 +233,4 @@ def _parse(exchange: ServerExchange) -> tuple[int, ReadRequest]:
     try:
         return int(number), _DECODER.decode(body)
     except MALFORMED as error:
-        raise FormatError("a malformed request") from error
+        raise FormatError("the read request is malformed") from error

@@ -1,14 +1,11 @@
-"""HTTP/1.1 server of a member of a fleet: a thread for each connection, one request at a time, every wait bounded.
-
-In: a bound socket, a handler. Out: a call of the handler for each request, in the thread of its connection.
-Not here: admission and TLS (`net.listener`), parsing (`head`), the two handlers (`region_server`, `peer.server`).
+"""HTTP/1.1 server of a fleet member: one thread per connection, one request at a time, every wait limited.
 
     admission -> TLS -> head -> handler: authority, body -> answer -+-> end
                          ^------------------------------------------+
 
-A client that sends or takes nothing holds one thread until a deadline of `ConnectionLimits`, and no memory beyond a
-head and the body that its authority allows. The hub, with thousands of clients, is an ASGI server instead; see
-`peer.server` for what that would cost a member.
+`region_server` and `peer.server` are the handlers. A client that does not send or read holds one thread until a
+deadline of `ConnectionLimits`, and only memory for a head and for the body that its authority allows. The hub has
+thousands of clients and is an ASGI server instead. `peer.server` explains the cost of ASGI for a member.
 """
 
 from __future__ import annotations
@@ -28,18 +25,18 @@ from penstock.net.admission import MIN_BYTES_PER_S, Admission, Connection, Conne
 from penstock.net.listener import ThreadedListener
 
 LIMITS = ConnectionLimits()
-"""Limits of each listening socket: far above the number of readers that one member has."""
+"""Limits of each listening socket, far above the number of readers of one member."""
 _JOINED_BYTES = 64 << 10
-"""Longest body that is sent in one call with its head. Reason: copying it costs less than a second call and packet."""
+"""Longest body sent in one call with its head. Reason: copying it is cheaper than a second call and packet."""
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 
 
 class RequestRefused(Exception):
-    """Raised by a handler to answer with a status and no body.
+    """Raised by a handler to answer with a status and without a body.
 
     Attributes:
         status: the status.
-        closes: True if the connection ends after the answer.
+        closes: whether the connection ends after the answer.
     """
 
     def __init__(self, status: int, *, closes: bool = True) -> None:
@@ -49,12 +46,12 @@ class RequestRefused(Exception):
 
 
 class ServerExchange:
-    """A request and its answer. The thread of the connection uses it until the handler returns.
+    """A request and its answer, used by the thread of the connection until the handler returns.
 
     Attributes:
-        head: the request's method, target and header fields.
-        wire: the connection; a handler that called `begin_answer` sends the body over it.
-        closes: True if the connection ends after the answer; a handler may set it.
+        head: method, target and header fields of the request.
+        wire: the connection. After `begin_answer`, the handler sends the body over it.
+        closes: whether the connection ends after the answer. A handler may set it.
     """
 
     __slots__ = ("_has_begun", "_peer", "_place", "_unread_bytes", "closes", "head", "wire")
@@ -70,43 +67,43 @@ class ServerExchange:
 
     @property
     def body_bytes(self) -> int:
-        """Announced length of the body, until it is read."""
+        """Length of the unread body as announced."""
         return self._unread_bytes
 
     def prove(self) -> None:
-        """Note that the request carried a valid credential: no stranger can take this connection's place any more."""
+        """Record a valid credential. Strangers can no longer displace this connection."""
         self._place.prove(self._peer or "unix")
 
     def read_body(self, max_bytes: int) -> bytes:
-        """Receive the body. Call this after the caller's authority for so long a body was checked.
+        """Receive the body. Before the call, check that the caller may send so long a body.
 
         Raises:
-            Refused: the body is longer than `max_bytes`.
+            RequestRefused: the body is longer than `max_bytes`.
             TimeoutError, OSError: the body did not arrive in time, or the connection ended.
         """
         nbytes = self._unread_bytes
         if nbytes > max_bytes:
             raise RequestRefused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         self._place.begin(_answer_wait_s(self._place.limits) + nbytes / MIN_BYTES_PER_S)
-        # Sent only now, so that a client that waits for it does not send a body that would be refused.
+        # Send this only now, so that a client does not send a body that would be refused.
         if nbytes and self.head.headers.get("expect", "").lower() == "100-continue":
             self.wire.send_all(b"HTTP/1.1 100 Continue\r\n\r\n")
-        # Set before: a body that fails to arrive is an OSError, which ends the connection anyway.
+        # If the body does not arrive, the OSError ends the connection, so the count does not matter.
         self._unread_bytes = 0
         return self.wire.receive_body(nbytes)
 
     @property
     def peer(self) -> str:
-        """The network that the request came from, or `unix`."""
+        """The network of the client, or `unix`."""
         return network_of(self._peer) if self._peer else "unix"
 
     @property
     def is_local(self) -> bool:
-        """True if the request came over a Unix socket: the kernel has authenticated this process's own user."""
+        """True for a Unix socket. The kernel has then authenticated this process's user."""
         return not self._peer
 
     def answer(self, status: int, body: bytes = b"", fields: str = "") -> None:
-        """Send a whole answer; `fields` are more header lines, each with its CR LF."""
+        """Send a complete answer. `fields` are additional header lines, each with its CR LF."""
         seconds, head = self._begin(status, len(body), f"Content-Length: {len(body)}\r\n{fields}")
         self.wire.set_pace(seconds)
         if len(body) <= _JOINED_BYTES:
@@ -116,39 +113,38 @@ class ServerExchange:
             self.wire.send_all(body)
 
     def begin_answer(self, nbytes: int, fields: str) -> None:
-        """Send the head of a successful answer; the handler sends the body over `wire`.
+        """Send the head of a successful answer. The handler then sends the body over `wire`.
 
         Args:
             nbytes: length of the content, which sets the deadline for all of it.
-            fields: header lines that say where the body ends, each with its CR LF.
+            fields: header lines that define the end of the body, each with its CR LF.
         """
         _, head = self._begin(HTTPStatus.OK, nbytes, fields)
-        # One deadline for the whole answer is not enough here: gigabytes have many minutes, and a client that takes no
-        # byte is found much sooner.
+        # The deadline of a large answer is minutes away. The pace detects much sooner that a client reads nothing.
         self.wire.set_pace(self._place.limits.answer_s)
         self.wire.send_all(head)
 
     def begin_stream(self, lasts_s: float, fields: str) -> None:
-        """Send the head of an answer that ends with the connection; the handler sends the body for `lasts_s`."""
+        """Send the head of an answer that ends with the connection. The handler sends the body for `lasts_s`."""
         self.closes = True
         self.begin_answer(0, fields)
-        # Until its end, which the handler keeps; a client that takes nothing is found by the pace of each call.
+        # The handler ends the stream in time. The pace of each call detects a client that reads nothing.
         self._place.begin(lasts_s + self._place.limits.answer_s)
 
     def _begin(self, status: int, nbytes: int, fields: str) -> tuple[float, bytes]:
-        """Set the deadline by which the client must have taken the answer; return its seconds, and the head."""
+        """Set the deadline for the client to read the answer. Return the seconds until it, and the head."""
         self._has_begun = True
         if self._unread_bytes:
-            # What is left of the body would be taken for the next request.
+            # The rest of the body would be read as the next request.
             self.closes = True
         seconds = self._place.limits.answer_s + nbytes / MIN_BYTES_PER_S
         self._place.begin(seconds)
         return seconds, _head(status, fields, closes=self.closes)
 
     def refuse(self, refused: RequestRefused) -> None:
-        """Answer with the status of a refusal; end the connection if an answer has begun already."""
+        """Answer with the status of a refusal. If an answer has begun, end the connection."""
         if self._has_begun:
-            # A status now would be taken for bytes of the answer.
+            # The client would read a status as part of the answer.
             self.closes = True
             return
         self.closes = self.closes or refused.closes
@@ -161,26 +157,26 @@ def _head(status: int, fields: str, *, closes: bool) -> bytes:
 
 
 def _empty_answer(status: int) -> bytes:
-    """Return an answer without a body, after which the connection ends."""
+    """Return an answer without a body that ends the connection."""
     return _head(status, "Content-Length: 0\r\n", closes=True)
 
 
 def _answer_wait_s(limits: ConnectionLimits) -> float:
-    """Return the time in which a request must be answered, which is not only work: a handler may wait for news."""
+    """Return the maximum time until an answer. A handler may wait for news, so it includes `idle_s`."""
     return limits.idle_s + limits.answer_s
 
 
 class HttpServer:
-    """A listener whose connections are served by a handler. Started by the constructor; let go in forked children.
+    """A listener whose connections are served by a handler. The constructor starts it. Forked children drop it.
 
     Args:
-        bound: a bound socket; owned by the server from now on.
-        handle: called for each request, in the thread of its connection. It answers, or raises Refused, or FormatError
-            for a malformed request. An OSError ends the connection.
+        bound: a bound socket. The server owns it from now on.
+        handle: called for each request in the thread of its connection. It answers, or raises RequestRefused, or
+            FormatError for a malformed request. An OSError ends the connection.
         name: name of the listener in the log.
         thread_name: name of its threads.
-        full_status: status of the answer to a connection for which there is no place.
-        tls: context of the server side; None: plain.
+        full_status: status of the answer if there are too many connections.
+        tls: server-side context. None uses plain TCP.
     """
 
     def __init__(
@@ -202,7 +198,7 @@ class HttpServer:
             self._serve,
             name=thread_name,
             tls=tls,
-            # A TLS client expects a handshake first: it sees the connection end.
+            # A TLS client expects a handshake first, so only close the connection.
             refusal=_empty_answer(full_status) if tls is None else b"",
         )
         _servers.add(self)
@@ -218,18 +214,18 @@ class HttpServer:
         return self._listener.admission.num_open
 
     def close(self) -> None:
-        """Stop accepting, and cut all connections. Idempotent; does not wait for the threads of connections."""
+        """Stop accepting, and cut all connections, without waiting for their threads. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
         self._listener.close()
-        # A stopped client leaves its connection open; the connection's thread would keep the handler's memory alive.
+        # Otherwise a stopped client would keep a thread, and the memory of the handler, alive.
         self._listener.admission.cut_all()
 
     def forget(self) -> None:
-        """In a forked child: close the copies of the parent's sockets; the parent and its clients notice nothing."""
+        """In a forked child, close the copies of the parent's sockets. The parent's connections continue."""
         self._is_open = False
-        # First: closing a connection needs the lock of the admission, which this renews.
+        # Do this first, because it renews the lock that closing a connection needs.
         self._listener.forget()
         for wire in list(self._wires):
             wire.close()
@@ -238,16 +234,16 @@ class HttpServer:
         wire = HttpConnection(sock, pace_s=place.limits.head_s)
         self._wires.add(wire)
         try:
-            # Not only `cut_all` ends this loop: a TLS handshake that was under way then may have missed the cut.
+            # Check `_is_open` too: `cut_all` may miss a connection during its TLS handshake.
             while self._is_open and self._serve_request(wire, place, peer):
                 place.end()
         finally:
             self._wires.discard(wire)
 
     def _serve_request(self, wire: HttpConnection, place: Connection, peer: str) -> bool:
-        """Receive one request and have it answered; return True if the connection stays open."""
+        """Receive and answer one request. Return True if the connection stays open."""
         limits = place.limits
-        # Members keep connections for their next request; a stranger has no reason to wait with the first one.
+        # Members keep connections for later requests. A stranger must send its first request soon.
         first_s = limits.idle_s if place.is_proven else limits.head_s
         try:
             head = wire.receive_request(limits.head_s, first_s=first_s, max_bytes=limits.head_bytes)
@@ -256,14 +252,14 @@ class HttpServer:
             return False
         if head is None:
             return False
-        # The admission cuts a connection at its deadline. The head's is over; this one leaves the handler time to wait
-        # for news, and reading a body or sending the answer sets another.
+        # The head has arrived, so set a new deadline, which gives the handler time to wait for news. Reading a body or
+        # sending the answer sets later ones.
         place.begin(_answer_wait_s(limits))
         exchange = ServerExchange(head, wire, place, peer)
         try:
             if head.is_chunked:
-                # No client of ours sends one, and its length could be checked only while it arrives.
-                raise FormatError("a request body without a Content-Length")
+                # Its length could be checked only while it arrives, and no client of Penstock sends such a body.
+                raise FormatError("the request body has no Content-Length")
             self._handle(exchange)
         except RequestRefused as refused:
             exchange.refuse(refused)

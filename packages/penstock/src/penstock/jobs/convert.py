@@ -67,10 +67,10 @@ from penstock.jobs.workers.in_process import ThreadLauncher
 from penstock.jobs.workers.launch import Launcher, LocalLauncher, devices_of, gpus, has_driver
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.storage import is_remote, text_of
-from penstock.storage.beside import NOTHING_BESIDE, Beside, files_beside
 from penstock.storage.locate import left_out
 from penstock.storage.output import OutputRegion, OutputSet, publish_remote, require_free_remote
 from penstock.storage.place import STAMP, DestinationClaim, OutputPlace, require_apart
+from penstock.storage.small_files import NO_SMALL_FILES, SmallFiles, find_small_files
 from penstock.storage.weight_set import Uris
 from penstock.storage.write import typed
 from penstock.telemetry.journey import Journey
@@ -360,7 +360,7 @@ class _Staged:
     """The destination, if it is a local directory."""
     out: OutputSet
     journal: Journal
-    beside: Beside = NOTHING_BESIDE
+    beside: SmallFiles = NO_SMALL_FILES
     """The small files of the source whose configuration the result has, if it is to be published as files."""
     config: bytes | None = None
     """The result's configuration, if it has one and is to be published as files."""
@@ -476,7 +476,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     job = request.job
     settings, options = request.settings, request.job_spec.storage_options
     # Before anything is written: a broken config.json must not cost hours of conversion.
-    beside = files_beside(
+    beside = find_small_files(
         request.small_place(job.small_from),
         [file.name for file in request.opened[job.small_from].manifest.files],
         settings=settings,

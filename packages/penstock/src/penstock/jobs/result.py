@@ -42,7 +42,6 @@ from penstock.jobs.operations.formats import keeps_codes
 from penstock.jobs.operations.gguf import gguf_of
 from penstock.jobs.operations.operation import Attested, Operation
 from penstock.storage import is_remote, local_path, read_small
-from penstock.storage.beside import Beside, read_file
 from penstock.storage.file_names import file_names
 from penstock.storage.files import FileSource
 from penstock.storage.foreign_json import read_object, write_object
@@ -51,6 +50,7 @@ from penstock.storage.locate import SIDECAR, display
 from penstock.storage.manifest import decode, encode
 from penstock.storage.output import Content, OutputRegion, OutputSet
 from penstock.storage.place import STAMP
+from penstock.storage.small_files import SmallFiles, read_file
 from penstock.storage.weight_set import WeightSet
 from penstock.storage.write import typed
 from penstock.transform.stored import CONFIG_FILES, QUANTIZATION_METADATA, described_layers, without_declared
@@ -414,7 +414,7 @@ def check_unchanged(weights: WeightSet) -> None:
 
 
 def config_of(
-    beside: Beside, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
+    beside: SmallFiles, operation: Operation, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> bytes | None:
     """Return the result's `config.json`: that of a source, changed by the operation; None if the source has none.
 
@@ -440,18 +440,18 @@ def config_of(
         raise OperationFailed(message, uri=at, hint="it takes a mapping and returns one of plain values") from error
 
 
-def true_of(beside: Beside, operation: Operation) -> Beside:
+def true_of(beside: SmallFiles, operation: Operation) -> SmallFiles:
     """Return the small files without those that only say how the source is quantised, where the result is not."""
     untrue = beside.files.keys() & CONFIG_FILES
     if keeps_codes(operation) or not untrue:
         return beside
     why = {display(beside.files[name]): "it says how the source is quantised" for name in sorted(untrue)}
     files = {name: file for name, file in beside.files.items() if name not in untrue}
-    return Beside(files=files, left_out={**beside.left_out, **why})
+    return SmallFiles(files=files, left_out={**beside.left_out, **why})
 
 
 def small_files(
-    beside: Beside,
+    beside: SmallFiles,
     config: bytes | None,
     operation: Operation,
     settings: Settings,

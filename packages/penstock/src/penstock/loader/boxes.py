@@ -16,8 +16,8 @@ from penstock.arguments import require_type
 from penstock.config import Settings
 from penstock.errors import ConfigError, PlanError
 from penstock.plan.tensor_parallel import TensorParallelRank, heads_of
-from penstock.storage.beside import read_sibling
 from penstock.storage.foreign_json import read_object
+from penstock.storage.small_files import read_sibling
 from penstock.types import Box, TensorTable
 
 Slices = slice | EllipsisType | tuple[slice | EllipsisType, ...]

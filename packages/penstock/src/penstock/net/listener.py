@@ -1,10 +1,7 @@
 """Listening sockets with admission control, and accept loops that survive a shortage of descriptors or threads.
 
-In: a bound socket, an `Admission`. Out: admitted sockets, each in a thread of its own or in an asyncio loop.
-Not here: the limits (`admission`), requests and answers (each server).
-
-    GuardedListener.accept: admitted, or refused and closed -+-> ThreadedListener: a thread for each (members)
-                                                             +-> Acceptor: an asyncio protocol for each (hub)
+GuardedListener.accept: admitted, or refused and closed -+-> ThreadedListener: a thread for each (members)
+                                                         +-> Acceptor: an asyncio protocol for each (hub)
 """
 
 from __future__ import annotations
@@ -28,26 +25,26 @@ from penstock.net.unix_sockets import is_same_user, peer_uid
 from penstock.waits import start_thread
 
 BACKLOG = 2048
-"""Length of the kernel's accept queue: a thousand members may connect at the same moment. The kernel caps it at
+"""Length of the kernel's accept queue, because a thousand members may connect at once. The kernel limits it to
 net.core.somaxconn."""
 CLOSE_S = 5.0
-"""Longest wait for the accepting thread when a listener is closed; it needs less than 1 ms on an idle machine."""
+"""Maximum wait for the accepting thread to end. It needs less than 1 ms on an idle machine."""
 _REFUSED_A_TURN = 64
-"""Connections refused in one call of `accept`, so that the caller's loop runs again; each costs about 20 us."""
+"""Maximum number of refusals in one `accept`, so that the caller's loop goes on. Each costs about 20 us."""
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def bound_socket(address: str | tuple[str, int]) -> socket.socket:
-    """Return a stream socket bound to a path, or to a host and a port; port 0 takes a free one.
+    """Return a stream socket bound to a path, or to a host and port. Port 0 chooses a free port.
 
     Raises:
-        OSError, OverflowError: it cannot be bound.
+        OSError, OverflowError: the address cannot be bound.
     """
     if isinstance(address, str):
         bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
         bound = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
-        # A member that starts again listens at once, although connections of its previous life are in TIME_WAIT.
+        # A restarted member can listen at once, although its old connections are in TIME_WAIT.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
@@ -58,11 +55,11 @@ def bound_socket(address: str | tuple[str, int]) -> socket.socket:
 
 
 class AdmittedSocket(socket.socket):
-    """An accepted socket, which frees its place in the admission when it is closed.
+    """An accepted socket. Closing it frees its place in the admission.
 
     Attributes:
         connection: its place in the admission.
-        peer: the peer's host; empty for a Unix socket.
+        peer: the peer's host. Empty for a Unix socket.
     """
 
     connection: Connection
@@ -74,19 +71,19 @@ class AdmittedSocket(socket.socket):
         self.connection.release()
 
     def cut(self) -> None:
-        """End the connection at once, from any thread, also while other threads read from it or write to it."""
+        """End the connection at once, from any thread, even while other threads use it."""
         with contextlib.suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
 
 class GuardedListener(socket.socket):
-    """A listening socket that accepts only what `Admission` permits, and on Unix sockets only its own user.
+    """A listening socket that accepts the connections that `Admission` permits. `accept` never blocks.
 
-    Ownership: takes the file descriptor of the bound socket. `accept` never blocks.
+    A Unix socket accepts only its own user. The listener takes over the descriptor of the bound socket.
 
     Args:
         bound: a bound stream socket, or a Unix socket of packets.
-        admission: the limits, and the connections counted so far.
+        admission: limits, and the connections counted so far.
         refusal: bytes sent to a refused connection before it is closed.
     """
 
@@ -97,15 +94,16 @@ class GuardedListener(socket.socket):
         self.admission = admission
         self._refusal = refusal
         self._by_descriptor: WeakValueDictionary[int, Connection] = WeakValueDictionary()
-        # Closed to accept, and drop, one connection when no descriptor is left: it would stay in the backlog and wake
-        # the loop again and again.
+        # A spare descriptor, closed to accept and drop a connection when none is left. Otherwise the connection would
+        # stay in the backlog and wake the loop again and again.
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
         """Accept the next connection that the admission permits.
 
         Raises:
-            BlockingIOError: no connection waits. OSError: the listener is closed.
+            BlockingIOError: no connection is waiting.
+            OSError: the listener is closed.
         """
         for _ in range(_REFUSED_A_TURN):
             try:
@@ -121,13 +119,13 @@ class GuardedListener(socket.socket):
             if connection is not None:
                 self._by_descriptor[descriptor] = connection
                 return sock, address
-            # Another user at a Unix socket gets no answer: it would say that something listens here.
+            # Do not answer another user at a Unix socket, who would learn that a process listens here.
             if self._refusal and (sock.family != socket.AF_UNIX or is_same_user(sock)):
                 with contextlib.suppress(OSError):
-                    # The answer fits an empty send buffer; nothing here may wait for the peer.
+                    # The answer fits into an empty send buffer. Never wait for the peer.
                     sock.setblocking(False)
                     sock.send(self._refusal)
-            # Not AdmittedSocket.close: there is no place to free.
+            # Call socket.close, because AdmittedSocket.close would free a place.
             socket.socket.close(sock)
         raise BlockingIOError(errno.EAGAIN, f"{_REFUSED_A_TURN} connections were refused in this turn")
 
@@ -135,21 +133,21 @@ class GuardedListener(socket.socket):
         if sock.family == socket.AF_UNIX:
             if not is_same_user(sock):
                 self.admission.report(
-                    f"a connection of user {peer_uid(sock)} was refused: not the owner of this socket"
+                    f"a connection of user {peer_uid(sock)} was refused, who does not own this socket"
                 )
                 return None
             sock.peer = ""
         else:
             sock.peer = str(address[0])
-            # An answer of two writes, its head and its body, would wait 40 ms for a delayed ACK. asyncio sets this only
-            # where the socket names its protocol, which a listener of ours does not.
+            # Otherwise the second packet of an answer would wait 40 ms for a delayed ACK. asyncio does not set this,
+            # because these sockets do not name their protocol.
             with contextlib.suppress(OSError):
-                # Refused by some systems if the peer has gone already, which is no fault of the listener.
+                # Some systems refuse this if the peer has gone.
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection = self.admission.admit(sock.peer or "unix", sock.cut)
         if connection is not None:
             sock.connection = connection
-            # At a Unix socket the kernel has authenticated the peer: it is this user.
+            # The kernel has authenticated the peer of a Unix socket.
             if sock.family == socket.AF_UNIX and not connection.prove("unix"):
                 connection.release()
                 return None
@@ -160,7 +158,7 @@ class GuardedListener(socket.socket):
         with contextlib.suppress(OSError):
             descriptor, _ = self._accept()  # type: ignore[attr-defined]
             os.close(descriptor)
-        # Another thread may take the descriptor first; the next shortage then has no spare one, and only gets it back.
+        # If another thread takes the descriptor first, the next shortage only restores the spare.
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -170,7 +168,7 @@ class GuardedListener(socket.socket):
             os.close(spare)
 
     def connection_of(self, descriptor: int) -> Connection:
-        """Return the admission's record of an open, accepted socket, by its file descriptor."""
+        """Return the admission's record of an accepted socket, by its file descriptor."""
         return self._by_descriptor[descriptor]
 
     def close(self) -> None:
@@ -181,19 +179,18 @@ class GuardedListener(socket.socket):
 
 
 Serve = Callable[[socket.socket, Connection, str], None]
-"""Serves one connection until it ends: the socket (over TLS if there is a context), its admission, the peer's host."""
+"""Serves a connection until it ends. Takes the socket (with TLS if configured), its admission, and the peer's host."""
 
 
 class ThreadedListener:
-    """A server that runs each connection in its own thread. Started by the constructor.
+    """A server that runs each connection in its own thread. The constructor starts it.
 
     Args:
-        bound: a bound socket; owned by this object from now on.
-        admission: the limits, and the connections counted so far.
-        serve: called in the connection's thread; the socket is closed when it returns. An OSError that it raises ends
-            that connection only.
+        bound: a bound socket. This object owns it from now on.
+        admission: limits, and the connections counted so far.
+        serve: called in the connection's thread. Afterwards the socket is closed. An OSError ends only that connection.
         name: name of the threads.
-        tls: TLS context of the server side; None: plain TCP.
+        tls: server-side TLS context. None uses plain TCP.
         refusal: see `GuardedListener`.
     """
 
@@ -241,8 +238,8 @@ class ThreadedListener:
             except OSError:
                 if not self._is_open:
                     return
-                # A connection that ended before it was accepted, or a kernel short of memory. In the second case the
-                # listener stays readable, and without the pause this loop would spin.
+                # Either a connection ended before it was accepted, or the kernel is short of memory. The pause keeps
+                # this loop from spinning in the second case.
                 time.sleep(0.05)
                 continue
             self._start(sock)
@@ -262,64 +259,64 @@ class ThreadedListener:
         try:
             if self._tls is not None:
                 sock.settimeout(self.admission.limits.head_s)
-                # Wrapped before the handshake, so that the deadline finds the socket that has the descriptor.
+                # Wrap before the handshake, so that a cut reaches the socket that owns the descriptor.
                 served = self._tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
                 connection.cut = lambda: cut(served)
                 served.do_handshake()
             self._serve(served, connection, peer)
         except PenstockError:
-            # A fault of the handler, not of the connection, though some of these classes are an OSError, too.
+            # This is an error of the handler, although some of these classes are OSErrors.
             raise
         except OSError:
-            # The connection broke, or was cut: the peer knows.
+            # The connection broke or was cut.
             return
         finally:
             served.close()
             connection.release()
 
     def close(self) -> None:
-        """Stop accepting; open connections continue. Idempotent."""
+        """Stop accepting. Open connections continue. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
         with contextlib.suppress(OSError):
-            # Wakes the thread, also where a forked child has a copy of the socket.
+            # This wakes the thread, even if a forked child has a copy of the socket.
             self._listener.shutdown(socket.SHUT_RDWR)
-        # The thread closes the socket: closed here, its number could name another file before the thread's `poll` looks
-        # at it again, and the thread would wait for that file without end.
+        # The thread itself closes the socket. If it were closed here, its number might name another file before the
+        # thread's next `poll`, which would then wait for that file forever.
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
     def forget(self) -> None:
-        """In a forked child: close the copy of the listening socket, without shutting down the parent's."""
+        """In a forked child, close the copy of the listening socket. The parent's stays open."""
         self._is_open = False
         self.admission.forget()
         self._listener.close()
 
 
 def cut(sock: socket.socket) -> None:
-    """End a connection at once, from any thread, also while other threads send or receive on it."""
+    """End a connection at once, from any thread, even while other threads use it."""
     with contextlib.suppress(OSError):
-        # Not SSLSocket.shutdown: it drops the TLS state, and a receiver in another thread would return ciphertext.
+        # SSLSocket.shutdown would drop the TLS state, and a receiver in another thread would return ciphertext.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 ACCEPTS_A_TURN = 10
-"""Connections that are accepted before those that are open are served."""
+"""Connections accepted before open ones are served again."""
 PAUSE_S = 0.01
-"""Pause after a full turn: at most 1,000 connections a second. The kernel queues others, up to `listener.BACKLOG`."""
+"""Pause after a full turn, for at most 1,000 connections per second. The kernel queues up to `BACKLOG` others."""
 
 
 class Acceptor:
-    """An accept loop of asyncio for one listener, at a bounded rate. Call `start` and `close` in the loop's thread.
+    """An asyncio accept loop with a limited rate. Call `start` and `close` in the loop's thread.
 
-    `loop.create_server` accepts whenever the listener is readable. Under a flood of new connections each turn of the
-    loop then begins with dozens of them, and a request on an open connection waits for all of them.
+    `loop.create_server` accepts whenever the listener is readable. In a flood, each turn of the loop then begins with
+    dozens of new connections, and requests on open connections wait for all of them.
 
     Args:
-        listener: a socket that listens already; its owner closes it.
+        listener: a listening socket. Its owner closes it.
         make_protocol: called for each connection.
-        context: TLS context of the server side; None: plain TCP.
+        context: server-side TLS context. None uses plain TCP.
     """
 
     def __init__(
@@ -329,7 +326,7 @@ class Acceptor:
         self._make_protocol = make_protocol
         self._context = context
         self._loop = asyncio.get_running_loop()
-        # The loop itself has only weak references to tasks.
+        # The loop has only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_open = True
 
@@ -339,7 +336,7 @@ class Acceptor:
             self._loop.add_reader(self._listener, self._accept)
 
     def close(self) -> None:
-        """Stop accepting; open connections continue. Idempotent."""
+        """Stop accepting. Open connections continue. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._loop.remove_reader(self._listener)
@@ -351,7 +348,7 @@ class Acceptor:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:
-                # The kernel is short of memory, or the listener is closed: try again after the pause.
+                # The kernel is short of memory, or the listener is closed. Try again after the pause.
                 break
             sock.setblocking(False)
             task = self._loop.create_task(self._connect(sock))
@@ -361,6 +358,6 @@ class Acceptor:
         self._loop.call_later(PAUSE_S, self.start)
 
     async def _connect(self, sock: socket.socket) -> None:
-        # A failed TLS handshake is not an error here: only that peer is affected, and it sees the failure itself.
+        # Only the peer is affected by a failed TLS handshake, and it sees the failure itself.
         with contextlib.suppress(OSError):
             await self._loop.connect_accepted_socket(self._make_protocol, sock, ssl=self._context)

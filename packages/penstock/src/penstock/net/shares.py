@@ -1,10 +1,8 @@
-"""Shares of a scarce thing: when it is used up, the caller that has the most of it gives way.
+"""Fair shares of a limited resource: when it is used up, the caller that has the most gives way.
 
-In: entries, each with its caller and a weight. Out: the entries that must end so that a new one fits.
-Not here: ending them (each user), limits on rates (`hub.auth.RateLimit`), connections (`admission`).
-
-One caller alone may use everything. A second caller gets places as long as the first has more than it has, so nobody
-can take all places for good. A caller is whatever was authenticated: a token, a certificate, a user, an address.
+One caller alone may use everything. A new caller gets places as long as another has more, so nobody can keep all
+places. Callers are identified by token, certificate, user or address. `Shares` returns the entries that must end, and
+its user ends them.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Shares(Generic[K]):
-    """The entries of a scarce thing by caller. Any thread.
+    """The entries of a limited resource by caller. Thread-safe.
 
     Args:
-        limit: largest total weight.
-        ttl_s: an entry that is not entered again for this long is forgotten.
+        limit: maximum total weight.
+        ttl_s: seconds until an entry is dropped unless it is entered again.
         clock: monotonic seconds.
     """
 
@@ -32,7 +30,7 @@ class Shares(Generic[K]):
         self._ttl_s = ttl_s
         self._clock = clock
         self._lock = threading.Lock()
-        # Caller -> entry -> weight and time of its last `enter`, the oldest first.
+        # Caller -> entry -> weight and time of the last `enter`, oldest first.
         self._entries: dict[str, dict[K, tuple[int, float]]] = {}
         self._callers: dict[K, str] = {}
         self._totals: dict[str, int] = {}
@@ -40,24 +38,24 @@ class Shares(Generic[K]):
 
     @property
     def used(self) -> int:
-        """Return the total weight of all entries."""
+        """Total weight of all entries."""
         return self._used
 
     def __contains__(self, entry: K) -> bool:
         return entry in self._callers
 
     def caller_of(self, entry: K) -> str:
-        """Return the caller that an entry counts for; empty: the entry is not known."""
+        """Return the caller of an entry, or "" if the entry is unknown."""
         return self._callers.get(entry, "")
 
     def enter(self, entry: K, caller: str, weight: int = 1, *, displaces_own: bool = True) -> tuple[K, ...] | None:
-        """Enter an entry, or renew it. Return the entries that gave way; None: the entry is refused.
+        """Enter or renew an entry. Return the entries that gave way, or None if the entry is refused.
 
         Args:
-            entry: identifies it; one that is known moves to this caller and gets this weight.
-            caller: the name of the caller that it counts for.
-            weight: what it takes of the limit.
-            displaces_own: whether entries of the caller itself give way once no other caller has more than it has.
+            entry: the entry. A known entry moves to this caller and gets this weight.
+            caller: name of the caller.
+            weight: part of the limit that the entry takes.
+            displaces_own: whether the caller's own entries may give way if no other caller has more.
         """
         with self._lock:
             victims = self._victims(entry, caller, weight, displaces_own)
@@ -72,17 +70,17 @@ class Shares(Generic[K]):
             return victims
 
     def has_room(self, caller: str, *, displaces_own: bool = True) -> bool:
-        """Return whether an entry of weight 1 would be accepted now."""
+        """Return whether an entry of weight 1 would be accepted."""
         with self._lock:
             return self._victims(None, caller, 1, displaces_own) is not None
 
     def drop(self, entry: K) -> None:
-        """Forget an entry. Idempotent."""
+        """Remove an entry. Idempotent."""
         with self._lock:
             self._drop(entry)
 
     def _victims(self, entry: K | None, caller: str, weight: int, displaces_own: bool) -> tuple[K, ...] | None:
-        """Return the entries that must go for a new one; None: it must not come. The caller holds the lock."""
+        """Return the entries to remove for a new one, or None to refuse it. The caller holds the lock."""
         excess = self._excess(entry, weight)
         if excess > 0 and self._ttl_s < math.inf:
             self._forget_expired()
@@ -98,7 +96,7 @@ class Shares(Generic[K]):
         oldest: dict[str, Iterator[tuple[K, tuple[int, float]]]] = {}
         victims: list[K] = []
         while excess > 0:
-            # The caller itself comes first among equals: only a caller that has more must give way to it.
+            # Among equals the caller itself is first: only a caller with more must give way.
             greediest = max(totals, key=lambda name: (totals[name], name == caller))
             if greediest == caller and not displaces_own:
                 return None
@@ -113,7 +111,7 @@ class Shares(Generic[K]):
         return tuple(victims)
 
     def _excess(self, entry: K | None, weight: int) -> int:
-        """Return the weight that a new entry would have above the limit."""
+        """Return how far a new entry would exceed the limit."""
         held = 0
         if entry is not None and entry in self._callers:
             held = self._entries[self._callers[entry]][entry][0]
@@ -122,7 +120,7 @@ class Shares(Generic[K]):
     def _forget_expired(self) -> None:
         now = self._clock()
         for entries in list(self._entries.values()):
-            # The oldest come first.
+            # Entries are sorted by age.
             while entries and now - next(iter(entries.values()))[1] > self._ttl_s:
                 self._drop(next(iter(entries)))
 

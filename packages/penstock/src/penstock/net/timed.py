@@ -1,7 +1,6 @@
-"""Deadlines for whole messages, so that a peer that sends one byte now and then cannot hold a thread.
+"""Deadlines for whole messages, so that a peer that sends single bytes cannot hold a thread.
 
-In: seconds, bytes as they move. Out: the seconds that are left.
-Not here: connections without a thread (`admission` cuts those), weight bytes (a fetch has a deadline by progress).
+`admission` covers connections without a thread. Transfers of weights are limited by progress instead.
 """
 
 from __future__ import annotations
@@ -12,9 +11,9 @@ from penstock.net.admission import MIN_BYTES_PER_S
 
 
 class MessageDeadline:
-    """The deadline of one message: some seconds, and one more for each `MIN_BYTES_PER_S` received or sent.
+    """The deadline of a message: some seconds, plus one for each `MIN_BYTES_PER_S` received or sent.
 
-    A timeout for each read is not enough: one byte every five seconds held a fetch for 50 s with a `stall_s` of 6 s.
+    A timeout for each read is not enough. One byte every five seconds held a fetch for 50 s with a `stall_s` of 6 s.
     """
 
     __slots__ = ("_at",)
@@ -23,13 +22,13 @@ class MessageDeadline:
         self._at = time.monotonic() + seconds
 
     def add_bytes(self, nbytes: int) -> None:
-        """Extend the deadline for bytes of the message that were received or sent."""
+        """Extend the deadline for bytes that were received or sent."""
         self._at += nbytes / MIN_BYTES_PER_S
 
     def left_s(self) -> float:
-        """Return the seconds left. Raises TimeoutError after the deadline."""
+        """Return the seconds left. TimeoutError after the deadline."""
         left = self._at - time.monotonic()
-        # Also at exactly 0: it would make a socket non-blocking, and SO_RCVTIMEO endless.
+        # Raise at exactly 0 too, which would make a socket non-blocking and SO_RCVTIMEO endless.
         if left <= 0:
             raise TimeoutError("the message was not complete before its deadline")
         return left

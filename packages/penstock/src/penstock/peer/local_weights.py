@@ -37,7 +37,7 @@ from penstock.memory.tiers import SOURCE
 from penstock.peer.host_links import nearest_link
 from penstock.plan.schedule import CHUNK_BYTES, ChunkTable, chunk_table, to_ranges
 from penstock.segments import Segments
-from penstock.storage.file_names import STEM, is_carried
+from penstock.storage.file_names import STEM, is_safe_stem
 from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, RevocableHandle, encode
 from penstock.transport.storages import TorchStorage
@@ -105,7 +105,7 @@ def to_message(layout: WeightLayout) -> TableMessage:
         names=table.names,
         dtypes=table.dtypes,
         shapes=table.shapes,
-        stem=layout.stem if is_carried(layout.stem) else STEM,
+        stem=layout.stem if is_safe_stem(layout.stem) else STEM,
     )
 
 
@@ -120,7 +120,7 @@ def from_message(message: TableMessage) -> WeightLayout:
     if min(chain.from_iterable(message.shapes), default=0) < 0:
         raise FormatError("a peer's tensor table has a negative dim")
     # It becomes the name of a file.
-    if not is_carried(message.stem):
+    if not is_safe_stem(message.stem):
         raise FormatError(f"a peer's files are called {message.stem[:100]!r}, which is no stem of a file name")
     table = tabulate(message.names, message.dtypes, message.shapes)
     return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes, stem=message.stem)

@@ -1,16 +1,15 @@
 """Storage: open, list, read and write files and objects by URI.
 
-In: a URI. Out: a `Source` that fills the caller's buffers, a list of URIs, or the bytes of a small file.
-Not here: what a source is (`source`), what the bytes mean (`safetensors`, `weight_set`), where they go (`engine`).
-
     uri --open_source--> Source --readv(offset, buffers)--> the caller's memory
 
-Files: `local`, `files`, `mapped`, `io_uring`, `network_files`. Objects: `object_stores`, `objects`, `aws_config`,
-`http`. Model hubs: `repository`, `hugging_face`, `model_scope`; `hub_cache` and `fill` write huggingface_hub's own
-cache. `cache` and `cache_directory` keep ranges on a local disk. Headers: `headers` chooses between `safetensors`
-and `gguf` by content, and `pickled` weights are refused. `locate`, `alternatives`, `weight_set`, `manifest`: which
-files are a weight set. `beside`, `foreign_json`: small files. Writing: `output`, `file_names`, `place`, `write`,
-`read_back`. Also `download` of whole files, and `file_digest`, the SHA-256 of a file that is read in any order.
+* Files: `local`, `files`, `mapped`, `io_uring`, `network_files`.
+* Objects: `object_stores`, `objects`, `aws_config`, `http`.
+* Model hubs: `repository`, `hugging_face`, `model_scope`. `hub_cache` and `fill` write the cache of huggingface_hub.
+* Cache of remote ranges on a local disk: `cache`, `cache_directory`.
+* Headers: `headers` chooses `safetensors` or `gguf` by content, and `pickled` refuses pickled weights.
+* Weight sets: `locate`, `alternatives`, `weight_set`, `manifest`. Small files: `small_files`, `foreign_json`.
+* Writing: `output`, `file_names`, `place`, `write`, `read_back`, `download`.
+* `file_digest` computes the SHA-256 of a file that is read in any order.
 """
 
 from __future__ import annotations
@@ -64,22 +63,22 @@ __all__ = [
     "write_small",
 ]
 
-_READABLE = "this user needs the right to read it, and to enter every directory above it"
+_READABLE = "give this user the right to read it, and to enter every directory above it"
 
 
 def text_of(uri: object) -> str:
-    """Return the text of a path or URI that a user gave, with `~` expanded as a shell does, and a scheme in lower case.
+    """Return the text of a user's path or URI, with `~` expanded and the scheme in lower case.
 
     Raises:
-        ConfigError: it is neither a string nor a path, it is empty, or the system cannot have a file of that name.
+        ConfigError: it is not a path or URI, it is empty, or no file can have this name.
     """
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
     if not isinstance(text, str):
-        hint = "give a str or an os.PathLike of one"
+        hint = "pass a str or an os.PathLike of str"
         raise ConfigError(f"{type(uri).__name__} is not a path or URI", hint=hint)
     if not text:
-        raise ConfigError("an empty path")
-    # Checked here, once: a NUL or a lone surrogate would else fail deep inside, as a ValueError of `os`.
+        raise ConfigError("the path is empty")
+    # Check here: a NUL or a lone surrogate would otherwise cause a ValueError deep inside `os`.
     try:
         is_name = b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -89,63 +88,63 @@ def text_of(uri: object) -> str:
     scheme, separator, rest = text.partition("://")
     lower = scheme.lower()
     if separator and scheme != lower and (lower == "file" or is_registered(lower)):
-        # RFC 3986, 3.1: the case of a scheme means nothing.
+        # The case of a scheme does not matter (RFC 3986, 3.1).
         text = f"{lower}://{rest}"
     if lower in {"http", "https"}:
-        # A fragment is never sent to a server. In the name of an object or a file `#` is a letter.
+        # A fragment is never sent to a server. In other names `#` is a normal character.
         return text.partition("#")[0]
-    # Shells leave it in Python strings and in `--out=~/x`, and a directory called `~` is dangerous to remove.
+    # Shells do not expand `~` in `--out=~/x`, and removing a directory called `~` would be dangerous.
     return os.path.expanduser(text) if text.startswith("~") else text
 
 
 def is_remote(uri: str) -> bool:
-    """Return whether `uri` names a registered storage rather than a local path.
+    """Return whether `uri` names a registered storage and not a local path.
 
     Raises:
-        ConfigError: no storage has this scheme, or see `text_of`.
+        ConfigError: see `text_of`, or no storage has this scheme.
     """
     return _scheme_of(text_of(uri)) is not None
 
 
 def timed(source: Source, uri: str, settings: Settings) -> Source:
-    """Return a source for the small reads of a file's header: those of a remote file have a longest time."""
+    """Return a source for reading a file's header. Reads of a remote file have a deadline."""
     return TimedReads(source, settings.stall_s) if is_remote(uri) else source
 
 
 def _storage_of(uri: str) -> Storage | None:
-    """Return the storage of a remote `uri`; None for a local path."""
+    """Return the storage of a remote `uri`, or None for a local path."""
     scheme = _scheme_of(text_of(uri))
     return None if scheme is None else storage_for(scheme)
 
 
 def _scheme_of(uri: str) -> str | None:
-    """Return the registered scheme of a remote `uri`; None for a local path. ConfigError: no storage has it."""
+    """Return the registered scheme of `uri`, or None for a local path. ConfigError if no storage has it."""
     scheme, separator, _ = uri.partition("://")
     if not separator or scheme == "file":
         return None
     if not is_registered(scheme):
         known = ", ".join(f"{name}://" for name in registered_schemes())
-        hint = f"give a path, file:// or one of {known}; penstock.storage.register_storage adds a scheme"
-        raise ConfigError(f"no storage for {scheme}://", uri=uri, hint=hint)
+        hint = f"use a path, file:// or one of {known}; penstock.storage.register_storage adds a scheme"
+        raise ConfigError(f"there is no storage for {scheme}://", uri=uri, hint=hint)
     return scheme
 
 
+# These functions import at the first use. Loads of local files need none of the modules, and obstore takes 100 ms.
+
+
 def _object_stores() -> Storage:
-    # Imported on first use: obstore takes 100 ms, which a load of local files need not pay.
     from penstock.storage.objects import ObjectStorage
 
     return ObjectStorage()
 
 
 def _http() -> Storage:
-    # On first use too: it brings connections, their pool and TLS.
     from penstock.storage.http import HttpStorage
 
     return HttpStorage()
 
 
 def _hugging_face() -> Storage:
-    # On first use: it brings huggingface_hub.
     from penstock.storage.hugging_face import HuggingFaceStorage
 
     return HuggingFaceStorage()
@@ -157,7 +156,7 @@ def _model_scope() -> Storage:
     return ModelScopeStorage()
 
 
-# By the same call that users register theirs with.
+# Built-in storages register like those of users.
 for _scheme in ("s3", "gs", "az"):
     register_storage(_scheme, _object_stores)
 for _scheme in ("http", "https"):
@@ -167,15 +166,15 @@ register_storage("ms", _model_scope)
 
 
 def local_path(uri: str) -> str:
-    """Return the path that a local `uri` (plain, or `file://`) names."""
+    """Return the path of a local `uri`, which is plain or begins with `file://`."""
     return unquote(urlsplit(uri).path) if uri.startswith("file://") else uri
 
 
 def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
-    """Open one file or object; a remote one through the cache when `settings.cache_dir` is set.
+    """Open a file or object. Remote objects go through the cache if `settings.cache_dir` is set.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable: as their names say.
+        NotFound, PermissionDenied, SourceUnavailable: the storage did not return the object.
         ConfigError: no storage has this scheme.
     """
     storage = _storage_of(uri)
@@ -184,17 +183,17 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     source = storage.open(uri, settings=settings, storage_options=storage_options or {})
     if settings.cache_dir is None:
         return source
-    # On first use: most loads have no cache.
+    # Import at the first use, because most loads have no cache.
     from penstock.storage.cache import open_cached
 
     return open_cached(source, settings=settings)
 
 
 def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> str:
-    """Return the URI of the content that `uri` names now, where its storage has revisions; else `uri` itself.
+    """Pin `uri` to the content that it names now. Return it unchanged if its storage has no revisions.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable: as their names say.
+        NotFound, PermissionDenied, SourceUnavailable: the storage did not return the revision.
     """
     storage = _storage_of(uri)
     if not isinstance(storage, PinningStorage):
@@ -203,19 +202,19 @@ def pinned(uri: str, *, settings: Settings, storage_options: Mapping[str, str] |
 
 
 def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the files that `uri` names, sorted: those of a directory or prefix, those a glob matches, or the one file.
+    """Return the files that `uri` names, sorted: those in a directory or prefix, the matches of a glob, or one file.
 
-    Links that lead nowhere, pipes and devices are named too: opening one is an error, leaving it out would be silent.
+    Broken links, pipes and devices are included, so that opening them reports an error.
 
     Raises:
-        NotFound: nothing is there.
+        NotFound: there are none.
         PermissionDenied, SourceUnavailable: the place cannot be listed.
     """
     if storage := _storage_of(uri):
         return storage.list(uri, settings=settings, storage_options=storage_options or {})
     path = local_path(uri)
     uris: list[str]
-    # A path that exists is itself, even if it reads as a glob: `model[1].safetensors` is a good name.
+    # A path that exists takes precedence over a glob: `model[1].safetensors` is a valid name.
     try:
         if os.path.isdir(path):
             with os.scandir(path) as entries:
@@ -226,22 +225,22 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
             _require_searchable(path)
             uris = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
     except PermissionError as error:
-        raise PermissionDenied("directory cannot be read", uri=uri, hint=_READABLE) from error
+        raise PermissionDenied("the directory cannot be read", uri=uri, hint=_READABLE) from error
     except OSError as error:
-        raise SourceUnavailable(f"directory cannot be listed: {error.strerror}", uri=uri) from error
+        raise SourceUnavailable(f"the directory cannot be listed: {error.strerror}", uri=uri) from error
     if not uris:
-        raise NotFound("no such file, directory or match", uri=uri)
+        raise NotFound("there is no such file, directory or match", uri=uri)
     return uris
 
 
 def _require_searchable(path: str) -> None:
-    """Raise PermissionError if a directory above `path` hides whether it is there: its absence would be a guess."""
+    """Raise PermissionError if a directory above `path` cannot be searched, so that its absence is certain."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(path)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a directory, or a link to one; False where that is unknown (a circle of links)."""
+    """Return whether an entry is a directory or a link to a directory. False for a loop of links."""
     try:
         return entry.is_dir()
     except OSError:
@@ -249,11 +248,13 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
-    """Return a whole small file or object (an index, a manifest); None when it is not there.
+    """Return a small file or object (an index, a manifest), or None if it is absent.
 
     Raises:
-        NotFound: a link of this name is there and leads nowhere. FormatError: it has more than `MAX_SMALL_BYTES`.
-        SourceUnavailable: it is not a regular file. Others as `open_source`.
+        NotFound: the file is a broken link.
+        FormatError: the file has more than `MAX_SMALL_BYTES`.
+        SourceUnavailable: the file is not a regular file.
+        ConfigError, PermissionDenied: see `open_source`.
     """
     if storage := _storage_of(uri):
         return storage.read_small(uri, settings=settings, storage_options=storage_options or {})
@@ -261,24 +262,25 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
     try:
         return read_bounded(path, MAX_SMALL_BYTES)
     except NotFound as error:
-        # "Absent" would be a lie: the user has put something there, and the set would load without it.
+        # Do not report a broken link as absent, because the set would be loaded without it.
         if os.path.lexists(path):
-            raise NotFound("a link that leads to no file", uri=uri) from error
+            raise NotFound("this is a link to a file that does not exist", uri=uri) from error
         return None
     except PermissionDenied as error:
-        raise PermissionDenied("file cannot be read", uri=uri, hint=_READABLE) from error
+        raise PermissionDenied("the file cannot be read", uri=uri, hint=_READABLE) from error
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Write a whole small file to a remote storage (a manifest, a signature); it appears at once or not at all.
+    """Write a small file (a manifest, a signature) to a remote storage atomically.
 
     Raises:
-        ConfigError: `uri` is a local path, or its storage cannot be written. Others as `open_source`.
+        ConfigError: `uri` is a local path, or its storage is read-only.
+        PermissionDenied, SourceUnavailable: the storage did not accept the file.
     """
     scheme = _scheme_of(text_of(uri))
     if scheme is None:
         raise ConfigError(f"{uri} is a local path, not a remote storage", hint="write the file itself")
     storage = storage_for(scheme)
     if not isinstance(storage, WritableStorage):
-        raise ConfigError(f"{scheme}:// cannot be written: its storage only reads", hint="write to a local path")
+        raise ConfigError(f"the storage of {scheme}:// is read-only", hint="write to a local path")
     storage.write_small(uri, data, settings=settings, storage_options=storage_options or {})

@@ -1,7 +1,6 @@
-"""The profiles in the files of AWS' tools: region, endpoint, certificates, and whether they give credentials.
+"""Profiles in the files of AWS tools: region, endpoint, certificates, and whether they contain credentials.
 
-In: `~/.aws/config` and `~/.aws/credentials`, or the files that the environment names. Out: an `AwsProfile`.
-Not here: the credentials, which boto3 gets (`object_stores`): it signs in, runs processes and assumes roles.
+boto3 reads the credentials themselves (`object_stores`), because it signs in, runs processes and assumes roles.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ _GIVES_CREDENTIALS = frozenset(
         "web_identity_token_file",
     }
 )
-"""Settings of a profile by which boto3 finds credentials. Source: the credentials guide of boto3."""
+"""Profile settings from which boto3 gets credentials. Source: the credentials guide of boto3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AwsProfile:
-    """A profile, or what the files say without one.
+    """A profile from the AWS configuration files.
 
     Attributes:
-        name: `default` unless the caller or the environment names another.
-        is_named: whether they do.
-        gives_credentials: whether the files say where its credentials are.
-        region, endpoint, ca_bundle: of S3; empty where the profile has none.
+        name: `default` unless the caller or the environment names another profile.
+        is_named: whether the caller or the environment names the profile.
+        gives_credentials: whether the files say how to get its credentials.
+        region, endpoint, ca_bundle: settings for S3. Empty if the profile has none.
     """
 
     name: str
@@ -51,14 +50,14 @@ class AwsProfile:
 
 
 def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
-    """Return a profile; a missing file counts as empty.
+    """Read a profile. A missing file counts as empty.
 
     Args:
-        name: None: the environment's, else `default`.
+        name: the profile. None uses the environment's or `default`.
         environ: the variables `AWS_*`.
 
     Raises:
-        ConfigError: a file that is there cannot be read.
+        ConfigError: a file cannot be read or parsed.
     """
     named = name or environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
     profile = named or "default"
@@ -66,7 +65,7 @@ def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
     keys = _sections(environ.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"), must_parse=named is not None)
     section = f"profile {profile}"
     found = config.get(section) or (config.get("default", {}) if profile == "default" else {})
-    # The file of credentials wins where both have one setting, as in boto3.
+    # The credentials file takes precedence, as in boto3.
     found = {**found, **keys.get(profile, {})}
     endpoint = ""
     if environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", found.get("ignore_configured_endpoint_urls", "")) != "true":
@@ -84,7 +83,7 @@ def read_profile(name: str | None, environ: Mapping[str, str]) -> AwsProfile:
 
 
 def _sections(path: str, *, must_parse: bool) -> dict[str, dict[str, str]]:
-    """Return the sections of a file by name, their names with single spaces."""
+    """Return a file's sections by name. Section names get single spaces."""
     parser = configparser.RawConfigParser(default_section="", strict=False, allow_no_value=True)
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -92,7 +91,7 @@ def _sections(path: str, *, must_parse: bool) -> dict[str, dict[str, str]]:
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeError, configparser.Error, RuntimeError) as error:
-        # Without a profile by name the file may be of no use here: the keys may be in the environment.
+        # Unless the user named a profile, the file may not be needed, for example with keys in the environment.
         if not must_parse:
             return {}
         raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error

@@ -1,15 +1,12 @@
-"""A read-through cache of remote objects on a local disk: chunk files, each verified, shared by processes.
+"""A read-through cache of remote objects on a local disk: verified chunk files that processes share.
 
-In: a `Source` and a directory. Out: a `CachedSource`: what is there from the disk, the rest from the source.
-Not here: which sources are worth caching (`storage.open_source`).
-
-    readv --> chunk file? --yes, digest holds--> buffers
+    readv --> chunk file? --yes, digest matches--> buffers
                  '--no--> source.readv --> buffers --> temporary file --rename--> chunk file
 
-An object's chunks lie in a directory named by what the object is (URI, identity, size), so no chunk is ever stale. A
-chunk file ends in a digest of its bytes and of its place: the object and the offset. A damaged file and a file that
-belongs to another place are never used. A cache that cannot be written or read never fails a load: the source is read
-instead, and `why` says so. The files themselves are written, found and evicted by `cache_directory`.
+An object's chunks are in a directory named by its URI, identity and size, so chunks never become stale. A chunk file
+ends in a digest of its bytes, its object and its offset, so damaged and misplaced files are never used. A load never
+fails because of the cache. If the cache cannot be read or written, the source is read instead, and `why` says why.
+`cache_directory` finds, writes and evicts the files.
 """
 
 from __future__ import annotations
@@ -40,69 +37,69 @@ from penstock.types import MIB
 logger = log_named(__name__)
 
 CACHE_CHUNK_BYTES = 8 * MIB
-"""Bytes of an object in one chunk file.
+"""Size of the part of an object in one chunk file.
 
-Reason: the default unit of I/O, so that a miss is one ranged request of the size object stores are read best with.
+Reason: this is the default unit of I/O, and a good size for requests to object stores, so a miss is one ranged request.
 Source: benchmarks/results/cpu2_202611/objects.md.
 """
 
-# At a chunk file's end: the magic, the bytes before the trailer, the XXH3-64 digest of those bytes and of their place.
+# End of a chunk file: the magic, the number of bytes before it, the XXH3-64 digest of these bytes and of their place.
 _TRAILER = struct.Struct("<8sQQ")
 _MAGIC = b"PSCHUNK2"
-# Of `stall_s`: how long a read waits for chunks that another process fetches. That process may have been stopped, and
-# this read must not be taken for stalled.
+# Longest wait for chunks that another process fetches, as a fraction of `stall_s`. That process may be stopped, and
+# this read must not count as stalled.
 _OTHERS_SHARE = 0.5
 
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counts of what the cache did for one source."""
+    """Counts of the cache's work for one source."""
 
     hits: int = 0
-    """Chunks that were on the disk."""
+    """Chunks found on disk."""
     misses: int = 0
-    """Chunks that were read from the source."""
+    """Chunks read from the source."""
     rotten: int = 0
-    """Chunk files that could not be used: the digest was wrong, or something else had the file's name."""
+    """Chunk files that could not be used, because the digest was wrong or the file was not a chunk."""
     asked_bytes: int = 0
-    """Requested by readers, on the disk or not."""
+    """Bytes that readers requested."""
     miss_bytes: int = 0
-    """Read from the source, whole chunks."""
+    """Bytes read from the source, in whole chunks."""
 
 
-# The same counts of all sources of this process, those that were closed included.
+# Totals over all sources of this process, including closed ones.
 _totals = {field.name: Total() for field in fields(CacheStats)}
 
 
 def cache_totals() -> CacheStats:
-    """Return what the cache did for all sources of this process so far."""
+    """Return the cache's counts over all sources of this process so far."""
     return CacheStats(**{name: total.value for name, total in _totals.items()})
 
 
 def open_cached(source: Source, *, settings: Settings) -> Source:
-    """Return `source` behind the cache of `settings.cache_dir`; the source itself where there is no cache.
+    """Return `source` behind the cache in `settings.cache_dir`, or the source itself if it cannot be cached.
+
+    The returned source owns `source` and closes it.
 
     Args:
-        source: what tells it from others is its URI, identity and size. (A revision could not: the same weights in
-            another packing have the same revision.)
+        source: identified by URI, identity and size. Its revision is not enough, because the same weights in other
+            files have the same revision.
         settings: `cache_dir`, `cache_bytes`.
-
-    Ownership: what is returned owns `source` and closes it.
     """
     if settings.cache_dir is None or not source.nbytes:
         return source
     if not source.identity:
-        logger.warning("%s is not cached: its server tells no ETag or date", source.uri)
+        logger.warning("%s is not cached, because its server sends no ETag or date", source.uri)
         return source
     return CachedSource(source, directory_at(settings.cache_dir, settings.cache_bytes), settings=settings)
 
 
 class CachedSource:
-    """A `Source` around a `Source`; use `open_cached`.
+    """A `Source` that caches another `Source`. Use `open_cached`.
 
     Attributes:
-        stats: hits, misses, rotten chunks, bytes.
-        why: why the cache is not used, or not written; None while it is.
+        stats: counts for this source.
+        why: why the cache is not used or not written. None while it works.
     """
 
     def __init__(self, source: Source, directory: CacheDirectory, *, settings: Settings) -> None:
@@ -115,41 +112,40 @@ class CachedSource:
         self._source = source
         self._directory = directory
         name = f"{source.uri}\n{source.identity}\n{source.nbytes}\n{CACHE_CHUNK_BYTES}"
-        # 160 bits of a cryptographic hash: short file names, and no two objects can be made to share a key.
+        # 160 bits of a cryptographic hash: file names are short, and nobody can make two objects share a key.
         key = blake3.blake3(name.encode()).hexdigest()[:40]
-        # Two levels, so that no folder gets an entry for every object ever read.
+        # Use two levels, so that no folder gets an entry for every object ever read.
         self._place = directory.path / key[:2] / key
         self._key = key.encode()
-        # As long as the fetching thread may stay silent: each of its tries may stall once.
+        # The thread that fetches may be silent this long, because each of its attempts may stall once.
         self._wait_s = settings.stall_s * (settings.retries + 1)
         self._others_s = settings.stall_s * _OTHERS_SHARE
         self._lock = threading.Lock()
-        # Over all that is read through the cache, from the disk or from the hub: what the source itself brings need not
-        # be the whole file.
+        # Check the digest over all bytes read through the cache, because the source itself may bring only a part.
         self._digest: FileDigest | None = None
         if isinstance(source, HubSource) and source.sha256 is not None:
             source.leave_unchecked()
             self._digest = FileDigest(source.sha256, self.nbytes, self.uri, settings.stall_s)
-        # Refused is more than unwritable: chunks of such a directory are not even read.
+        # Chunks in a refused directory are not even read.
         if refusal := directory.refusal():
             self._is_refused = True
             self._give_up(refusal)
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. `cache` when every byte came from the cache, else the source's own word."""
+        """See `Source.readv`. Returns `cache` if every byte came from the cache, otherwise the source's path."""
         views = list(buffers)
         try:
             path = self._read(offset, views)
         except BaseException:
             if self._digest is not None:
-                # Reads that wait for the bytes of this one must not wait for ever.
+                # Other reads must not wait for the bytes of this one.
                 self._digest.abandon()
             raise
         if self._digest is not None:
             try:
                 self._digest.add(offset, views)
             except IntegrityError:
-                # The next load must not find them.
+                # The next load must not find the damaged chunks.
                 self.forget(0, self.nbytes)
                 raise
         return path
@@ -160,7 +156,7 @@ class CachedSource:
         return self._digest is not None and self._digest.is_equal
 
     def check_whole(self) -> bool:
-        """See `Digested`. False if the source's storage lists no digest."""
+        """See `Digested`."""
         if self._digest is None:
             return False
         self._digest.is_wanted = True
@@ -168,33 +164,33 @@ class CachedSource:
 
     def _read(self, offset: int, buffers: Sequence[memoryview]) -> str:
         stop, left = span(self, offset, buffers)
-        # One deadline for all chunks of the read: each may be in the hands of another process.
+        # Use one deadline for all chunks, because other processes may be fetching each of them.
         path, until = "cache", time.monotonic() + self._others_s
         while left:
             start = offset - offset % CACHE_CHUNK_BYTES
             end = min(start + CACHE_CHUNK_BYTES, self.nbytes)
-            wanted = take(left, min(end, stop) - offset)
-            taken = sum(view.nbytes for view in wanted)
-            # A chunk is read whole even where the caller wants a part: a digest covers all of it.
-            with self._around(offset - start, end - offset - taken) as (before, after):
-                views = [view for view in (before, *wanted, after) if view.nbytes]
-                path_taken = self._chunk(start, views, until)
-            self._count(hits=path_taken is None, asked_bytes=taken)
-            path = path_taken or path
-            offset += taken
+            views_in_chunk = take(left, min(end, stop) - offset)
+            nbytes = sum(view.nbytes for view in views_in_chunk)
+            # Read the whole chunk even if the caller needs a part, because the digest covers all of it.
+            with self._scratch_around(offset - start, end - offset - nbytes) as (before, after):
+                views = [view for view in (before, *views_in_chunk, after) if view.nbytes]
+                source_path = self._chunk(start, views, until)
+            self._count(hits=source_path is None, asked_bytes=nbytes)
+            path = source_path or path
+            offset += nbytes
         return path
 
     @property
     def shared_as(self) -> str:
-        """Return a name that all processes with this cache have in common; see `CacheDirectory.name`."""
+        """A name for the cache that all processes using it compute; see `CacheDirectory.name`."""
         return "" if self._is_refused else self._directory.name
 
     def cached_chunks(self) -> frozenset[int]:
-        """Return the numbers of the chunks that are on the disk now; their digests are not checked here."""
+        """Return the numbers of the chunks on disk, without checking their digests."""
         return frozenset() if self._is_refused else self._directory.chunks(self._place)
 
     def forget(self, offset: int, nbytes: int) -> bool:
-        """Remove chunks whose source sent them damaged. Return False where none of these bytes is cached."""
+        """Remove chunks that the source sent damaged. Return False if none of these bytes is cached."""
         is_here = False
         for start in range(offset - offset % CACHE_CHUNK_BYTES, offset + nbytes, CACHE_CHUNK_BYTES):
             is_here |= self._directory.remove(self._file(start))
@@ -202,19 +198,19 @@ class CachedSource:
 
     def close(self) -> None:
         """See `Source.close`."""
-        # The scratch memory of all sources: another one that still reads makes what it needs again.
+        # The scratch buffers belong to all sources. A source that still reads makes new ones.
         self._directory.spare.clear()
         self._source.close()
 
     @contextlib.contextmanager
-    def _around(self, before: int, after: int) -> Iterator[tuple[memoryview, memoryview]]:
-        """Yield scratch memory for the parts of a chunk that the caller does not want."""
-        # Whole chunks go from the source into the caller's buffers: the usual case, and no copy is made.
+    def _scratch_around(self, before: int, after: int) -> Iterator[tuple[memoryview, memoryview]]:
+        """Yield scratch memory for the parts of a chunk that the caller does not need."""
+        # Usually the caller needs whole chunks, which the source then reads into its buffers without a copy.
         if not before + after:
             yield memoryview(b""), memoryview(b"")
             return
         spare = self._directory.spare
-        # By the exception and not by a look: another thread may take the last one in between.
+        # Catch the error, because another thread may take the last buffer after a check.
         try:
             scratch = spare.pop()
         except IndexError:
@@ -224,19 +220,19 @@ class CachedSource:
         spare.append(scratch)
 
     def _chunk(self, start: int, views: list[memoryview], until: float) -> str | None:
-        """Fill `views`, which span one chunk. Return None if the cache had it, else the source's path."""
+        """Fill `views`, which span one chunk. Return None if the cache had it, otherwise the source's path."""
         file = self._file(start)
         if self._hit(file, start, views):
             return None
-        # Chunks are no longer stored, so there is nothing to wait for.
+        # New chunks are not stored, so do not wait for another process.
         if self.why is not None:
             return self._fetch(file, start, views)
         with self._directory.single_fetch(file, wait_s=self._wait_s, until=until):
-            # Looked for again: another thread or process may have stored the chunk while this one waited.
+            # Look again, because another thread or process may have stored the chunk.
             return None if self._hit(file, start, views) else self._fetch(file, start, views)
 
     def _fetch(self, file: Path, start: int, views: list[memoryview]) -> str:
-        """Fill `views` from the source and store the chunk; return the source's path."""
+        """Fill `views` from the source, store the chunk, and return the source's path."""
         path = self._source.readv(start, views)
         nbytes = sum(view.nbytes for view in views)
         self._count(misses=1, miss_bytes=nbytes)
@@ -248,7 +244,7 @@ class CachedSource:
         return self._place / f"{start // CACHE_CHUNK_BYTES:08d}"
 
     def _hit(self, file: Path, start: int, views: list[memoryview]) -> bool:
-        """Read a chunk file into `views`. False when it is absent, rotten (it is then removed) or cannot be read."""
+        """Read a chunk file into `views`. Return False if it is absent, damaged (it is then removed) or unreadable."""
         nbytes = sum(view.nbytes for view in views)
         if self._is_refused:
             return False
@@ -257,62 +253,62 @@ class CachedSource:
         except FileNotFoundError:
             return False
         except OSError as error:
-            # Any other error will meet every other chunk too.
+            # Other errors would occur for every chunk.
             self._give_up(f"cannot be read: {error.strerror}")
             return False
         if descriptor is not None:
             try:
-                if self._is_sound(descriptor, start, views, nbytes):
-                    # Eviction goes by mtime, so a hit renews it. A read-only cache refuses, and evicts nothing anyway.
+                if self._is_undamaged(descriptor, start, views, nbytes):
+                    # Eviction goes by mtime, so update it. This fails in a read-only cache, which evicts nothing.
                     with contextlib.suppress(OSError):
                         os.utime(descriptor)
                     return True
             finally:
                 os.close(descriptor)
         self._count(rotten=1)
-        logger.warning("cached chunk %s of %s is damaged; it is read again from its source", file, self.uri)
+        logger.warning("cached chunk %s of %s is damaged, so it is read from the source", file, self.uri)
         self._directory.remove(file)
         return False
 
-    def _is_sound(self, descriptor: int, start: int, views: list[memoryview], nbytes: int) -> bool:
-        """Read a chunk file into `views`; return whether it is the chunk at `start`, undamaged."""
+    def _is_undamaged(self, descriptor: int, start: int, views: list[memoryview], nbytes: int) -> bool:
+        """Read a chunk file into `views`. Return whether it is the undamaged chunk at `start`."""
         trailer = bytearray(_TRAILER.size)
         try:
             is_whole = _fill(descriptor, 0, views) == nbytes and os.preadv(descriptor, [trailer], nbytes)
         except OSError:
-            # EIO of a bad disk is damage as a wrong digest is: the source still has the bytes.
+            # Treat an I/O error of a bad disk as damage, because the source still has the bytes.
             return False
         return bool(is_whole) and trailer == self._trailer(start, views, nbytes)
 
     def _keep(self, file: Path, start: int, views: list[memoryview], nbytes: int) -> None:
-        """Store a chunk; where that fails, store no more of this source."""
+        """Store a chunk. If that fails, stop storing chunks of this source."""
         try:
             self._directory.write(file, [*views, memoryview(self._trailer(start, views, nbytes))])
         except OSError as error:
             self._give_up(f"cannot be written: {error.strerror}")
 
     def _trailer(self, start: int, views: list[memoryview], nbytes: int) -> bytes:
-        """Return the end of the file of the chunk at `start`."""
-        # Not a cryptographic hash: this finds rot and mistaken files, at the speed of memory. Forgery is kept out by
-        # the directory's mode.
+        """Return the last bytes of the file for the chunk at `start`."""
+        # This hash is not cryptographic. It detects damaged and misplaced files at the speed of memory. The mode of the
+        # directory prevents forged chunks.
         digest = xxhash.xxh3_64()
         for view in views:
             digest.update(view)
-        # After the bytes, because a prefix of odd length would misalign every block of theirs. The key is a hash of the
-        # object's URI, identity and size.
+        # Hash the place last, because a prefix of odd length would misalign all blocks of the chunk. The key is a hash
+        # of the object's URI, identity and size.
         digest.update(b"%s@%d+%d" % (self._key, start, nbytes))
         return _TRAILER.pack(_MAGIC, nbytes, digest.intdigest())
 
     def _give_up(self, why: str) -> None:
-        """Store no more, and say why, once."""
+        """Stop storing chunks, and log the reason once."""
         with self._lock:
             if self.why is not None:
                 return
             self.why = f"cache {self._directory.path} {why}"
-        logger.warning("%s; %s is read from its source and not kept", self.why, self.uri)
+        logger.warning("%s; %s is read from its source and not cached", self.why, self.uri)
 
     def _count(self, **counts: int) -> None:
-        """Add to the counts of `stats`, by their names."""
+        """Add to the fields of `stats` by name."""
         with self._lock:
             for field in fields(self.stats):
                 setattr(self.stats, field.name, getattr(self.stats, field.name) + counts.get(field.name, 0))
@@ -321,12 +317,12 @@ class CachedSource:
 
 
 def _fill(descriptor: int, offset: int, views: list[memoryview]) -> int:
-    """Read into `views` from `offset` on. Return the bytes read; fewer than asked for at the end of the file."""
+    """Read into `views` from `offset`. Return the number of bytes read, which is smaller at the end of the file."""
     left, start = list(views), offset
     while left:
-        got = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
-        if not got:
+        received = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
+        if not received:
             break
-        offset += got
-        take(left, got)
+        offset += received
+        take(left, received)
     return offset - start

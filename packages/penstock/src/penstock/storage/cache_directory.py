@@ -1,10 +1,8 @@
 """The chunk files of the cache in one directory: found, written atomically, evicted when unused for longest.
 
-In: paths of chunk files and their bytes. Out: descriptors of files that are this user's own.
-Not here: which bytes a chunk has, and whether they are right (`cache`).
-
-No link below the directory is followed, and nothing is opened that could block. What has a chunk's name and is no
-regular file of this user does not count as a chunk. The next write takes its place.
+`cache` decides which bytes a chunk has and verifies them. No link below the directory is followed, and nothing is
+opened that could block. Only regular files of this user count as chunks. Other things with a chunk's name are replaced
+by the next write.
 """
 
 from __future__ import annotations
@@ -27,34 +25,34 @@ from penstock.lifecycle import release_after_fork
 from penstock.storage.local import MAX_BUFFERS
 from penstock.storage.source import take
 
-# All that the cache writes lies below this in the user's directory; nothing else there is ever touched.
+# Subdirectory of the user's directory for everything that the cache writes. Nothing outside is touched.
 _FOLDER = "penstock-chunks"
-# Of every directory of the cache.
+# Mode of every directory in the cache.
 _MODE = 0o700
-# Names of chunk files, and of those still being written; see `_publish`.
+# Names of chunk files, and of temporary files; see `_publish`.
 _CHUNK = re.compile("[0-9]{8}")
 _OURS = re.compile(rf"{_CHUNK.pattern}|\.{_CHUNK.pattern}-[0-9]+-[0-9a-f]{{8}}")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# A FIFO is then opened at once, and not when another process writes to it.
+# O_NONBLOCK opens a FIFO at once instead of waiting for a writer.
 _FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-# The errors of `open` for a name that is there and is no readable file: a link, a socket, a device without a driver, a
-# folder where a file should be or the other way round, another user's file.
+# Errors of `open` for things that are not a readable file or folder of this user: a link, a socket, a device without a
+# driver, a file instead of a folder or the reverse, another user's file.
 _FOREIGN = {errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM}
-# Eviction goes on until this part of `cache_bytes` is filled, so that the next chunk does not evict again.
-_ROOM = 0.9
-# The directory is measured anew after 1/32 of `cache_bytes` was written, since other processes write too.
+# Eviction stops at this part of `cache_bytes`, so that the next chunk does not evict again.
+_EVICT_TO = 0.9
+# The directory is measured again after 1/32 of `cache_bytes` was written, since other processes write too.
 _SCAN_SHARE = 32
-# Age of a temporary file whose writer is gone for sure: a chunk is written in milliseconds.
+# A temporary file older than this has no writer: writing a chunk takes milliseconds.
 _ABANDONED_S = 3600.0
-# Pause between looks for a chunk that another process fetches: small next to a request of 8 MiB.
-_ASK_S = 0.01
+# Pause between checks for a chunk that another process fetches. It is short compared with a request of 8 MiB.
+_POLL_S = 0.01
 
 
 class CacheDirectory:
-    """The chunk files below one directory. One per process and path; use `directory_at`.
+    """The chunk files in one directory. Use `directory_at`, which makes one object per process and path.
 
     Attributes:
-        spare: scratch memory of a chunk each that no reader uses now, of all sources together.
+        spare: unused scratch buffers of one chunk each, shared by all sources.
     """
 
     def __init__(self, path: Path, limit_bytes: int) -> None:
@@ -66,13 +64,13 @@ class CacheDirectory:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the locks in a forked child: the threads that may hold them do not exist there."""
+        """Replace the locks in a forked child, which lacks the threads that may hold them."""
         self._lock = threading.Lock()
         self._fetches: dict[Path, tuple[threading.Lock, int]] = {}
 
     @property
     def name(self) -> str:
-        """Return a name that only processes sharing the directory have; empty where it cannot be made or identified."""
+        """A name for the directory that only processes sharing it compute. Empty if the directory cannot be made."""
         try:
             self._make()
             state, boot = os.stat(self.path), _boot()
@@ -81,12 +79,12 @@ class CacheDirectory:
         return f"{boot}/{state.st_dev}/{state.st_ino}"
 
     def refusal(self) -> str:
-        """Make the directory, for this user alone, and say why it must not be used; "" where it may.
+        """Make the directory for this user alone. Return why it must not be used, or "" if it may be used.
 
-        A directory that this user made open to others is narrowed.
+        If this user opened the directory to others, its mode is restricted.
         """
-        # Chunks are weights, so others must not read them; and their digests show damage, not who wrote them, so others
-        # must not write them.
+        # Others must not read chunks, which are weights. Others must not write them either, because digests detect
+        # damage but not a forged chunk.
         try:
             self._make()
             state = os.lstat(self.path)
@@ -99,27 +97,27 @@ class CacheDirectory:
             elif state.st_uid == 0 and state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.geteuid() != 0:
                 return "may be written to by others"
         except OSError:
-            # The first read or write meets the same error, and reports it.
+            # The first read or write reports the same error.
             return ""
         return ""
 
     def _make(self) -> None:
-        """Make the directory, and the missing ones above it; it is for this user alone."""
+        """Make the directory for this user alone, and missing directories above it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # With its mode at once: between a wide mkdir and a chmod another user could open it.
+        # Set the mode in mkdir. Another user could open the directory before a later chmod.
         with contextlib.suppress(FileExistsError):
             os.mkdir(self.path, _MODE)
 
     @contextlib.contextmanager
     def _folder(self, folder: Path, *, make: bool = False) -> Iterator[int]:
-        """Open a folder of the cache, level by level and through no link.
+        """Open a folder of the cache level by level, without following links.
 
         Args:
-            make: make the levels that are missing. What is in the place of a level and is no folder of this user is
-                renamed.
+            make: make missing levels. If a level exists but is not a folder of this user, rename it.
 
         Raises:
-            FileNotFoundError: it is not there, or something else is in its place. OSError: it cannot be opened.
+            FileNotFoundError: a level is missing or is not a folder of this user.
+            OSError: a level cannot be opened.
         """
         if make:
             self._make()
@@ -137,10 +135,11 @@ class CacheDirectory:
             os.close(descriptor)
 
     def open_chunk(self, file: Path, nbytes: int) -> int | None:
-        """Return a descriptor of a chunk file, or None if what is there is no file of this user with that size.
+        """Return a descriptor of a chunk file, or None if it is not a file of this user with that size.
 
         Raises:
-            FileNotFoundError: nothing is there. OSError: the directory cannot be read.
+            FileNotFoundError: the file does not exist.
+            OSError: the directory cannot be read.
         """
         with self._folder(file.parent) as folder:
             try:
@@ -156,7 +155,7 @@ class CacheDirectory:
         return None
 
     def chunks(self, folder: Path) -> frozenset[int]:
-        """Return the numbers of the chunk files in a folder; none where it cannot be read."""
+        """Return the numbers of the chunk files in a folder. Empty if the folder cannot be read."""
         try:
             with self._folder(folder) as descriptor, os.scandir(descriptor) as entries:
                 return frozenset(
@@ -168,7 +167,7 @@ class CacheDirectory:
             return frozenset()
 
     def remove(self, file: Path) -> bool:
-        """Remove a chunk file, or a link, pipe or socket of its name. Return False if there was none."""
+        """Remove a chunk file, or another thing with its name. Return False if there was none."""
         with contextlib.suppress(OSError), self._folder(file.parent) as folder:
             os.unlink(file.name, dir_fd=folder)
             return True
@@ -176,18 +175,18 @@ class CacheDirectory:
 
     @contextlib.contextmanager
     def single_fetch(self, file: Path, *, wait_s: float, until: float) -> Iterator[None]:
-        """Fetch `file` in one thread of one process of this host at a time.
+        """Let one thread on this host at a time fetch `file`.
 
-        After `wait_s` seconds for a thread, or when the clock is at `until` for a process, it goes on regardless: the
-        worst is that the chunk is fetched twice.
+        After `wait_s` seconds of waiting for a thread, or at time `until` for a process, the caller goes on. At worst
+        the chunk is then fetched twice.
         """
         with self._lock:
-            # The lock counts its users, so that the table has only chunks that are being fetched now.
+            # Count the users of each lock, so that locks without users can be removed.
             lock, users = self._fetches.get(file, (threading.Lock(), 0))
             self._fetches[file] = (lock, users + 1)
         is_locked = lock.acquire(timeout=wait_s)
         try:
-            with _claimed(f"{self.name}/{file.relative_to(self.path)}", until):
+            with _host_lock(f"{self.name}/{file.relative_to(self.path)}", until):
                 yield
         finally:
             if is_locked:
@@ -199,37 +198,37 @@ class CacheDirectory:
                     del self._fetches[file]
 
     def write(self, file: Path, views: list[memoryview]) -> None:
-        """Write `views` to `file`, all or nothing, after making room. Raise OSError when it cannot be written."""
+        """Write `views` to `file` atomically, after evicting other chunks. OSError if the file cannot be written."""
         nbytes = sum(view.nbytes for view in views)
-        # It would have to evict every chunk, and then itself.
+        # Such a file would evict every chunk, and then itself.
         if nbytes > self._limit_bytes:
             return
-        self._make_room(nbytes)
+        self._make_space(nbytes)
         try:
             self._publish(file, views)
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.ENOENT}:
                 raise
-            # ENOENT: another process removed the folder meanwhile, and the second try makes it again.
+            # ENOENT: another process removed the folder. The second attempt makes it again.
             if error.errno != errno.ENOENT:
                 with self._lock:
-                    # Other files fill the disk too, so the limit says nothing: shrink what there is.
-                    self._evict(int(self._measure()[0] * _ROOM) - nbytes)
+                    # The disk is full below the limit, so shrink the cache from its present size.
+                    self._evict(int(self._measure()[0] * _EVICT_TO) - nbytes)
             self._publish(file, views)
 
     def _publish(self, file: Path, views: list[memoryview]) -> None:
-        """Write `views` to a temporary file and rename it to `file`: readers see all of it or none."""
-        # The pid alone is not unique: hosts that share the directory over a network have equal ones.
+        """Write `views` to a temporary file and rename it to `file`."""
+        # Hosts that share the directory over a network may have equal pids, so add a random part.
         temporary = f".{file.name}-{os.getpid()}-{secrets.token_hex(4)}"
         with self._folder(file.parent, make=True) as folder:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
             try:
                 try:
-                    _drain(descriptor, views)
+                    _write_all(descriptor, views)
                 finally:
                     os.close(descriptor)
-                # Without an fsync: a chunk torn by a power loss fails its digest and is fetched again.
+                # No fsync: a chunk torn by a power loss fails its digest and is fetched again.
                 try:
                     os.rename(temporary, file.name, src_dir_fd=folder, dst_dir_fd=folder)
                 except IsADirectoryError:
@@ -240,25 +239,25 @@ class CacheDirectory:
                     os.unlink(temporary, dir_fd=folder)
                 raise
 
-    def _make_room(self, nbytes: int) -> None:
-        """Evict until a file of `nbytes` fits below the limit."""
+    def _make_space(self, nbytes: int) -> None:
+        """Evict chunks until a file of `nbytes` fits below the limit."""
         with self._lock:
             if self._known_bytes is None or self._since_scan_bytes > self._limit_bytes // _SCAN_SHARE:
                 self._known_bytes = self._measure()[0]
                 self._since_scan_bytes = 0
-            # Counted before the write, so that other threads see the room as taken.
+            # Count before the write, so that other threads see the space as taken.
             self._known_bytes += nbytes
             self._since_scan_bytes += nbytes
             if self._known_bytes > self._limit_bytes:
-                self._known_bytes = nbytes + self._evict(int(self._limit_bytes * _ROOM) - nbytes)
+                self._known_bytes = nbytes + self._evict(int(self._limit_bytes * _EVICT_TO) - nbytes)
                 self._since_scan_bytes = 0
 
     def _measure(self) -> tuple[int, list[tuple[float, int, str]]]:
-        """Return the bytes of all chunk files, and (last use, bytes, path) of each; remove what was abandoned."""
+        """Return the bytes of all chunk files, and (last use, bytes, path) of each. Remove abandoned files."""
         total, files, now_s = 0, [], time.time()
-        # Bottom up: an empty folder is removed before its parent is looked at.
+        # Walk bottom up, so that an empty folder is removed before its parent is checked.
         for folder, _, names in os.walk(self.path, topdown=False):
-            # An object's folder stays a while, since its chunks may be coming back; rmdir fails while one is in it.
+            # Keep a recent folder, whose chunks may be fetched again. rmdir fails unless the folder is empty.
             with contextlib.suppress(OSError):
                 if now_s - os.stat(folder).st_mtime > _ABANDONED_S:
                     os.rmdir(folder)
@@ -272,7 +271,7 @@ class CacheDirectory:
                         os.unlink(path)
                         continue
                 except OSError:
-                    # Evicted by another process meanwhile.
+                    # Another process evicted the file.
                     continue
                 total += state.st_size
                 if not name.startswith("."):
@@ -280,9 +279,9 @@ class CacheDirectory:
         return total, files
 
     def _evict(self, target_bytes: int) -> int:
-        """Remove the longest unused until `target_bytes` are left; return what is left. Open files stay readable."""
+        """Remove the least recently used chunks down to `target_bytes`. Return the remaining bytes."""
         total, files = self._measure()
-        # By mtime, which a hit renews: under the usual relatime mounts atime does not follow reads.
+        # Sort by mtime, which a hit updates. Under the usual relatime mounts, atime does not follow reads.
         for _, nbytes, path in sorted(files):
             if total <= max(target_bytes, 0):
                 break
@@ -298,7 +297,7 @@ def _is_own(state: os.stat_result) -> bool:
 
 
 def _open_level(above: int, name: str, *, make: bool) -> int:
-    """Open one level of a folder of the cache; see `CacheDirectory._folder`."""
+    """Open one level of a folder in the cache; see `CacheDirectory._folder`."""
     for _ in range(2):
         if make:
             with contextlib.suppress(FileExistsError):
@@ -314,54 +313,53 @@ def _open_level(above: int, name: str, *, make: bool) -> int:
         if not make:
             break
         _set_aside(above, name)
-    raise FileNotFoundError(errno.ENOENT, "is no folder of this user", name)
+    raise FileNotFoundError(errno.ENOENT, "not a folder of this user", name)
 
 
 def _set_aside(folder: int, name: str) -> None:
-    """Rename what has the place of a file or folder of the cache. It is not removed, because the cache did not make it.
+    """Rename a thing in the place of a chunk or folder. The cache did not make it, so it is not removed.
 
     Raises:
-        OSError: it cannot be renamed. It may be gone, which is no error.
+        OSError: the thing exists and cannot be renamed.
     """
     with contextlib.suppress(FileNotFoundError):
         os.rename(name, f".{name}.{secrets.token_hex(4)}.foreign", src_dir_fd=folder, dst_dir_fd=folder)
 
 
-# A forked child would keep the names bound for as long as it lives.
-_claims = release_after_fork(socket.socket.close)
+# A forked child must not keep the socket names bound.
+_lock_sockets = release_after_fork(socket.socket.close)
 
 
 @functools.cache
 def _boot() -> str:
-    """Return the id of this boot of this host; no other host has it."""
+    """Return the id of this boot, which is unique among hosts."""
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 @contextlib.contextmanager
-def _claimed(name: str, deadline: float) -> Iterator[None]:
-    """Hold a name that only one process of this host can hold; after the deadline, go on without it.
+def _host_lock(name: str, deadline: float) -> Iterator[None]:
+    """Hold a name that only one process on this host can hold. After the deadline, go on without it.
 
-    The name is an abstract socket address, without a file: the kernel frees it however the process ends. In another
-    network namespace it is another name, and the chunk is fetched twice.
+    The name is an abstract socket address, which the kernel frees when the process ends. Other network namespaces have
+    separate names, so they may fetch the chunk again.
     """
     claim = hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as claim_socket:
-        _claims.add(claim_socket)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as lock_socket:
+        _lock_sockets.add(lock_socket)
         while True:
             try:
-                claim_socket.bind(f"\0penstock-chunk-{claim}")
+                lock_socket.bind(f"\0penstock-chunk-{claim}")
             except OSError as error:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
-                    # There is no call that waits for a socket's name to become free.
-                    time.sleep(_ASK_S)
+                    # No call can wait for a socket name to become free.
+                    time.sleep(_POLL_S)
                     continue
-            # Bound; or the deadline is past, or no such name can be had here: then the worst is that the chunk is
-            # fetched twice.
+            # Either the name is bound, or the deadline has passed, or names are not supported here.
             break
         yield
 
 
-def _drain(descriptor: int, views: list[memoryview]) -> None:
+def _write_all(descriptor: int, views: list[memoryview]) -> None:
     """Write all of `views`."""
     left = list(views)
     while left:
@@ -372,7 +370,7 @@ _directories: dict[tuple[Path, int], CacheDirectory] = {}
 
 
 def directory_at(path: Path, limit_bytes: int) -> CacheDirectory:
-    """Return the cache's part of the user's directory, for this process."""
+    """Return this process's object for the cache in the user's directory."""
     path = Path(path).expanduser().absolute() / _FOLDER
     return _directories.setdefault((path, limit_bytes), CacheDirectory(path, limit_bytes))
 

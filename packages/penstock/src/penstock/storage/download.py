@@ -1,8 +1,4 @@
-"""Whole files of a storage, copied to a local directory.
-
-In: URIs of files, and the paths below a directory that they are copied to. Out: the files, their number of bytes.
-Not here: which files a model has (`locate`, `list_uris`), what is in them (`weight_set`).
-"""
+"""Copies of whole files from a storage to local paths."""
 
 from __future__ import annotations
 
@@ -16,31 +12,31 @@ from penstock import descriptors
 from penstock.config import Settings
 from penstock.errors import PlanError
 from penstock.storage import Digested, Source, open_source
-from penstock.storage.output import require_room
+from penstock.storage.output import require_space
 from penstock.storage.source import require_checked
 from penstock.storage.write import typed
 from penstock.types import MIB
 from penstock.waits import Threads
 
 _PIECE_BYTES = 8 * MIB
-# Reads under way at once: what hides the latency of an object store for one file or for many, in 128 MiB of buffers.
+# Number of concurrent reads. They hide the latency of an object store, with 128 MiB of buffers.
 _THREADS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downloaded:
-    """The files that a `download` has copied."""
+    """The result of a `download`."""
 
     nbytes: int
     compared: frozenset[str]
-    """URIs of the files whose content was compared with the digest that the storage has of them."""
+    """URIs of the files whose content was checked against the digest from their storage."""
 
 
 def inside(directory: Path, name: str, *, uri: str) -> Path:
     """Return the path of `name` below a directory.
 
     Raises:
-        PlanError: it is outside, as one with `..` in it is.
+        PlanError: the path is outside, for example because of `..`.
     """
     root = directory.resolve()
     path = (root / name.lstrip("/")).resolve()
@@ -57,21 +53,21 @@ def download(
     on_file: Callable[[str], None] | None = None,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Downloaded:
-    """Copy files of a storage to local paths, several ranges at once.
+    """Copy files from a storage to local paths, several ranges at once.
+
+    After an error the paths may hold parts of their files. Copy to a temporary directory and rename it.
 
     Args:
-        files: URI -> path. Directories are created, and a file that is there is replaced from its first byte on.
+        files: path by URI. Directories are created, and existing files are overwritten.
         settings: limits and the cache.
-        storage_options: credentials and endpoints, as obstore names them.
-        on_file: called with the URI of each file that is complete and compared, in the order of `files`.
-        on_bytes: called with the bytes of each range that was written, in the caller's thread like `on_file`.
+        storage_options: credentials and endpoints, by obstore's names.
+        on_file: called with the URI of each file that is complete and checked, in the order of `files`.
+        on_bytes: called with the size of each range written. Both functions are called in the caller's thread.
 
     Raises:
         DiskFull, DestinationError: a path cannot be written.
-        IntegrityError: a file differs from the digest that its storage has of it, or could not be compared in time.
+        IntegrityError: a file differs from the digest from its storage, or the digest could not be checked in time.
         SourceError: the storage failed, or a file changed while it was read.
-
-    After an error the paths may hold parts of their files: copy to a directory of your own, then rename it.
     """
 
     def open_one(uri: str, path: Path) -> Source:
@@ -94,15 +90,15 @@ def download(
                 left = left[file.write(left) :]
         return piece.nbytes
 
-    # All sources stay open, and each thread has a file that it writes.
+    # All sources stay open, and each thread opens one output file.
     descriptors.make_room(len(files) + _THREADS)
     compared: dict[str, Digested] = {}
     with ExitStack() as stack, Threads(_THREADS, thread_name_prefix="penstock-download") as pool:
         try:
             sources = list(pool.map(open_one, files.keys(), files.values()))
-            # Before the first byte: a disk that fills up after an hour has cost the hour.
+            # Check the space first, so that a large download does not fail after an hour.
             if files:
-                require_room(next(iter(files.values())), sum(source.nbytes for source in sources))
+                require_space(next(iter(files.values())), sum(source.nbytes for source in sources))
             ranges = [
                 [pool.submit(copy_range, source, path, start) for start in range(0, source.nbytes, _PIECE_BYTES)]
                 for source, path in zip(sources, files.values(), strict=True)
@@ -117,12 +113,12 @@ def download(
                 if on_file is not None:
                     on_file(uri)
         except BaseException:
-            # Ranges that have not begun would be read for nothing.
+            # Do not read the remaining ranges.
             pool.leave()
             raise
         return Downloaded(nbytes=sum(source.nbytes for source in sources), compared=frozenset(compared))
 
 
 def _without_links(path: str, flags: int) -> int:
-    """Open a file of a new directory. OSError: it is a link, which nobody but another user has made."""
+    """Open a file without following links, which only another user could have put there."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

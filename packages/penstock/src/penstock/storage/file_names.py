@@ -1,6 +1,6 @@
-"""Names of weight files: the stem of a source's files, and the names that a result of several files has with this stem.
+"""Names of weight files: the stem of a source's files, and the names of a result with this stem.
 
-Libraries find weights by name only: diffusers looks for `diffusion_pytorch_model`, PEFT for `adapter_model`.
+Libraries find weights by name: diffusers looks for `diffusion_pytorch_model`, PEFT for `adapter_model`.
 
     model-00001-of-00002.safetensors                 stem model
     diffusion_pytorch_model.fp16.safetensors         stem diffusion_pytorch_model.fp16
@@ -12,45 +12,45 @@ import re
 from collections.abc import Iterable, Sequence
 
 STEM = "model"
-"""The stem of checkpoints of transformers, for sources whose own files have none in common."""
+"""The stem of transformers checkpoints. Used for sources whose files have no common stem."""
 _SUFFIX = ".safetensors"
 _SHARD = re.compile(r"(?P<stem>.+)-\d+-of-\d+(?P<variant>\.[\w-]+)?", re.DOTALL)
-# Both libraries write `model.fp16.safetensors`, and the index of a variant as `model.safetensors.index.fp16.json`.
+# Both libraries write `model.fp16.safetensors`, and `model.safetensors.index.fp16.json` for the index of the variant.
 _VARIANT = re.compile(r"(?P<model>model|diffusion_pytorch_model)\.(?P<variant>[\w-]+)")
 
 
-_CARRIED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,99}")
+_SAFE_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+ -]{0,99}")
 
 
-def is_carried(stem: str) -> bool:
-    """Return whether a stem may come from another host: it names a file of the directory, on every system."""
-    return _CARRIED.fullmatch(stem) is not None
+def is_safe_stem(stem: str) -> bool:
+    """Return whether a stem from another host is safe: it must be a file name on every system."""
+    return _SAFE_STEM.fullmatch(stem) is not None
 
 
 def stem_of(names: Iterable[str]) -> str:
-    """Return the part that the names of a weight set's files have before their number, variant included.
+    """Return the common part of the names before their number, including the variant.
 
-    `model` if they are not files of safetensors, or have several stems.
+    Return `model` if the files are not safetensors or have several stems.
     """
     stems = set()
     for name in names:
         base = name.rpartition("/")[2]
         shard = _SHARD.fullmatch(stem := base.removesuffix(_SUFFIX))
-        # Some writers number the whole name: `model.safetensors-00001-of-00002.safetensors`.
+        # Some writers number the whole name, as in `model.safetensors-00001-of-00002.safetensors`.
         stem = stem if shard is None else f"{shard['stem'].removesuffix(_SUFFIX)}{shard['variant'] or ''}"
         stems.add(stem if base.endswith(_SUFFIX) else STEM)
     return stems.pop() if len(stems) == 1 else STEM
 
 
 def file_names(count: int, stem: str = STEM) -> list[str]:
-    """Return the names of a set of files, as transformers and diffusers number shards."""
+    """Return the names of `count` files, numbered as transformers and diffusers number shards."""
     if count == 1:
         return [f"{stem}{_SUFFIX}"]
     return [f"{stem}-{i + 1:05d}-of-{count:05d}{_SUFFIX}" for i in range(count)]
 
 
 def index_name(stem: str = STEM) -> str:
-    """Return the name of the index of a set of several files."""
+    """Return the name of the index for a set of several files."""
     variant = _VARIANT.fullmatch(stem)
     return (
         f"{stem}{_SUFFIX}.index.json"
@@ -60,7 +60,7 @@ def index_name(stem: str = STEM) -> str:
 
 
 def names_of(groups: Sequence[str], stem: str = STEM) -> list[str]:
-    """Return the files of a set, given each one's group: in a directory per group, or with the part for a star."""
+    """Return the file names of a set by the group of each file. A group is a directory, or a name with a star."""
     seen: dict[str, list[str]] = {}
     for group in dict.fromkeys(groups):
         count = groups.count(group)

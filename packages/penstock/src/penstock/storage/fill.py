@@ -1,8 +1,4 @@
-"""Models in the local cache of their hub's own library, written by Penstock for other tools too.
-
-In: the URI of a repository. Out: its files in that cache, and a report.
-Not here: the cache's layout (`hub_cache`), loading (`loader`).
-"""
+"""Download of models into the local cache of their hub's library, for Penstock and other tools."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from penstock.storage.hugging_face import HuggingFaceStorage, library
 from penstock.storage.locate import INDEX_SUFFIX, SUFFIX, Uri, resolve, texts_of
 from penstock.storage.source import storage_for
 
-# Weights in formats that a load does not read: often the whole model a second time.
+# Weight formats that a load does not read. Repositories often contain the model in several formats.
 _OTHER_WEIGHTS = (SUFFIX, ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite")
 
 
@@ -30,28 +26,28 @@ class FillReport(Summarised):
     """The outcome of one `fill`."""
 
     uri: str
-    """Pinned: it names the commit."""
+    """The URI, pinned to the commit."""
     directory: str
-    """Where the files are; other tools find them there by the model's name."""
+    """The directory of the files. Other tools find it by the model's name."""
     num_files: int
     nbytes: int
     fetched_files: int
-    """Files that were written now; each was compared with the hub's digest. The others were there already."""
+    """Number of files written now. Each was checked against the hub's digest. The others existed already."""
     fetched_bytes: int
     wall_s: float
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate of what was fetched, in decimal GB/s."""
+        """Download rate in decimal GB/s."""
         return self.fetched_bytes / self.wall_s / 1e9 if self.wall_s else 0.0
 
     def summary(self) -> str:
-        """Return two lines for people."""
+        """Return two lines of text for users."""
         size = f"{self.num_files} files, {bytes_text(self.nbytes)}"
-        fetched = f"{self.fetched_files} fetched and compared with the hub's digests: "
+        fetched = f"{self.fetched_files} fetched and checked against the hub's digests: "
         fetched += f"{bytes_text(self.fetched_bytes)} in {self.wall_s:.1f} s, {self.gb_per_s:.2f} GB/s"
-        there = f"; {self.num_files - self.fetched_files} were there" if self.num_files > self.fetched_files else ""
-        return f"{self.uri}: {size}; {fetched}{there}\nin the cache: {self.directory}"
+        others = f"; {self.num_files - self.fetched_files} existed" if self.num_files > self.fetched_files else ""
+        return f"{self.uri}: {size}; {fetched}{others}\nin the cache: {self.directory}"
 
 
 def fill(
@@ -61,20 +57,22 @@ def fill(
     storage_options: Mapping[str, str] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> FillReport:
-    """Write a repository's files to the local cache of its hub's own library, where other tools find them.
+    """Write a repository's files to the local cache of its hub's library, where other tools find them.
 
-    Each file appears there complete and compared with the hub's digest, or not at all; a later call fetches
-    the files that are missing. It waits for processes that download the same model, also with the library's tools.
+    Each file appears complete and checked against the hub's digest, or not at all. A later call fetches only the
+    missing files. The call waits for other processes that download the same model, even with the library's tools.
 
     Args:
-        uri: `org/name`, `hf://org/name@REVISION`, or a file, folder or glob of it.
-        settings: limits; None: from the environment.
+        uri: `org/name`, `hf://org/name@REVISION`, or a file, folder or glob in it.
+        settings: limits. None reads them from the environment.
         storage_options: `token`, `endpoint`.
-        on_bytes: called with the bytes done and the bytes in all.
+        on_bytes: called with the number of bytes fetched so far and the total.
 
     Raises:
-        ConfigError: no repository of a hub. DiskFull, DestinationError: the cache cannot be written.
-        IntegrityError: a content is not the hub's. SourceError: the hub failed.
+        ConfigError: the URI is not a repository on a hub.
+        DiskFull, DestinationError: the cache cannot be written.
+        IntegrityError: a file differs from the hub's digest.
+        SourceError: the hub failed.
     """
     return _fill(texts_of(uri)[0], None, settings or Settings.read(), storage_options or {}, on_bytes)
 
@@ -86,38 +84,38 @@ def fill_weights(
     storage_options: Mapping[str, str] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> FillReport:
-    """Write to that cache what a load of `uri` reads, and the small files next to it; raises as `fill`.
+    """Fill the cache with the files that a load of `uri` reads, and the small files next to them. Raises as `fill`.
 
-    Not the same weights in other formats, nor directories below: engines need neither.
+    Weights in other formats and subdirectories are left out, because engines do not need them.
     """
     text = texts_of(uri)[0]
     _storage(text)
     place = pinned(text, settings=settings, storage_options=storage_options)
-    read = {_inside(file) for _, file in resolve(place, settings=settings, storage_options=storage_options).files}
+    weights = {_inside(file) for _, file in resolve(place, settings=settings, storage_options=storage_options).files}
     is_index = place.endswith(INDEX_SUFFIX)
     folder = _inside(place).rpartition("/")[0] if is_index else _inside(place)
 
-    def wanted(name: str) -> bool:
-        is_beside = name.rpartition("/")[0] == folder and not name.endswith(_OTHER_WEIGHTS)
-        return name in read or is_beside
+    def is_needed(name: str) -> bool:
+        is_sibling = name.rpartition("/")[0] == folder and not name.endswith(_OTHER_WEIGHTS)
+        return name in weights or is_sibling
 
-    return _fill(text.rpartition("/")[0] if is_index else text, wanted, settings, storage_options or {}, on_bytes)
+    return _fill(text.rpartition("/")[0] if is_index else text, is_needed, settings, storage_options or {}, on_bytes)
 
 
 def _fill(
     uri: str,
-    wanted: Callable[[str], bool] | None,
+    is_needed: Callable[[str], bool] | None,
     settings: Settings,
     options: Mapping[str, str],
     on_bytes: Callable[[int, int], None] | None,
 ) -> FillReport:
-    """Fill the cache with the files of a URI whose names a function wants; None: all of them."""
-    begun = time.perf_counter()
+    """Fill the cache with the files of a URI for which `is_needed` returns True, or with all of them."""
+    started = time.perf_counter()
     storage = _storage(uri)
     default = str(library().constants.DEFAULT_REVISION)
     contents = storage.contents(uri, default=default, settings=settings, storage_options=options)
-    if wanted is not None:
-        contents = replace(contents, files={name: file for name, file in contents.files.items() if wanted(name)})
+    if is_needed is not None:
+        contents = replace(contents, files={name: file for name, file in contents.files.items() if is_needed(name)})
     total_bytes = fetched_bytes = 0
 
     def copy(paths: Mapping[str, Path], publish: Callable[[str], None]) -> None:
@@ -126,7 +124,7 @@ def _fill(
         total_bytes += sum(contents.files[name].nbytes for name in paths)
         download(
             {uri: paths[name] for uri, name in names.items()},
-            # What goes into one cache need not go into another.
+            # The files need not go into a second cache.
             settings=replace(settings, cache_dir=None),
             storage_options=options,
             on_file=lambda uri: publish(names[uri]),
@@ -150,19 +148,19 @@ def _fill(
         nbytes=sum(file.nbytes for file in contents.files.values()),
         fetched_files=len(written),
         fetched_bytes=fetched_bytes,
-        wall_s=time.perf_counter() - begun,
+        wall_s=time.perf_counter() - started,
     )
 
 
 def _storage(uri: str) -> HuggingFaceStorage:
-    """Return the storage of a model hub. ConfigError: the URI is of another one."""
+    """Return the storage of a model hub. ConfigError if the URI is not on a hub."""
     storage = storage_for("hf") if uri.startswith("hf://") else None
     if not isinstance(storage, HuggingFaceStorage):
-        hint = "give org/name or hf://; PENSTOCK_CACHE_DIR keeps what is read of any storage"
-        raise ConfigError("only a model hub has a cache of its own to fill", uri=uri, hint=hint)
+        hint = "use org/name or hf://; PENSTOCK_CACHE_DIR caches reads from any storage"
+        raise ConfigError("only a model hub has a cache that can be filled", uri=uri, hint=hint)
     return storage
 
 
 def _inside(uri: str) -> str:
-    """Return the name that a pinned URI has inside its repository; empty for the repository itself."""
+    """Return the path of a pinned URI inside its repository, or "" for the repository itself."""
     return uri.partition("@")[2].partition("/")[2].rstrip("/")

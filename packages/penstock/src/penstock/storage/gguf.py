@@ -1,17 +1,13 @@
-"""The GGUF format: reader of headers, versions 2 and 3, little-endian, and writer of headers of version 3.
-
-In: a `Source`. Out: `GgufHeader`, a table of tensors as columns, with the file's metadata.
-Not here: the bodies (`engine`; `output` writes them), the meaning of their blocks (`transform.ggml`), the choice of a
-reader (`headers`).
+"""The GGUF format: read headers of versions 2 and 3, write headers of version 3. All are little-endian.
 
     "GGUF" | version | counts | metadata: key, type, value | tensors: name, dims, type, offset | bodies, each padded
 
-Tensors of plain types are tensors of the dtypes that safetensors has. Quantised ones are tables of bytes, U8 with the
-shape `[..., bytes of a row]`: the blocks as they are in the file. Their type is in the file's metadata under
-`GGUF.types`, and the shape of their elements follows from both (`blocks_of`).
+Tensors of plain types get the matching dtype of safetensors. A quantised tensor becomes a U8 table of shape
+`[..., bytes of a row]` with the blocks as they are in the file. The file's metadata states its type under `GGUF.types`,
+and `blocks_of` computes its shape in elements.
 
-As strict as llama.cpp: no key or tensor twice, every body begins where the one before it ends, padded. Every count and
-length is checked against the file's size before anything is allocated from it.
+The reader is as strict as llama.cpp: keys and tensor names are unique, and each body begins at the padded end of the
+body before it. Every count and length is checked against the file's size before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -41,30 +37,30 @@ MAGIC = b"GGUF"
 SUFFIX = ".gguf"
 
 GUESS_BYTES = MIB
-"""Read at once from the start of a file of this format. Covers the header of a part without a tokenizer, and a small
-tokenizer; the header of Llama 3 has 7.8 MB. Each further read is four times as long as all before it."""
+"""Bytes of the first read from a file. They cover the header of a part without a tokenizer, or with a small tokenizer.
+The header of Llama 3 has 7.8 MB. Each further read is four times as long as the bytes read so far."""
 
 TYPES = "GGUF.types"
-"""Key of the metadata of a `FileEntry` that holds the types of quantised tensors, as JSON: name -> type."""
+"""Key in the metadata of a `FileEntry` for the types of its quantised tensors, as a JSON object from name to type."""
 
-_OWN = "GGUF."
+_RESERVED_PREFIX = "GGUF."
 _VERSIONS = (2, 3)
 ALIGNMENT = 32
-"""Of bodies, in bytes, where a file does not say otherwise; of all that are written."""
-# Of a name or key. Source: the format's text allows keys of 65535 bytes; names of tensors are shorter everywhere.
+"""Alignment of bodies in bytes, unless the file states another. Files are written with this alignment."""
+# Longest name or key. Source: the format allows keys of 65535 bytes, and tensor names are shorter in practice.
 _MAX_NAME_BYTES = 65_535
 # Source: GGML_MAX_DIMS.
 _MAX_DIMS = 4
-# Walked one by one, at 0.3 us each. The largest tokenizers have 260,000 tokens and 510,000 merges.
+# Strings are skipped one by one, at 0.3 us each. The largest tokenizers have 260,000 tokens and 510,000 merges.
 _MAX_STRINGS = 1 << 21
-# Longer values are described in the manifest's metadata, not copied: a tokenizer has megabytes.
+# The manifest's metadata only describes longer values: a tokenizer has megabytes.
 _MAX_TEXT_BYTES = 64 << 10
 _MAX_LIST = 64
 
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _INT64_MAX = 2**63 - 1
-# What follows the rank of a tensor, by rank: dims, type, offset.
+# The fields after the rank of a tensor: dims, type, offset. The index is the rank.
 _INFOS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(_MAX_DIMS + 1))
 
 _STRING, _ARRAY = 8, 9
@@ -90,7 +86,7 @@ _INTEGERS = {0, 1, 2, 3, 4, 5, 10, 11}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockType:
-    """A quantised type: `elements` values of a row are stored together in `nbytes` bytes."""
+    """A quantised type. It stores each `elements` values of a row in `nbytes` bytes."""
 
     name: str
     elements: int
@@ -115,7 +111,7 @@ PLAIN: Mapping[int, DType] = {
     28: DType.F64,
     30: DType.BF16,
 }
-"""Types whose tensors are those of safetensors, by their number. Source: enum ggml_type."""
+"""Types that safetensors has too, by number. Source: enum ggml_type."""
 
 BLOCK_TYPES: Mapping[int, BlockType] = {
     number: BlockType(name=name, elements=elements, nbytes=nbytes)
@@ -148,8 +144,8 @@ BLOCK_TYPES: Mapping[int, BlockType] = {
         (41, "Q1_0", 128, 18),
     )
 }
-"""Quantised types by their number. Source: enum ggml_type and the block structs of ggml; `gguf.constants` of gguf 0.19.
-The last column of Q8_1 is that package's (ggml itself stores 36 bytes, and writes none to files)."""
+"""Quantised types by number. Source: enum ggml_type and the block structs of ggml; `gguf.constants` of gguf 0.19.
+For Q8_1 the byte count is from that package. ggml itself uses 36 bytes and never writes the type to files."""
 
 BY_NAME: Mapping[str, BlockType] = {kind.name: kind for kind in BLOCK_TYPES.values()}
 
@@ -160,9 +156,9 @@ class Field:
 
     type: int
     value: Any
-    """A bool, int, float or str; a list of them for a short array; None for a long one."""
+    """A bool, int, float or str. An array is (element type, count, list), with None for the list of a long array."""
     raw: bytes
-    """Key, type and value, as they are in the file."""
+    """Key, type and value as encoded in the file."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -174,18 +170,18 @@ class GgufHeader(Header):
 
 
 class _Reader:
-    """The first bytes of a source, read further when more are needed."""
+    """A cursor over the first bytes of a source. It reads more of the source on demand."""
 
     def __init__(self, source: Source, first: bytearray) -> None:
         self.data = first
         self.at = 0
         self._source = source
-        # No number of a header can be more than this.
+        # Upper limit for every count and length in the header.
         self.nbytes = source.nbytes
         self.uri = source.uri
 
     def need(self, stop: int) -> None:
-        """Read until the first `stop` bytes are here."""
+        """Read until the first `stop` bytes are in `data`."""
         if stop <= len(self.data):
             return
         if stop > self.nbytes:
@@ -200,7 +196,7 @@ class _Reader:
         target = min(max(stop, 4 * len(self.data), GUESS_BYTES), self.nbytes, MAX_HEADER_BYTES)
         more = bytearray(target - len(self.data))
         self._source.readv(len(self.data), [memoryview(more)])
-        # In place: parsers keep a reference.
+        # Extend in place, because parsers keep a reference.
         self.data += more
 
     def take(self, count: int) -> bytes:
@@ -212,7 +208,7 @@ class _Reader:
         return bytes(self.data[start:stop])
 
     def number(self, form: struct.Struct) -> Any:
-        """Return the next number."""
+        """Return the next number and move past it."""
         at = self.at
         if at + form.size > len(self.data):
             self.need(at + form.size)
@@ -220,7 +216,7 @@ class _Reader:
         return form.unpack_from(self.data, at)[0]
 
     def text(self, what: str, max_bytes: int) -> str:
-        """Return the next string."""
+        """Return the next string and move past it."""
         nbytes = self.number(_U64)
         if nbytes > max_bytes:
             raise FormatError(f"{what} of {nbytes} bytes; at most {max_bytes} are read", uri=self.uri)
@@ -230,8 +226,8 @@ class _Reader:
             raise FormatError(f"{what} is not UTF-8: {error.reason} at byte {error.start}", uri=self.uri) from error
 
     def skip_strings(self, count: int) -> None:
-        """Go past `count` strings."""
-        # Bound to locals: half a million strings are usual, and this loop is most of the time of opening a file.
+        """Move past `count` strings."""
+        # Use local names: tokenizers have half a million strings, and this loop is most of the time to open a file.
         at, data, here, unpack = self.at, self.data, len(self.data), _U64.unpack_from
         for _ in range(count):
             if at + 8 > here:
@@ -241,8 +237,8 @@ class _Reader:
         self.need(at)
         self.at = at
 
-    def left(self, count: int, each: int, what: str) -> None:
-        """Raise FormatError unless `count` things of `each` bytes or more may follow."""
+    def check_fits(self, count: int, each: int, what: str) -> None:
+        """Raise FormatError if the rest of the file is too short for `count` things of at least `each` bytes."""
         if count * each > self.nbytes - self.at:
             raise FormatError(f"{count} {what} in a file of {self.nbytes} bytes", uri=self.uri)
 
@@ -252,16 +248,16 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
 
     Args:
         source: the file.
-        first: its first bytes, read already.
+        first: the bytes already read from its start.
 
     Raises:
-        FormatError: the header is malformed, of another version or byte order, or lies; names the tensor and the fault.
-        SourceTruncated: the file ends before the header does, or before the bodies that it promises.
+        FormatError: the header is malformed or inconsistent, or its version or byte order is not supported.
+        SourceTruncated: the file ends inside the header or before the end of the bodies that the header describes.
     """
     reader = _Reader(source, first)
     uri = source.uri
     if reader.take(4) != MAGIC:
-        raise FormatError("no GGUF file: it does not begin with 'GGUF'", uri=uri)
+        raise FormatError("not a GGUF file: it does not begin with 'GGUF'", uri=uri)
     version = reader.number(_U32)
     if version & 0xFFFF == 0 and version:
         hint = "convert it to little-endian: gguf_convert_endian.py of the gguf package"
@@ -273,22 +269,22 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
         raise FormatError(f"{num_tensors} tensors; at most {MAX_TENSORS} are read", uri=uri)
     if num_fields > MAX_METADATA_KEYS:
         raise FormatError(f"metadata of {num_fields} entries; at most {MAX_METADATA_KEYS} are read", uri=uri)
-    # The least an entry takes: lengths, a type and a value of one byte; a tensor of no dims has 24 bytes.
-    reader.left(num_fields, 13, "entries of metadata")
-    reader.left(num_tensors, 24, "tensors")
+    # Minimum size of an entry: lengths, a type and a value of one byte. A tensor without dims has 24 bytes.
+    reader.check_fits(num_fields, 13, "entries of metadata")
+    reader.check_fits(num_tensors, 24, "tensors")
     fields = _fields(reader, num_fields)
     alignment = _alignment(fields, uri)
-    names, numbers, dims, offsets = _infos(reader, num_tensors)
+    names, numbers, dims, offsets = _tensor_infos(reader, num_tensors)
     header_bytes = reader.at
     data_offset = -(-header_bytes // alignment) * alignment
-    # A file of metadata alone may end without padding.
+    # A file without tensors may end without padding.
     if num_tensors or data_offset <= source.nbytes:
         reader.need(data_offset)
     table = _table(
         names, numbers, dims, offsets, alignment=alignment, data_offset=data_offset, nbytes=source.nbytes, uri=uri
     )
     types = {name: BLOCK_TYPES[n].name for name, n in zip(names, numbers, strict=True) if n in BLOCK_TYPES}
-    metadata = {f"{_OWN}version": str(version)} | {key: _text(field) for key, field in fields.items()}
+    metadata = {f"{_RESERVED_PREFIX}version": str(version)} | {key: _text(field) for key, field in fields.items()}
     if types:
         metadata[TYPES] = json.dumps(types, ensure_ascii=False)
     return GgufHeader(
@@ -310,9 +306,9 @@ def _fields(reader: _Reader, count: int) -> dict[str, Field]:
         start = reader.at
         key = reader.text("a key of the metadata", _MAX_NAME_BYTES)
         if key in fields:
-            raise FormatError(f"key {clip(key)!r} stands twice in the metadata", uri=reader.uri)
-        if key.startswith(_OWN):
-            raise FormatError(f"key {clip(key)!r} of the metadata has a prefix that readers use", uri=reader.uri)
+            raise FormatError(f"the metadata has a duplicate key {clip(key)!r}", uri=reader.uri)
+        if key.startswith(_RESERVED_PREFIX):
+            raise FormatError(f"metadata key {clip(key)!r} has a prefix that is reserved for readers", uri=reader.uri)
         kind = reader.number(_U32)
         value = _array(reader, key) if kind == _ARRAY else _value(reader, kind, key)
         fields[key] = Field(type=kind, value=value, raw=bytes(memoryview(reader.data)[start : reader.at]))
@@ -320,20 +316,20 @@ def _fields(reader: _Reader, count: int) -> dict[str, Field]:
 
 
 def _value(reader: _Reader, kind: int, key: str) -> Any:
-    """Return the next value of a type that is no array."""
+    """Return the next value, which is not an array."""
     if kind == _STRING:
         return reader.text(f"the value of {clip(key)!r}", MAX_HEADER_BYTES)
     if kind not in _SCALARS:
-        raise FormatError(f"{clip(key)!r} of the metadata has the unknown type {kind}", uri=reader.uri)
+        raise FormatError(f"metadata key {clip(key)!r} has the unknown type {kind}", uri=reader.uri)
     return reader.number(_SCALARS[kind])
 
 
 def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
-    """Return the type of the elements, their number, and the elements of a short array."""
+    """Return the element type, the number of elements, and the elements if the array is short."""
     kind, count = reader.number(_U32), reader.number(_U64)
     what = f"elements of {clip(key)!r}"
     if kind == _STRING:
-        reader.left(count, 8, what)
+        reader.check_fits(count, 8, what)
         if count > _MAX_STRINGS:
             raise FormatError(f"{count} {what}; at most {_MAX_STRINGS} strings are read", uri=reader.uri)
         if count > _MAX_LIST:
@@ -341,10 +337,10 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
             return kind, count, None
         return kind, count, [reader.text(what, MAX_HEADER_BYTES) for _ in range(count)]
     if kind not in _SCALARS:
-        named = "arrays, which no reader knows" if kind == _ARRAY else f"the unknown type {kind}"
-        raise FormatError(f"{clip(key)!r} of the metadata is an array of {named}", uri=reader.uri)
+        named = "arrays, which is not supported" if kind == _ARRAY else f"the unknown type {kind}"
+        raise FormatError(f"metadata key {clip(key)!r} is an array of {named}", uri=reader.uri)
     form = _SCALARS[kind]
-    reader.left(count, form.size, what)
+    reader.check_fits(count, form.size, what)
     reader.need(reader.at + count * form.size)
     values = None
     if count <= _MAX_LIST:
@@ -354,7 +350,7 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
 
 
 def _text(field: Field) -> str:
-    """Return a value as text: a string unchanged, others as JSON; what is long is described."""
+    """Return a value as text: a string unchanged, other values as JSON. A long value is only described."""
     value = field.value
     if field.type == _ARRAY:
         kind, count, values = value
@@ -369,21 +365,22 @@ def _alignment(fields: Mapping[str, Field], uri: str) -> int:
     field = fields.get("general.alignment")
     if field is None:
         return ALIGNMENT
-    # As llama.cpp: this type and no other.
+    # llama.cpp accepts this type only.
     if field.type != 4 or field.value < 1 or field.value & (field.value - 1) or field.value > MIB:
-        raise FormatError(f"general.alignment of {clip(field.value)} is no uint32 power of two up to {MIB}", uri=uri)
+        message = f"general.alignment {clip(field.value)} is not a uint32 that is a power of two up to {MIB}"
+        raise FormatError(message, uri=uri)
     return int(field.value)
 
 
-def _infos(reader: _Reader, count: int) -> tuple[tuple[str, ...], list[int], list[tuple[int, ...]], list[int]]:
-    """Return names, numbers of types, shapes and offsets of the tensors; nothing but the names is checked."""
+def _tensor_infos(reader: _Reader, count: int) -> tuple[tuple[str, ...], list[int], list[tuple[int, ...]], list[int]]:
+    """Return names, type numbers, shapes and offsets of the tensors. Only names and ranks are checked here."""
     names: dict[str, None] = {}
     numbers, shapes, offsets = [], [], []
     data = reader.data
     for _ in range(count):
         name = reader.text("the name of a tensor", _MAX_NAME_BYTES)
         if name in names:
-            raise FormatError("tensor stands twice in the header", uri=reader.uri, tensor=clip(name))
+            raise FormatError("the header lists this tensor twice", uri=reader.uri, tensor=clip(name))
         names[name] = None
         at = reader.at
         reader.need(at + 16)
@@ -394,7 +391,7 @@ def _infos(reader: _Reader, count: int) -> tuple[tuple[str, ...], list[int], lis
         form = _INFOS[rank]
         reader.need(at + 4 + form.size)
         *dims, number, offset = form.unpack_from(data, at + 4)
-        # The format writes the innermost dim first.
+        # The format writes the innermost dimension first.
         shapes.append(tuple(reversed(dims)))
         numbers.append(number)
         offsets.append(offset)
@@ -413,11 +410,11 @@ def _table(
     nbytes: int,
     uri: str,
 ) -> TensorTable:
-    """Return the tensors as columns, each checked against its type, its neighbours and the file."""
+    """Return the tensors as columns. Check each against its type, the tensor before it, and the file size."""
     dtypes, stored = [], []
     for name, number, shape in zip(names, numbers, shapes, strict=True):
         if number not in PLAIN and number not in BLOCK_TYPES:
-            hint = "types that ggml has removed are not read; make the file again with a current llama.cpp"
+            hint = "its type may be one that ggml has removed; make the file again with a current llama.cpp"
             raise FormatError(f"unknown type {number}", uri=uri, tensor=clip(name), hint=hint)
         kind = BLOCK_TYPES.get(number)
         if kind is None:
@@ -425,7 +422,7 @@ def _table(
             stored.append(shape)
             continue
         if not shape or shape[-1] % kind.elements:
-            fault = f"shape {list(shape)} of {kind.name}: rows are not blocks of {kind.elements} elements"
+            fault = f"shape {list(shape)} of {kind.name}: rows must be multiples of {kind.elements} elements"
             raise FormatError(fault, uri=uri, tensor=clip(name))
         dtypes.append(DType.U8)
         stored.append((*shape[:-1], shape[-1] // kind.elements * kind.nbytes))
@@ -434,7 +431,7 @@ def _table(
         row = int(sizes.argmin())
         raise FormatError(f"impossible shape {list(shapes[row])}", uri=uri, tensor=clip(names[row]))
     data_nbytes = nbytes - data_offset
-    # Before they are summed: each is at most the file's size then, and the sum cannot overflow.
+    # Check each size against the file first, so that their sum cannot overflow.
     if sizes.size and sizes.max() > max(data_nbytes, 0):
         row = int(sizes.argmax())
         raise SourceTruncated(
@@ -445,14 +442,14 @@ def _table(
         )
     padded = -(-sizes // alignment) * alignment
     start = np.cumsum(padded) - padded
-    # Compared as Python's integers: an offset of the file may have 64 bits.
+    # Compare Python integers, because an offset from the file may need 64 unsigned bits.
     if start.tolist() != list(offsets):
         row = next(row for row, (a, b) in enumerate(zip(start.tolist(), offsets, strict=True)) if a != b)
         fault = f"offset {offsets[row]}, but the tensors before it end at {start[row]}, padded to {alignment}"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
     if sizes.size and int((start + sizes).max()) > data_nbytes:
         raise SourceTruncated(
-            "file ends before the bodies its header promises",
+            "file ends before the last tensor that its header describes",
             uri=uri,
             byte_range=(nbytes, data_offset + int((start + sizes).max())),
             hint="the copy is not complete: copy it again",
@@ -469,7 +466,7 @@ def _table(
 
 @dataclass(frozen=True, slots=True)
 class Info:
-    """A tensor as a header lists it: `offset` counts from the first body, `shape` is in elements."""
+    """A tensor as a header lists it. `offset` counts from the first body, and `shape` is in elements."""
 
     name: str
     number: int
@@ -478,20 +475,20 @@ class Info:
 
 
 def text_field(key: str, value: str) -> bytes:
-    """Return an entry of the metadata, a string."""
+    """Encode a metadata entry of type string."""
     return _string(key) + _U32.pack(_STRING) + _string(value)
 
 
 def number_field(key: str, value: int) -> bytes:
-    """Return an entry of the metadata, a uint32."""
+    """Encode a metadata entry of type uint32."""
     return _string(key) + _U32.pack(4) + _U32.pack(value)
 
 
 def encode_header(fields: Sequence[bytes], infos: Sequence[Info]) -> bytes:
-    """Return what a file begins with, padded to the first body: version 3, little-endian.
+    """Return the start of a file up to its first body: version 3, little-endian, padded.
 
     Args:
-        fields: entries of the metadata, encoded.
+        fields: encoded metadata entries.
         infos: the tensors, in the order of their bodies.
     """
     parts = [MAGIC, struct.pack("<IQQ", _VERSIONS[-1], len(infos), len(fields)), *fields]
@@ -510,30 +507,30 @@ def _string(text: str) -> bytes:
 
 
 def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
-    """Check that the parts of a split model are all there, each once, with all tensors.
+    """Check that a split model has each of its parts exactly once, and all tensors.
 
     Args:
-        headers: of the files of a weight set, with their names.
-        uri: of the set.
+        headers: file names and headers of a weight set.
+        uri: the set.
 
     Raises:
-        FormatError: a part is missing, is there twice, or is of another model.
+        FormatError: a part is missing, is a duplicate, or belongs to a different model.
     """
     parts = [(name, header) for name, header in headers if isinstance(header, GgufHeader)]
     counts = {_part(header, "split.count", name, uri) for name, header in parts}
     if not counts or counts == {0} or (counts == {1} and len(parts) == 1):
         return
-    hint = "name the first file of the model, NAME-00001-of-N.gguf, beside all others"
+    hint = "name the first file of the model, NAME-00001-of-N.gguf, in one directory with all other parts"
     if len(counts) > 1 or len(parts) != max(counts):
         name, header = next((n, h) for n, h in parts if _part(h, "split.count", n, uri))
         count = _part(header, "split.count", name, uri)
-        message = f"{clip(name)!r} is one of {count} parts of a model, and {len(headers)} files are opened"
+        message = f"{clip(name)!r} is one of {count} parts of a model, but {len(headers)} files were opened"
         raise FormatError(message, uri=uri, hint=hint)
     seen: dict[int, str] = {}
     for name, header in parts:
         number = _part(header, "split.no", name, uri)
         if number in seen or not 0 <= number < len(parts):
-            other = f", as {clip(seen[number])!r} is" if number in seen else ""
+            other = f", and so is {clip(seen[number])!r}" if number in seen else ""
             raise FormatError(
                 f"{clip(name)!r} is part {number + 1} of {len(parts)} by its header{other}", uri=uri, hint=hint
             )
@@ -541,22 +538,22 @@ def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
         stated = _part(header, "split.tensors.count", name, uri)
         actual = sum(len(h.tensors) for _, h in parts)
         if stated not in {0, actual}:
-            message = f"{clip(name)!r} says that the model has {stated} tensors; its parts have {actual}"
-            raise FormatError(message, uri=uri, hint="the files are of different models: copy them again")
+            message = f"{clip(name)!r} says that the model has {stated} tensors, but its parts have {actual}"
+            raise FormatError(message, uri=uri, hint="the files belong to different models: copy them again")
 
 
 def _part(header: GgufHeader, key: str, name: str, uri: str) -> int:
-    """Return an integer of the metadata; 0 where it is absent."""
+    """Return an integer from the metadata, or 0 if the key is absent."""
     field = header.fields.get(key)
     if field is None:
         return 0
     if field.type not in _INTEGERS:
-        raise FormatError(f"{key} of {clip(name)!r} is no integer", uri=uri)
+        raise FormatError(f"{key} of {clip(name)!r} is not an integer", uri=uri)
     return int(field.value)
 
 
 def blocks_of(manifest: Manifest) -> dict[str, GgufBlocks]:
-    """Return type and shape, in elements, of every quantised tensor of GGUF files, by name."""
+    """Return the type and the shape in elements of every quantised GGUF tensor, by name."""
     types = [_types(file) for file in manifest.files]
     if not any(types):
         return {}
@@ -571,6 +568,6 @@ def blocks_of(manifest: Manifest) -> dict[str, GgufBlocks]:
 
 
 def _types(file: FileEntry) -> dict[str, BlockType]:
-    """Return the types of a file's quantised tensors, by name."""
+    """Return the types of a file's quantised tensors by tensor name."""
     raw = file.metadata.get(TYPES)
     return {} if raw is None else {name: BY_NAME[kind] for name, kind in json.loads(raw).items()}

@@ -1,7 +1,6 @@
 """Sources over HTTP(S): ranged reads into the caller's buffers, resumed from the last byte after a failure.
 
-In: an `Origin` (where the object is now, and how to find out again) and the settings. Out: an `HttpSource`.
-Not here: one request and its checks (`http.range_request`), connections (`http.pool`), signing (`objects`).
+`http.range_request` sends one request and checks its answer.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ S = TypeVar("S", bound="HttpSource")
 
 
 class HttpStorage:
-    """The storage of plain http:// and https:// URLs. It cannot list: a URL names one file."""
+    """The storage for plain http:// and https:// URLs. It cannot list, because a URL names one file."""
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
         """See `Storage.open`."""
         return open_http(uri, settings=settings, storage_options=storage_options)
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
-        """Return the URL itself, if something is there."""
+        """Return the URL itself, if the file exists."""
         open_http(uri, settings=settings, storage_options=storage_options).close()
         return [uri]
 
@@ -52,39 +51,38 @@ class HttpStorage:
         return read_whole(source, stall_s=settings.stall_s)
 
 
-class PlainAddress:
-    """A URL as the user wrote it, and the target of its redirect until that target is refused.
+class PlainOrigin:
+    """A URL from the user, and the target of its redirect until that target is refused.
 
     Args:
-        uri: http:// or https://, with user and password or not.
-        options: `bearer_token`, or `username` and `password`; sent to the URL's own origin only.
-        cookie: a token in the form `name=value`, sent there too.
+        uri: http:// or https://, optionally with user and password.
+        options: `bearer_token`, or `username` and `password`. They are sent only to the URL's own host.
+        cookie: a token in the form `name=value`, sent only there too.
     """
 
     def __init__(self, uri: str, options: Mapping[str, str], *, cookie: str = "") -> None:
         try:
-            self._origin = urlsplit(uri)
-            # `port` is parsed when it is read: a bad one must fail here, as a ConfigError, and not in the first
-            # request.
-            _ = self._origin.port
+            self._user_url = urlsplit(uri)
+            # A port is parsed when it is read. Read it here, so that a bad port is a ConfigError.
+            _ = self._user_url.port
         except ValueError as error:
             raise ConfigError(f"{clean(uri)} is not a URL: {error}") from error
-        if self._origin.scheme not in {"http", "https"} or not self._origin.hostname:
+        if self._user_url.scheme not in {"http", "https"} or not self._user_url.hostname:
             raise ConfigError(f"{clean(uri)} is not an http(s) URL")
         unknown = set(options) - {"bearer_token", "username", "password"}
         if unknown:
-            raise ConfigError(f"storage_options {sorted(unknown)} mean nothing for http(s)")
+            raise ConfigError(f"storage_options {sorted(unknown)} are unknown for http(s)")
         self._headers: dict[str, str] = {}
-        user = options.get("username", unquote(self._origin.username or ""))
+        user = options.get("username", unquote(self._user_url.username or ""))
         if "bearer_token" in options:
             self._headers["Authorization"] = f"Bearer {options['bearer_token']}"
         elif user:
-            pair = f"{user}:{options.get('password', unquote(self._origin.password or ''))}"
+            pair = f"{user}:{options.get('password', unquote(self._user_url.password or ''))}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         if cookie:
             self._headers["Cookie"] = cookie
-        self._origin = self._origin._replace(netloc=self._origin.netloc.rpartition("@")[2], fragment="")
-        self._current = self._origin
+        self._user_url = self._user_url._replace(netloc=self._user_url.netloc.rpartition("@")[2], fragment="")
+        self._current = self._user_url
 
     def url(self) -> SplitResult:
         """See `Origin.url`."""
@@ -92,54 +90,54 @@ class PlainAddress:
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
         """See `Origin.headers`."""
-        same = (url.scheme, url.netloc) == (self._origin.scheme, self._origin.netloc)
-        # A redirect to another host must not carry the credentials of the first.
+        same = (url.scheme, url.netloc) == (self._user_url.scheme, self._user_url.netloc)
+        # Do not send credentials to the host of a redirect.
         return self._headers if same else {}
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Origin.renew`. What a redirect led to may have expired."""
-        if url == self._origin or status not in {400, 401, 403, 404, 410}:
+        """See `Origin.renew`. The target of a redirect may have expired."""
+        if url == self._user_url or status not in {400, 401, 403, 404, 410}:
             return False
-        # Not the new one that another thread has found meanwhile.
+        # Another thread may have followed a new redirect. Keep that.
         if self._current == url:
-            self._current = self._origin
+            self._current = self._user_url
         return True
 
-    def is_foreign(self, url: SplitResult) -> bool:
-        """See `Origin.is_foreign`. A user who names such a host may be redirected to others of the kind."""
-        return url.netloc != self._origin.netloc and not is_local_service(self._origin.hostname or "")
+    def is_redirected(self, url: SplitResult) -> bool:
+        """See `Origin.is_redirected`. If the user named a local service, redirects to local services are allowed."""
+        return url.netloc != self._user_url.netloc and not is_local_service(self._user_url.hostname or "")
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """See `Origin.moved`. Never from https to http, never to another scheme."""
+        """See `Origin.moved`. Redirects from https to http or to other schemes are refused."""
         try:
             target = urlsplit(urljoin(url.geturl(), location))
             _ = target.port
         except ValueError:
-            return "it redirects to something that is no URL"
+            return "the server redirects to an invalid URL"
         if target.scheme not in {"http", "https"} or not target.hostname:
-            return "it redirects to something that is no http(s) URL"
+            return "the server redirects to a URL that is not http(s)"
         if url.scheme == "https" and target.scheme == "http":
-            return "it redirects from https to http"
-        # Kept: following the redirect again for every range would double the requests.
+            return "the server redirects from https to http"
+        # Keep the target: following the redirect for every range would double the requests.
         self._current = target._replace(netloc=target.netloc.rpartition("@")[2], fragment="")
         return None
 
 
 class HttpSource:
-    """A `Source` over HTTP(S). Opened by `open_http` or `objects.open_object`.
+    """A `Source` over HTTP(S), opened by `open_http` or `objects.open_object`.
 
     Args:
-        uri: what errors call it; without secrets.
-        address: where it is.
-        seen: what it was when first seen.
+        uri: name for errors, without secrets.
+        origin: where the object is.
+        seen: validators from the first answer.
         settings: `retries`, `stall_s`, `ca_file`.
-        trusted: certificates; None: see `network.bundles`.
+        trusted: certificates. None uses `network.bundles`.
     """
 
     def __init__(
         self,
         uri: str,
-        address: Origin,
+        origin: Origin,
         seen: Validators,
         *,
         settings: Settings,
@@ -148,7 +146,7 @@ class HttpSource:
         self.uri = uri
         self.nbytes = seen.nbytes
         self.identity = seen.identity
-        self._address = address
+        self._origin = origin
         self._seen = seen
         self._settings = settings
         self._pool = _hold_pool(settings, bundles(settings) if trusted is None else trusted)
@@ -159,10 +157,10 @@ class HttpSource:
         self.received_bytes = 0
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. One ranged request fills all `buffers`; after a failure the rest is requested again.
+        """See `Source.readv`. One ranged request fills all `buffers`. After a failure the rest is requested again.
 
-        A server that answers with less than the range gets one request for all from there on: servers that limit the
-        length of ranges often let a whole object pass. Where they do not, the rest is requested range by range.
+        If the server answers with a shorter range, request all bytes to the object's end: servers that limit ranges
+        often send whole objects. If that answer is short too, request the rest range by range.
         """
         stop, left = span(self, offset, buffers)
         patience = Patience(self.uri, self._settings, arrivals=self._arrivals)
@@ -173,7 +171,7 @@ class HttpSource:
             try:
                 with RangeExchange(
                     self.uri,
-                    self._address,
+                    self._origin,
                     self._pool,
                     byte_range=(offset, stop),
                     seen=self._seen,
@@ -186,19 +184,19 @@ class HttpSource:
                     is_short = exchange.stop < stop
                     self._is_capped |= is_short and to_the_end
                     while offset < exchange.stop:
-                        got = exchange.readinto(left[0][: exchange.stop - offset])
-                        offset += got
-                        self.received_bytes += got
-                        left[0] = left[0][got:]
+                        received = exchange.readinto(left[0][: exchange.stop - offset])
+                        offset += received
+                        self.received_bytes += received
+                        left[0] = left[0][received:]
                         if not left[0].nbytes:
                             del left[0]
                 patience.progress()
             except RequestFailed as failed:
-                # Bytes came, so this is a new failure, with all its retries and a renewal of the address.
+                # Bytes arrived, so this is a new failure, with all retries and another renewal.
                 if offset > before:
                     patience.progress()
                     renewed = False
-                failed.ask(patience, (offset, stop))
+                failed.pause(patience, (offset, stop))
         return "http"
 
     def close(self) -> None:
@@ -220,75 +218,78 @@ def open_http(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     """Open a plain http(s) URL.
 
     Args:
-        uri: the URL; user and password in it are sent, never shown.
+        uri: the URL. User and password in it are sent but never shown.
         settings: `retries`, `stall_s`, `ca_file`.
         storage_options: `bearer_token`, or `username` and `password`.
 
     Raises:
-        ConfigError, FormatError, and the SourceErrors: as their names say.
+        ConfigError: the URL or an option is wrong.
+        FormatError: the object is stored or sent with an encoding.
+        SourceError: the server did not return the object.
     """
-    address, name = PlainAddress(uri, storage_options or {}), clean(uri)
-    return open_address(
-        name, address, lambda seen: HttpSource(name, address, seen, settings=settings), settings=settings
-    )
+    origin, name = PlainOrigin(uri, storage_options or {}), clean(uri)
+    return open_origin(name, origin, lambda seen: HttpSource(name, origin, seen, settings=settings), settings=settings)
 
 
-def open_address(uri: str, address: Origin, make: Callable[[Validators], S], *, settings: Settings) -> S:
-    """Return the source that `make` makes of what is at `address` now. Raises as `open_http`; `uri` is for errors."""
+def open_origin(uri: str, origin: Origin, make: Callable[[Validators], S], *, settings: Settings) -> S:
+    """Probe the object at `origin`, and return the source that `make` creates for it. Raises as `open_http`."""
     pool = _hold_pool(settings, bundles(settings))
     try:
-        return make(_probe(uri, address, pool, settings))
+        return make(_probe(uri, origin, pool, settings))
     finally:
-        # The source holds the pool for itself by now; after an error nothing does.
+        # By now the source holds the pool itself.
         pool.drop()
 
 
-def ask(uri: str, address: Origin, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
-    """Return the status, the headers and the body of an answer that is no object, such as a hub's listing.
+def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[int, Mapping[str, str], bytes]:
+    """Return status, headers and body of an answer that is not an object, such as a hub's listing.
 
-    The body of a refusal is left out. Refusals that may pass are repeated, as for an object.
+    The body of a refusal is left out. Temporary refusals are repeated, as for an object.
 
     Args:
-        uri: for errors.
-        limit: longest accepted body, in bytes. Its time is bounded by its bytes.
+        uri: name for errors.
+        origin: where to ask.
+        limit: maximum size of the body in bytes.
+        settings: `retries`, `stall_s`, `ca_file`.
 
     Raises:
-        FormatError: the answer is longer, or compressed. SourceUnavailable, SourceStalled: as their names say.
+        FormatError: the answer is too long or compressed.
+        SourceUnavailable, SourceStalled: the server did not answer.
     """
     pool, patience = _hold_pool(settings, bundles(settings)), Patience(uri, settings)
     try:
         while True:
             try:
-                with RangeExchange(uri, address, pool, byte_range=None, seen=None) as exchange:
+                with RangeExchange(uri, origin, pool, byte_range=None, seen=None) as exchange:
                     status, headers = exchange.reply.status, exchange.reply.headers
                     is_refusal = 300 <= status < 500 and status not in {407, 408, 425, 429}
                     return status, headers, b"" if is_refusal else exchange.read_whole(limit)
             except RequestFailed as failed:
-                failed.ask(patience, None)
+                failed.pause(patience, None)
     finally:
         pool.drop()
 
 
-def _probe(uri: str, address: Origin, pool: Pool, settings: Settings) -> Validators:
-    """Return what is at `address`, by a GET of its first byte: signed URLs often allow no HEAD."""
+def _probe(uri: str, origin: Origin, pool: Pool, settings: Settings) -> Validators:
+    """Return the validators of the object, by a GET of its first byte. Signed URLs often allow no HEAD."""
     patience, renewed = Patience(uri, settings), False
     while True:
         try:
-            with RangeExchange(uri, address, pool, byte_range=(0, 1), seen=None) as exchange:
+            with RangeExchange(uri, origin, pool, byte_range=(0, 1), seen=None) as exchange:
                 if not renewed and exchange.refused():
                     renewed = True
                     continue
                 seen = exchange.first_seen()
                 if exchange.reply.status == 206:
-                    # An answer that is read to its end leaves a connection that the first range can use.
+                    # Reading the answer to its end lets the first range use the connection again.
                     exchange.readinto(memoryview(bytearray(1)))
                 return seen
         except RequestFailed as failed:
-            failed.ask(patience, (0, 1))
+            failed.pause(patience, (0, 1))
 
 
 def clean(uri: str) -> str:
-    """Return `uri` without user information, query and fragment, fit to be shown. Object store URIs hold none."""
+    """Return `uri` without user, query and fragment, for messages. URIs of object stores have none of these."""
     if not uri.lower().startswith(("http://", "https://")):
         return uri
     scheme, _, rest = uri.partition("://")

@@ -1,11 +1,8 @@
-"""The hub of Hugging Face as a storage: `hf://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
+"""The Hugging Face hub as storage: `hf://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
 
-In: the environment by huggingface_hub's names (`HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE`, `HF_HOME`). Out: listings,
-URLs, files of the local cache.
-Not here: what hubs have in common (`repository`), writing the cache (`hub_cache`).
-
-Tokens, endpoints and the cache are huggingface_hub's. Its client bounds neither the length nor
-the time of an answer, so requests are made here.
+`repository` has the parts that hubs share, and `hub_cache` writes the cache. Tokens, endpoints and the cache are those
+of huggingface_hub, set by `HF_TOKEN`, `HF_ENDPOINT`, `HF_HUB_OFFLINE` and `HF_HOME`. Its client limits neither the size
+nor the time of an answer, so this module sends its own requests.
 """
 
 from __future__ import annotations
@@ -32,25 +29,23 @@ from penstock.errors import (
     SourceUnavailable,
 )
 from penstock.storage.files import FileSource
-from penstock.storage.http import PlainAddress
+from penstock.storage.http import PlainOrigin
 from penstock.storage.repository import COMMIT, RepositoryAddress, RepositoryFile, RepositoryStorage, ask_hub, file_of
 
-# Names of the files of one model that is published in several. Source: save_torch_state_dict of huggingface_hub.
+# Names of the shards of one model. Source: save_torch_state_dict of huggingface_hub.
 _SHARD = re.compile(r"(?P<model>.*)-\d+-of-(?P<total>\d{1,6})(?P<suffix>\.\w+)")
 _SIGN_IN = "HF_TOKEN, or `hf auth login`"
-
-
-_NO_ANSWER = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads the local cache alone"
+_NO_ANSWER = "check the network and HF_ENDPOINT; HF_HUB_OFFLINE=1 reads only the local cache"
 
 
 class _Lfs(msgspec.Struct):
-    """The content of a large file, as the hub lists it."""
+    """The hub's entry for the content of a large file."""
 
     sha256: str
 
 
 class _Sibling(msgspec.Struct):
-    """A file, as the hub lists it."""
+    """The hub's entry for a file."""
 
     rfilename: str
     size: int | None = None
@@ -66,7 +61,7 @@ class _Info(msgspec.Struct):
 
 
 class HuggingFaceStorage(RepositoryStorage):
-    """The storage of hf://. Its pinned revisions are commits; see `RepositoryStorage`."""
+    """The storage for hf://. Its pinned revisions are commits; see `RepositoryStorage`."""
 
     scheme = "hf"
     sign_in = _SIGN_IN
@@ -85,9 +80,9 @@ class HuggingFaceStorage(RepositoryStorage):
             return commit, files
         token = _token(options)
         api = hub.HfApi(endpoint=options.get("endpoint"), token=token or False)
-        # Of this token: a listing must not be shown to a user who may not see the repository.
+        # Cache by token: a user must not see listings of repositories that only another user may see.
         key = (api.endpoint, where.kind, where.name, token or "")
-        # Other revisions move, and are not kept.
+        # Only commits are cached, because other revisions move.
         if where.revision is not None and (found := self.listed(*key, where.revision)):
             return where.revision, found
         uri = where.repository if where.revision is None else f"{where.repository}@{where.revision}"
@@ -97,13 +92,13 @@ class HuggingFaceStorage(RepositoryStorage):
         try:
             status, headers, info = ask_hub(url, _Info, token=token or "", uri=uri, settings=settings)
         except SourceUnavailable as error:
-            message = f"the hub at {api.endpoint} sends no listing: {error.message}"
+            message = f"cannot list the repository at {api.endpoint}: {error.message}"
             raise SourceUnavailable(message, uri=uri, hint=error.hint or _NO_ANSWER) from error
         if info is None:
             raise _refusal(status, headers, uri, where, api.endpoint)
         commit = str(info.sha)
         if not COMMIT.fullmatch(commit):
-            raise FormatError("the hub answered without a commit", uri=uri)
+            raise FormatError("the hub's answer has no commit", uri=uri)
         files = dict(
             file_of(entry.rfilename, entry.size, entry.lfs.sha256 if entry.lfs else None, entry.blobId, uri)
             for entry in info.siblings or ()
@@ -113,35 +108,34 @@ class HuggingFaceStorage(RepositoryStorage):
 
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`."""
-        # Unwrapped: `penstock_hf.patched_libraries` puts a function around it that also finds files which are not in
-        # the cache.
+        # Unwrap the function: `penstock_hf.patched_libraries` wraps it to find files outside the cache too.
         look_up = inspect.unwrap(library().try_to_load_from_cache)
         found = look_up(where.name, where.path, revision=revision, repo_type=where.kind)
         return FileSource(found) if isinstance(found, str) else None
 
-    def address_of(
+    def origin_of(
         self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
-    ) -> tuple[PlainAddress, str, bool]:
-        """See `RepositoryStorage.address_of`."""
+    ) -> tuple[PlainOrigin, str, bool]:
+        """See `RepositoryStorage.origin_of`."""
         url = library().hf_hub_url(
             where.name, where.path, repo_type=where.kind, revision=revision, endpoint=options.get("endpoint")
         )
         token = _token(options)
-        address = PlainAddress(url, {"bearer_token": token} if token else {})
-        return address, url.partition("/resolve/")[0], token is not None
+        origin = PlainOrigin(url, {"bearer_token": token} if token else {})
+        return origin, url.partition("/resolve/")[0], token is not None
 
     def home(self) -> Path:
         """See `RepositoryStorage.home`."""
         return Path(library().constants.HF_HOME)
 
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
-        """Raise NotFound if the local cache, which is all that is read offline, holds a part of a model."""
+        """Raise NotFound if the hub is offline and the local cache has only a part of a model."""
         if library().constants.HF_HUB_OFFLINE:
             _require_all_shards(paths, where.at(revision, where.path))
 
 
 def typed_error(error: BaseException) -> PenstockError | None:
-    """Return the error of this package for one of huggingface_hub's that names a URL; None for any other."""
+    """Return Penstock's error for an error from huggingface_hub that names a URL, otherwise None."""
     errors = library().errors
     if not isinstance(error, errors.HfHubHTTPError):
         return None
@@ -166,9 +160,9 @@ def library() -> Any:
 
 
 def _token(options: Mapping[str, str]) -> str | None:
-    """Return the token to send: the caller's, or huggingface_hub's own unless its user forbids that."""
+    """Return the token to send, from the caller or from huggingface_hub, unless its user forbids implicit tokens."""
     token = options.get("token")
-    # Empty: a caller forbids it, as `token=False` does in the library.
+    # An empty token means that none is sent, like `token=False` in the library.
     if token is not None:
         return token or None
     hub = library()
@@ -176,7 +170,7 @@ def _token(options: Mapping[str, str]) -> str | None:
 
 
 def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, RepositoryFile]]:
-    """Return the commit of a revision and its files by the local cache alone. NotFound if it is not there."""
+    """Return the commit of a revision and its files from the local cache. NotFound if they are absent."""
     hub = library()
     try:
         root = Path(
@@ -184,12 +178,12 @@ def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, Reposit
         )
     except (hub.errors.LocalEntryNotFoundError, ValueError) as error:
         hint = f"unset HF_HUB_OFFLINE, or download it while online: hf download {where.name}"
-        message = "HF_HUB_OFFLINE is set, and the local cache does not hold this revision"
+        message = "HF_HUB_OFFLINE is set, but the local cache does not have this revision"
         raise NotFound(message, uri=where.repository, hint=hint) from error
     files = {}
     for path in root.rglob("*"):
         if path.is_file():
-            # The cache names contents as the hub does.
+            # The cache names files by the hub's digests.
             blob = path.resolve().name
             sha = blob if re.fullmatch("[0-9a-f]{64}", blob) else None
             files[str(path.relative_to(root))] = RepositoryFile(
@@ -199,44 +193,44 @@ def _cached_listing(where: RepositoryAddress) -> tuple[str, Mapping[str, Reposit
 
 
 def _require_all_shards(paths: Sequence[str], uri: str) -> None:
-    """Raise NotFound if the local cache holds a part of the files that were published together.
+    """Raise NotFound if the local cache lacks some of a model's shards.
 
-    Without their index, which may be missing too, they would be loaded as the whole model.
+    The index may be missing too, and then the shards present would be loaded as the whole model.
     """
     shards = Counter(match.group("model", "total", "suffix") for match in map(_SHARD.fullmatch, paths) if match)
     for (_, total, suffix), count in shards.items():
         if count != int(total):
-            message = f"HF_HUB_OFFLINE is set, and the local cache holds {count} of {int(total)} *{suffix} files"
+            message = f"HF_HUB_OFFLINE is set, but the local cache has {count} of {int(total)} *{suffix} files"
             raise NotFound(message, uri=uri, hint="unset HF_HUB_OFFLINE, or download the repository while online")
 
 
 def _require_name(where: RepositoryAddress, uri: str) -> None:
-    """Raise ConfigError if the hub has no repositories of such a name."""
+    """Raise ConfigError if the hub does not allow this name."""
     hub = library()
     try:
         hub.utils.validate_repo_id(where.name)
     except hub.errors.HFValidationError as error:
-        message, hint = f"not the name of a repository: {error}", "write it as hf://org/name"
+        message, hint = f"the repository's name is invalid: {error}", "write it as hf://org/name"
         raise ConfigError(message, uri=uri, hint=hint) from error
 
 
 def _refusal(
     status: int, headers: Mapping[str, str], uri: str, where: RepositoryAddress, endpoint: str
 ) -> PenstockError:
-    """Return the error for an answer that is a refusal. Source: huggingface_hub, `hf_raise_for_status`."""
+    """Return the error for a refusal. Source: huggingface_hub, `hf_raise_for_status`."""
     named = {name.lower(): value for name, value in headers.items()}
     code, message = named.get("x-error-code", ""), named.get("x-error-message", "")
     if code == "GatedRepo":
         hint = f"accept its conditions at {endpoint}/{where.name} and set HF_TOKEN, or run `hf auth login`"
         return PermissionDenied("the repository is gated", uri=uri, hint=hint)
     if code == "RevisionNotFound":
-        return NotFound("the repository has no such revision", uri=uri, hint="name a branch, a tag or a whole commit")
-    # The hub answers 401 for a repository that is not there to a caller without a token.
+        return NotFound("the repository has no such revision", uri=uri, hint="name a branch, a tag or a full commit")
+    # The hub answers 401 for an absent repository if the caller sent no token.
     is_hidden = status == 401 and message != "Invalid credentials in Authorization header"
     if code == "RepoNotFound" or is_hidden:
         hint = "check the name; a private repository needs HF_TOKEN, or `hf auth login`"
-        return NotFound(f"no such repository at {endpoint}", uri=uri, hint=hint)
+        return NotFound(f"there is no such repository at {endpoint}", uri=uri, hint=hint)
     if status in {401, 403}:
-        hint = "check the token (HF_TOKEN, or `hf auth whoami`) and what it may read"
-        return PermissionDenied(f"the hub answers HTTP {status}", uri=uri, hint=hint)
-    return SourceUnavailable(f"the hub answers HTTP {status}", uri=uri)
+        hint = "check the token (HF_TOKEN, or `hf auth whoami`) and its permissions"
+        return PermissionDenied(f"the hub answered HTTP {status}", uri=uri, hint=hint)
+    return SourceUnavailable(f"the hub answered HTTP {status}", uri=uri)

@@ -1,9 +1,8 @@
-"""Lookup of the files that a URI stands for: their names, their index and their manifest.
+"""Find the files that a URI stands for: names, index and manifest.
 
-In: a file, directory, prefix, glob, index or list of files. Out: `Location`.
-Not here: what the files hold (`weight_set`), how they are opened (`open_source`).
+`weight_set` reads their content.
 
-    directory --index there?--> its shards, else every *.safetensors --> Place(files, weight_map, sidecar)
+    directory --has an index?--> its shards, otherwise every *.safetensors --> Location(files, weight_map, sidecar_uri)
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from penstock.storage import (
     registered_schemes,
     text_of,
 )
-from penstock.storage.alternatives import belonging
+from penstock.storage.alternatives import weight_files
 from penstock.storage.safetensors import parse_index
 from penstock.waits import Threads
 
 SIDECAR = "penstock.manifest"
-"""Name of the manifest beside a directory's files; a single file's is `<file>.penstock.manifest`."""
+"""Name of the manifest in a directory of files. The manifest of a single file is `<file>.penstock.manifest`."""
 SUFFIX = ".safetensors"
 GGUF_SUFFIX = ".gguf"
 INDEX_SUFFIX = ".safetensors.index.json"
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w.-]+)?")
-"""A name as Hugging Face has it: an owner and a repository, with a revision or not."""
+"""A Hugging Face name: owner and repository, optionally with a revision."""
 _INDEX = f"model{INDEX_SUFFIX}"
-_ONLY = (
-    "name a file, or a directory or prefix that has files of safetensors or one GGUF model itself; no others are read"
+_USE_WEIGHT_FILES = (
+    "name a weight file, or a directory or prefix that directly contains safetensors files or one GGUF model"
 )
 _FILES = (SUFFIX, GGUF_SUFFIX)
 PUBLISHED = (
@@ -70,11 +69,11 @@ PUBLISHED = (
     "hf_quant_config.json",
     "adapter_config.json",
 )
-"""Small files of model repositories, as transformers, its processors, PEFT and Mistral name them."""
+"""Small files of model repositories, under the names that transformers, its processors, PEFT and Mistral use."""
 _SMALL_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 _LOOKUPS = 8
-"""Requests at once that ask whether a small file is there."""
-# As `llama-gguf-split` names the parts of a model.
+"""Number of small files that are looked up at once."""
+# `llama-gguf-split` names the parts of a model so.
 _PART = re.compile(r"(?P<model>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 Uri = str | os.PathLike[str]
@@ -86,48 +85,49 @@ class Location:
     """Files that are one weight set."""
 
     uri: str
-    """As the user named it, without secrets; for messages."""
+    """The URI from the user, without secrets. For messages."""
     files: tuple[tuple[str, str], ...]
-    """(name relative to the place, URI), sorted by name."""
+    """Pairs of a name relative to the place and a URI, sorted by name."""
     weight_map: Mapping[str, str] | None
-    """Tensor -> file name, when an index was honoured."""
+    """File name of each tensor. None if no index is used."""
     index_uri: str | None
     sidecar_uri: str | None
-    """Where the manifest would be; None where there is no place for one. Files of one directory share its manifest."""
+    """Where the manifest is or would be. None if there is no such place. Files of one directory share its manifest."""
     index_bytes: int = 0
-    """Size of the index that was read."""
+    """Size of the index in bytes, if it was read."""
 
 
 def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Location:
-    """Find the files of a weight set; bodies and headers are not read.
+    """Find the files of a weight set, without reading them.
 
-    A directory's `model.safetensors.index.json` is honoured, or the one other index that is there; else all its
-    `*.safetensors` count, not those of directories below, nor those that `alternatives` leaves out: hidden files, and
-    beside the model adapters, variants and `consolidated*`. A directory without them may have one model of GGUF. Any
-    file of a split one stands for all its parts.
+    A directory's files are the shards of `model.safetensors.index.json` or of its only other index. Without an index
+    they are all its `*.safetensors` except those that `alternatives` leaves out: hidden files, and adapters, variants
+    and `consolidated*` next to the model. Subdirectories do not count. A directory without safetensors may have one
+    GGUF model. Any part of a split GGUF model stands for all its parts.
 
     Raises:
-        NotFound: no such place, or no file of weights in it.
-        FormatError: the index is malformed, or names files outside its directory. UnsafeFormat: pickled weights only.
-        ConfigError: several models of GGUF, or several variants, in one directory.
+        NotFound: the place does not exist, or has no weight files.
+        FormatError: the index is malformed, or names files outside its directory.
+        UnsafeFormat: there are pickled weights only.
+        ConfigError: one directory has several GGUF models or several variants.
     """
-    # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
+    # Resolve the revision once for all files: the branch may move, and files of two commits must not be mixed.
     named = texts_of(uri)
     with _explains_name(uri):
         texts = [pinned(text, settings=settings, storage_options=storage_options) for text in named]
-    # A list of one file is that file: it has the same manifest, and the same name.
+    # A list of one file has the same manifest and name as the file.
     if len(texts) != 1:
-        return _of_list(texts)
+        return _locate_list(texts)
     place = texts[0]
     prefix = _prefix_of(place)
     if prefix is not None and place.endswith(INDEX_SUFFIX):
         raw = read_small(place, settings=settings, storage_options=storage_options)
         if raw is None:
             raise NotFound("no such index", uri=display(place))
-        return _of_index(place, place, raw, prefix)
+        return _locate_index(place, place, raw, prefix)
     if _is_file(place):
-        return _of_files(place, _parts(place), _sidecar_of_only_file(place) or _sidecar_of(place))
-    # A local file is judged by its content, when it is opened.
+        return _locate_files(place, _parts(place), _sidecar_of_only_file(place) or _sidecar_of(place))
+    # Local files are checked by content when they are opened.
     if is_remote(place) and not _is_glob(place) and pickled.is_weights(place):
         raise pickled.refusal([place], display(place))
     if prefix is None or _is_glob(place):
@@ -136,20 +136,20 @@ def resolve(uri: Uris, *, settings: Settings, storage_options: Mapping[str, str]
         except NotFound:
             if not is_remote(place):
                 raise
-            # Only a listing tells that `model[1]` is the name of a directory.
+            # `model[1]` may also be the name of a directory.
             with contextlib.suppress(NotFound):
-                return _of_directory(place, directory_prefix(place), settings, storage_options)
+                return _locate_directory(place, directory_prefix(place), settings, storage_options)
             raise
         if listed == [place] and place.endswith(_FILES):
-            # Nor that `model[1].safetensors` is the name of a file.
-            return _of_files(place, _parts(place), _sidecar_of(place))
-        return _of_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
-    return _of_directory(place, prefix, settings, storage_options)
+            # The same holds for a file such as `model[1].safetensors`.
+            return _locate_files(place, _parts(place), _sidecar_of(place))
+        return _locate_files(place, _weights(listed, place, None), None if prefix is None else f"{prefix}{SIDECAR}")
+    return _locate_directory(place, prefix, settings, storage_options)
 
 
 @contextlib.contextmanager
 def _explains_name(uri: Uris) -> Iterator[None]:
-    """Say in an error that a name which may be a mistyped path was read as a repository's."""
+    """Add to an error that the name was read as a repository, because it may be a mistyped path."""
     try:
         yield
     except PenstockError as error:
@@ -158,7 +158,7 @@ def _explains_name(uri: Uris) -> Iterator[None]:
         if names:
             name = names[0]
             hint = (
-                f"there is no file or directory {name!r}, so it was read as a repository of Hugging Face; for a path "
+                f"there is no file or directory {name!r}, so it was read as a Hugging Face repository; for a path "
                 f"on this host write ./{name}"
             )
             error.hint = hint if error.hint is None else f"{hint}; for the repository: {error.hint}"
@@ -169,7 +169,7 @@ def _explains_name(uri: Uris) -> Iterator[None]:
 def format_hint(
     hint: str = "the file is damaged, or its writer does not keep to the format: copy it again",
 ) -> Iterator[None]:
-    """Give a FormatError of the block this hint, where it has none."""
+    """Set this hint on a FormatError raised in the block that has no hint."""
     try:
         yield
     except FormatError as error:
@@ -177,21 +177,22 @@ def format_hint(
         raise
 
 
-def look(uri: Uri) -> None:
-    """Raise unless a local place is there, before torch is imported to read it; open no file, ask no remote storage.
+def require_local(uri: Uri) -> None:
+    """Raise unless a local place exists. Runs before torch is imported, opens no file and asks no remote storage.
 
     Raises:
-        NotFound: it is not there, or has no file of weights. UnsafeFormat, ConfigError: as `resolve`.
+        NotFound: the place does not exist or has no weight files.
+        UnsafeFormat, ConfigError: see `resolve`.
         PermissionDenied, SourceUnavailable: see `list_uris`.
     """
     place = _text(uri)
-    # A remote place is a round trip away, and reading it will tell.
+    # Asking a remote place costs a round trip, and reading it will report the same.
     if is_remote(place):
         return
     if _is_file(place) or place.endswith(INDEX_SUFFIX):
         if not os.path.exists(place):
             with contextlib.suppress(NotFound):
-                # PermissionDenied where a directory above it hides whether it is there.
+                # Raises PermissionDenied if a directory above it cannot be searched.
                 list_uris(place, settings=Settings.read())
             raise _nothing_at(place)
         return
@@ -204,74 +205,74 @@ def look(uri: Uri) -> None:
         _weights(uris, place, prefix)
 
 
-def _of_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
-    """Return the weight set of a directory or prefix, with an index or without."""
+def _locate_directory(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
+    """Return the weight set of a directory or prefix."""
     # HTTP has no listing.
     if _is_http(place):
-        return _as_published(place, prefix, settings, options)
+        return _locate_published(place, prefix, settings, options)
     try:
         uris = list_uris(prefix, settings=settings, storage_options=options)
     except PermissionDenied:
         if not is_remote(place):
             raise
-        # Public buckets often allow reading and forbid listing.
-        return _as_published(place, prefix, settings, options)
+        # Public buckets often allow reads and forbid listing.
+        return _locate_published(place, prefix, settings, options)
     except NotFound as error:
         if not is_remote(place):
             raise _nothing_at(place) from error
-        # An object may be called anything; only its listing tells it from a prefix.
+        # The URI may name an object without a known suffix. Only a listing distinguishes it from a prefix.
         if list_uris(place, settings=settings, storage_options=options) != [place]:
             raise
-        return _of_files(place, [place], _sidecar_of(place))
+        return _locate_files(place, [place], _sidecar_of(place))
     index = _choose_index(prefix, uris)
     if index is not None:
         raw = read_small(index, settings=settings, storage_options=options)
-        # It was listed a moment ago.
         if raw is None:
             raise NotFound("the index was removed while the directory was read", uri=display(index))
-        return _of_index(place, index, raw, prefix)
-    return _of_files(place, _weights(uris, place, prefix), f"{prefix}{SIDECAR}")
+        return _locate_index(place, index, raw, prefix)
+    return _locate_files(place, _weights(uris, place, prefix), f"{prefix}{SIDECAR}")
 
 
 def _nothing_at(path: str) -> NotFound:
-    """Return the error for a local path that is not there, or has no file of weights in it."""
+    """Return the error for a local path that does not exist or has no weight files."""
     if os.path.isdir(path):
         if os.path.isdir(os.path.join(path, "snapshots")):
             name = os.path.basename(path.rstrip("/")).removeprefix("models--").replace("--", "/", 1)
             hint = f"this is the cache of a repository: give {name}, or {path.rstrip('/')}/snapshots/COMMIT"
-            return NotFound("no weights there, but snapshots of them", uri=path, hint=hint)
-        return NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} there", uri=path, hint=_ONLY)
-    # `s3:/bucket` is a path to the system, and a slip to its user.
+            return NotFound("the directory has no weights itself, only snapshots", uri=path, hint=hint)
+        return NotFound(f"the directory has no *{SUFFIX} or *{GGUF_SUFFIX}", uri=path, hint=_USE_WEIGHT_FILES)
+    # `s3:/bucket` is a valid path, but probably a typing error.
     scheme, _, rest = path.partition(":/")
-    slashes = f"two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
+    slashes = f"write two slashes: {scheme}://{rest.lstrip('/')}" if scheme in registered_schemes() else None
     return NotFound("no such file or directory", uri=path, hint=slashes)
 
 
-def _as_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
-    """Return where nothing can be listed: the two names under which checkpoints are published."""
+def _locate_published(place: str, prefix: str, settings: Settings, options: Mapping[str, str] | None) -> Location:
+    """Return the weight set of a place that cannot be listed, by the two usual names of checkpoints."""
     index = f"{prefix}{_INDEX}"
     try:
         raw = read_small(index, settings=settings, storage_options=options)
     except PermissionDenied:
-        # What stores answer for an absent object to a user who may not list.
+        # Stores answer this for an absent object if the user may not list.
         raw = None
     if raw is not None:
-        return _of_index(place, index, raw, prefix)
-    return _of_files(place, [f"{prefix}model{SUFFIX}"], f"{prefix}{SIDECAR}")
+        return _locate_index(place, index, raw, prefix)
+    return _locate_files(place, [f"{prefix}model{SUFFIX}"], f"{prefix}{SIDECAR}")
 
 
 def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the files that `uri` names, as `list_uris`; of the URL of a directory the published files that are there.
+    """Return the files that `uri` names, as `list_uris` does. Also accept the URL of an HTTP directory.
 
-    HTTP has no listing, so these are the weights as `resolve` finds them, the index, the manifest, and small files
-    under the names that model repositories use.
+    HTTP has no listing. The result then has the weights that `resolve` finds, the index, the manifest, and small files
+    with the names that model repositories use.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable: see `list_uris`. FormatError: the index is malformed.
+        NotFound, PermissionDenied, SourceUnavailable: see `list_uris`.
+        FormatError: the index is malformed.
     """
     if not _is_http(uri) or _is_file(uri) or uri.endswith(INDEX_SUFFIX):
         return list_uris(uri, settings=settings, storage_options=storage_options)
-    # A URL of one other file names itself, as in every storage.
+    # The URL of a small file names itself.
     if os.path.splitext(uri.partition("?")[0])[1] in _SMALL_SUFFIXES:
         return list_uris(uri, settings=settings, storage_options=storage_options)
     place = resolve(uri, settings=settings, storage_options=storage_options)
@@ -281,7 +282,7 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
         try:
             open_source(f"{prefix}{name}", settings=settings, storage_options=storage_options).close()
         except (NotFound, PermissionDenied):
-            # 403 is what stores answer for an absent object to a user who may not list.
+            # Stores answer 403 for an absent object if the user may not list.
             return False
         return True
 
@@ -292,31 +293,32 @@ def list_files(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 
 
 def directory_prefix(uri: str) -> str:
-    """Return the text before the names of a directory's files: the URI up to one slash."""
+    """Return the URI with one slash at its end."""
     return f"{uri.rstrip('/')}/"
 
 
 def sidecar_uri(uri: Uri) -> str:
-    """Return where the manifest of `uri` is written and looked for: in the directory, or beside the single file.
+    """Return where the manifest of `uri` is: in the directory, or next to the single file.
 
     Raises:
-        ConfigError: a glob over directories, or a URL with a query, has no such place.
+        ConfigError: `uri` is a glob over directories or a URL with a query, which have no manifest.
     """
     place = _text(uri)
     prefix = _prefix_of(place)
     where = _sidecar_of(place) if _is_file(place) else None if prefix is None else f"{prefix}{SIDECAR}"
     if where is None:
-        raise ConfigError("a glob over directories or a query has no place for a manifest", uri=display(place))
+        message = "a glob over directories or a URL with a query cannot have a manifest"
+        raise ConfigError(message, uri=display(place))
     return where
 
 
 def signature_uri(uri: Uri) -> str:
-    """Return where the detached signature of that manifest is."""
+    """Return where the detached signature of the manifest of `uri` is."""
     return f"{sidecar_uri(uri)}.sig"
 
 
 def display(uri: str) -> str:
-    """Return `uri` without the user and query of a URL, where secrets stand."""
+    """Return `uri` without the user and query of a URL, which may hold secrets."""
     if not _is_http(uri):
         return uri
     # Imported on first use: a load of local files needs no HTTP.
@@ -326,18 +328,18 @@ def display(uri: str) -> str:
 
 
 def texts_of(uri: Uris) -> list[str]:
-    """Return the text of every path or URI given, `file://` taken away. ConfigError: see `text_of`."""
+    """Return each path or URI as text, without `file://`. ConfigError: see `text_of`."""
     several = uri if isinstance(uri, Sequence) and not isinstance(uri, str | bytes) else [uri]
     return [_text(entry) for entry in several]
 
 
 def _text(uri: object) -> str:
-    """Return the text of one path or URI, `file://` taken away; the name of a repository becomes its hf:// URI."""
+    """Return a path or URI as text, without `file://`. The name of a repository becomes its hf:// URI."""
     text = text_of(uri)
     if is_remote(text):
         return text
-    # As engines take it: a path first. `models/llama` beside a directory `models` is a slip, not a repository. So is a
-    # file of weights that is not there.
+    # Engines prefer a path too. `models/llama` is a mistyped path if a directory `models` exists, and so is a name that
+    # ends like a weight file.
     is_name = _REPOSITORY.fullmatch(text) and not text.endswith((*_FILES, INDEX_SUFFIX))
     if is_name and not os.path.lexists(text) and not os.path.lexists(text.partition("/")[0]):
         return f"hf://{text}"
@@ -352,35 +354,35 @@ def model_name(uri: str) -> str:
     for ending in (INDEX_SUFFIX.removeprefix(SUFFIX), *_FILES):
         last = last.removesuffix(ending)
     if not last or any(letter in last for letter in "*?["):
-        raise ConfigError(f"{uri!r} gives the model no name", hint="give --model NAME")
+        raise ConfigError(f"{uri!r} does not contain a name for the model", hint="give --model NAME")
     return last
 
 
 def _is_http(uri: str) -> bool:
-    """Return whether `uri` is a plain URL, which has no listing, no glob, and a query that may hold secrets."""
+    """Return whether `uri` is a plain URL. HTTP has no listing and no globs, and a query may hold secrets."""
     return uri.startswith(("http://", "https://"))
 
 
 def _is_glob(uri: str) -> bool:
-    """Return whether `uri` is a glob. HTTP has none (`?` begins a query); a local path that exists is itself."""
-    # With a slash at its end it names a directory: no glob matches those.
+    """Return whether `uri` is a glob. A URL never is (`?` begins a query), nor a local path that exists."""
+    # With a slash at its end `uri` names a directory, which globs do not match.
     if _is_http(uri) or not glob.has_magic(uri) or (is_remote(uri) and uri.endswith("/")):
         return False
     return is_remote(uri) or not os.path.lexists(local_path(uri))
 
 
 def _is_file(uri: str) -> bool:
-    """Return whether `uri` names one file of weights: a local path by looking, a remote one by its name."""
+    """Return whether `uri` names one weight file. Local paths are checked on disk, remote URIs by their suffix."""
     if _is_glob(uri):
         return False
     if not is_remote(uri):
-        # By its name too where it is absent: the error must then be of a missing file, not of an empty directory.
+        # An absent path with a weight suffix also counts, so that the error is about a missing file.
         return os.path.isfile(local_path(uri)) or (uri.endswith(_FILES) and not os.path.isdir(local_path(uri)))
     return uri.partition("?")[0].endswith(_FILES) if _is_http(uri) else uri.endswith(_FILES)
 
 
 def _prefix_of(uri: str) -> str | None:
-    """Return what stands before the names of `uri`'s files, "" or up to a slash; None for a glob over directories."""
+    """Return the common prefix of `uri`'s files, "" or up to a slash. None for a glob over directories."""
     if uri.endswith(INDEX_SUFFIX) or _is_glob(uri):
         prefix = uri[: uri.rfind("/") + 1]
         return None if _is_glob(prefix.rstrip("/")) else prefix
@@ -388,33 +390,32 @@ def _prefix_of(uri: str) -> str | None:
 
 
 def _is_child(uri: str, prefix: str | None) -> bool:
-    """Return whether `uri` lies in the place itself and not in a directory below it."""
+    """Return whether `uri` is directly in the place and not in a subdirectory."""
     return prefix is None or "/" not in uri.removeprefix(prefix)
 
 
 def _sidecar_of(file: str) -> str | None:
-    """Return where a single file's manifest is, beside the first part of several; a URL with a query has no place."""
+    """Return where a single file's manifest is, named after the first part. None for a URL with a query."""
     return None if _is_http(file) and "?" in file else f"{_parts(file)[0]}.{SIDECAR}"
 
 
 def is_part(name: str) -> bool:
-    """Return whether a file's name says that it is one of several parts of a model of GGUF."""
+    """Return whether a file's name marks it as one part of a split GGUF model."""
     return _PART.fullmatch(name) is not None
 
 
 def _parts(file: str) -> list[str]:
-    """Return all files of a split model of GGUF of which one is named; else the file."""
+    """Return all parts of a split GGUF model by the name of one part, or only `file` if it is not split."""
     part = _PART.fullmatch(file)
-    # One is enough to know the others, and a part alone is no model.
     if part is None or not int(part["number"]) <= int(part["count"]) or "00000" in (part["number"], part["count"]):
         return [file]
     return [f"{part['model']}-{i + 1:05}-of-{part['count']}{GGUF_SUFFIX}" for i in range(int(part["count"]))]
 
 
 def _sidecar_of_only_file(file: str) -> str | None:
-    """Return the manifest of a local directory whose only weights are `file`, unless the file has one of its own.
+    """Return the manifest of the directory in which `file` is the only model, unless the file has its own manifest.
 
-    Engines find the files of a model themselves, and pass a model of one file as this file.
+    Engines search a model directory themselves and pass the file of a model that has only one.
     """
     if is_remote(file) or not file.endswith(_FILES) or os.path.exists(f"{_parts(file)[0]}.{SIDECAR}"):
         return None
@@ -424,28 +425,28 @@ def _sidecar_of_only_file(file: str) -> str | None:
     try:
         names = os.listdir(prefix or ".")
     except PermissionError:
-        # A directory may be entered and not listed: then nothing says that the manifest is of this file alone.
+        # Without a listing the manifest may cover more files.
         return None
     try:
         only = [f"{prefix}{name}" for name in _weights(names, file, "")]
     except ConfigError:
-        # Several models of GGUF: the directory's manifest is of none of them.
+        # The directory has several GGUF models, and its manifest covers none of them.
         return None
     return f"{prefix}{SIDECAR}" if only == _parts(file) else None
 
 
 def _weights(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
-    """Return the files of weights among `uris`. NotFound where there is none; UnsafeFormat where all are pickled."""
+    """Return the weight files among `uris`. NotFound if there are none, UnsafeFormat if all are pickled."""
     here = [name for name in uris if _is_child(name, prefix)]
-    # In any case: some systems write MODEL.SAFETENSORS.
+    # Some systems write MODEL.SAFETENSORS.
     files = [name for name in here if name.lower().endswith(SUFFIX)]
     if prefix is not None and files:
-        files = belonging(files, uri=display(place))
+        files = weight_files(files, uri=display(place))
     return files or _gguf_files(here, place, prefix)
 
 
 def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str]:
-    """Return the files of the one model of GGUF in a directory, or all that a glob matches."""
+    """Return the files of the only GGUF model in a directory, or of all models that a glob matches."""
     files = sorted(name for name in uris if name.lower().endswith(GGUF_SUFFIX))
     if prefix is not None:
         files = [file for file in files if not file.rpartition("/")[2].startswith(".")]
@@ -453,19 +454,19 @@ def _gguf_files(uris: Sequence[str], place: str, prefix: str | None) -> list[str
         unsafe = sorted(filter(pickled.is_weights, uris))
         if unsafe:
             raise pickled.refusal(unsafe, display(place))
-        raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} there", uri=display(place), hint=_ONLY)
+        raise NotFound(f"no *{SUFFIX} or *{GGUF_SUFFIX} found", uri=display(place), hint=_USE_WEIGHT_FILES)
     models = {tuple(_parts(file)) for file in files}
-    # Repositories hold one model in many types. None of them is more right than another.
+    # Repositories hold one model in many types, and no rule says which is meant.
     if prefix is not None and len(models) > 1:
         names = ", ".join(sorted(model[0].rpartition("/")[2] for model in models)[:8])
-        message = f"{len(models)} models of GGUF there: {names}{', ...' if len(models) > 8 else ''}"
+        message = f"there are {len(models)} GGUF models: {names}{', ...' if len(models) > 8 else ''}"
         raise ConfigError(message, uri=display(place), hint="name one of these files")
-    # Of a split model all its parts: one that was not listed is missing.
+    # Return all parts of a split model, so that a part missing from the listing is reported.
     return [part for model in sorted(models) for part in model]
 
 
 def left_out(uri: str, taken: Collection[str]) -> list[str]:
-    """Return paths of a local directory's safetensors files that its weight set leaves out; none for other places."""
+    """Return the safetensors files of a local directory that its weight set leaves out. Empty for other places."""
     path = local_path(uri) if not is_remote(uri) else ""
     if not os.path.isdir(path):
         return []
@@ -474,19 +475,19 @@ def left_out(uri: str, taken: Collection[str]) -> list[str]:
 
 
 def _choose_index(prefix: str, uris: Sequence[str]) -> str | None:
-    """Return the index to honour; None: all files count."""
+    """Return the index to use, or None to use all files."""
     indexes = [name for name in uris if name.endswith(INDEX_SUFFIX) and _is_child(name, prefix)]
     named = [name for name in indexes if name.rpartition("/")[2] == _INDEX]
     if named:
         return named[0]
     weights = [name for name in uris if name.lower().endswith(SUFFIX) and _is_child(name, prefix)]
-    indexes = belonging(indexes, also=weights, uri=display(prefix))
-    # Of several indexes under unusual names none is more right than another: then all files count.
+    indexes = weight_files(indexes, also=weights, uri=display(prefix))
+    # No rule says which of several indexes with unusual names is meant, so use none.
     return indexes[0] if len(indexes) == 1 else None
 
 
 @format_hint()
-def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
+def _locate_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
     """Return the weight set of an index."""
     weight_map = parse_index(raw, uri=display(index))
     shards = sorted(set(weight_map.values()))
@@ -500,28 +501,30 @@ def _of_index(place: str, index: str, raw: bytes, prefix: str) -> Location:
     )
 
 
-def _of_files(place: str, uris: Sequence[str], sidecar: str | None) -> Location:
+def _locate_files(place: str, uris: Sequence[str], sidecar: str | None) -> Location:
     """Return the weight set of files without an index."""
-    return Location(uri=display(place), files=_named(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar)
+    return Location(
+        uri=display(place), files=_names_and_uris(uris), weight_map=None, index_uri=None, sidecar_uri=sidecar
+    )
 
 
-def _of_list(uris: Sequence[str]) -> Location:
+def _locate_list(uris: Sequence[str]) -> Location:
     """Return the weight set of a list of files."""
     if not uris:
         raise ConfigError("an empty list of files")
     seen: set[str] = set()
     for uri in uris:
         if uri in seen:
-            raise ConfigError("a file stands twice in the list", uri=display(uri))
+            raise ConfigError("the list names a file twice", uri=display(uri))
         seen.add(uri)
-    # Files of several directories have several manifests, of which none covers them all.
+    # Files from several directories have no common manifest.
     prefixes = {uri[: uri.rfind("/") + 1] for uri in uris}
     sidecar = None if len(prefixes) > 1 or any(map(_is_http, uris)) else f"{prefixes.pop()}{SIDECAR}"
-    return _of_files(", ".join(map(display, uris[:3])) + (", ..." if len(uris) > 3 else ""), uris, sidecar)
+    return _locate_files(", ".join(map(display, uris[:3])) + (", ..." if len(uris) > 3 else ""), uris, sidecar)
 
 
-def _named(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Return files by their last part, or by all below the directory they share where last parts clash."""
+def _names_and_uris(uris: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    """Name each file by its last path part. If these clash, use the path below the shared directory."""
     names = [(uri.partition("?")[0] if _is_http(uri) else uri).rpartition("/")[2] for uri in uris]
     if len(set(names)) < len(names):
         parts = [uri.split("/") for uri in uris]

@@ -1,13 +1,11 @@
-"""The hub of ModelScope as a storage: `ms://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
+"""The ModelScope hub as storage: `ms://[datasets/]org/name[@revision][/file]`, streamed or from its local cache.
 
-In: the environment by modelscope's names (`MODELSCOPE_API_TOKEN`, `MODELSCOPE_ENDPOINT`, `MODELSCOPE_CACHE`). Out:
-listings, URLs, files of the local cache.
-Not here: what hubs have in common (`repository`).
+`repository` has the parts that hubs share. Tokens, endpoints and the cache are those of the modelscope library, set by
+`MODELSCOPE_API_TOKEN`, `MODELSCOPE_ENDPOINT` and `MODELSCOPE_CACHE`. This module sends its own requests, see
+`_Listing`.
 
-Tokens, endpoints and the cache are the library's. Requests are made here: see `_Listing`.
-
-The library tells no commit for a branch. So a pinned revision is the branch and a digest of its listing,
-`master~3f2a...`: the listing has the SHA-256 of every file, and one that is not the pinned one is SourceChanged.
+The library does not return the commit of a branch. A pinned revision is therefore the branch and a digest of its
+listing, `master~3f2a...`. The listing has the SHA-256 of every file. A changed listing raises SourceChanged.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from penstock.errors import (
 )
 from penstock.logs import log_named
 from penstock.storage.files import FileSource
-from penstock.storage.http import PlainAddress
+from penstock.storage.http import PlainOrigin
 from penstock.storage.repository import COMMIT, RepositoryAddress, RepositoryFile, RepositoryStorage, ask_hub, file_of
 from penstock.types import MIB
 
@@ -45,14 +43,14 @@ logger = log_named(__name__)
 _DEFAULT_REVISION = "master"
 _NO_ANSWER = "check the network and MODELSCOPE_ENDPOINT"
 _SIGN_IN = "MODELSCOPE_API_TOKEN, or `modelscope login`"
-# Not a letter of git's branches and tags. Source: git-check-ref-format(1).
+# Not allowed in git's names of branches and tags. Source: git-check-ref-format(1).
 _MARK = "~"
-# Of the digest in a pinned revision: 64 bits tell the states of one branch apart.
+# Length of the digest in a pinned revision. 64 bits distinguish the states of a branch.
 _DIGEST_LETTERS = 16
 
 
 class ModelScopeStorage(RepositoryStorage):
-    """The storage of ms://; see `RepositoryStorage`."""
+    """The storage for ms://; see `RepositoryStorage`."""
 
     scheme = "ms"
     sign_in = _SIGN_IN
@@ -62,12 +60,12 @@ class ModelScopeStorage(RepositoryStorage):
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         """See `RepositoryStorage.list_revision`."""
         if where.kind == "space":
-            raise ConfigError("ModelScope has no spaces", uri=where.repository, hint="ms://[datasets/]org/name")
+            raise ConfigError("ModelScope has no spaces", uri=where.repository, hint="write ms://[datasets/]org/name")
         revision, _, pinned = (where.revision or _DEFAULT_REVISION).partition(_MARK)
         uri = where.at(revision, "")
         with _mapped(uri, where):
             hub = _hub(where, options)
-            # Of this token: a listing must not be shown to a user who may not see the repository.
+            # Cache by token: a user must not see listings of repositories that only another user may see.
             key = (hub.legacy.endpoint, where.kind, where.name, hub.legacy.token or "")
             if where.revision is not None and (found := self.listed(*key, where.revision)):
                 return where.revision, found
@@ -90,8 +88,8 @@ class ModelScopeStorage(RepositoryStorage):
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
         """See `RepositoryStorage.open_cached`.
 
-        The cache names branches, not contents: a file is compared with the listing's SHA-256 once in a process, which
-        reads it from the disk once more. Another content is not used.
+        The cache names branches and not contents. So a file is checked once per process against the SHA-256 in the
+        listing, which costs one read. A file with other content is ignored.
         """
         name = revision.partition(_MARK)[0]
         library = _library()
@@ -105,16 +103,16 @@ class ModelScopeStorage(RepositoryStorage):
         if source.identity in self._compared:
             return source
         if source.nbytes != file.nbytes or file.sha256 is None or _sha256_of(source) != file.sha256:
-            logger.warning("%s is of another state of %s; it is read from the hub", path, where.at(revision, ""))
+            logger.warning("%s differs from %s, so the file is read from the hub", path, where.at(revision, ""))
             source.close()
             return None
         self._compared.add(source.identity)
         return source
 
-    def address_of(
+    def origin_of(
         self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
-    ) -> tuple[PlainAddress, str, bool]:
-        """See `RepositoryStorage.address_of`."""
+    ) -> tuple[PlainOrigin, str, bool]:
+        """See `RepositoryStorage.origin_of`."""
         with _mapped(where.at(revision, where.path), where):
             hub = _hub(where, options)
             name = revision.partition(_MARK)[0]
@@ -122,7 +120,7 @@ class ModelScopeStorage(RepositoryStorage):
             token = hub.legacy.token
         page = f"{hub.legacy.endpoint}/{where.kind}s/{where.name}"
         return (
-            PlainAddress(url, {"bearer_token": token} if token else {}, cookie=_cookie(token or "")),
+            PlainOrigin(url, {"bearer_token": token} if token else {}, cookie=_cookie(token or "")),
             page,
             bool(token),
         )
@@ -132,11 +130,11 @@ class ModelScopeStorage(RepositoryStorage):
         return Path(_library().HubConfig().cache_dir)
 
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
-        """Return: a listing is always the hub's, never the cache's."""
+        """Do nothing, because a listing always comes from the hub."""
 
 
 class _Entry(msgspec.Struct):
-    """A file or a directory, as the hub lists it."""
+    """The hub's entry for a file or directory."""
 
     Path: str
     Size: int = 0
@@ -146,32 +144,32 @@ class _Entry(msgspec.Struct):
 
 
 class _Files(msgspec.Struct):
-    """The inner part of an answer."""
+    """The inner part of an answer about files."""
 
     Files: list[_Entry] | None = None
 
 
 class _Answer(msgspec.Struct):
-    """The hub's answer about the files of a revision."""
+    """The hub's answer about the files at a revision."""
 
     Data: _Files | list[_Entry] | None = None
 
 
-# The hub sends no more files of a model at once, and does not say when it left some out. Source: modelscope_hub,
+# Most files of a model in one answer. The hub does not say when it left some out. Source: modelscope_hub,
 # `REPO_FILES_TRUNCATION_LIMIT`.
-_MOST_FILES = 3000
+_MAX_FILES = 3000
 # Files of a data set in one answer. Source: modelscope_hub, `list_dataset_files_paginated`.
 _PAGE = 200
-# Requests for one listing. Reason: 200,000 files of a data set.
-_MOST_REQUESTS = 1000
+# Most requests for one listing. Reason: this allows 200,000 files in a data set.
+_MAX_REQUESTS = 1000
 
 
 class _Listing:
-    """The requests for the files of one revision. The library's own send the token to any port of the host."""
+    """The requests to list one revision. The library's own requests would send the token to any port of the host."""
 
     def __init__(self, endpoint: str, token: str, where: RepositoryAddress, revision: str, settings: Settings) -> None:
-        what = "tree" if where.kind == "dataset" else "files"
-        self._url = f"{endpoint}/api/v1/{where.kind}s/{where.name}/repo/{what}"
+        listing = "tree" if where.kind == "dataset" else "files"
+        self._url = f"{endpoint}/api/v1/{where.kind}s/{where.name}/repo/{listing}"
         self._token = token
         self._where = where
         self._revision = revision
@@ -188,26 +186,26 @@ class _Listing:
         while True:
             page = self._ask(Recursive="True", PageNumber=str(len(found) // _PAGE + 1), PageSize=str(_PAGE))
             found += page
-            # A longer page would never end the row of pages.
+            # A longer page also ends the loop, because its page numbers would never end.
             if len(page) != _PAGE:
                 return found
 
     def _below(self, root: str) -> list[_Entry]:
-        """Return what is below a directory, by one request or one for each directory in it."""
+        """Return all entries below a directory, by one request or by one for each directory in it."""
         named = {"Root": root} if root else {}
         found = self._ask(Recursive="True", **named)
-        if len(found) < _MOST_FILES:
+        if len(found) < _MAX_FILES:
             return found
         found = self._ask(Recursive="False", **named)
-        if len(found) >= _MOST_FILES:
+        if len(found) >= _MAX_FILES:
             raise FormatError(f"the directory {root or '/'!r} has more files than the hub lists", uri=self._uri)
         directories = [entry.Path for entry in found if entry.Type == "tree" and entry.Path != root]
         return found + [entry for directory in directories for entry in self._below(directory)]
 
     def _ask(self, **parameters: str) -> list[_Entry]:
         self._num_requests += 1
-        if self._num_requests > _MOST_REQUESTS:
-            raise FormatError(f"its listing takes more than {_MOST_REQUESTS} requests", uri=self._uri)
+        if self._num_requests > _MAX_REQUESTS:
+            raise FormatError(f"the listing takes more than {_MAX_REQUESTS} requests", uri=self._uri)
         url = f"{self._url}?{urlencode({'Revision': self._revision, **parameters})}"
         try:
             status, _, answer = ask_hub(
@@ -219,7 +217,7 @@ class _Listing:
                 settings=self._settings,
             )
         except SourceUnavailable as error:
-            message = f"no answer from the hub: {error.message}"
+            message = f"the hub does not answer: {error.message}"
             raise SourceUnavailable(message, uri=self._uri, hint=error.hint or _NO_ANSWER) from error
         if answer is None:
             raise _refusal(status, self._uri)
@@ -228,23 +226,23 @@ class _Listing:
 
 
 def _cookie(token: str) -> str:
-    """Return the token as a cookie, which older servers know alone; empty: it cannot be one."""
+    """Return the token as a cookie, which older servers need. Empty if it cannot be a cookie."""
     return f"m_session_id={token}" if token and re.fullmatch(r"[\w.~+/=-]+", token) else ""
 
 
 def _refusal(status: int, uri: str) -> PenstockError:
-    """Return the error for an answer that is a refusal."""
+    """Return the error for a refusal."""
     if status in {401, 403}:
-        hint = f"the repository may be private or gated: give a token that may read it ({_SIGN_IN})"
-        return PermissionDenied(f"the hub answers HTTP {status}", uri=uri, hint=hint)
+        hint = f"the repository may be private or gated: use a token that may read it ({_SIGN_IN})"
+        return PermissionDenied(f"the hub answered HTTP {status}", uri=uri, hint=hint)
     if status == 404:
         hint = f"check the name and the revision; a private repository needs a token ({_SIGN_IN})"
-        return NotFound("no such repository or revision", uri=uri, hint=hint)
-    return SourceUnavailable(f"the hub answers HTTP {status}", uri=uri, hint=_NO_ANSWER)
+        return NotFound("there is no such repository or revision", uri=uri, hint=hint)
+    return SourceUnavailable(f"the hub answered HTTP {status}", uri=uri, hint=_NO_ANSWER)
 
 
 def _library() -> Any:
-    """Return the package modelscope_hub, by which modelscope speaks to its hub. MissingExtra: it is not installed."""
+    """Return modelscope_hub, the library of modelscope for its hub. MissingExtra if it is not installed."""
     try:
         import modelscope_hub
         import modelscope_hub.errors
@@ -253,17 +251,17 @@ def _library() -> Any:
     return modelscope_hub
 
 
-# One for an endpoint and a token: each has connections.
+# Clients by endpoint and token. Each has connections.
 _hubs: dict[tuple[str, str], Any] = {}
 
 
 def _hub(where: RepositoryAddress, options: Mapping[str, str]) -> Any:
-    """Return the library's client of the site that has the repository."""
+    """Return the library's client for the site that has the repository."""
     library = _library()
-    # A configuration of its own: the environment may have changed since that of the process was read.
+    # Make a new configuration, because the environment may have changed since the last one.
     config = library.HubConfig(endpoint=options.get("endpoint"), token=options.get("token"))
     hub = library.HubApi(config=config)
-    # Of its two sites, the one that has the repository, unless the user named one.
+    # Choose the one of the hub's two sites that has the repository, unless the user named a site.
     endpoint = hub.resolve_endpoint_for_read(where.name, repo_type=where.kind)
     key = (endpoint, hub.legacy.token or "")
     if key not in _hubs:
@@ -283,7 +281,7 @@ def _sha256_of(source: FileSource) -> str:
 
 @contextmanager
 def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
-    """Map the library's errors to typed ones. It has tried again itself where another attempt may help."""
+    """Map the library's errors to typed errors. The library itself has retried."""
     errors = _library().errors
     try:
         yield
@@ -291,16 +289,16 @@ def _mapped(uri: str, where: RepositoryAddress) -> Iterator[None]:
         raise
     except errors.NotExistError as error:
         hint = f"check the name and the revision; a private repository needs a token ({_SIGN_IN})"
-        raise NotFound("no such repository or revision", uri=uri, hint=hint) from error
+        raise NotFound("there is no such repository or revision", uri=uri, hint=hint) from error
     except (errors.AuthenticationError, errors.PermissionDeniedError) as error:
-        hint = f"the repository may be private or gated: give a token that may read it ({_SIGN_IN})"
-        raise PermissionDenied(f"the hub answers HTTP {error.status_code}", uri=uri, hint=hint) from error
+        hint = f"the repository may be private or gated: use a token that may read it ({_SIGN_IN})"
+        raise PermissionDenied(f"the hub answered HTTP {error.status_code}", uri=uri, hint=hint) from error
     except errors.InvalidParameter as error:
         raise ConfigError(f"the hub refuses the request: {error}"[:300], uri=uri) from error
-    # ConnectionError and TimeoutError of the library, and those of `requests` below it, are OSErrors.
+    # Connection errors and timeouts of the library and of `requests` are OSErrors.
     except (errors.HubError, OSError) as error:
-        message = f"no answer from the hub: {type(error).__name__}: {error}"[:300]
+        message = f"the hub does not answer: {type(error).__name__}: {error}"[:300]
         raise SourceUnavailable(message, uri=uri, hint=_NO_ANSWER) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        # The library parses the answer without checks.
+        # The library parses answers without checks.
         raise FormatError(f"the hub's answer about {where.name} is malformed: {error}"[:300], uri=uri) from error

@@ -1,11 +1,8 @@
-"""Files on network file systems (NFS, SMB, FUSE and others): which files those are, and reading them by large reads.
+"""Files on network file systems (NFS, SMB, FUSE and others): recognise them, and read them by large reads.
 
-In: a path. Out: the name of its network file system; a `NetworkFile`, which is a `Source`.
-Not here: what is read when (`loader.read_ahead`), files of local disks (`files`).
-
-A mapped file is read by page faults, which the kernel turns into requests of 4 to 128 KiB, one after the other: each
-costs a round trip to the server. A `NetworkFile` asks the kernel for a whole read before it waits for any of it.
-Reads go through the page cache, never by direct I/O: the next program that opens the file finds it in memory.
+Page faults of a mapped file become requests of 4 to 128 KiB, one by one, and each costs a round trip to the server. A
+`NetworkFile` asks the kernel to start a whole read before it waits for the first bytes. Reads go through the page
+cache, so that the next program finds the file in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Any
 
 from penstock.errors import SourceTruncated
 from penstock.storage.local import MAX_BUFFERS, LocalFile, num_pages, resident_pages, typed_error
-from penstock.storage.source import span
+from penstock.storage.source import span, take
 
 # Source: include/uapi/linux/magic.h and each file system's own header (statfs(2) lists most of them).
 _MAGIC = {
@@ -43,42 +40,42 @@ _MAGIC = {
     0xBACBACBC: "VMware shared folder",
 }
 
-# 128 KiB: the least that one posix_fadvise(WILLNEED) starts to read (read_ahead_kb of NFS and FUSE mounts by default);
-# of a longer range the kernel takes only the beginning. Source: force_page_cache_ra, mm/readahead.c.
+# 128 KiB is the default read_ahead_kb of NFS and FUSE mounts. For a longer range, one posix_fadvise(WILLNEED) starts to
+# read only the beginning. Source: force_page_cache_ra, mm/readahead.c.
 _WILLNEED_BYTES = 128 << 10
 
 _LINUX = sys.platform == "linux"
-# Without errno: only success counts, and ctypes would exchange it before and after each call.
+# Without use_errno, because only success counts.
 _libc: Any = ctypes.CDLL(None)
-# 15 words: struct statfs has 120 bytes where a long has 64 bits. Source: statfs(2).
+# 15 words, because struct statfs has 120 bytes where a long has 64 bits. Source: statfs(2).
 _Statfs = ctypes.c_ulong * 15
 _HAS_STATFS = _LINUX and ctypes.sizeof(ctypes.c_ulong) == 8
 
 
 def network_file_system(path: str) -> str:
-    """Return the name of the network file system that holds `path`; "" for a local one, or where that is unknown.
+    """Return the name of the network file system that holds `path`, or "" if it is local or unknown.
 
-    FUSE counts as one: a page fault there is at least a round trip to another process.
+    FUSE counts as a network, because a page fault there costs at least a round trip to another process.
 
-    Cost: one system call, 3 us. It waits as long as any call on a mount whose server does not answer.
+    Cost: one system call, 3 us. It blocks if the server of the mount does not answer.
     """
     if not _HAS_STATFS:
         return ""
     result = _Statfs()
     if _libc.statfs(os.fsencode(path), result) != 0:
         return ""
-    # The magic number is a signed word in some kernels' headers: only its low 32 bits count.
+    # Some kernels' headers declare the magic number as signed, so use only its low 32 bits.
     return _MAGIC.get(result[0] & 0xFFFFFFFF, "")
 
 
 class NetworkFile(LocalFile):
-    """A file on a network file system as a `Source`; opened by the constructor.
+    """A file on a network file system as a `Source`. The constructor opens it.
 
     Attributes:
         received_bytes: see `Counting`.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: as `LocalFile`.
+        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: see `LocalFile`.
     """
 
     def __init__(self, path: str) -> None:
@@ -86,30 +83,22 @@ class NetworkFile(LocalFile):
         self.received_bytes = 0
 
     def is_cached(self) -> bool:
-        """Return whether the whole file is in the page cache; False where that is unknown."""
+        """Return whether the whole file is in the page cache. False if unknown."""
         return not self.nbytes or resident_pages(self._fd, 0, self.nbytes) == num_pages(0, self.nbytes)
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. Path: `network-file`.
-
-        Order: as `Source.readv`. A read that hangs in the kernel (a dead server) cannot be interrupted.
-        """
+        """See `Source.readv`. The path is `network-file`. A read that hangs in the kernel cannot be interrupted."""
         stop, left = span(self, offset, buffers)
         start = offset
         try:
-            self._ask_for(start, stop - start)
+            self._read_ahead(start, stop - start)
             while left:
                 nbytes = os.preadv(self._fd, left[:MAX_BUFFERS], start)
                 if not nbytes:
-                    raise SourceTruncated("file ended early", uri=self.uri, byte_range=(start, stop))
+                    raise SourceTruncated("the file ended early", uri=self.uri, byte_range=(start, stop))
                 self.received_bytes += nbytes
                 start += nbytes
-                while nbytes:
-                    part = min(nbytes, left[0].nbytes)
-                    left[0] = left[0][part:]
-                    nbytes -= part
-                    if not left[0].nbytes:
-                        del left[0]
+                take(left, nbytes)
         except OSError as error:
             if isinstance(error, SourceTruncated):
                 raise
@@ -117,9 +106,9 @@ class NetworkFile(LocalFile):
         self.require_unmodified()
         return "network-file"
 
-    def _ask_for(self, offset: int, nbytes: int) -> None:
-        """Start to read all of a range into the page cache; a range of one step is left to the read itself."""
-        # A file system may refuse advice; the read that follows brings the bytes all the same.
+    def _read_ahead(self, offset: int, nbytes: int) -> None:
+        """Start to read a range into the page cache, unless a single step covers it."""
+        # A file system may refuse the advice, and the read still works.
         with contextlib.suppress(OSError):
             for start in range(offset, offset + nbytes if nbytes > _WILLNEED_BYTES else offset, _WILLNEED_BYTES):
                 os.posix_fadvise(self._fd, start, _WILLNEED_BYTES, os.POSIX_FADV_WILLNEED)

@@ -1,9 +1,7 @@
-"""Stores of obstore for s3://, gs:// and az:// URIs: found with the ecosystem's own credentials, their errors mapped.
+"""Obstore stores for s3://, gs:// and az:// URIs, with the usual credentials of each cloud, and their errors.
 
-In: a URI, `storage_options`, the environment by the ecosystem's names. Out: an `ObjectKey`: a store and a key in it.
-Not here: what is done with them (`objects`), plain http(s) (`http`).
-
-A store is cached by all that it was made of, so its connections and credentials serve every object of a bucket.
+`objects` reads and writes through these stores. Stores are cached by all of their options, so connections and
+credentials are shared by every object in a bucket.
 """
 
 from __future__ import annotations
@@ -48,22 +46,22 @@ Store = S3Store | GCSStore | AzureStore
 
 _SCHEMES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 
-# Stores that stay, with their connections and credentials: more buckets than one process reads from at a time.
+# Number of cached stores, with their connections and credentials. A process reads from fewer buckets at a time.
 _STORES = 32
-# In an error's text: the last place credentials are looked for, the instance's metadata, has none.
+# Addresses of instance metadata, the last place that is asked for credentials. In an error, they mean there are none.
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal")
-# In the text of a failed handshake. Source: rustls, `Error::InvalidCertificate`.
+# Marks a failed TLS handshake in an error's text. Source: rustls, `Error::InvalidCertificate`.
 _CERTIFICATE = "InvalidCertificate("
-# A short answer, such as a page of a listing, may take this many times `stall_s` as a whole.
+# Deadline of a whole short answer, such as a page of a listing, as a multiple of `stall_s`.
 _WHOLE_ANSWER = 2
-# The main options, by scheme, for hints.
-_NAMES = {
+# The main options by scheme, for hints.
+_MAIN_OPTIONS = {
     "s3": "access_key_id, secret_access_key, session_token, endpoint, region, profile, skip_signature",
     "gs": "service_account_path, application_credentials, base_url, skip_signature",
     "az": "account_name, account_key, sas_key, endpoint, skip_signature",
 }
-# What gives credentials, by scheme.
-_HINTS = {
+# How to set credentials, by scheme.
+_CREDENTIAL_HINTS = {
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or storage_options (access_key_id...); "
     "skip_signature=true reads public buckets",
     "gs": "set GOOGLE_APPLICATION_CREDENTIALS or GOOGLE_SERVICE_ACCOUNT to a file of credentials, or storage_options "
@@ -71,26 +69,26 @@ _HINTS = {
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY (or AZURE_STORAGE_SAS_KEY), or storage_options "
     "(account_name...); az://container@account.blob.core.windows.net/ names the account too",
 }
-# Seconds that obstore keeps an idle connection; its own 90 would take up descriptors long after a load.
+# Seconds that obstore keeps an idle connection. Its default of 90 would hold descriptors long after a load.
 _IDLE_S = 15.0
-# What the kinds of obstore's HTTP errors mean. Source: `HttpErrorKind` of the object_store crate.
+# Texts for the kinds of obstore's HTTP errors. Source: `HttpErrorKind` of the object_store crate.
 _KINDS = {
     "Timeout": "no answer in time",
-    "Interrupted": "the connection broke off in the midst of an answer",
+    "Interrupted": "the connection was closed during an answer",
     "Connect": "the server cannot be reached",
 }
-# What its errors about an answer's headers mean. Source: `header::Error` of the object_store crate.
+# Texts for obstore's errors about response headers. Source: `header::Error` of the object_store crate.
 _HEADERS = {
-    "MissingContentLength": "the answer tells no Content-Length",
-    "MissingLastModified": "the answer tells no Last-Modified",
-    "MissingEtag": "the answer tells no ETag",
-    "BareRedirect": "the server redirects, and does not say where",
+    "MissingContentLength": "the answer has no Content-Length",
+    "MissingLastModified": "the answer has no Last-Modified",
+    "MissingEtag": "the answer has no ETag",
+    "BareRedirect": "the server sent a redirect without a Location",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Client:
-    """The settings of obstore's own HTTP client: certificates, patience, and a proxy with the hosts without it."""
+    """Settings of obstore's HTTP client: certificates, timeout, retries, and a proxy with its list of exclusions."""
 
     trusted: tuple[Bundle, ...]
     stall_s: float
@@ -100,35 +98,35 @@ class Client:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectKey:
-    """A key in a store. `root` + a key is the URI of that key."""
+    """A key in a store. `root` followed by a key is the URI of that key."""
 
     uri: str
     store: Store
-    """For short answers: each has a deadline as a whole."""
+    """Store for short answers. Each answer has a deadline as a whole."""
     streaming: Callable[[], Store]
-    """Returns the store for reads and writes of large objects."""
+    """Returns the store for reading and writing large objects."""
     root: str
     key: str
     anonymous: bool
-    """Whether requests go without credentials."""
+    """Whether requests are sent without credentials."""
     unsignable: str | None
-    """Why reads cannot go by signed URL, if so."""
+    """Why reads cannot use signed URLs, or None if they can."""
     trusted: tuple[Bundle, ...]
-    """The certificates that reads by signed URL trust."""
+    """Certificates trusted by reads with signed URLs."""
 
 
 def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -> ObjectKey:
-    """Return the store and key that `uri` names. No network.
+    """Return the store and key that `uri` names, without network access.
 
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
-        settings: bounds on retries and silence; `ca_file`.
-        options: the store's own names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and `profile`
-            for s3; they win over the environment.
+        settings: `retries`, `stall_s` and `ca_file`.
+        options: options by the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
+            `profile` for s3. They take precedence over the environment.
 
     Raises:
         ConfigError: the URI or an option is wrong.
-        MissingExtra: an AWS profile is named and boto3 is not installed.
+        MissingExtra: an AWS profile is named but boto3 is not installed.
     """
     check_process()
     scheme, _, rest = uri.partition("://")
@@ -136,14 +134,14 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     bucket, _, key = rest.partition("/")
     if prefix is None:
         hint = f"name one of {', '.join(f'{name}://' for name in _SCHEMES)}, or a local path"
-        raise ConfigError(f"{scheme}:// is not an object store that can be written to", uri=uri, hint=hint)
+        raise ConfigError(f"{scheme}:// is not an object store for writing", uri=uri, hint=hint)
     if not bucket:
-        raise ConfigError("not an object's URI", uri=uri, hint="write it as s3://bucket/key")
+        raise ConfigError("the URI names no bucket", uri=uri, hint="write it as s3://bucket/key")
     if key.startswith("/") or "//" in key:
         raise ConfigError("a key with an empty segment (//) cannot be read", uri=uri)
     root = f"{scheme}://{bucket}/"
     account = ""
-    # Azure: the container, and the account's host, of which the first label is the account's name.
+    # Azure URIs have the container and the account's host, whose first label is the account's name.
     if "@" in bucket:
         bucket, _, account = bucket.partition("@")
         account = account.partition(".")[0]
@@ -161,26 +159,26 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
         retries=settings.retries,
         proxy=_proxy(_endpoint(prefix, bucket, options, environ)),
     )
-    made_of = (prefix, bucket, account, _frozen(options), _frozen(environ), client, profile)
+    arguments = (prefix, bucket, account, _frozen(options), _frozen(environ), client, profile)
     try:
-        store = _store(*made_of)
+        store = _store(*arguments)
     except PenstockError:
-        # MissingExtra must not become a plain ConfigError.
+        # Keep MissingExtra: it must not become a plain ConfigError.
         raise
     except exceptions.UnknownConfigurationKeyError as error:
-        raise ConfigError(_brief(error), uri=uri, hint=f"the main options are {_NAMES[scheme]}") from error
+        raise ConfigError(_brief(error), uri=uri, hint=f"the main options are {_MAIN_OPTIONS[scheme]}") from error
     except (exceptions.BaseError, ValueError, TypeError) as error:
-        if (twice := re.match(r"Duplicate key (\w+) provided", fault := _brief(error))) is not None:
-            fault = f"{twice[1]} is given under two of its names in storage_options"
+        if (duplicate := re.match(r"Duplicate key (\w+) provided", fault := _brief(error))) is not None:
+            fault = f"storage_options has {duplicate[1]} under two names"
             raise ConfigError(fault, uri=uri, hint="leave one of them out") from error
-        raise ConfigError(fault, uri=uri, hint=_HINTS[scheme]) from error
+        raise ConfigError(fault, uri=uri, hint=_CREDENTIAL_HINTS[scheme]) from error
     anonymous = _is_on(
         options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     )
     return ObjectKey(
         uri=uri,
         store=store,
-        streaming=partial(_store, *made_of, is_streaming=True),
+        streaming=partial(_store, *arguments, is_streaming=True),
         root=root,
         key=key,
         anonymous=anonymous,
@@ -190,27 +188,27 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
 
 
 def anonymous_signing_store(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> Store:
-    """Return a store that signs with made-up credentials: its URLs without query are an anonymous reader's URLs."""
+    """Return a store that signs with fake credentials. Without their query, its URLs are those for anonymous reads."""
     environ = ecosystem("AWS_")
     options = _with_profile(read_profile(options.get("profile"), environ), options, environ)
     named = {name: value for name, value in options.items() if not name.endswith(("skip_signature", "profile"))}
     named |= {"access_key_id": "anonymous", "secret_access_key": "anonymous"}
     bucket = place.root.removesuffix("/").rpartition("/")[2]
-    # It signs, and sends nothing.
+    # This store only signs and sends no requests.
     client = Client(trusted=(), stall_s=settings.stall_s, retries=settings.retries, proxy=None)
     with mapped(place.uri):
         return _store("AWS_", bucket, "", _frozen(named), _frozen(environ), client, None)
 
 
 _IN_HEADERS = ("access_key_id", "session_token", "security_token", "token", "region")
-"""Ends of the names of options whose values obstore sends in a header."""
+"""Endings of the names of options that obstore sends in headers."""
 
 
 def _check_values(named: Iterable[tuple[str, str]]) -> None:
-    """Refuse an endpoint that is no URL, a region that is no name, and a line break: obstore panics on each.
+    """Refuse values on which obstore panics: an invalid endpoint URL, an invalid region, or a line break.
 
     Raises:
-        ConfigError: see above. Its value is not repeated, for there may be a password in it.
+        ConfigError: see above. The message leaves out values that may contain a password.
     """
     for name, value in named:
         word = name.lower()
@@ -218,7 +216,7 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
             hint = "remove it: files and secrets often have a line break at their end"
             raise ConfigError(f"{name} has a line break or another control character", hint=hint)
         if word.endswith("region") and not re.fullmatch(r"[\w-]+", str(value), re.ASCII):
-            raise ConfigError(f"{name} is {value!r}, which is not the name of a region", hint="write it as us-east-1")
+            raise ConfigError(f"{name} is {value!r}, which is not a region name", hint="write it as us-east-1")
         if not word.endswith(("endpoint", "endpoint_url", "endpoint_url_s3", "base_url")) or "fabric" in word:
             continue
         try:
@@ -232,17 +230,17 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
 
 
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return options as a value that `_store` is cached by."""
+    """Return options as a hashable value for the cache of `_store`."""
     return tuple(sorted(options.items()))
 
 
 def _is_on(value: str | None) -> bool:
-    """Return whether an option is set, as obstore reads it."""
+    """Return whether obstore reads this value as true."""
     return str(value).lower() in {"1", "true", "yes", "on"}
 
 
 def _unsignable(prefix: str, options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:
-    """Return the option that a signed URL cannot carry, as a reason; None: there is none."""
+    """Return why reads cannot use signed URLs, or None. Some options need headers that a URL cannot carry."""
     names = {name.lower() for name in (*options, *environ)}
     for word in ("request_payer", "sse_customer_key", "s3_express"):
         if prefix == "AWS_" and any(word in name for name in names):
@@ -262,7 +260,7 @@ def _store(
     *,
     is_streaming: bool = False,
 ) -> Store:
-    """Make a store, or return the one that these options made before."""
+    """Return the cached store for these options, or make it."""
     config: dict[str, Any] = dict(options)
     stall_s = client.stall_s
     endpoints = [v for n, v in (*options, *environ) if "endpoint" in n.lower() or "base_url" in n.lower()]
@@ -270,8 +268,8 @@ def _store(
         "connect_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "read_timeout": timedelta(seconds=stall_s / ATTEMPTS_PER_STALL),
         "pool_idle_timeout": timedelta(seconds=_IDLE_S),
-        # Of a whole answer. An object may take hours, and `read_timeout` bounds its silence. A page of a listing that
-        # comes a byte at a time would never end by that.
+        # Deadline of a whole answer. A large object may take hours, and `read_timeout` limits its silence. That limit
+        # alone would let a page of a listing arrive byte by byte without end.
         "timeout": timedelta(days=1) if is_streaming else timedelta(seconds=_WHOLE_ANSWER * stall_s),
         "allow_http": any(endpoint.lower().startswith("http://") for endpoint in endpoints),
     }
@@ -288,7 +286,7 @@ def _store(
         return AzureStore(bucket, config=config, client_options=client_options, retry_config=retry)  # type: ignore[arg-type]
     config.pop("profile", None)
     provider = None
-    if profile is not None and _asks_profile(profile, options, environ):
+    if profile is not None and _uses_profile(profile, options, environ):
         provider = _profile_credentials(profile.name)
     return S3Store(
         bucket,
@@ -300,20 +298,20 @@ def _store(
 
 
 def _with_profile(profile: AwsProfile, options: Mapping[str, str], environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the options, with a profile's region and endpoint where neither caller nor environment has one."""
+    """Return the options with the profile's region and endpoint, unless the caller or the environment sets them."""
     given = {name.lower().removeprefix("aws_") for name in (*options, *environ)}
     named = dict(options)
     if profile.region and not {"region", "default_region"} & given:
         named["region"] = profile.region
-    # AWS' own endpoints follow from the region.
+    # The region determines the endpoints of AWS itself.
     if profile.endpoint and not {"endpoint", "endpoint_url", "endpoint_url_s3"} & given:
         _check_values([("endpoint_url", profile.endpoint)])
         named["endpoint"] = profile.endpoint
     return named
 
 
-def _asks_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], environ: Iterable[tuple[str, str]]) -> bool:
-    """Return whether credentials are a profile's, in boto3's order of precedence."""
+def _uses_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], environ: Iterable[tuple[str, str]]) -> bool:
+    """Return whether to use a profile's credentials, by boto3's order of precedence."""
     if any(name == "profile" for name, _ in options):
         return True
     given = {name.lower().removeprefix("aws_") for name, _ in (*options, *environ)}
@@ -321,8 +319,8 @@ def _asks_profile(profile: AwsProfile, options: Iterable[tuple[str, str]], envir
         return False
     if profile.is_named:
         return True
-    # obstore uses a web identity by itself, and in boto3's order it comes before the files. Without a default profile
-    # the instance's role is next, which obstore asks for by itself, too.
+    # In boto3's order a web identity comes before the profile files, and the instance's role after them. obstore uses
+    # both without a profile.
     return profile.gives_credentials and "web_identity_token_file" not in given
 
 
@@ -337,11 +335,11 @@ def _profile_credentials(profile: str) -> S3CredentialProvider:
     try:
         return Boto3CredentialProvider(boto3.Session(profile_name=profile))
     except (boto_error, ValueError) as error:
-        raise ConfigError(f"AWS profile {profile!r} gives no credentials: {error}") from error
+        raise ConfigError(f"cannot get credentials from AWS profile {profile!r}: {error}") from error
 
 
 def _endpoint(prefix: str, bucket: str, options: Mapping[str, str], environ: Mapping[str, str]) -> SplitResult:
-    """Return the address that requests go to, as far as a choice of proxy needs it."""
+    """Return the address of the server, exact enough to choose a proxy."""
     named = {name.lower().removeprefix("aws_"): value for name, value in (*environ.items(), *options.items())}
     for name in ("endpoint_url_s3", "endpoint_url", "endpoint", "google_base_url", "base_url", "azure_endpoint"):
         if name in named:
@@ -356,18 +354,18 @@ def _endpoint(prefix: str, bucket: str, options: Mapping[str, str], environ: Map
 
 
 def _proxy(endpoint: SplitResult) -> tuple[str, str] | None:
-    """Return a proxy and the hosts reached without it, as obstore takes them; None: no variable names a proxy."""
+    """Return the proxy and its exclusions in obstore's form, or None if the environment names no proxy."""
     proxy = proxy_of(endpoint)
     if proxy is not None:
         return proxy.url, exclusions()
-    # If obstore were told of no proxy, it would read the environment itself, by rules that differ from ours.
+    # Without a proxy obstore would read the environment itself, and its rules differ from ours.
     return ("http://127.0.0.1:9", NOBODY) if network_environment().proxies else None
 
 
 def _trusted(
     prefix: str, settings: Settings, environ: Mapping[str, str], profile: AwsProfile | None
 ) -> tuple[Bundle, ...]:
-    """Return the certificates trusted besides the system's."""
+    """Return the certificates that are trusted in addition to the system's."""
     trusted = bundles(settings)
     if prefix != "AWS_":
         return trusted
@@ -384,34 +382,34 @@ _FSSPEC = {
     "client_kwargs": "endpoint and region",
     "config_kwargs": "virtual_hosted_style_request",
 }
-"""Options of fsspec's file systems, and the options of obstore that do the same."""
+"""Options of fsspec's file systems, with the names of the same options in obstore."""
 
 
 def _check_options(scheme: str, options: Iterable[tuple[object, object]]) -> None:
-    """Refuse options by fsspec's names, and names and values that are no text. ConfigError."""
+    """Raise ConfigError for fsspec's option names and for names and values of wrong types."""
     for name, value in options:
         if not isinstance(name, str):
-            fault, use = f"the name {name!r} in storage_options is not a str", "give the name of an option"
+            fault, use = f"the name {name!r} in storage_options is not a str", "use the name of an option"
         elif name in _FSSPEC:
             fault, use = f"storage_options[{name!r}] is an option of fsspec", f"write {_FSSPEC[name]}"
         elif not isinstance(value, str | bool | int):
-            fault, use = f"storage_options[{name!r}] is a {type(value).__name__}, not a str", "give a str"
+            fault, use = f"storage_options[{name!r}] is a {type(value).__name__}, not a str", "pass a str"
         else:
             continue
-        raise ConfigError(fault, hint=f"{use}; the main options for {scheme}:// are {_NAMES[scheme]}")
+        raise ConfigError(fault, hint=f"{use}; the main options for {scheme}:// are {_MAIN_OPTIONS[scheme]}")
 
 
 _first_pid: int | None = None
 
 
 def check_process() -> None:
-    """Raise if this process was forked after a store was used: obstore's threads do not survive a fork.
+    """Raise if this process was forked after a store was used, because obstore's threads do not survive a fork.
 
     Raises:
-        ConfigError: stores were used before this process was forked off.
+        ConfigError: see above.
     """
     global _first_pid
-    # Before the first request, not at the fork: a process that forks and never touches a store is fine.
+    # Check at the first use instead of at the fork, so that a child without object stores works.
     if _first_pid is None:
         _first_pid = os.getpid()
     elif _first_pid != os.getpid():
@@ -423,19 +421,19 @@ def check_process() -> None:
 
 @contextlib.contextmanager
 def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None]:
-    """Map obstore's errors to errors of penstock."""
+    """Map obstore's errors to Penstock's errors."""
     try:
         yield
     except PenstockError:
-        # NotFound and PermissionDenied are OSErrors too, and must not be mapped a second time.
+        # NotFound and PermissionDenied are also OSErrors and must not be mapped twice.
         raise
     except FileNotFoundError as error:
-        hint = "look at bucket and key, and at storage_options: endpoint and region say whose store it is"
-        raise NotFound("no such object or bucket", uri=uri, byte_range=byte_range, hint=hint) from error
+        hint = "check the bucket, the key, and endpoint and region in storage_options"
+        raise NotFound("there is no such object or bucket", uri=uri, byte_range=byte_range, hint=hint) from error
     except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-        raise PermissionDenied(_brief(error), uri=uri, hint="check the credentials and what they may read") from error
+        raise PermissionDenied(_brief(error), uri=uri, hint="check the credentials and their permissions") from error
     except exceptions.PreconditionError as error:
-        raise SourceChanged("the object is not the one first seen", uri=uri, byte_range=byte_range) from error
+        raise SourceChanged("the object has changed since it was opened", uri=uri, byte_range=byte_range) from error
     except (
         exceptions.UnknownConfigurationKeyError,
         exceptions.InvalidPathError,
@@ -449,41 +447,39 @@ def mapped(uri: str, byte_range: tuple[int, int] | None = None) -> Iterator[None
 
 
 def _by_status(error: Exception, uri: str, byte_range: tuple[int, int] | None) -> PenstockError:
-    """Return the error for what obstore has no type for, by the HTTP status in its text (listing: every status)."""
+    """Return the error for an HTTP status for which obstore has no error type. Listings never have one."""
     text = str(error)
     match = re.search(r"status code: (\d{3})", text)
     status = int(match[1]) if match else 0
     if any(place in text for place in _NO_CREDENTIALS):
         return PermissionDenied(
-            "no credentials found",
+            "found no credentials",
             uri=uri,
-            hint=_HINTS.get(uri.partition("://")[0]),
+            hint=_CREDENTIAL_HINTS.get(uri.partition("://")[0]),
         )
-    # The text is searched because obstore gives these statuses no type of their own. 400 is S3's answer to HEAD for an
-    # expired token or another region, without a word of explanation.
+    # obstore has no types for these statuses, so search the text. S3 answers HEAD with 400 and no explanation if a
+    # token has expired or the bucket is in another region.
     if status in {400, 401, 403}:
-        return PermissionDenied(
-            _brief(error), uri=uri, hint="check the credentials, what they may read, and the region"
-        )
+        return PermissionDenied(_brief(error), uri=uri, hint="check the credentials, their permissions, and the region")
     if status == 404:
         return NotFound(_brief(error), uri=uri, byte_range=byte_range)
     if not status and "kind: Timeout" in text:
-        hint = "raise stall_s if the source is only slow"
+        hint = "raise stall_s if the storage is only slow"
         return SourceStalled(_KINDS["Timeout"], uri=uri, byte_range=byte_range, hint=hint)
     if _CERTIFICATE in text:
         why = re.search(r"InvalidCertificate\(\s*(\w+)", text)
-        message = f"the server's certificate does not verify{f': {why[1]}' if why else ''}"
+        message = f"the server's certificate cannot be verified{f': {why[1]}' if why else ''}"
         return SourceUnavailable(message, uri=uri, byte_range=byte_range, hint=CERTIFICATE_HINT)
     if "ProxyAuthRequired" in text or status == 407:
         return wrong_proxy_user()
-    # 301 and 307: S3's answers for a bucket of another region. Its API sends them without a Location.
+    # S3 answers 301 and 307 without a Location if the bucket is in another region.
     is_elsewhere = status in {301, 307} or "BareRedirect" in text
     region = "the bucket may be in another region: set AWS_REGION" if is_elsewhere else None
     return SourceUnavailable(_brief(error), uri=uri, byte_range=byte_range, hint=region)
 
 
 def _brief(error: Exception) -> str:
-    """Return one line of a message: status and code, or its first line without queries, which hold signatures."""
+    """Return one line for a message: status and code, or the first line without queries, which contain signatures."""
     text = str(error)
     status, code = re.search(r"status code: (\d{3})", text), re.search(r"<Code>(\w{1,64})</Code>", text)
     if status:

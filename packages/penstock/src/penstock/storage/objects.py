@@ -1,8 +1,7 @@
-"""Objects in S3, Google Cloud Storage and Azure: opened, listed, read whole, written whole.
+"""Objects in S3, Google Cloud Storage and Azure: open, list, read and write them.
 
-In: a URI. Out: a `Source`, a list of URIs, or bytes. Bytes come by signed URL straight into the caller's buffers
-(`http`); where URLs cannot be signed, through obstore and one copy, and the path taken says so.
-Not here: credentials and options (`object_stores`), the retries of ranged reads (`http`), the cache (`cache`).
+Reads use signed URLs and fill the caller's buffers directly, see `storage.http`. Where URLs cannot be signed, obstore
+reads with one copy, and the reported path says so. `object_stores` handles credentials and options.
 """
 
 from __future__ import annotations
@@ -41,38 +40,38 @@ if TYPE_CHECKING:
     from obstore import ObjectMeta
 
 FETCH_THREADS = 16
-"""Threads that read one remote checkpoint, unless the user says otherwise.
+"""Default number of threads that read one remote checkpoint.
 
 Reason: a request waits for its first byte 20-200 ms, and one connection to S3 carries 85-90 MB/s.
 Source: AWS, "Performance guidelines for Amazon S3"; benchmarks/results/cpu2_202611/objects.md.
 """
 
-# Least that obstore hands over at once: each piece costs a turn of the interpreter.
+# Minimum size of the pieces that obstore returns. Each piece costs a turn of the interpreter.
 _PIECE_BYTES = MIB
 
 MAX_SEEN_KEYS = 10_000_000
-"""Keys below a prefix that a listing looks at. Reason: S3 lists some 10,000 a second."""
+"""Maximum number of keys that a listing inspects. Reason: S3 lists some 10,000 a second."""
 MAX_LISTED_KEYS = 1_000_000
-"""Keys that a listing returns. Reason: the largest checkpoints have some thousand files."""
+"""Maximum number of keys that a listing returns. Reason: the largest checkpoints have some thousand files."""
 MAX_LISTED_BYTES = 256 * MIB
-"""Of their names. An S3 key has at most 1,024 bytes."""
+"""Maximum total length of these keys. An S3 key has at most 1,024 bytes."""
 
-# A listing of one directory may take this many times `stall_s`: obstore returns all of its pages at once.
+# Deadline for listing one directory, as a multiple of `stall_s`. obstore returns all of its pages at once.
 _LISTING = 20
 
 T = TypeVar("T")
 
-# Seconds a signed URL is valid; a new one is made at half of that. Session credentials last longer.
+# Seconds that a signed URL is valid. It is renewed after half of that. Session credentials last longer.
 _SIGNED_S = 3600
 
-# Of a multipart upload. Source: AWS, "Multipart upload limits": 5 MiB to 5 GiB, at most 10,000 parts: 160 GB.
+# Part size of an upload. Source: AWS, "Multipart upload limits": 5 MiB to 5 GiB, at most 10,000 parts. Allows 160 GB.
 _PART_BYTES = 16 * MIB
-# Parts of one file that are uploaded at once.
+# Parts of one file uploaded at once.
 _PARTS = 8
 
 
-class SignedAddress:
-    """An object's signed URL, made anew before it expires and after a refusal."""
+class SignedOrigin:
+    """An object's signed URL, renewed before it expires and after a refusal."""
 
     def __init__(self, place: ObjectKey) -> None:
         self._place = place
@@ -80,7 +79,7 @@ class SignedAddress:
 
     def url(self) -> SplitResult:
         """See `Origin.url`."""
-        # One attribute for both, read once: another thread may renew it in between.
+        # URL and time are one attribute, read once, because another thread may renew them.
         current = self._current
         if current is None or time.monotonic() - current[1] > _SIGNED_S / 2:
             signed = _signed(self._place.uri, self._place.store, self._place.key)
@@ -88,28 +87,28 @@ class SignedAddress:
         return current[0]
 
     def headers(self, url: SplitResult) -> Mapping[str, str]:
-        """See `Origin.headers`: all that is needed is in the URL."""
+        """See `Origin.headers`. The URL contains everything."""
         return {}
 
-    def is_foreign(self, url: SplitResult) -> bool:
-        """See `Origin.is_foreign`."""
+    def is_redirected(self, url: SplitResult) -> bool:
+        """See `Origin.is_redirected`."""
         return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
-        """See `Origin.renew`. The credentials may have been replaced meanwhile."""
+        """See `Origin.renew`. The credentials may have been replaced since."""
         current = self._current
         if current is not None and current[0] == url:
             self._current = None
-        # 400 is S3's answer to an expired session token.
+        # S3 answers 400 if a session token has expired.
         return status in {400, 401, 403}
 
     def moved(self, url: SplitResult, location: str) -> str | None:
-        """See `Origin.moved`: a signature holds for one host."""
-        return "it redirects a signed request; the bucket may be in another region: set AWS_REGION"
+        """See `Origin.moved`. A signature is valid for one host only."""
+        return "the server redirects a signed request; the bucket may be in another region: set AWS_REGION"
 
 
-class AnonymousAddress:
-    """An object's bare URL in a public bucket."""
+class AnonymousOrigin:
+    """The plain URL of an object in a public bucket."""
 
     def __init__(self, url: SplitResult) -> None:
         self._url = url
@@ -122,8 +121,8 @@ class AnonymousAddress:
         """See `Origin.headers`."""
         return {}
 
-    def is_foreign(self, url: SplitResult) -> bool:
-        """See `Origin.is_foreign`."""
+    def is_redirected(self, url: SplitResult) -> bool:
+        """See `Origin.is_redirected`."""
         return False
 
     def renew(self, url: SplitResult, status: int) -> bool:
@@ -132,14 +131,14 @@ class AnonymousAddress:
 
     def moved(self, url: SplitResult, location: str) -> str | None:
         """See `Origin.moved`."""
-        return "it redirects; the bucket may be in another region: set AWS_REGION"
+        return "the server redirects; the bucket may be in another region: set AWS_REGION"
 
 
 class StoreSource:
-    """A `Source` through obstore, with one copy: for stores whose URLs cannot be signed.
+    """A `Source` that reads through obstore with one copy, for stores whose URLs cannot be signed.
 
     Attributes:
-        why: why not by signed URL.
+        why: why signed URLs cannot be used.
     """
 
     def __init__(self, place: ObjectKey, meta: ObjectMeta, *, settings: Settings, why: str) -> None:
@@ -161,7 +160,7 @@ class StoreSource:
             try:
                 with mapped(self.uri, (offset, stop)):
                     pieces = self._pieces(offset, stop, piece_bytes)
-                    # Another thread waits for a piece: obstore's waits cannot be ended.
+                    # A helper thread waits for the piece, because obstore's waits cannot be interrupted.
                     while (piece := waits.in_helper(partial(next, pieces, None))) is not None:
                         offset += piece.nbytes
                         at = 0
@@ -170,8 +169,8 @@ class StoreSource:
                             at += buffer.nbytes
                 patience.progress()
             except (SourceUnavailable, SourceStalled) as error:
-                # obstore has retried. What arrived of a larger piece is lost when the answer breaks off in it, so from
-                # now on pieces come as they arrive; then every byte that arrived counts as progress.
+                # obstore has retried. If the answer ends inside a large piece, the bytes of that piece are lost. Read
+                # small pieces from now on, so that every byte that arrives counts as progress.
                 piece_bytes = 1
                 if offset > before:
                     patience.progress()
@@ -180,27 +179,28 @@ class StoreSource:
         return "obstore"
 
     def _pieces(self, start: int, stop: int, piece_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes `[start, stop)` as obstore hands them over, if the object is still the one opened."""
+        """Yield the bytes `[start, stop)` in obstore's pieces. SourceChanged if the object has changed."""
         check_process()
         options: obstore.GetOptions = {"range": (start, stop)}
-        # If-Match compares strongly (RFC 9110, 13.1.1): a weak ETag would never match.
+        # If-Match needs strong ETags (RFC 9110, 13.1.1), so a weak ETag would never match.
         if self.identity and not self.identity.startswith("W/"):
             options["if_match"] = self.identity
         result = obstore.get(self._place.streaming(), self._place.key, options=options)
         if result.meta["size"] != self.nbytes or (result.meta["e_tag"] or "") != self.identity:
-            raise SourceChanged("the object is not the one first seen", uri=self.uri, byte_range=(start, stop))
+            raise SourceChanged("the object has changed since it was opened", uri=self.uri, byte_range=(start, stop))
         if result.range != (start, stop):
-            raise SourceUnavailable(f"asked for a range, got {result.range}", uri=self.uri, byte_range=(start, stop))
+            message = f"the server answered with bytes {result.range}"
+            raise SourceUnavailable(message, uri=self.uri, byte_range=(start, stop))
         stream = result.stream(min_chunk_size=piece_bytes)
         try:
             for piece in stream:
                 yield memoryview(piece)
         finally:
-            # A connection is closed with the last reference to its answer, and an error's traceback would keep one.
+            # The last reference to an answer keeps its connection open, and a traceback would hold one.
             del result, stream
 
     def close(self) -> None:
-        """See `Source.close`: the store is shared and keeps its connections."""
+        """Do nothing: the store is shared and keeps its connections."""
 
 
 def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> Source:
@@ -209,103 +209,105 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     Args:
         uri: s3://, gs:// or az://.
         settings: `retries`, `stall_s`, `ca_file`.
-        storage_options: options of the store by obstore's names; they win over the environment.
+        storage_options: options of the store by obstore's names. They take precedence over the environment.
 
     Raises:
-        ConfigError: the URI or an option is wrong. MissingExtra: see `locate_object`.
-        NotFound, PermissionDenied, SourceUnavailable, SourceStalled: as their names say.
+        ConfigError: the URI or an option is wrong.
+        MissingExtra: see `locate_object`.
+        NotFound, PermissionDenied, SourceUnavailable, SourceStalled: the store did not return the object.
     """
     options = storage_options or {}
     place = locate_object(uri, settings=settings, options=options)
     if not place.key or place.key.endswith("/"):
-        raise NotFound("names a bucket or prefix, not an object", uri=uri)
+        raise NotFound("the URI names a bucket or prefix, not an object", uri=uri)
     meta = _ask(uri, obstore.head, place.store, place.key)
-    address, why = _address(place, settings=settings, options=options)
-    if address is None:
+    origin, why = _origin(place, settings=settings, options=options)
+    if origin is None:
         return StoreSource(place, meta, settings=settings, why=why)
     seen = Validators(
         etag=meta["e_tag"] or "",
         last_modified=format_datetime(meta["last_modified"], usegmt=True),
         nbytes=meta["size"],
     )
-    return HttpSource(uri, address, seen, settings=settings, trusted=place.trusted)
+    return HttpSource(uri, origin, seen, settings=settings, trusted=place.trusted)
 
 
-def _address(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Origin | None, str]:
-    """Return where to read `place` by URL; or None, and why not."""
+def _origin(place: ObjectKey, *, settings: Settings, options: Mapping[str, str]) -> tuple[Origin | None, str]:
+    """Return the URL to read `place` from and "", or None and the reason."""
     if place.unsignable:
         return None, place.unsignable
     if place.anonymous:
         if not place.root.startswith("s3"):
             return None, "anonymous"
-        # A signed URL without its query is the bare one, which obstore has no call for.
+        # obstore cannot return a plain URL, so sign one and remove the query.
         signing_store: Store = anonymous_signing_store(place, settings=settings, options=options)
         url = _signed(place.uri, signing_store, place.key)
-        return AnonymousAddress(urlsplit(url)._replace(query="")), ""
-    address = SignedAddress(place)
+        return AnonymousOrigin(urlsplit(url)._replace(query="")), ""
+    origin = SignedOrigin(place)
     if place.root.startswith("s3"):
-        return address, ""
-    # Other stores sign only with a key at hand, which a token or an instance's role is not.
+        return origin, ""
+    # Other stores can sign only with a key. A token or an instance's role is not enough.
     try:
         waits.in_helper(partial(obstore.sign, place.store, "GET", place.key, timedelta(seconds=_SIGNED_S)))
     except BaseError as error:
         return None, f"cannot sign URLs: {str(error).partition(chr(10))[0][:200]}"
-    return address, ""
+    return origin, ""
 
 
 def list_objects(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> list[str]:
-    """Return the objects that `uri` names, sorted: one object, those directly under a prefix, or a glob's matches.
+    """Return the objects that `uri` names, sorted: one object, all directly under a prefix, or all matches of a glob.
 
     Args:
         uri: a key, a prefix with or without a trailing slash, or a glob (`*`, `?`, `[...]` within a segment, `**`
-            across).
+            across segments).
 
     Raises:
-        NotFound: nothing is there. FormatError: the listing has more than `MAX_LISTED_KEYS`, say. Others as
-            `open_object`.
+        NotFound: no object matches.
+        FormatError: the listing exceeds a limit, such as `MAX_LISTED_KEYS`.
+        ConfigError, PermissionDenied, SourceUnavailable, SourceStalled: see `open_object`.
     """
     options = storage_options or {}
     place = locate_object(uri, settings=settings, options=options)
     key = place.key
-    # An object and a prefix may have one name: the object wins, since a user who means the prefix can add a slash.
+    # If an object and a prefix have the same name, use the object. A slash after the name selects the prefix.
     if key and not key.endswith("/") and _exists(place):
         return [uri]
-    # A glob matches objects, so a key with a slash at its end is the name of a prefix.
+    # A key that ends in a slash is a prefix, because globs match objects only.
     glob = None if key.endswith("/") else GLOB.search(key)
     prefix = key[: glob.start()].rpartition("/")[0] if glob else key.strip("/")
     nested = glob is not None and ("/" in key[glob.start() :] or "**" in key)
     pattern = glob_pattern(key) if glob else None
-    # All keys below the prefix only where the glob needs them: a bucket may have millions.
+    # List all keys below the prefix only if the glob needs them, because a bucket may have millions.
     pages = _pages_below(place, prefix) if nested else [_directly_below(place, prefix, _LISTING * settings.stall_s)]
     keys: list[str] = []
     num_seen = nbytes = 0
     for page in pages:
         num_seen += len(page)
-        # A console's "folder" is an empty object named as the prefix.
+        # Some consoles create an empty object with the name of the prefix.
         found = [name for name in page if name != prefix and (pattern is None or pattern.fullmatch(name))]
         keys += found
         nbytes += sum(map(len, found))
-        _check_bounds(uri, num_seen, len(keys), nbytes)
+        _check_limits(uri, num_seen, len(keys), nbytes)
     if not keys:
-        raise NotFound("no such object, prefix or match", uri=uri)
+        raise NotFound("no object or prefix matches", uri=uri)
     return sorted(place.root + name for name in keys)
 
 
 def _pages_below(place: ObjectKey, prefix: str) -> Iterator[list[str]]:
-    """Yield all keys below a prefix by pages, each of which has the deadline of its request."""
+    """Yield pages with all keys below a prefix. Each page has its own deadline."""
     pages = _ask(place.uri, obstore.list, place.store, prefix or None, chunk_size=1000)
     while (page := _ask(place.uri, next, pages, None)) is not None:
         yield [meta["path"] for meta in page]
 
 
 def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
-    """Return the keys directly below a prefix. SourceStalled: they have not all come after `wait_s`."""
+    """Return the keys directly below a prefix. SourceStalled if the listing takes longer than `wait_s`."""
 
     async def ask() -> list[str]:
-        # Not the synchronous call: nothing would end that, and an endless listing would fill the memory.
-        asked = obstore.list_with_delimiter_async(place.store, prefix or None)
+        # The synchronous call cannot be interrupted, and an endless listing would fill the memory.
+        listing = obstore.list_with_delimiter_async(place.store, prefix or None)
         try:
-            found = await asyncio.wait_for(asked, wait_s)
+            found = await asyncio.wait_for(listing, wait_s)
         except TimeoutError as error:
             raise SourceStalled(f"the listing is not complete after {wait_s:g} s", uri=place.uri) from error
         return [meta["path"] for meta in found["objects"]]
@@ -313,20 +315,20 @@ def _directly_below(place: ObjectKey, prefix: str, wait_s: float) -> list[str]:
     return _ask(place.uri, lambda: asyncio.run(ask()))
 
 
-def _check_bounds(uri: str, num_seen: int, num_keys: int, nbytes: int) -> None:
-    """Raise FormatError for a listing that is too long."""
+def _check_limits(uri: str, num_seen: int, num_keys: int, nbytes: int) -> None:
+    """Raise FormatError if a listing is too long."""
     for number, limit, what in (
-        (num_seen, MAX_SEEN_KEYS, "keys are looked at"),
-        (num_keys, MAX_LISTED_KEYS, "keys are listed"),
-        (nbytes, MAX_LISTED_BYTES, "characters of keys are listed"),
+        (num_seen, MAX_SEEN_KEYS, "keys are inspected"),
+        (num_keys, MAX_LISTED_KEYS, "keys are returned"),
+        (nbytes, MAX_LISTED_BYTES, "characters of keys are returned"),
     ):
         if number > limit:
-            hint = "name a longer prefix, or a glob that matches fewer"
+            hint = "name a longer prefix, or a glob with fewer matches"
             raise FormatError(f"the listing is too long: at most {limit:,} {what}", uri=uri, hint=hint)
 
 
 def _exists(place: ObjectKey) -> bool:
-    """Return whether there is an object of this key."""
+    """Return whether an object with this key exists."""
     try:
         _ask(place.uri, obstore.head, place.store, place.key)
     except NotFound:
@@ -335,12 +337,13 @@ def _exists(place: ObjectKey) -> bool:
 
 
 def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes | None:
-    """Return a whole small object; None when it is not there.
+    """Return a small object, or None if it does not exist.
 
-    A bucket that may be read but not listed answers "forbidden" for what is not there: that is PermissionDenied here.
+    If a user may read but not list a bucket, an absent object raises PermissionDenied.
 
     Raises:
-        FormatError: it is larger than `MAX_SMALL_BYTES`. Others as `open_object`.
+        FormatError: the object is larger than `MAX_SMALL_BYTES`.
+        ConfigError, PermissionDenied, SourceUnavailable, SourceStalled: see `open_object`.
     """
     try:
         source = open_object(uri, settings=settings, storage_options=storage_options)
@@ -350,21 +353,21 @@ def read_small(uri: str, *, settings: Settings, storage_options: Mapping[str, st
 
 
 def write_small(uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Write a whole small object (a manifest, a signature); it appears at once or not at all.
+    """Write a small object (a manifest, a signature) atomically.
 
     Raises:
-        ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
+        ConfigError, PermissionDenied, SourceUnavailable: see `open_object`.
     """
     place = locate_object(uri, settings=settings, options=storage_options or {})
-    # A single PUT is atomic; a multipart upload that dies leaves parts that are billed and in no listing.
+    # A single PUT is atomic. An interrupted multipart upload leaves parts that cost money but are not listed.
     _ask(uri, obstore.put, place.streaming(), place.key, data, use_multipart=False)
 
 
 def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> None:
-    """Remove an object; none of that name is no error.
+    """Remove an object, if it exists.
 
     Raises:
-        ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
+        ConfigError, PermissionDenied, SourceUnavailable: see `open_object`.
     """
     place = locate_object(uri, settings=settings, options=storage_options or {})
     with contextlib.suppress(NotFound), mapped(uri):
@@ -374,10 +377,10 @@ def remove_object(uri: str, *, settings: Settings, storage_options: Mapping[str,
 def upload_file(
     uri: str, path: str | os.PathLike[str], *, settings: Settings, storage_options: Mapping[str, str] | None = None
 ) -> None:
-    """Write a local file of any size to an object, in parts.
+    """Upload a local file of any size in parts.
 
     Raises:
-        ConfigError, PermissionDenied, SourceUnavailable: as `open_object`.
+        ConfigError, PermissionDenied, SourceUnavailable: see `open_object`.
     """
     place = locate_object(uri, settings=settings, options=storage_options or {})
 
@@ -396,19 +399,19 @@ def upload_file(
 
 
 def _signed(uri: str, store: Store, key: str) -> str:
-    """Return a signed URL. It may take requests: for the credentials of an instance's role, say."""
+    """Return a signed URL. Signing may need requests, for example for an instance's role."""
     return _ask(uri, obstore.sign, store, "GET", key, timedelta(seconds=_SIGNED_S))
 
 
 def _ask(uri: str, call: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Return the result of a call of obstore, which no signal and no error of another thread can end."""
+    """Call obstore in a helper thread and return the result, because its calls cannot be interrupted."""
     check_process()
     with mapped(uri):
         return waits.in_helper(partial(call, *args, **options))
 
 
 class ObjectStorage:
-    """The storage of s3://, gs:// and az:// URIs: the functions of this module, as a `WritableStorage`."""
+    """The storage for s3://, gs:// and az:// URIs. It offers this module's functions as a `WritableStorage`."""
 
     open = staticmethod(open_object)
     list = staticmethod(list_objects)

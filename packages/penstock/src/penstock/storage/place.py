@@ -1,13 +1,9 @@
-"""Local places that are written to: checked before the work, and taken by one writer at a time.
+"""Local destinations: checks before the work starts, and a lock so that one process at a time writes to a place.
 
-In: a path that a user gave. Out: a `OutputPlace`, or an error before any work was done; a directory in which files
-grow.
-Not here: the files themselves (`output`), object stores (`output.require_free_remote`).
-
-    Place.at(path)    an absolute path, through a link
-      .require_free() refuses a source of the work, files of others, and what cannot be replaced
-      .staging(token) a hidden directory beside the place, or in it where the place itself has to stay
-      Claim(...)      makes that directory and locks it; a second writer of the place is refused
+OutputPlace.at(path)      resolves a path or link to an absolute path
+    .require_free()       refuses a source of the work, files of other programs, and places that cannot be replaced
+    .staging(token)       names a hidden staging directory next to the place, or in it if the place must stay
+DestinationClaim(...)     makes and locks the staging directory, or refuses a second writer
 """
 
 from __future__ import annotations
@@ -46,29 +42,29 @@ from penstock.storage.write import remove_empty, short_name, typed
 from penstock.waits import pause
 
 STAMP = "penstock.job"
-"""File in the result of a conversion that names the job and the other files that the job wrote."""
+"""File that a conversion writes into its result. It names the job and the files other than weights."""
 ARTIFACTS = "penstock-artifacts"
-"""Name of the directory beside a model for bundles of compiled code."""
-# A file system reserves this directory in its root: an empty volume has it.
-_LOST = "lost+found"
+"""Name of the directory next to a model for bundles of compiled code."""
+# An empty volume has this directory, which its file system reserves.
+_LOST_AND_FOUND = "lost+found"
 _LOCK = ".penstock-lock"
-# Names of the files that are being moved into a place; see `fill`.
+# File with the names of the files that `fill` is moving into a place.
 _MOVING = ".penstock-moving"
-# Longest wait for another process that checks or publishes in the same directory: it takes milliseconds.
+# Longest wait for another process that checks or publishes in the same directory, which takes milliseconds.
 _WAIT_S = 10.0
-_LOOK_S = 0.01
-_NAMED = 5
+_POLL_S = 0.01
+_MAX_NAMES = 5
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputPlace:
-    """A local directory that a weight set is published as."""
+    """A local directory at which a weight set is published."""
 
     path: Path
-    """Absolute. A link to an empty directory was followed."""
-    is_kept: bool
-    """Files are moved into the directory, because another one cannot take its name: it is a mount point, the working
+    """Absolute path. A link to an empty directory was resolved."""
+    keeps_directory: bool
+    """True if the directory itself must stay, so that files are moved into it. It is a mount point, the working
     directory, or in a directory that cannot be written."""
 
     @classmethod
@@ -76,47 +72,49 @@ class OutputPlace:
         """Return the place of a path or file:// URI.
 
         Raises:
-            ConfigError: no file can have this name. DestinationError: the place cannot be looked at.
+            ConfigError: no file can have this name.
+            DestinationError: the place cannot be inspected.
         """
-        path = _final(destination)
+        path = _resolve(destination)
         with typed(path):
-            # A name that is too long, and a circle of links, are errors here. `lexists` takes both for absent.
+            # lstat raises for names that are too long and for loops of links. `lexists` would report them as absent.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 os.lstat(path)
-            is_kept = False
+            keeps_directory = False
             if path.is_dir() and not path.is_symlink():
-                # A directory in which an earlier call has begun to write has only files of that call.
-                is_kept = bool(_kept(path)) or (any(_growing_in(path, path)) and not _entries(path))
-        return cls(path=path, is_kept=is_kept)
+                # Also keep a directory that holds only the files of an interrupted write to it.
+                keeps_directory = bool(_reason_to_stay(path)) or (any(_staging_in(path, path)) and not _entries(path))
+        return cls(path=path, keeps_directory=keeps_directory)
 
     def require_free(self, *, replace: bool = False, sources: Iterable[str] = ()) -> None:
-        """Raise unless nothing is here, or a weight set of Penstock's that `replace` allows to be replaced.
+        """Raise unless nothing is here, or only a weight set from Penstock that `replace` allows to be replaced.
 
         Args:
+            replace: see `require_free`.
             sources: URIs that the work reads.
 
         Raises:
-            ConfigError: something else is here, a source is here, or what is here cannot be replaced.
-            DestinationError: the place cannot be looked at.
+            ConfigError: other files or a source are here, or the directory cannot be replaced.
+            DestinationError: the place cannot be inspected.
         """
         with typed(self.path):
             require_apart(sources, self.path, replace=replace)
             require_free(self.path, replace=replace)
 
     def staging(self, token: str) -> Path:
-        """Return the hidden directory in which the files of a writer grow."""
-        return (self.path if self.is_kept else self.path.parent) / f"{_prefix(self.path)}{token}"
+        """Return the hidden directory in which a writer creates its files."""
+        return (self.path if self.keeps_directory else self.path.parent) / f"{_prefix(self.path)}{token}"
 
 
-def _final(destination: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a destination, through a link to an empty directory."""
+def _resolve(destination: str | os.PathLike[str]) -> Path:
+    """Return the absolute path of a destination. A link to an empty directory is resolved."""
     path = Path(local_path(text_of(destination)))
-    # `.`, `..` and `/` have no name, beside which files could grow.
+    # `.`, `..` and `/` have no name for a staging directory next to them.
     if path.name in {"", ".."}:
         return Path(os.path.realpath(path))
     path = path.absolute()
     with typed(path):
-        # A link to a weight set is replaced itself, and what it leads to stays.
+        # A link to a weight set is itself replaced. The directory that it points to stays.
         if path.is_symlink() and path.is_dir() and not _entries(Path(os.path.realpath(path))):
             return Path(os.path.realpath(path))
     return path
@@ -126,8 +124,8 @@ def _prefix(path: Path) -> str:
     return f".{short_name(path)}.penstock-"
 
 
-def _kept(path: Path) -> str:
-    """Return why a directory has to stay, in words; "" if another one may take its name."""
+def _reason_to_stay(path: Path) -> str:
+    """Return why a directory must stay, or "" if another directory may take its name."""
     if _is_mount(path):
         return "it is a mount point"
     # The working directory may have been removed.
@@ -140,7 +138,7 @@ def _kept(path: Path) -> str:
 
 
 def _is_mount(path: Path) -> bool:
-    """Return whether a file system is mounted at a directory, or another directory of the same file system."""
+    """Return whether a directory is a mount point, including bind mounts."""
     if os.path.ismount(path):
         return True
     real = os.fsencode(os.path.realpath(path))
@@ -148,24 +146,24 @@ def _is_mount(path: Path) -> bool:
         lines = Path("/proc/self/mountinfo").read_bytes().splitlines()
     except OSError:
         return False
-    # Source: proc_pid_mountinfo(5); the fifth field, in which spaces and such are octal.
+    # Source: proc_pid_mountinfo(5). The fifth field is the path, with spaces and such in octal.
     points = (line.split(b" ")[4] for line in lines if line.count(b" ") > 4)
     return any(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), point) == real for point in points)
 
 
 def _entries(path: Path) -> list[str]:
-    """Return the names in a directory, without that of an empty volume and those of files that grow for this place."""
-    ignored = _LOST if _is_mount(path) else ""
-    return [name for name in os.listdir(path) if name != ignored and not _is_growing(path, name)]
+    """Return the names in a directory, except `lost+found` of a volume and staging directories of this place."""
+    ignored = _LOST_AND_FOUND if _is_mount(path) else ""
+    return [name for name in os.listdir(path) if name != ignored and not _is_staging(path, name)]
 
 
-def _is_growing(path: Path, name: str) -> bool:
-    """Return whether a name in the place `path` belongs to a directory of growing files, or to the journal of one."""
+def _is_staging(path: Path, name: str) -> bool:
+    """Return whether `name` in the place `path` is a staging directory of this user, or the journal for one."""
     return name.startswith(_prefix(path)) and (path / name).lstat().st_uid == os.geteuid()
 
 
-def _growing_in(where: Path, path: Path) -> Iterator[Path]:
-    """Yield the directories of this user in which files grow for the place `path`."""
+def _staging_in(where: Path, path: Path) -> Iterator[Path]:
+    """Yield this user's staging directories in `where` for the place `path`."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(where) as entries:
         for entry in entries:
             if entry.name.startswith(_prefix(path)) and entry.is_dir(follow_symlinks=False):
@@ -175,45 +173,47 @@ def _growing_in(where: Path, path: Path) -> Iterator[Path]:
 
 
 def require_free(into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError where something is at `into` already; an empty directory does not count.
+    """Raise ConfigError if something exists at `into`, except an empty directory.
 
     Args:
-        replace: a weight set that Penstock wrote does not count either, if nothing else is in its directory.
+        replace: also accept a weight set that Penstock wrote, if its directory has no other files.
     """
     if not os.path.lexists(into) or (into.is_dir() and not _entries(into)):
         return
     if not replace:
         hint = "replace it with --force (replace=True), remove it, or write elsewhere"
-        raise ConfigError("something is there already", uri=str(into), hint=hint)
+        raise ConfigError("the destination already exists", uri=str(into), hint=hint)
     names = os.listdir(into) if into.is_dir() else []
     if not any(name == SIDECAR or name.endswith((SUFFIX, GGUF_SUFFIX)) for name in names):
-        message = "only a directory with a weight set is replaced, and this has none"
+        message = "the destination exists and has no weight set, and only weight sets are replaced"
         raise ConfigError(message, uri=str(into), hint="remove it, or write elsewhere")
-    # A link is replaced itself, so nothing that it leads to is removed.
+    # Only the link itself is replaced, so the files that it points to stay.
     if into.is_symlink():
         return
-    if why := _kept(into):
-        hint = "write to a new directory, or remove the files that are there"
+    if why := _reason_to_stay(into):
+        hint = "write to a new directory, or remove the files in it"
         raise ConfigError(f"the directory cannot be replaced: {why}", uri=str(into), hint=hint)
     if others := foreign(into):
-        # A slip in the path must not cost a home directory, nor the models of other people.
-        named = ", ".join(others[:_NAMED]) + (f" and {len(others) - _NAMED} more" if len(others) > _NAMED else "")
-        message = f"only files that Penstock wrote are replaced, and here are others: {named}"
+        # A mistyped path must not destroy a home directory or other people's models.
+        named = ", ".join(others[:_MAX_NAMES]) + (
+            f" and {len(others) - _MAX_NAMES} more" if len(others) > _MAX_NAMES else ""
+        )
+        message = f"only files that Penstock wrote are replaced, and this directory has others: {named}"
         raise ConfigError(message, uri=str(into), hint="move them away, or write elsewhere")
 
 
-class _Files(msgspec.Struct):
-    """The part of `STAMP` that says which files a job wrote."""
+class _StampedFiles(msgspec.Struct):
+    """The field of `STAMP` with the files that a job wrote."""
 
     files: tuple[str, ...] = ()
 
 
 def foreign(directory: Path) -> list[str]:
-    """Return the relative paths of the files and directories in a weight set's directory that Penstock did not write.
+    """Return relative paths of all files and directories in a weight set's directory that Penstock did not write.
 
-    The manifest names the files of weights, and `STAMP` the others. Without a manifest all are foreign.
+    The manifest names the weight files, and `STAMP` names the others. Without a manifest every file counts as foreign.
     """
-    written = {*_written(directory), *(name for name in os.listdir(directory) if _is_growing(directory, name))}
+    written = {*_written(directory), *(name for name in os.listdir(directory) if _is_staging(directory, name))}
     found = []
     for root, folders, files in os.walk(directory):
         place = "" if root == str(directory) else f"{os.path.relpath(root, directory)}/"
@@ -223,7 +223,7 @@ def foreign(directory: Path) -> list[str]:
             if is_link or not (
                 name == ARTIFACTS or name in written or any(one.startswith(f"{name}/") for one in written)
             ):
-                # Not looked into: a link may lead anywhere, and a home directory has a million files.
+                # Do not descend: a link may lead anywhere, and a home directory has a million files.
                 folders.remove(folder)
                 found.append(f"{name}/")
         found += [f"{place}{file}" for file in files if not _is_written(f"{place}{file}", written)]
@@ -239,22 +239,22 @@ def _is_written(name: str, written: Collection[str]) -> bool:
 
 
 def _written(directory: Path) -> frozenset[str]:
-    """Return the names of the files that Penstock wrote to a directory; none without a manifest."""
+    """Return the names of the files that Penstock wrote to a directory. Empty without a manifest."""
     try:
         manifest = decode(read_bounded(str(directory / SIDECAR), MAX_SMALL_BYTES), uri=str(directory / SIDECAR))
     except (FormatError, IntegrityError, SourceError):
         return frozenset()
     names = [file.name for file in manifest.files]
     with contextlib.suppress(FormatError, SourceError, *MALFORMED):
-        names += msgspec.json.decode(read_bounded(str(directory / STAMP), MAX_SMALL_BYTES), type=_Files).files
+        names += msgspec.json.decode(read_bounded(str(directory / STAMP), MAX_SMALL_BYTES), type=_StampedFiles).files
     sidecars = [SIDECAR, *(f"{file.name}.{SIDECAR}" for file in manifest.files)]
     return frozenset([*names, *sidecars, *(f"{name}.sig" for name in sidecars), STAMP, f"model{INDEX_SUFFIX}"])
 
 
 def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) -> None:
-    """Raise ConfigError if a local source is the destination or in it, or if a source would lose what is replaced.
+    """Raise ConfigError if a local source is in the destination, or if replacing the destination would damage it.
 
-    Links are followed, also those of single files, and a directory that is mounted twice is one.
+    Links to directories and files are followed. Two mounts of a directory count as the same directory.
     """
     try:
         target = os.stat(into)
@@ -274,18 +274,18 @@ def require_apart(sources: Iterable[str], into: Path, *, replace: bool = False) 
         for one in (path, *_links(path)):
             real = Path(os.path.realpath(one))
             if any(is_target(level) for level in (real, *real.parents)):
-                message = f"the destination {'is' if is_target(real) else 'has'} the source {real}"
+                message = f"the destination {'is' if is_target(real) else 'contains'} the source {real}"
                 hint = "write to another place, then replace the source yourself if you want to"
                 raise ConfigError(message, uri=str(into), hint=hint)
-        # What is in the destination is removed, and may belong to the source: an index can name shards below it.
+        # Replacing removes the destination, whose files may belong to the source: an index can name shards in it.
         real = Path(os.path.realpath(path))
         if replace and real_target.is_relative_to(real):
-            hint = "write to a place that is not in the source"
+            hint = "write to a place outside the source"
             raise ConfigError(f"the destination is in the source {real}", uri=str(into), hint=hint)
 
 
 def _links(path: Path) -> Iterator[Path]:
-    """Yield the links in a directory, or all that a glob matches: their files may lie elsewhere."""
+    """Yield the links in a directory, or all matches of a glob, since their files may be elsewhere."""
     if path.is_dir():
         with contextlib.suppress(OSError), os.scandir(path) as entries:
             yield from [Path(entry.path) for entry in entries if entry.is_symlink()]
@@ -321,7 +321,7 @@ class DestinationClaim(Closeable):
             try:
                 where.mkdir(parents=True, exist_ok=True)
                 with locked(where):
-                    for other in _growing_in(where, place):
+                    for other in _staging_in(where, place):
                         if other != staging and _is_locked(other) and not is_shared:
                             raise _busy(place)
                     self._make(place, mode)
@@ -339,10 +339,10 @@ class DestinationClaim(Closeable):
         try:
             folder = os.open(self.staging, _FOLDER_FLAGS)
         except OSError as error:
-            raise _planted(self.staging) from error
+            raise _not_ours(self.staging) from error
         try:
             if os.fstat(folder).st_uid != os.geteuid():
-                raise _planted(self.staging)
+                raise _not_ours(self.staging)
             fd = _lock_file(folder)
             if fd < 0:
                 raise _busy(place)
@@ -371,21 +371,21 @@ _claims = release_after_fork(DestinationClaim.let_go)
 
 
 def _busy(place: Path) -> DestinationError:
-    hint = "wait until it has ended, or write elsewhere"
+    hint = "wait until it ends, or write to another place"
     return DestinationError("another process writes to this place", uri=str(place), hint=hint)
 
 
-def _planted(staging: Path) -> DestinationError:
-    message = "the directory for files that are not complete is no directory of this user's"
+def _not_ours(staging: Path) -> DestinationError:
+    message = "the staging directory is not a directory of this user"
     return DestinationError(message, uri=str(staging), hint="find out who made it, and remove it")
 
 
 def _lock_file(folder: int) -> int:
-    """Lock a directory of growing files; return the descriptor of the lock, or -1 if another process has it."""
+    """Lock a staging directory. Return the descriptor of the lock, or -1 if another process holds it."""
     fd = os.open(_LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(errno.EEXIST, f"{_LOCK} is no regular file")
+            raise OSError(errno.EEXIST, f"{_LOCK} is not a regular file")
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return fd
     except BlockingIOError:
@@ -397,7 +397,7 @@ def _lock_file(folder: int) -> int:
 
 
 def _is_locked(staging: Path) -> bool:
-    """Return whether a process writes to a directory of growing files now."""
+    """Return whether a process is writing to a staging directory."""
     with contextlib.suppress(OSError):
         fd = os.open(staging / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -410,10 +410,10 @@ def _is_locked(staging: Path) -> bool:
 
 
 def remove_dead(place: OutputPlace, kind: str) -> None:
-    """Remove the directories of growing files whose token begins with `kind` and whose writer has ended."""
+    """Remove staging directories whose token begins with `kind` and whose writer has ended."""
     staging = place.staging(kind)
     with typed(place.path):
-        for other in list(_growing_in(staging.parent, place.path)):
+        for other in list(_staging_in(staging.parent, place.path)):
             if other.name.startswith(staging.name) and not _is_locked(other):
                 _move_back(place.path, other)
                 shutil.rmtree(other, ignore_errors=True)
@@ -423,8 +423,9 @@ def lock_within(fd: int, wait_s: float) -> None:
     """Lock an open file or directory. The lock ends with the descriptor.
 
     Raises:
-        BlockingIOError: another process has held it for `wait_s`. OSError: this file system has no locks of its kind.
-        Cancelled, KeyboardInterrupt: as `waits.pause`.
+        BlockingIOError: another process held the lock for `wait_s`.
+        OSError: this file system cannot lock such a file.
+        Cancelled, KeyboardInterrupt: see `waits.pause`.
     """
     until = time.monotonic() + wait_s
     while True:
@@ -434,12 +435,12 @@ def lock_within(fd: int, wait_s: float) -> None:
         except BlockingIOError:
             if time.monotonic() > until:
                 raise
-        pause(_LOOK_S)
+        pause(_POLL_S)
 
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a directory's lock for a moment, while names in it are checked and changed.
+    """Hold a directory's lock for a moment, to check and change names in it.
 
     Raises:
         DestinationError: another process has held it for too long.
@@ -451,7 +452,7 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             raise _busy(directory) from error
         except OSError:
-            # NFS locks no directories. Two writers that begin at the same moment may then refuse each other.
+            # NFS cannot lock directories. Two writers that start at the same moment may then refuse each other.
             pass
         yield
     finally:
@@ -459,7 +460,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 
 def clear(staging: Path) -> None:
-    """Remove what an earlier writer left in a directory of growing files. Order: its lock is held."""
+    """Remove all files of an earlier writer from a staging directory. The caller holds its lock."""
     for path in list(staging.iterdir()):
         if path.name == _LOCK:
             continue
@@ -470,21 +471,18 @@ def clear(staging: Path) -> None:
 
 
 def unlock(staging: Path) -> None:
-    """Remove the lock file from a directory that is complete.
-
-    The lock itself is held until its `DestinationClaim` is closed.
-    """
+    """Remove the lock file from a complete directory. The lock itself lasts until `DestinationClaim.close`."""
     (staging / _LOCK).unlink(missing_ok=True)
 
 
 def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
-    """Move all files of a complete directory into a place that has to stay, and remove the directory.
+    """Move all files of a complete staging directory into a place that must stay, and remove the directory.
 
-    A call that is killed meanwhile leaves a list of the files, by which the next one moves them back.
+    If the process is killed midway, the next call moves the files back by the list in the staging directory.
 
     Args:
-        order: rank of a name. Those of the lowest rank are moved first: a manifest and an index make readers find an
-            incomplete set, and not a part of one.
+        order: returns the rank of a name. Low ranks move first. Moving manifest and index first makes a reader see an
+            incomplete set and not a smaller one.
     """
     names = sorted((name for name in os.listdir(staging) if name != _LOCK), key=lambda name: (order(name), name))
     with open(staging / _MOVING, "xb") as file:
@@ -501,7 +499,7 @@ def fill(place: Path, staging: Path, order: Callable[[str], int]) -> None:
 
 
 def _move_back(place: Path, staging: Path) -> None:
-    """Undo a `fill` that was interrupted, if there was one."""
+    """Undo an interrupted `fill`, if there was one."""
     with contextlib.suppress(NotFound, FormatError, *MALFORMED):
         names = msgspec.json.decode(read_bounded(str(staging / _MOVING), MAX_SMALL_BYTES), type=list[str])
         for name in names:

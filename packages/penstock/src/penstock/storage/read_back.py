@@ -1,7 +1,6 @@
-"""Reading back the headers of files that were written, before they take the place of others.
+"""Check that written files can be read, before they replace others.
 
-In: a directory whose files are complete. Out: an error unless Penstock's own reader finds the tensors that were meant.
-Not here: the bytes of the tensors (their writers digest them), the publication (`output`).
+Only headers are read. The writers digest the tensors' bytes themselves.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ Entry = tuple[str, DType, tuple[int, ...], int, int]
 """Name, dtype, shape, offset in the file and size of one tensor."""
 
 
-_HINT = "what was there before is untouched: check the disk, and write it again"
+_HINT = "nothing was replaced: check the disk, and write the file again"
 
 
 def require_readable(path: Path, nbytes: int, wanted: Mapping[str, Entry] | None) -> None:
-    """Read the header of a file and compare it with what was meant to be written.
+    """Read the header of a file and compare it with the expected tensors.
 
     Args:
-        path: a file of safetensors or GGUF.
-        nbytes: the size that the file should have.
-        wanted: the tensors by name; None: only the header's own consistency and the size are checked.
+        path: a safetensors or GGUF file.
+        nbytes: the expected size.
+        wanted: the expected tensors by name. None checks only the size and the consistency of the header.
 
     Raises:
-        DestinationError: the file is not what was written. Nothing else was touched.
+        DestinationError: the file differs. Nothing else was changed.
     """
     try:
         with closing(FileSource(str(path))) as source:
@@ -42,14 +41,15 @@ def require_readable(path: Path, nbytes: int, wanted: Mapping[str, Entry] | None
     except (FormatError, SourceError) as error:
         raise _unreadable(path, error) from error
     if size != nbytes:
-        raise DestinationError(f"{nbytes} bytes were written, and the file has {size}", uri=str(path), hint=_HINT)
+        message = f"{nbytes} bytes were written, but the file has {size}"
+        raise DestinationError(message, uri=str(path), hint=_HINT)
     if wanted is None:
         return
     columns = (tensors.names, tensors.dtypes, tensors.shapes, tensors.offset.tolist(), tensors.nbytes.tolist())
     found = {entry[0]: entry for entry in zip(*columns, strict=True)}
     if found != wanted:
         name = next(name for name in (*wanted, *found) if found.get(name) != wanted.get(name))
-        message = "the header that was read back differs from what was written"
+        message = "the header on disk differs from the header written"
         raise DestinationError(message, uri=str(path), tensor=name, hint=_HINT)
 
 
@@ -57,11 +57,11 @@ def require_readable_bytes(path: Path, data: bytes) -> None:
     """Read a small file before it is published, if it is a manifest or has weights.
 
     Args:
-        path: where it will be.
+        path: its later path.
         data: its content.
 
     Raises:
-        DestinationError: Penstock's own reader refuses it.
+        DestinationError: Penstock cannot read it.
     """
     try:
         if path.name == SIDECAR:
@@ -74,4 +74,4 @@ def require_readable_bytes(path: Path, data: bytes) -> None:
 
 
 def _unreadable(path: Path, error: FormatError | SourceError | IntegrityError) -> DestinationError:
-    return DestinationError(f"what was written cannot be read back: {error.message}", uri=str(path), hint=_HINT)
+    return DestinationError(f"the file cannot be read back: {error.message}", uri=str(path), hint=_HINT)

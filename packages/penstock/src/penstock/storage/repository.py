@@ -1,11 +1,10 @@
-"""The common part of the storages of model hubs: addresses, listings, sources that compare the hub's SHA-256.
+"""The common part of model hubs as storage: addresses, listings, and sources that check the hub's SHA-256.
 
-In: a URI, `SCHEME://[KIND/]org/name[@revision][/file]`, and a hub's own part (`Hub`): its listing, its cache, its URLs.
-Out: sources, listings, small files; manifests of repositories, kept beside the local cache of the hub's library.
-Not here: the hubs (`hugging_face`, `model_scope`), ranges over HTTP (`http`), the digest (`file_digest`).
+A URI is `SCHEME://[KIND/]org/name[@revision][/file]`. `hugging_face` and `model_scope` implement the hubs. Manifests of
+repositories are kept next to the local cache of the hub's library.
 
     hf://org/name --pin--> hf://org/name@COMMIT/file --open--> its file in the local cache, which can be mapped
-                                                     `-------> ranges over HTTP: nothing is written to a disk
+                                                     `-------> ranges over HTTP, without writing to disk
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from penstock.errors import MALFORMED, ConfigError, FormatError, NotFound, Permi
 from penstock.http.range_request import Validators
 from penstock.storage.file_digest import FileDigest
 from penstock.storage.files import FileSource
-from penstock.storage.http import HttpSource, PlainAddress, ask, open_address
+from penstock.storage.http import HttpSource, PlainOrigin, ask, open_origin
 from penstock.storage.source import GLOB, MAX_SMALL_BYTES, Source, glob_pattern, read_whole
 from penstock.storage.write import new_file, typed
 
@@ -37,24 +36,24 @@ _URI = re.compile(
 )
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """A revision that never moves."""
-# A revision with slashes is written with %2F; the hub's own references of pull requests and conversions need not be.
+# %2F stands for a slash in a revision, except in the hub's references to pull requests and conversions.
 _REVISION = re.compile(r"(?P<revision>refs/(?:pr/\d+|convert/[\w.-]+)|[^/]+)(?:/(?P<path>.*))?")
-# Listings of commits that stay: a commit never changes, and one takes a few hundred bytes a file.
+# Number of cached listings. A commit never changes, and its listing takes a few hundred bytes a file.
 _LISTINGS = 64
-# Names that these storages keep beside the repository, in the user's own cache: a hub is not written to.
-_OWN = ("penstock.manifest", "penstock.manifest.sig")
+# Files that are written to the user's cache instead of the hub.
+_KEPT_LOCALLY = ("penstock.manifest", "penstock.manifest.sig")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryFile:
-    """A file of one commit, as the hub lists it."""
+    """A file in a commit, as the hub lists it."""
 
     nbytes: int
-    """-1: a mirror lists no sizes."""
+    """Size in bytes, or -1 if a mirror lists no sizes."""
     sha256: str | None
-    """Digest of the content; None for a small file that is in git itself."""
+    """Digest of the content. None for a small file that git stores itself."""
     identity: str
-    """The hub's name of the content: SHA-256, or git's blob id; empty where a mirror lists neither."""
+    """SHA-256 or git's blob id. Empty if a mirror lists neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,23 +69,23 @@ class RepositoryAddress:
 
     @property
     def repository(self) -> str:
-        """Return the URI of the repository, without revision and path."""
+        """The URI of the repository, without revision and path."""
         return f"{self.scheme}://{'' if self.kind == 'model' else f'{self.kind}s/'}{self.name}"
 
     def at(self, revision: str, path: str) -> str:
-        """Return the URI of a file or directory of a revision."""
-        # Commits have nothing to quote.
+        """Return the URI of a file or directory at a revision."""
+        # Quoting changes branch names and leaves commits as they are.
         return f"{self.repository}@{quote(revision, safe='~')}{f'/{path}' if path else ''}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """Files of one commit of a repository."""
+    """The files that a URI names in one commit of a repository."""
 
     uri: str
-    """As asked for, pinned."""
+    """The requested URI, pinned to the commit."""
     root: str
-    """The repository, pinned."""
+    """The repository's URI, pinned to the commit."""
     name: str
     kind: str
     """`model`, `dataset` or `space`."""
@@ -100,16 +99,16 @@ class Contents:
 
 
 def parse(uri: str, scheme: str) -> RepositoryAddress:
-    """Return the parts of a repository's URI. ConfigError if it is none."""
+    """Return the parts of a repository's URI. ConfigError if it is malformed."""
     hint = f"write it as {scheme}://[datasets/]org/name[@revision][/file]"
     match = _URI.fullmatch(uri)
     if match is None or match["scheme"] != scheme:
-        raise ConfigError("not the URI of a repository", uri=uri, hint=hint)
+        raise ConfigError("this is not the URI of a repository", uri=uri, hint=hint)
     revision, path = None, match["path"] or ""
     if match["rest"]:
         at = _REVISION.fullmatch(match["rest"])
         if at is None:
-            raise ConfigError("not the URI of a repository", uri=uri, hint=hint)
+            raise ConfigError("this is not the URI of a repository", uri=uri, hint=hint)
         revision, path = unquote(at["revision"]), at["path"] or ""
     kind = (match["kind"] or "models").removesuffix("s")
     if ".." in path.split("/") or path.startswith("/"):
@@ -118,7 +117,7 @@ def parse(uri: str, scheme: str) -> RepositoryAddress:
 
 
 MAX_LISTING_BYTES = 256 << 20
-"""Longest answer of a hub about a repository: a million files of 250 bytes each."""
+"""Longest answer from a hub: a million files of 250 bytes each."""
 
 A = TypeVar("A")
 
@@ -126,12 +125,12 @@ A = TypeVar("A")
 def ask_hub(
     url: str, kind: type[A], *, token: str, cookie: str = "", uri: str, settings: Settings
 ) -> tuple[int, Mapping[str, str], A | None]:
-    """Ask a hub about a repository; return the status, the headers and the answer. A refusal has no answer.
+    """Ask a hub about a repository. Return status, headers, and the answer, which is None after a refusal.
 
-    The token and the cookie go to the origin of `url` only. Raises as `http.ask`; FormatError: the answer is malformed.
+    Token and cookie are sent only to the host of `url`. Raises as `http.ask`. FormatError if the answer is malformed.
     """
-    address = PlainAddress(url, {"bearer_token": token} if token else {}, cookie=cookie)
-    status, headers, raw = ask(uri, address, limit=MAX_LISTING_BYTES, settings=settings)
+    origin = PlainOrigin(url, {"bearer_token": token} if token else {}, cookie=cookie)
+    status, headers, raw = ask(uri, origin, limit=MAX_LISTING_BYTES, settings=settings)
     if status >= 300:
         return status, headers, None
     try:
@@ -142,40 +141,39 @@ def ask_hub(
 
 
 def file_of(name: object, nbytes: object, sha256: str | None, blob_id: object, uri: str) -> tuple[str, RepositoryFile]:
-    """Return one entry of a hub's listing, checked: its name and the file. FormatError: it cannot be one."""
-    # As git's names are. The names of a hub that is not to be trusted become local paths where files are copied.
+    """Return name and file of one entry in a hub's listing. FormatError if the entry is invalid."""
+    # Accept only names that git allows. Copying a repository turns the names from an untrusted hub into local paths.
     if not isinstance(name, str) or {"", ".", ".."} & set(name.split("/")):
-        raise FormatError(
-            f"the hub lists a file of the name {str(name)[:200]!r}, which no repository can have", uri=uri
-        )
+        raise FormatError(f"the hub lists the file name {str(name)[:200]!r}, which no repository can have", uri=uri)
     is_digest = sha256 is None or re.fullmatch("[0-9a-f]{64}", sha256) is not None
-    # Mirrors list names alone: the size is then that of the answer, and there is no digest to compare with.
+    # Mirrors may list only names. The size is then taken from the answer, and no digest is checked.
     is_name_alone = nbytes is None and sha256 is None
     if not is_digest or not (is_name_alone or (isinstance(nbytes, int) and nbytes >= 0)):
-        raise FormatError(f"the hub's listing of {name[:200]!r} has no valid size or digest", uri=uri)
+        raise FormatError(f"the hub's listing has no valid size or digest for {name[:200]!r}", uri=uri)
     identity = sha256 or (f"git:{blob_id}" if blob_id else "")
     return name, RepositoryFile(nbytes=nbytes if isinstance(nbytes, int) else -1, sha256=sha256, identity=identity)
 
 
 def paths_of(where: RepositoryAddress, files: Mapping[str, RepositoryFile], *, below: bool = False) -> list[str]:
-    """Return the names of the files that a URI names, of a directory also those in directories below if asked."""
-    # A file of this name is itself, even if it reads as a glob.
+    """Return the names of the files that a URI names. `below` includes files in subdirectories."""
+    # A file with this exact name takes precedence over a glob.
     if where.path in files:
         return [where.path]
     prefix = f"{where.path.rstrip('/')}/" if where.path else ""
     named = [path for path in files if path.startswith(prefix) and (below or "/" not in path.removeprefix(prefix))]
-    # A directory of this name is itself, too.
+    # So does a directory with this name.
     return named or list(filter(glob_pattern(where.path).fullmatch, files))
 
 
 class RepositoryStorage(ABC):
-    """The storage of a model hub. It reads; manifests of repositories are kept in the user's cache.
+    """The storage of a model hub. It is read-only, but keeps manifests of repositories in the user's cache.
 
-    `storage_options`: `token` and `endpoint`, in place of those of the environment. An empty token sends none.
+    `storage_options` are `token` and `endpoint`. They replace the values from the environment. An empty token sends no
+    token.
 
     Attributes:
-        scheme: of its URIs.
-        sign_in: how a user shows a token to the hub, for hints.
+        scheme: scheme of its URIs.
+        sign_in: how a user signs in to the hub, for hints.
     """
 
     scheme: str
@@ -184,56 +182,58 @@ class RepositoryStorage(ABC):
     def __init__(self) -> None:
         self._listings: OrderedDict[tuple[str, ...], Mapping[str, RepositoryFile]] = OrderedDict()
         self._lock = threading.Lock()
-        # Identities of files in the local cache that this process has compared with the hub's digest.
+        # Identities of cached files that this process has checked against the hub's digest.
         self._compared: set[str] = set()
 
     @abstractmethod
     def list_revision(
         self, where: RepositoryAddress, settings: Settings, options: Mapping[str, str], *, is_new: bool
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
-        """Return a revision that does not move, and its files. One request, or none for one listed before.
+        """Return a revision that does not move, and its files, with one request, or without if it was listed before.
 
         Args:
-            where: its revision may move.
+            where: the repository. Its revision may move.
             settings, options: see `Storage.open`.
-            is_new: offline, look at the local cache again: another process may have filled it meanwhile.
+            is_new: offline, read the local cache again, because another process may have filled it.
 
         Raises:
-            NotFound: the repository or revision does not exist, or the hub may not be asked and it is not in the cache.
-            PermissionDenied, SourceUnavailable: as their names say. MissingExtra: the hub's library is not installed.
+            NotFound: the repository or revision does not exist, or is not in the cache and the hub may not be asked.
+            PermissionDenied, SourceUnavailable: the hub did not answer the request.
+            MissingExtra: the hub's library is not installed.
         """
 
     @abstractmethod
     def open_cached(self, where: RepositoryAddress, revision: str, file: RepositoryFile) -> FileSource | None:
-        """Return a file of the library's local cache; None if it is not there."""
+        """Return a file from the library's local cache, or None if it is absent."""
 
     @abstractmethod
-    def address_of(
+    def origin_of(
         self, where: RepositoryAddress, revision: str, options: Mapping[str, str]
-    ) -> tuple[PlainAddress, str, bool]:
-        """Return where a file is read, the page of its repository for people, and whether a token is sent."""
+    ) -> tuple[PlainOrigin, str, bool]:
+        """Return where to read a file, the web page of its repository, and whether a token is sent."""
 
     @abstractmethod
     def home(self) -> Path:
-        """Return the directory in which the hub's library keeps what is the user's."""
+        """Return the user's directory of the hub's library."""
 
     @abstractmethod
     def require_complete(self, where: RepositoryAddress, revision: str, paths: Sequence[str]) -> None:
-        """Raise NotFound if the listing of a directory may have a part of a model's files."""
+        """Raise NotFound if the listing of a directory may lack files of a model."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
-        """See `PinningStorage.pin`; raises as `list_revision`."""
+        """See `PinningStorage.pin`. Raises as `list_revision`."""
         where = parse(uri, self.scheme)
         revision, _ = self._listing(where, settings, storage_options, is_new=True)
         return where.at(revision, where.path)
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
-        """See `Storage.open`. A file of the local cache is opened there."""
+        """See `Storage.open`. A file in the local cache is opened there."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         file = files.get(where.path)
         if file is None:
-            raise NotFound("the repository has no such file at this revision", uri=where.at(revision, where.path))
+            uri = where.at(revision, where.path)
+            raise NotFound("the repository has no such file at this revision", uri=uri)
         cached = self.open_cached(where, revision, file)
         if cached is None:
             return self._open_remote(where, revision, file, settings, storage_options)
@@ -243,10 +243,10 @@ class RepositoryStorage(ABC):
         return ComparedFile(cached.uri)
 
     def contents(self, uri: str, *, default: str, settings: Settings, storage_options: Mapping[str, str]) -> Contents:
-        """Return the files that a URI names now, those of directories below too; raises as `list`.
+        """Return the files that a URI names now, including files in subdirectories. Raises as `list`.
 
         Args:
-            default: the revision that a URI without one means.
+            default: the revision to report for a URI without a revision.
         """
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options, is_new=True)
@@ -264,12 +264,12 @@ class RepositoryStorage(ABC):
         )
 
     def trust(self, path: str) -> None:
-        """Note that this process has compared a file of the local cache with the hub's digest."""
+        """Record that this process has checked a file in the local cache against the hub's digest."""
         with closing(FileSource(path)) as source:
             self._compared.add(source.identity)
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
-        """See `Storage.list`; the URIs are pinned."""
+        """See `Storage.list`. The returned URIs are pinned."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         paths = paths_of(where, files)
@@ -280,13 +280,13 @@ class RepositoryStorage(ABC):
         return [where.at(revision, path) for path in sorted(paths)]
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """See `Storage.read_small`. A manifest that the repository lacks is looked for in the user's cache."""
+        """See `Storage.read_small`. If the repository has no manifest, look in the user's cache."""
         where = parse(uri, self.scheme)
         revision, files = self._listing(where, settings, storage_options)
         if where.path in files:
             source = self.open(uri, settings=settings, storage_options=storage_options)
             return read_whole(source, stall_s=settings.stall_s)
-        if not where.path.endswith(_OWN):
+        if not where.path.endswith(_KEPT_LOCALLY):
             return None
         path = self._own_path(where, revision)
         try:
@@ -295,21 +295,21 @@ class RepositoryStorage(ABC):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise SourceUnavailable(f"cannot be read: {error.strerror}", uri=str(path)) from error
+            raise SourceUnavailable(f"cannot read the file: {error.strerror}", uri=str(path)) from error
         if len(raw) > MAX_SMALL_BYTES:
-            raise FormatError("too large for a manifest", uri=str(path))
+            raise FormatError("the file is too large for a manifest", uri=str(path))
         return raw
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
         """Keep a repository's manifest or its signature in the user's cache, by revision.
 
         Raises:
-            ConfigError: it is another file; this storage only reads.
+            ConfigError: the file is neither, and the hub is read-only.
             DestinationError: the cache cannot be written.
         """
         where = parse(uri, self.scheme)
-        if not where.path.endswith(_OWN):
-            raise ConfigError("a repository of the hub is not written to", uri=uri, hint="write to a local path")
+        if not where.path.endswith(_KEPT_LOCALLY):
+            raise ConfigError("a repository on the hub is read-only", uri=uri, hint="write to a local path")
         revision, _ = self._listing(where, settings, storage_options)
         path = self._own_path(where, revision)
         with typed(path):
@@ -318,12 +318,12 @@ class RepositoryStorage(ABC):
             file.write(data)
 
     def listed(self, *key: str) -> Mapping[str, RepositoryFile] | None:
-        """Return a listing that was kept."""
+        """Return a cached listing, or None."""
         with self._lock:
             return self._listings.get(key)
 
     def keep(self, *key: str, files: Mapping[str, RepositoryFile]) -> None:
-        """Remember a listing, and forget the oldest."""
+        """Cache a listing, and drop the oldest."""
         with self._lock:
             self._listings[key] = files
             while len(self._listings) > _LISTINGS:
@@ -334,8 +334,8 @@ class RepositoryStorage(ABC):
     ) -> tuple[str, Mapping[str, RepositoryFile]]:
         unknown = set(options) - {"token", "endpoint"}
         if unknown:
-            message = f"storage_options {sorted(unknown)} mean nothing for {self.scheme}://"
-            raise ConfigError(message, hint="token, endpoint")
+            message = f"storage_options {sorted(unknown)} are unknown for {self.scheme}://"
+            raise ConfigError(message, hint="use token and endpoint")
         return self.list_revision(where, settings, options, is_new=is_new)
 
     def _own_path(self, where: RepositoryAddress, revision: str) -> Path:
@@ -350,27 +350,27 @@ class RepositoryStorage(ABC):
         settings: Settings,
         options: Mapping[str, str],
     ) -> Source:
-        """Open a file for streaming; the redirect to signed storage is followed, and again when it expires."""
+        """Open a file for streaming. The redirect to signed storage is followed, and again when it expires."""
         uri = where.at(revision, where.path)
-        address, page, has_token = self.address_of(where, revision, options)
+        origin, page, has_token = self.origin_of(where, revision, options)
         try:
-            source = open_address(
-                uri, address, lambda seen: HubSource(file, address, seen, uri=uri, settings=settings), settings=settings
+            source = open_origin(
+                uri, origin, lambda seen: HubSource(file, origin, seen, uri=uri, settings=settings), settings=settings
             )
         except PermissionDenied as error:
             hint = f"accept its conditions at {page}, and " if has_token else "it may be gated or private: "
-            hint += f"give a token that may read it ({self.sign_in})"
+            hint += f"use a token that may read it ({self.sign_in})"
             raise PermissionDenied(f"the hub refuses this file: {error.message}", uri=uri, hint=hint) from error
         except NotFound as error:
-            raise NotFound("the hub lists this file and does not serve it", uri=uri) from error
+            raise NotFound("the hub lists this file but does not serve it", uri=uri) from error
         if file.nbytes >= 0 and source.nbytes != file.nbytes:
             source.close()
-            raise FormatError(f"it has {source.nbytes} bytes; the hub lists {file.nbytes}", uri=uri)
+            raise FormatError(f"the file has {source.nbytes} bytes, but the hub lists {file.nbytes}", uri=uri)
         return source
 
 
 class ComparedFile(FileSource):
-    """A file of the local cache that this process has compared with the hub's digest."""
+    """A file in the local cache that this process has checked against the hub's digest."""
 
     is_checked = True
     """See `Digested`."""
@@ -381,13 +381,13 @@ class ComparedFile(FileSource):
 
 
 class HubSource(HttpSource):
-    """A file of the hub, streamed; its SHA-256 is compared while it is read, if `check_whole` was called."""
+    """A streamed file from a hub. After `check_whole`, its SHA-256 is checked while it is read."""
 
     def __init__(
-        self, file: RepositoryFile, address: PlainAddress, seen: Validators, *, uri: str, settings: Settings
+        self, file: RepositoryFile, origin: PlainOrigin, seen: Validators, *, uri: str, settings: Settings
     ) -> None:
-        super().__init__(uri, address, seen, settings=settings)
-        # Without a name of the content, that of the server: its ETag.
+        super().__init__(uri, origin, seen, settings=settings)
+        # Without an identity from the hub, keep the server's ETag.
         if file.identity:
             self.identity = f"hf:{file.identity}"
         self.sha256 = file.sha256
@@ -399,10 +399,10 @@ class HubSource(HttpSource):
         return self._digest is not None and self._digest.is_equal
 
     def check_whole(self) -> bool:
-        """Compare the digest of the whole file, which is read once from now on. Return False if the hub gave none.
+        """Check the digest of the whole file, which has to be read once from now on. Return False without a digest.
 
-        A read that brings the last missing bytes raises IntegrityError if the content is not the hub's. Cost: one
-        SHA-256 of the file, in the threads that read, and at most 256 MiB for bytes that arrived out of order.
+        The read that completes the file raises IntegrityError if its content differs from the hub's. Cost: one SHA-256
+        of the file in the reading threads, and up to 256 MiB for bytes that arrive out of order.
         """
         if self._digest is None:
             return False
@@ -410,7 +410,7 @@ class HubSource(HttpSource):
         return True
 
     def leave_unchecked(self) -> None:
-        """Hash nothing more: the reader of this source compares the digest itself."""
+        """Stop hashing, because the reader of this source checks the digest itself."""
         if self._digest is not None:
             self._digest.abandon()
 
@@ -421,7 +421,7 @@ class HubSource(HttpSource):
             path = super().readv(offset, views)
         except BaseException:
             if self._digest is not None:
-                # Reads that wait for the bytes of this one must not wait for ever.
+                # Other reads must not wait for the bytes of this one.
                 self._digest.abandon()
             raise
         if self._digest is not None:

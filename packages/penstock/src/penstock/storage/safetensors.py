@@ -1,13 +1,9 @@
-"""The safetensors format: reader of headers and index files, and writer of headers.
-
-In: a header's JSON, or a `Source` to read it from. Out: `Header`, a table of tensors as columns, in file order.
-Not here: the bodies (`engine`; `output` writes them), sets of files (`weight_set`).
+"""The safetensors format: read headers and index files, write headers.
 
     8 bytes: N, little-endian | N bytes: JSON | bodies, contiguous, to the end of the file
 
-As strict as the safetensors library, and stricter where the format's text is: no key twice, the JSON starts with `{`.
-Nothing is allocated from a number of the file before that number was checked against the file's size. The JSON itself
-is held to what the formats say: UTF-8, no key twice, bounded depth, one error type (the functions at the end).
+The reader is as strict as the safetensors library. It also refuses duplicate keys, JSON that does not start with `{`,
+and deep nesting. It checks every number from the file against the file's size before it allocates memory for it.
 """
 
 from __future__ import annotations
@@ -32,27 +28,27 @@ from penstock.types import I64, MIB, DType, TensorTable, bits_to_bytes
 T = TypeVar("T")
 
 MAX_HEADER_BYTES = 100_000_000
-"""Longest header read. Source: the format's own cap (`MAX_HEADER_SIZE` of safetensors 0.8.0; README, "Format")."""
+"""Maximum size of a header. Source: the format's limit (`MAX_HEADER_SIZE` of safetensors 0.8.0; README, "Format")."""
 
 MAX_TENSORS = 1 << 19
-"""Most tensors in one file: eight times the 60,000 of the largest mixture-of-experts checkpoint in one file, and few
-enough that a hostile header of them is parsed in about a second. Source: measured on a 2-core machine, 2026-11."""
+"""Maximum number of tensors in one file: eight times the 60,000 of the largest mixture-of-experts checkpoint. A hostile
+header with this many is parsed in about a second. Source: measured on a 2-core machine, 2026-11."""
 
 MAX_RANK = 64
-"""Most dimensions of a tensor: beyond it no array library holds one. Source: NPY_MAXDIMS of NumPy 2."""
+"""Maximum number of dimensions of a tensor. Source: NPY_MAXDIMS of NumPy 2, which no array library exceeds."""
 
 MAX_METADATA_KEYS = 1 << 16
-"""Most entries of `__metadata__`: writers put a handful there, training tools some hundred. Reason: a hundred megabytes
-of empty entries would take six seconds (measured on a 2-core machine, 2026-11); this many take under 0.1 s."""
+"""Maximum number of entries in `__metadata__`. Writers use a handful, training tools some hundred. A hundred megabytes
+of empty entries would take six seconds (measured on a 2-core machine, 2026-11). This many take less than 0.1 s."""
 
 HEADER_GUESS_BYTES = 16 << 10
-"""Read at once from a file's start; where the length that it begins with says more, the rest is read exactly. Covers
-130 tensors, a shard of a dense model, in one round trip. With 1 MiB, 1,000 members would read 42 GB for 40 files.
+"""Bytes of the first read from a file. A longer header costs a second read of exactly the rest. This covers 130
+tensors, a shard of a dense model, in one round trip. With 1 MiB, 1,000 members would read 42 GB for 40 files.
 Source: 123 bytes an entry, measured on MoE names."""
 
 _INT64_MAX = 2**63 - 1
 _METADATA = "__metadata__"
-# Headers from this length on are counted before they are decoded; a shorter one cannot exceed the caps by much.
+# Longer headers are counted before they are decoded. A shorter header cannot exceed the limits by much.
 _LARGE_BYTES = 16 * MIB
 
 
@@ -61,25 +57,25 @@ class Header:
     """The checked content of one file's header."""
 
     tensors: TensorTable
-    """In file order; `file_index` is 0, offsets are absolute."""
+    """The tensors in file order. `file_index` is 0, and offsets count from the start of the file."""
     metadata: Mapping[str, str]
     data_offset: int
-    """Where the bodies begin, in bytes."""
+    """Offset of the first body in bytes."""
     nbytes: int
-    """Size of the whole file."""
+    """Size of the file in bytes."""
     digest: bytes
-    """BLAKE3 of the JSON; of a GGUF file, of all before the bodies."""
+    """BLAKE3 of the JSON. For a GGUF file, of all bytes before the bodies."""
     read_nbytes: int = 0
-    """Asked of the source to know all this."""
+    """Bytes that were read from the source for this header."""
 
 
-# Without the garbage collector's bookkeeping: a header has 60,000 of these, and none of them forms a cycle.
+# gc=False saves the garbage collector's bookkeeping: a header has 60,000 of these, and they form no cycles.
 class _Span(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     start: int
     stop: int
 
 
-# Unknown fields are let through, as other readers do; the count of strings then differs, and the pairs are walked.
+# Unknown fields are accepted, as other readers do. They change the number of strings, so such a header is walked.
 class _Entry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]
@@ -102,39 +98,39 @@ _STRINGS = msgspec.json.Decoder(dict[str, str])
 _INDEX = msgspec.json.Decoder(_Index)
 
 _COPY_AGAIN = "the copy is not complete: copy it again"
-# Enough of a file to see what it is.
-_SHOWN_BYTES = 32
+# Enough bytes to recognise another format.
+_SIGNATURE_BYTES = 32
 
-# Where writers put `__metadata__`: first, small, without braces or escapes. Finding it so saves a pass over the header.
+# Writers usually put a small `__metadata__` without escapes first. Finding it here saves a pass over the header.
 _LEADING_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*(\{[^{}\\]{0,65536}\})\s*[,}]')
 
 
 def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first: bytearray | None = None) -> Header:
-    """Read and check a file's header: one read when it fits in `guess_bytes`, else two.
+    """Read and check a file's header, in one read if it fits in `guess_bytes`, otherwise in two.
 
     Args:
         source: the file.
-        guess_bytes: read at once.
-        first: the file's first bytes, where they were read already.
+        guess_bytes: size of the first read.
+        first: the file's first bytes, if the caller has read them.
 
     Raises:
-        FormatError: the header is malformed or lies; names the tensor and the fault.
-        SourceTruncated: the file ends before the bodies its header promises.
+        FormatError: the header is malformed or inconsistent.
+        SourceTruncated: the file ends before the bodies that its header describes.
     """
     if source.nbytes < 8:
-        message = f"a file of {source.nbytes} bytes is no safetensors file: its header alone has 8 and more"
+        message = f"a file of {source.nbytes} bytes is not a safetensors file, which has at least 8"
         raise FormatError(message, uri=source.uri, hint=_COPY_AGAIN)
     if first is None:
         first = bytearray(min(max(guess_bytes, 8), source.nbytes))
         source.readv(0, [memoryview(first)])
     header_bytes = int.from_bytes(first[:8], "little")
     if header_bytes > MAX_HEADER_BYTES:
-        raise _other_format(bytes(first[:_SHOWN_BYTES]), header_bytes, source)
+        raise _other_format(bytes(first[:_SIGNATURE_BYTES]), header_bytes, source)
     stop = 8 + header_bytes
     if stop > source.nbytes:
         message = f"header of {header_bytes} bytes in a file of {source.nbytes}"
         raise FormatError(message, uri=source.uri, hint=_COPY_AGAIN)
-    # The sizes were checked above: from here on a hostile length cannot make this allocate more than the file has.
+    # The length was checked against the file's size above, so it is safe to allocate.
     if stop > len(first):
         rest = bytearray(stop - len(first))
         source.readv(len(first), [memoryview(rest)])
@@ -144,7 +140,7 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
 
 
 def _other_format(first: bytes, header_bytes: int, source: Source) -> FormatError:
-    """Return the error for a file that begins with these bytes, which are no length that a header may have."""
+    """Return the error for a file that does not begin with a valid header length."""
     if first.startswith(b"version https://git-lfs"):
         hint = "get the file itself: run `git lfs pull` in its repository, or download it"
         message = f"this is a Git LFS pointer ({source.nbytes} bytes), not the weights"
@@ -158,13 +154,13 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
     """Check a header's JSON against the file's size.
 
     Args:
-        raw: the JSON, without the 8 bytes of its length.
+        raw: the JSON, without its length.
         file_nbytes: size of the whole file.
-        uri: named in errors.
+        uri: the file, for errors.
 
     Raises:
-        FormatError: malformed, or it lies; names the tensor and the fault.
-        SourceTruncated: the bodies it promises end after the file does.
+        FormatError: the header is malformed or inconsistent.
+        SourceTruncated: the file ends before the bodies that the header describes.
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
@@ -180,14 +176,14 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
 
 def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
-    """Return the file's own metadata, and the header with `null` in its place."""
-    # Apart from the entries, for two reasons: their type is another, and strings can then be counted for each.
+    """Return the file's `__metadata__`, and the header with `null` in its place."""
+    # The metadata has another type than the entries. Splitting also lets strings be counted for each part.
     leading = _LEADING_METADATA.match(raw)
-    # An odd number of quotes: the brace that ends it stands inside a string.
+    # With an odd number of quotes, the closing brace is inside a string.
     if leading is not None and leading[1].count(b'"') % 2 == 0:
         value, rest = leading[1], raw[: leading.start(1)] + b"null" + raw[leading.end(1) :]
     else:
-        # The key may be written with escapes (`\u005f`), so only a header without a backslash is known to lack it.
+        # The key may be escaped (`\u005f`), so only a header without backslashes certainly lacks it.
         if b"__metadata__" not in raw and b"\\" not in raw:
             return {}, raw
         raw_value = _decode(_METADATA_ONLY, raw, uri=uri).value
@@ -195,7 +191,7 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
             return {}, raw
         value, rest = bytes(raw_value), _blank(raw, raw_value)
     if num_strings(value) > 2 * MAX_METADATA_KEYS:
-        raise FormatError(f"{_METADATA} of more than {MAX_METADATA_KEYS} entries", uri=uri)
+        raise FormatError(f"{_METADATA} has more than {MAX_METADATA_KEYS} entries", uri=uri)
     try:
         metadata = _STRINGS.decode(value)
     except msgspec.DecodeError as error:
@@ -206,31 +202,31 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
 
 
 def _decode_entries(rest: bytes, uri: str) -> dict[str, _Entry]:
-    """Decode all entries of a header without metadata. FormatError names the tensor where one is to blame."""
+    """Decode all entries of a header without metadata. FormatError names the tensor at fault, if there is one."""
     if len(rest) > _LARGE_BYTES:
-        # Counted before decoding: a Python object for each of a hostile header's entries would take gigabytes.
+        # Count before decoding: Python objects for all entries of a hostile header would take gigabytes.
         objects = _count_byte(rest, b"{")
         if objects > MAX_TENSORS + 1:
             raise FormatError(f"{objects} objects in one header; at most {MAX_TENSORS} tensors are read", uri=uri)
         if _count_byte(rest, b",") > (objects + 1) * (MAX_RANK + 4):
-            raise FormatError(f"lists too long for tensors of rank {MAX_RANK} or less", uri=uri)
+            raise FormatError(f"the header has lists that are too long for tensors of rank {MAX_RANK}", uri=uri)
     try:
         entries = _ENTRIES.decode(rest)
     except RecursionError as error:
         raise FormatError("JSON nested too deep", uri=uri) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        # msgspec names no key: the entries are decoded one by one, which only a bad header has to wait for.
+        # msgspec does not say which key failed. Decode a bad header again, entry by entry.
         _raise_for_entry(rest, error, uri)
     # The default is not None, so None means that the key was there.
     has_metadata = entries.pop(_METADATA, entries) is None
-    # A tensor has five strings: its name, three keys and its dtype.
+    # Each tensor has five strings: its name, three keys and its dtype.
     if num_strings(rest) != 5 * len(entries) + has_metadata:
         _refuse_duplicates(rest, uri=uri)
-    return entries  # type: ignore[return-value]  # a None that is left fails in _table, by name
+    return entries  # type: ignore[return-value]  # a None that remains fails in _table, with the tensor's name
 
 
 def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
-    """Raise FormatError for a header that did not decode, naming the tensor where one is to blame."""
+    """Raise FormatError for a header that did not decode. Name the tensor at fault, if there is one."""
     for name, raw in _decode(_RAW_ENTRIES, rest, uri=uri).items():
         if name == _METADATA and bytes(raw) == b"null":
             continue
@@ -238,12 +234,12 @@ def _raise_for_entry(rest: bytes, error: Exception, uri: str) -> NoReturn:
             _ENTRY.decode(raw)
         except msgspec.DecodeError as fault:
             raise FormatError(f"bad entry: {fault}", uri=uri, tensor=clip(name)) from fault
-    # Every entry that is left is good: a key that stands twice hides the bad one.
+    # All remaining entries are good, so the bad entry has a duplicate key.
     raise FormatError(f"bad entry under a duplicate key: {error}", uri=uri) from error
 
 
 class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
-    """Bytes of a tensor by (dtype, shape), computed once for each; -1 where there is no such tensor."""
+    """Size in bytes of a tensor by (dtype, shape), computed once each. -1 if no such tensor can exist."""
 
     def __missing__(self, kind: tuple[DType, tuple[int, ...]]) -> int:
         self[kind] = -1 if _shape_fault(*kind) else bits_to_bytes(math.prod(kind[1]), kind[0])
@@ -251,36 +247,36 @@ class _NbytesByKind(dict[tuple[DType, tuple[int, ...]], int]):
 
 
 def _shape_fault(dtype: DType, shape: tuple[int, ...]) -> str | None:
-    """Return why no tensor has this dtype and shape; None: one may."""
+    """Return why no tensor can have this dtype and shape, or None if it can."""
     if len(shape) > MAX_RANK:
         return f"rank {len(shape)}; at most {MAX_RANK} dimensions are read"
     if shape and not 0 <= min(shape) <= max(shape) <= _INT64_MAX:
         return f"dimension out of range in shape {clip(list(shape))}"
-    # Counted without the zeros, as array libraries do for strides: [2**60, 2**60, 0] is empty and yet no tensor.
+    # Leave out zeros, as array libraries do for strides: [2**60, 2**60, 0] is empty but still no valid tensor.
     if math.prod(d for d in shape if d) * dtype.bits > _INT64_MAX:
         return f"shape {clip(list(shape))} of {dtype} overflows 64 bits"
     if math.prod(shape) * dtype.bits % 8:
         return f"shape {clip(list(shape))} of {dtype} does not fill whole bytes"
-    # Readers hold two F4 as one element, along the last dim; of [16, 1] none of them makes a tensor.
+    # Readers store two F4 values as one element along the last dimension.
     if dtype is DType.F4 and shape[-1] % 2:
-        return f"shape {clip(list(shape))} of {dtype}: its last dim is not divisible by 2"
+        return f"shape {clip(list(shape))} of {dtype}: the last dimension is not divisible by 2"
     return None
 
 
 def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> I64:
-    """Return bytes of each tensor; -1 where dtype and shape make none (negative, overflowing, or not whole bytes)."""
+    """Return the size of each tensor in bytes. -1 marks a dtype and shape that no tensor can have."""
     kinds = _NbytesByKind()
     return np.fromiter(map(kinds.__getitem__, zip(dtypes, shapes, strict=True)), np.int64, len(dtypes))
 
 
 def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
-    """Return the entries as columns in file order, each checked against its shape, its neighbours and the file."""
-    # By columns of numpy: a check of 60,000 entries one by one in Python would take longer than decoding them.
+    """Return the entries as columns in file order. Check each against its shape, its neighbours and the file size."""
+    # numpy checks columns. Checking 60,000 entries in a Python loop would take longer than decoding them.
     names = tuple(entries)
     try:
         dtypes = [entry.dtype for entry in entries.values()]
     except AttributeError:
-        # A null entry has no dtype. Found by failing, so that the usual header is not searched for one.
+        # A null entry has no dtype. Catching the error avoids a search in valid headers.
         name = next(name for name, entry in entries.items() if entry is None)
         raise FormatError("entry is null", uri=uri, tensor=clip(name)) from None
     shapes = [entry.shape for entry in entries.values()]
@@ -292,9 +288,9 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
     wrong = np.flatnonzero((start < 0) | (stop - start != nbytes))
     if wrong.size:
         row = int(wrong[0])
-        # msgspec has checked their types alone: a stop before its start ends here too, as a wrong number of bytes.
+        # msgspec checks only the types. A stop before its start also ends here, as a wrong number of bytes.
         span, kind = f"[{start[row]}, {stop[row]}]", f"{dtypes[row]} {clip(list(shapes[row]))}"
-        fault = f"data_offsets {span}, but {kind} has {nbytes[row]} bytes"
+        fault = f"data_offsets are {span}, but {kind} has {nbytes[row]} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(names[row]))
     order = _file_order(start, stop)
     table = TensorTable(
@@ -308,22 +304,22 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
     if order is not None:
         table = table.take(order.tolist())
     end = _check_contiguous(table, uri)
-    # Too short is another error than too long: the first is a copy that broke off, and to copy it again helps.
+    # A file that is too short is an incomplete copy, so it gets a different error than a file that is too long.
     if end > data_nbytes:
         raise SourceTruncated(
-            f"the file has {data_offset + data_nbytes} bytes, and its header promises {data_offset + end}",
+            f"the file has {data_offset + data_nbytes} bytes, but its header describes {data_offset + end}",
             uri=uri,
             byte_range=(data_offset + data_nbytes, data_offset + end),
             hint=_COPY_AGAIN,
         )
     if end < data_nbytes:
-        raise FormatError(f"{data_nbytes - end} bytes after the last tensor", uri=uri)
+        raise FormatError(f"the file has {data_nbytes - end} bytes after the last tensor", uri=uri)
     np.add(table.offset, data_offset, out=table.offset)
     return table
 
 
 def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
-    """Return where the bodies start and stop, in bytes from the first."""
+    """Return the offsets at which bodies start and stop, in bytes from the first body."""
     spans = [entry.data_offsets for entry in entries.values()]
     try:
         return (
@@ -331,49 +327,49 @@ def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
             np.fromiter([span.stop for span in spans], np.int64, len(spans)),
         )
     except OverflowError:
-        # JSON has integers of any length, numpy has not: found only now, on the way to the error.
+        # JSON integers can be too large for numpy. Search for the entry only now, for the error.
         row = next(i for i, span in enumerate(spans) if max(abs(span.start), abs(span.stop)) > _INT64_MAX)
         raise FormatError("data_offsets overflow 64 bits", uri=uri, tensor=clip(list(entries)[row])) from None
 
 
 def _file_order(start: I64, stop: I64) -> I64 | None:
-    """Return rows by (start, stop); None when they are so already, as every known writer leaves them."""
+    """Return row numbers sorted by (start, stop). None if rows are already sorted, as all known writers leave them."""
     if bool(np.all(start[1:] >= start[:-1])) and bool(np.all(stop[1:] >= stop[:-1])):
         return None
     return np.lexsort((stop, start)).astype(np.int64)
 
 
 def _check_contiguous(table: TensorTable, uri: str) -> int:
-    """Return bytes of all bodies. FormatError unless each begins where the one before it ends, the first at 0."""
+    """Return the total size of all bodies. FormatError unless they are contiguous from offset 0."""
     stop = table.offset + table.nbytes
     expected = np.concatenate((np.zeros(1, np.int64), stop))
     wrong = np.flatnonzero(table.offset != expected[:-1])
     if wrong.size:
         row = int(wrong[0])
         begins, expects = int(table.offset[row]), int(expected[row])
-        fault = f"gap of {begins - expects} bytes before it"
+        fault = f"there is a gap of {begins - expects} bytes before this tensor"
         if begins < expects:
-            fault = f"overlaps {clip(table.names[row - 1])!r} by {expects - begins} bytes"
+            fault = f"the tensor overlaps {clip(table.names[row - 1])!r} by {expects - begins} bytes"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]))
     return int(expected[-1])
 
 
 def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
-    """Return the `weight_map` of a `*.safetensors.index.json`: tensor name -> shard file, relative, below the index.
+    """Return the `weight_map` of a `*.safetensors.index.json`: shard file by tensor name, relative to the index.
 
     Raises:
-        FormatError: malformed, a name twice, or a shard name that leaves the index's own directory.
+        FormatError: the index is malformed, has a duplicate name, or names a shard outside its directory.
     """
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"index of {len(raw)} bytes; at most {MAX_HEADER_BYTES} are read", uri=uri)
-    # `total_size` may be NaN, and a byte order mark is harmless.
+    # `strict` is needed because `total_size` may be NaN, and because of byte order marks.
     raw = strict(raw)
     _check_utf8(raw, uri=uri)
     raw_map = _decode(_INDEX, raw, uri=uri).weight_map
     weight_map = _decode(_STRINGS, raw_map, uri=uri)
     if num_strings(bytes(raw_map)) != 2 * len(weight_map):
         raise FormatError("weight_map names a tensor twice", uri=uri)
-    # The rest of the index is small once its map is blanked: whatever else a writer put there is walked.
+    # Without its map the index is small, so the rest can be walked for duplicate keys.
     _refuse_duplicates(_blank(raw, raw_map), uri=uri)
     for shard in dict.fromkeys(weight_map.values()):
         if not _is_below(shard):
@@ -383,9 +379,9 @@ def parse_index(raw: bytes, *, uri: str) -> dict[str, str]:
 
 
 def _is_below(shard: str) -> bool:
-    """Return whether a shard's name stays in the index's directory, as a path here and as a key of an object store."""
+    """Return whether a shard's name stays in the index's directory, as a local path and as an object key."""
     parts = PurePosixPath(shard).parts
-    # A backslash and a colon are separators elsewhere, and a NUL ends a name in C.
+    # Backslash and colon are separators on other systems, and NUL ends a name in C.
     hostile = "\\" in shard or "\0" in shard or ":" in shard
     return bool(parts) and not hostile and parts[0] != "/" and ".." not in parts
 
@@ -394,60 +390,60 @@ def require_name(name: str, *, uri: str | None = None) -> None:
     """Raise PlanError for a name that no tensor of the format can have."""
     hint = "give the tensor another name"
     if name == _METADATA:
-        message = f"{_METADATA!r} is the format's own key, and no tensor can have that name"
+        message = f"{_METADATA!r} is reserved by the format and cannot be the name of a tensor"
         raise PlanError(message, uri=uri, tensor=name, hint=hint)
     try:
         name.encode()
     except UnicodeEncodeError as error:
-        message = f"a tensor's name is no UTF-8: {error.reason} at character {error.start}"
+        message = f"the name of a tensor is not valid Unicode: {error.reason} at character {error.start}"
         raise PlanError(message, uri=uri, tensor=clip(name), hint=hint) from error
 
 
 def encode_header(
     entries: Iterable[tuple[str, DType, Sequence[int], int, int]], metadata: Mapping[str, str] | None, *, uri: str
 ) -> bytes:
-    """Return what a file begins with: the length and the JSON, padded so that the bodies are aligned.
+    """Return the start of a file, the length and the JSON, padded so that the bodies are aligned.
 
     Args:
-        entries: name, dtype, shape, and where the body starts and stops, in bytes from the first body.
-        metadata: the file's own `__metadata__`.
-        uri: of the file, for errors.
+        entries: name, dtype, shape, start and stop of each body, in bytes from the first body.
+        metadata: the file's `__metadata__`.
+        uri: the file, for errors.
 
     Raises:
-        FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
-        PlanError: the format cannot hold a tensor of this name, or two tensors have one name.
+        FormatError: the bytes of a tensor do not match its shape, or the header exceeds the format's limit.
+        PlanError: the format does not allow the name of a tensor, or two tensors have the same name.
     """
     header: dict[str, object] = {} if metadata is None else {_METADATA: dict(metadata)}
     for name, dtype, shape, start, stop in entries:
         require_name(name, uri=uri)
         if name in header:
-            raise PlanError("two tensors of one file have this name", uri=uri, tensor=clip(name))
+            raise PlanError("two tensors of a file have the same name", uri=uri, tensor=clip(name))
         fault = _shape_fault(dtype, tuple(shape))
         if fault is not None or bits_to_bytes(math.prod(shape), dtype) != stop - start:
             raise FormatError(fault or f"{stop - start} bytes for {dtype} {list(shape)}", uri=uri, tensor=name)
         header[name] = {"dtype": dtype.value, "shape": list(shape), "data_offsets": [start, stop]}
     raw = msgspec.json.encode(header)
-    # Spaces, as the format says; 8 bytes align the bodies for every dtype it has.
+    # The format pads with spaces. 8 bytes align the bodies for all of its dtypes.
     raw += b" " * (-len(raw) % 8)
     if len(raw) > MAX_HEADER_BYTES:
         raise FormatError(f"header of {len(raw)} bytes; the format allows {MAX_HEADER_BYTES}", uri=uri)
     return len(raw).to_bytes(8, "little") + raw
 
 
-# msgspec keeps the last of two equal keys. Walking the pairs in Python would cost five times the decoding, so keys are
-# proven unique by counting: a document whose number of strings is exactly that of its decoded value has no key twice.
-# Only where the count differs (unknown fields, nulls, or a key that stands twice) are the pairs walked.
+# msgspec keeps the last of two equal keys. Walking all pairs in Python would cost five times the decoding, so the
+# strings are counted first: if a document has exactly as many strings as its decoded value, no key is a duplicate.
+# Only if the counts differ (unknown fields, nulls or duplicate keys) are the pairs walked.
 
-# Longest document walked pair by pair; a longer one must pass the count. Python's json walks about 50 MB/s here, and a
-# hostile header must be refused in about a second. Source: measured on a 2-core machine, 2026-11.
+# Longest document that is walked pair by pair. Python's json walks about 50 MB/s here, and a hostile header must be
+# refused in about a second. Source: measured on a 2-core machine, 2026-11.
 _WALK_LIMIT_BYTES = 32 * MIB
 
 
 def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: str) -> T:
-    """Decode `raw` by a typed decoder.
+    """Decode `raw` with a typed decoder.
 
     Raises:
-        FormatError: not JSON, not of the decoder's type, not UTF-8, or nested too deep.
+        FormatError: `raw` is not JSON or not UTF-8, has a wrong type, or is nested too deep.
     """
     try:
         return decoder.decode(raw)
@@ -458,7 +454,7 @@ def _decode(decoder: msgspec.json.Decoder[T], raw: bytes | msgspec.Raw, *, uri: 
 
 
 def _check_utf8(raw: bytes, *, uri: str) -> None:
-    """Raise FormatError unless all of `raw` is UTF-8; msgspec checks only the strings it keeps."""
+    """Raise FormatError unless all of `raw` is UTF-8. msgspec checks only the strings that it keeps."""
     if raw.isascii():
         return
     try:
@@ -469,24 +465,24 @@ def _check_utf8(raw: bytes, *, uri: str) -> None:
 
 def _count_byte(raw: bytes, byte: bytes) -> int:
     """Count the occurrences of one byte."""
-    # numpy counts dense ones five times faster than `bytes.count`.
+    # For frequent bytes numpy is five times faster than `bytes.count`.
     return int(np.count_nonzero(np.frombuffer(raw, np.uint8) == byte[0]))
 
 
 def num_strings(raw: bytes) -> int:
-    """Return the number of strings, keys included, in valid JSON."""
-    # Removing escaped backslashes, left to right, and then escaped quotes leaves only quotes that open or close a
-    # string: a run of backslashes pairs up from its start, and JSON has backslashes only inside strings.
+    """Return the number of strings in valid JSON, including keys."""
+    # Remove escaped backslashes and then escaped quotes. All quotes that remain open or close a string, because JSON
+    # has backslashes only inside strings.
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     return _count_byte(raw, b'"') // 2
 
 
 def _refuse_duplicates(raw: bytes, *, uri: str) -> None:
-    """Walk valid JSON pair by pair and refuse an object that has a key twice.
+    """Refuse JSON with a duplicate key in any object.
 
     Raises:
-        FormatError: a duplicate key, too deep to walk, or longer than `_WALK_LIMIT_BYTES`.
+        FormatError: there is a duplicate key, or the JSON is nested too deep or longer than `_WALK_LIMIT_BYTES`.
     """
     if len(raw) > _WALK_LIMIT_BYTES:
         raise FormatError(f"duplicate keys, nulls or unknown fields in {len(raw)} bytes of JSON", uri=uri)
@@ -510,10 +506,10 @@ def _blank(raw: bytes, value: msgspec.Raw) -> bytes:
     """Return `raw` with one of its values replaced by `null`.
 
     Args:
-        raw: a document.
-        value: a value msgspec left undecoded; it still points into `raw`, so its place is the difference of addresses.
+        raw: a JSON document.
+        value: a value that msgspec left undecoded. It points into `raw`.
     """
-    # By address and not by search: the same bytes may stand in the document a second time.
+    # Use the address, because the same bytes may occur in the document twice.
     start = _address(memoryview(value)) - _address(memoryview(raw))
     return raw[:start] + b"null" + raw[start + len(memoryview(value)) :]
 
@@ -524,6 +520,6 @@ def _address(view: memoryview) -> int:
 
 
 def clip(value: object) -> str:
-    """Return at most 200 characters of a string or list, for a message: a hostile name may be a hundred megabytes."""
+    """Return at most 200 characters of a value for a message. A hostile name may have a hundred megabytes."""
     text = value[:201] if isinstance(value, str) else str(value[:32] if isinstance(value, list) else value)
     return text if len(text) <= 200 else text[:200] + "..."

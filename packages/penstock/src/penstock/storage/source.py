@@ -1,11 +1,7 @@
-"""The protocols of storage, `Source` and `Storage`; the reference source in memory; storages registered by scheme.
+"""The protocols `Source` and `Storage`, the reference source in memory, and the registry of storages by scheme.
 
-In: offsets and the caller's buffers; or a scheme and a class. Out: filled buffers and the path the bytes took; or the
-storage that opens, lists and reads URIs of that scheme.
-Not here: which source a URI needs (`storage.open_source`), local paths (`files`).
-
-    register_storage("vault", VaultStorage)
-    penstock.load("vault://models/llama", "cuda")
+register_storage("vault", VaultStorage)
+penstock.load("vault://models/llama", "cuda")
 """
 
 from __future__ import annotations
@@ -22,105 +18,104 @@ from penstock.errors import ConfigError, FormatError, IntegrityError, SourceTrun
 from penstock.types import GIB
 
 MAX_SMALL_BYTES = GIB
-"""Longest index, manifest or signature read whole. A manifest has 8 bytes a 256 KiB leaf: this is one of 35 TB."""
+"""Largest index, manifest or signature. A manifest of this size describes 35 TB, with 8 bytes for each 256 KiB."""
 
 
 GLOB = re.compile(r"[*?[]")
-"""A character that makes a remote path a glob."""
+"""Matches a character that makes a remote path a glob."""
 
 
 class Source(Protocol):
     """A readable file or object of fixed identity and size, opened once and read by many threads.
 
     Attributes:
-        uri: where it is, as the user would name it; never holds a secret.
-        nbytes: its size when opened.
-        identity: ETag, or `dev:inode:mtime_ns:size` of a file; "" where there is none.
+        uri: its URI for messages, without secrets.
+        nbytes: its size in bytes when it was opened.
+        identity: its ETag, or `dev:inode:mtime_ns:size` for a file. "" if unknown.
     """
 
     @property
     def uri(self) -> str:
-        """Return where it is; see `Source`."""
+        """See `Source`."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Return its size; see `Source`."""
+        """See `Source`."""
         ...
 
     @property
     def identity(self) -> str:
-        """Return its identity; see `Source`."""
+        """See `Source`."""
         ...
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """Fill `buffers`, one after the other, with the bytes from `offset` on; return the path taken.
+        """Fill `buffers` in order with the bytes from `offset`. Any number of threads may call this at once.
+
+        The wait is limited by progress.
 
         Args:
             offset: bytes from the start of the source.
-            buffers: writable, contiguous, format "B". Filled whole or an error is raised; on an error their
-                content is undefined.
+            buffers: writable and contiguous, with format "B". After an error their content is undefined.
 
         Returns:
-            A short stable word for the path the bytes took (`page-cache`, `direct`, `http`, `cache`, `memory`).
+            A short stable word for the path of the bytes (`page-cache`, `direct`, `http`, `cache`, `memory`).
 
         Raises:
             SourceTruncated: the source is shorter than `offset + sum of lengths`.
-            SourceChanged: it is not the source that was opened.
+            SourceChanged: the source has changed since it was opened.
             SourceStalled: no byte arrived for `stall_s`.
-            SourceUnavailable, PermissionDenied, NotFound: as their names say, after retries where those can help.
-
-        Order: any thread, any number at once. Never waits without a deadline by progress.
+            SourceUnavailable, PermissionDenied, NotFound: the storage failed, after retries where those can help.
         """
         ...
 
     def close(self) -> None:
-        """Free descriptors and connections. Idempotent; no `readv` may be running."""
+        """Free descriptors and connections. Idempotent. Call it only when no `readv` is running."""
         ...
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A source that says how far its reads are before they are done."""
+    """A source that reports the progress of its reads."""
 
     received_bytes: int
-    """Given by storage so far, of all reads; only grows, but for an addition lost where two reads count at once."""
+    """Bytes received from storage so far, over all reads. Concurrent updates may lose a few, but it never decreases."""
 
 
 @runtime_checkable
 class Digested(Protocol):
-    """A source that knows a digest of its whole content, from the storage itself.
+    """A source whose storage states a digest of its whole content.
 
     Attributes:
-        is_checked: the digest was compared, and is equal.
+        is_checked: whether the digest was checked and matches.
     """
 
     @property
     def is_checked(self) -> bool:
-        """Return whether it was compared; see `Digested`."""
+        """See `Digested`."""
         ...
 
     def check_whole(self) -> bool:
-        """Compare that digest while the content is read, whole and once, from now on; False: there is none.
+        """Check the digest while the content is read, once and completely, from now on. Return False without a digest.
 
-        The read that brings the last missing bytes raises IntegrityError if it differs. Call it before any read but
-        one from the start, as of a header.
+        The read that completes the content raises IntegrityError on a mismatch. Before this call, only a read from the
+        start is allowed, for example of a header.
         """
         ...
 
 
 def require_checked(source: Digested) -> None:
-    """Raise IntegrityError unless the digest was compared, after all bytes were read; see `Digested`."""
+    """Raise IntegrityError if the digest was not checked. Call it once all bytes are read; see `Digested`."""
     if not source.is_checked:
         raise IntegrityError(
-            "the content was not compared with the digest of its storage: a part came later than stall_s",
+            "the digest of the storage was not checked, because a part of the content arrived later than stall_s",
             uri=getattr(source, "uri", None),
             hint="try again, or raise PENSTOCK_STALL_S",
         )
 
 
 class MemorySource:
-    """The reference source: bytes in memory."""
+    """The reference source, with bytes in memory."""
 
     def __init__(self, data: bytes | bytearray | memoryview, *, uri: str = "memory:") -> None:
         self._data = memoryview(data).cast("B")
@@ -141,7 +136,7 @@ class MemorySource:
 
 
 def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
-    """Cut the first `nbytes` off `left`, or all of it where it has less; return what was cut off."""
+    """Remove up to `nbytes` from the start of `left`, and return the removed views."""
     taken = []
     while nbytes and left:
         view = left[0][:nbytes]
@@ -155,8 +150,8 @@ def take(left: list[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def glob_pattern(key: str) -> re.Pattern[str]:
-    """Return a glob over a whole key: `**` as a segment crosses slashes, everything else stays within its segment."""
-    # Not by fnmatch, whose stars cross slashes: a glob must match in a remote place as it does in a directory.
+    """Compile a glob for a whole key. A `**` segment crosses slashes, and other wildcards stay within their segment."""
+    # Stars of fnmatch would cross slashes. A glob must match in remote places as it does in directories.
     text = ""
     for at in re.finditer(r"(?:^|(?<=/))\*\*(/|$)|\*+|\?|\[(!?)([^]]+)\]|(.)", key, re.DOTALL):
         whole = at.group()
@@ -170,21 +165,22 @@ def glob_pattern(key: str) -> re.Pattern[str]:
 
 
 def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[int, list[memoryview]]:
-    """Return where a `readv` ends, in bytes from the start of the source, and those of its buffers that hold any byte.
+    """Return the end offset of a `readv`, and its buffers without the empty ones.
 
     Raises:
-        SourceTruncated: the range is not within the source.
+        SourceTruncated: the range is outside the source.
     """
     stop = offset + sum(buffer.nbytes for buffer in buffers)
     if offset < 0 or stop > source.nbytes:
-        raise SourceTruncated(f"it has {source.nbytes} bytes", uri=source.uri, byte_range=(offset, stop))
+        message = f"the source has {source.nbytes} bytes"
+        raise SourceTruncated(message, uri=source.uri, byte_range=(offset, stop))
     return stop, [buffer for buffer in buffers if buffer.nbytes]
 
 
 ENTRY_POINTS = "penstock.storages"
-"""Group of entry points in which an installed package names its storages, by scheme.
+"""Entry point group in which an installed package names its storages by scheme.
 
-Reason: the workers of a conversion are other processes, which a call in this one does not reach.
+Reason: a call of `register_storage` does not reach the worker processes of a conversion.
 """
 
 # Source: RFC 3986, section 3.1, in lower case.
@@ -192,43 +188,43 @@ _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
 class Storage(Protocol):
-    """A kind of storage that URIs of one or several schemes name. Methods are called from any thread."""
+    """A kind of storage, for the URIs of one or more schemes. Methods are called from any thread."""
 
     def open(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> Source:
-        """Open one object.
+        """Open an object.
 
         Raises:
-            NotFound, PermissionDenied, SourceUnavailable, SourceStalled: as their names say.
+            NotFound, PermissionDenied, SourceUnavailable, SourceStalled: the storage did not return the object.
             ConfigError: the URI or an option is wrong.
         """
         ...
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:
-        """Return the URIs that `uri` names, sorted: one object, those directly below a prefix, or matches of a glob.
+        """Return the URIs that `uri` names, sorted: one object, all directly below a prefix, or all matches of a glob.
 
         Raises:
-            NotFound: nothing is there.
-            PermissionDenied: nothing can be listed; files are then looked for under their published names.
+            NotFound: there are none.
+            PermissionDenied: the storage refuses to list. Callers then try the usual names of weight files.
         """
         ...
 
     def read_small(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> bytes | None:
-        """Return a whole index, manifest or signature; None when it is not there. `read_whole` does for most."""
+        """Return a small file (an index, a manifest), or None if it is absent. Most storages can use `read_whole`."""
         ...
 
 
 @runtime_checkable
 class WritableStorage(Protocol):
-    """A storage that small files can be written to."""
+    """A storage that accepts small files."""
 
     def write_small(self, uri: str, data: bytes, *, settings: Settings, storage_options: Mapping[str, str]) -> None:
-        """Write a whole small file (a manifest, a signature); it appears at once or not at all."""
+        """Write a small file (a manifest, a signature) atomically."""
         ...
 
 
 @runtime_checkable
 class PinningStorage(Protocol):
-    """A storage whose URIs may name a moving revision."""
+    """A storage in which URIs may name a moving revision."""
 
     def pin(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> str:
         """Return the URI of the content that `uri` names now. Raises as `Storage.open`."""
@@ -241,22 +237,23 @@ _lock = threading.Lock()
 
 
 def register_storage(scheme: str, factory: Callable[[], Storage]) -> None:
-    """Register a storage for the URIs of a scheme, in this process.
+    """Register a storage for a URI scheme in this process.
 
     Args:
-        scheme: what stands before `://`, in lower case.
-        factory: a class without arguments, or a function; called once, on first use.
+        scheme: the part before `://`, in lower case.
+        factory: a class or function without arguments. It is called once, at the first use.
 
     Raises:
-        ConfigError: the scheme is not one, or another storage has it.
+        ConfigError: the scheme is invalid or already registered.
     """
     if not _SCHEME.fullmatch(scheme) or scheme == "file":
         hint = "write it in lower case and without ://; file is always a local path"
-        raise ConfigError(f"cannot register a storage for {scheme!r}: not a URI scheme", hint=hint)
+        raise ConfigError(f"cannot register a storage for {scheme!r}, which is not a URI scheme", hint=hint)
     with _lock:
-        # The same factory again is no conflict: a module that registers itself may be imported twice.
+        # A module that registers itself may be imported twice.
         if _factories.setdefault(scheme, factory) is not factory:
-            raise ConfigError(f"cannot register a storage for {scheme}://: there is one", hint="choose another scheme")
+            message = f"cannot register a storage for {scheme}://, because one is registered already"
+            raise ConfigError(message, hint="choose another scheme")
 
 
 def registered_schemes() -> list[str]:
@@ -265,10 +262,10 @@ def registered_schemes() -> list[str]:
 
 
 def is_registered(scheme: str) -> bool:
-    """Return whether a storage has this scheme, registered here or by an installed package."""
+    """Return whether a storage has this scheme. Look for an installed package if none is registered."""
     if scheme in _factories:
         return True
-    # Looked up on each call: an unknown scheme ends in an error, so this is never on a fast path.
+    # Only unknown schemes reach this, and they end in an error, so the result is not cached.
     for entry in entry_points(ENTRY_POINTS, scheme):
         factory = load(entry)
         if not callable(factory):
@@ -279,27 +276,27 @@ def is_registered(scheme: str) -> bool:
 
 
 def storage_for(scheme: str) -> Storage:
-    """Return the storage of a registered scheme; it is made on first use."""
+    """Return the storage for a registered scheme. Make it at the first use."""
     with _lock:
         factory = _factories[scheme]
-        # One storage for each factory, not for each scheme: s3, gs and az share one.
+        # Schemes with the same factory share a storage, as s3, gs and az do.
         if factory not in _storages:
             _storages[factory] = factory()
         return _storages[factory]
 
 
 _SMALL_BYTES_PER_S = 64 << 10
-"""Slowest accepted rate of a header, an index or a manifest. Reason: a byte now and then is progress, and would take
-hours."""
+"""Slowest accepted rate for a header, an index or a manifest. Reason: a server that sends single bytes makes progress,
+but would take hours."""
 
 
 class TimedReads:
-    """A source whose reads have a longest time: twice `stall_s`, and one second more for each 64 KiB.
+    """A source whose reads must end within twice `stall_s`, plus one second for each 64 KiB.
 
-    For small reads that a load waits for before its own deadlines begin. Closing it closes the source.
+    Used for small reads before the deadlines of a load begin. Closing it closes the source.
 
     Args:
-        source: it is read; it has deadlines by progress.
+        source: the source to read. Its own deadlines are by progress.
         stall_s: seconds without a byte after which the source itself gives up.
     """
 
@@ -309,31 +306,35 @@ class TimedReads:
         self.uri, self.nbytes, self.identity = source.uri, source.nbytes, source.identity
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """Fill the buffers; see `Source`. SourceStalled: the time is over."""
+        """Fill the buffers as `Source.readv`. SourceStalled after the deadline."""
         wait_s = 2 * self._stall_s + sum(buffer.nbytes for buffer in buffers) / _SMALL_BYTES_PER_S
         with waits.limited(wait_s, uri=self.uri):
             return self._source.readv(offset, buffers)
 
     def close(self) -> None:
-        """Close the source."""
+        """See `Source.close`."""
         self._source.close()
 
 
 def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
-    """Read a small source whole and close it.
+    """Read a small source and close it.
 
     Args:
-        stall_s: see `TimedReads`. None: `source` has its own deadlines.
+        source: the source to read.
+        stall_s: see `TimedReads`. None sets no deadline, for a source with its own.
 
     Raises:
-        FormatError: it has more than `MAX_SMALL_BYTES`. SourceStalled: its time is over. Others as `Source.readv`.
+        FormatError: the source has more than `MAX_SMALL_BYTES`.
+        SourceStalled: the deadline has passed.
+        SourceError: see `Source.readv`.
     """
     if stall_s is not None:
         source = TimedReads(source, stall_s)
     try:
         if source.nbytes > MAX_SMALL_BYTES:
-            raise FormatError(f"{source.nbytes} bytes are too many for an index or a manifest", uri=source.uri)
-        # Nothing is allocated before the size was checked: a server may claim any.
+            message = f"{source.nbytes} bytes are too many for an index or a manifest"
+            raise FormatError(message, uri=source.uri)
+        # Allocate only after the check, because a server may claim any size.
         data = bytearray(source.nbytes)
         source.readv(0, [memoryview(data)])
         return bytes(data)

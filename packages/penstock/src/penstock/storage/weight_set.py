@@ -1,11 +1,6 @@
-"""Weight sets: the files a URI names, opened, their headers held to index and manifest, their bodies digested.
+"""Weight sets: open the files a URI names, check their headers against index and manifest, digest their bodies.
 
-In: a URI. Out: `WeightSet`, a manifest with an open source for each of its files; `build` adds digests.
-Not here: which files a URI names (`locate`), manifests as bytes (`manifest`), moving bodies and their digests then
-(`engine`).
-
-    URI --resolve--> files --open, read headers, in parallel--> tables --join--> held to index, sidecar --> WeightSet
-    build: table --windows--> threads: readv into the thread's own buffer --> leaves of the pieces in it --> Manifest
+`locate` finds the files and `manifest` encodes manifests.
 """
 
 from __future__ import annotations
@@ -74,44 +69,44 @@ __all__ = [
 ]
 
 Names = str | re.Pattern[str] | Callable[[str], bool] | Sequence[str] | None
-"""Which tensors: a glob, a list of globs, a regex that is searched for, a test, or None for all."""
+"""Selects tensors: a glob, a list of globs, a regex to search for, a predicate, or None for all."""
 
 Rename = Callable[[str, Header], Header]
-"""Gives a file's header, after the file's URI, other names for its tensors."""
+"""Takes the URI of a file and its header. Returns the header with new tensor names."""
 
-# Headers fetched at once from an object store: each waits tens of milliseconds for its first byte, and 16 hide it for
-# the 100 shards of a large checkpoint in a few round trips. Below the 32 connections that a load itself opens.
+# Threads that fetch headers from an object store. Each waits tens of milliseconds for its first byte, and 16 threads
+# read the 100 shards of a large checkpoint in a few round trips. A load itself opens 32 connections.
 _REMOTE_THREADS = 16
-# Up to this many local headers are read in turn: parsing holds the GIL, and threads that fight for it take half as long
-# again (60,000 tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). With more files the latency of
-# a slow NFS would add up.
+# Up to this many local headers are read by the calling thread. Parsing holds the GIL, so threads make it slower (60,000
+# tensors in 4 files: 43 ms in turn, 66-100 ms in 4 threads, on 2 cores). With more files the latency of a slow NFS
+# would add up.
 _FEW_FILES = 8
-# Headers read at once from a file system; parsing holds the GIL, so only the device's latency overlaps.
+# Threads that read headers from a file system. Parsing holds the GIL, so only the device's latency overlaps.
 _LOCAL_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class WeightSet(Closeable):
-    """A manifest and an open source for each of its files. Closing it closes the sources; also a context manager."""
+    """A manifest with an open source for each of its files. Closing it closes the sources."""
 
     uri: str
     manifest: Manifest
     sources: tuple[Source, ...]
-    """One for each of `manifest.files`, in that order."""
+    """The sources of `manifest.files`, in the same order."""
     why_unverified: str | None
     """Why there are no leaves to verify against; None when there are."""
     opening_bytes: int
-    """Asked of storage to know all this: headers, index and manifest."""
+    """Bytes of headers, index and manifest that opening read from storage."""
 
     def close(self) -> None:
-        """Close every source. Idempotent."""
+        """Close every source. Can be called again."""
         for source in self.sources:
             source.close()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Opened:
-    """A file of the set, open, and its header."""
+    """An open file of the set and its header."""
 
     name: str
     source: Source
@@ -127,25 +122,24 @@ def open_weights(
     with_manifest: bool = True,
     rename: Rename | None = None,
 ) -> WeightSet:
-    """Open the files that `uri` names and read their headers; bodies are not read.
+    """Open the files that `uri` names and read their headers, but no tensor data.
 
     Args:
         uri: a file, a directory or prefix, a glob, an index file, or a list of files.
         settings: limits and the cache.
-        storage_options: credentials and endpoints, as obstore names them.
-        names: only these tensors. With an index, files that hold none of them are not opened.
-        with_manifest: read the manifest; False: as if there were none, for a caller that writes a new one.
-        rename: gives the header of each file, by the file's URI, other names: for sets that hold parts of one tensor
-            in several files.
+        storage_options: credentials and endpoints, by obstore's names.
+        names: tensors to select. With an index, files without a selected tensor are not opened.
+        with_manifest: whether to read the manifest. A caller that writes a new manifest passes False.
+        rename: returns a file's header with new tensor names. Used when several files hold parts of one tensor.
 
     Returns:
-        Tensors in file order, files by name. The caller closes it.
+        Tensors in file order, files sorted by name. The caller closes the set.
 
     Raises:
         FormatError: a header, the index or the manifest is malformed, or they contradict each other.
-        IntegrityError: the manifest's revision is not that of its content.
-        NotFound: no such place, or a shard that the index names is missing.
-        PlanError: a name without wildcards is none of the tensors.
+        IntegrityError: the manifest's revision does not match its content.
+        NotFound: the place does not exist, or a shard that the index names is missing.
+        PlanError: `names` has a name without wildcards that no tensor has.
         SourceError: the storage failed.
     """
     require_type("storage_options", storage_options, (Mapping, type(None)), "a dict of options by obstore's names")
@@ -164,28 +158,28 @@ def open_place(
     names: Names = None,
     rename: Rename | None = None,
 ) -> WeightSet:
-    """Open the weights of a place already resolved, as `open_weights` does."""
+    """Open the weights at a place that was resolved before, as `open_weights` does."""
     files = list(place.files)
     wanted: set[str] | None = None
     if place.weight_map is not None and names is not None:
         tensors = list(place.weight_map)
-        # Selected by the index alone, before any file is opened: a few tensors of a large model are one or two shards.
+        # A few tensors of a large model are in one or two shards. The index says which, before any file is opened.
         wanted = {tensors[row] for row in _select(tensors, names, place.uri)}
         needed = {place.weight_map[name] for name in wanted}
         files = [file for file in files if file[0] in needed]
     opened, raw = _open_all(place, files, settings, storage_options, rename)
     try:
         gguf.check_parts([(shard.name, shard.header) for shard in opened], place.uri)
-        table = _join(_decided(opened, place.weight_map), [shard.name for shard in opened], place.uri)
+        table = _join(_resolve_duplicates(opened, place.weight_map), [shard.name for shard in opened], place.uri)
         if place.weight_map is not None:
-            _hold_to_index(table, [shard.name for shard in opened], place.weight_map, wanted, str(place.index_uri))
+            _check_index(table, [shard.name for shard in opened], place.weight_map, wanted, str(place.index_uri))
         manifest, why = _manifest(opened, table, raw, place)
         if names is not None:
             rows = _select(table.names, names, place.uri)
             if wanted is not None:
                 # A shard may hold tensors that the index does not name.
                 rows = [row for row in rows if table.names[row] in wanted]
-            manifest = _take(manifest, np.asarray(rows, np.int64))
+            manifest = _select_rows(manifest, np.asarray(rows, np.int64))
     except BaseException:
         for shard in opened:
             shard.source.close()
@@ -207,15 +201,15 @@ def _open_all(
     options: Mapping[str, str] | None,
     rename: Rename | None,
 ) -> tuple[list[_Opened], bytes | None]:
-    """Return every file with its header, and the sidecar's bytes if it is there, all at once."""
+    """Open all files and read their headers. Also return the manifest's bytes, or None without a manifest."""
     remote = any(is_remote(uri) for _, uri in files)
     if not remote:
-        # Each file may be open three times: to read it, past the page cache, and to map it.
+        # Each file may be opened three times: for buffered reads, for direct reads, and for a mapping.
         descriptors.make_room(3 * len(files))
 
     def open_one(file: tuple[str, str]) -> _Opened:
         name, uri = file
-        # Only an index and the name of a part promise files: else those that were listed a moment ago are opened.
+        # Only an index and the name of a split model's part promise that a file exists.
         try:
             source = open_source(uri, settings=settings, storage_options=options)
         except NotFound as error:
@@ -238,7 +232,7 @@ def _open_all(
         try:
             return read_small(place.sidecar_uri, settings=settings, storage_options=options)
         except PermissionDenied:
-            # A bucket that may be read but not listed says "forbidden" for "absent".
+            # A bucket that the user may read but not list answers "forbidden" for an absent object.
             if remote:
                 return None
             raise
@@ -247,7 +241,7 @@ def _open_all(
         return _open_in_turn(files, open_one), sidecar()
     threads = min(_REMOTE_THREADS if remote else _LOCAL_THREADS, len(files) + 1)
     with Threads(threads, thread_name_prefix="penstock-open") as pool:
-        # Beside the headers, not after them: on an object store it would be one more round trip.
+        # Read it together with the headers. Afterwards it would cost one more round trip to an object store.
         raw = pool.submit(sidecar)
         jobs = [pool.submit(open_one, file) for file in files]
         try:
@@ -255,20 +249,20 @@ def _open_all(
         except BaseException:
             pool.leave()
             for job in jobs:
-                # Otherwise files that were opened before another failed would stay open, and a caller that tries again
-                # would run out of descriptors. A callback, because a file may still be opened after this call.
+                # Files opened before another one failed must not stay open, or a caller that tries again runs out of
+                # descriptors. A callback is used because a file may still be opened after this call.
                 job.add_done_callback(_close_opened)
             raise
 
 
 def _close_opened(job: Future[_Opened]) -> None:
-    """Close the file that a call opened, if it did."""
+    """Close the file that a job opened, unless the job failed."""
     if not job.cancelled() and job.exception() is None:
         job.result().source.close()
 
 
 def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[str, str]], _Opened]) -> list[_Opened]:
-    """Open files one after the other; close those that are open when one fails."""
+    """Open files one by one. If one fails, close the others."""
     opened: list[_Opened] = []
     try:
         for file in files:
@@ -280,8 +274,8 @@ def _open_in_turn(files: Sequence[tuple[str, str]], open_one: Callable[[tuple[st
     return opened
 
 
-def _decided(opened: Sequence[_Opened], weight_map: Mapping[str, str] | None) -> list[TensorTable]:
-    """Return the table of each file. Of a name in two files the index decides, if one of them is where it says."""
+def _resolve_duplicates(opened: Sequence[_Opened], weight_map: Mapping[str, str] | None) -> list[TensorTable]:
+    """Return the table of each file. A tensor in two files counts only in the file that the index names."""
     tables = [shard.header.tensors for shard in opened]
     names = Counter(chain.from_iterable(table.names for table in tables))
     if weight_map is None or len(names) == sum(names.values()):
@@ -299,13 +293,13 @@ def _decided(opened: Sequence[_Opened], weight_map: Mapping[str, str] | None) ->
 
 
 def _join(tables: Sequence[TensorTable], files: Sequence[str], uri: str) -> TensorTable:
-    """Return one table of all files. FormatError when two of them hold the same name."""
+    """Join the tables of all files. FormatError if two files hold the same name."""
     if len(tables) == 1:
         return tables[0]
     names = tuple(chain.from_iterable(table.names for table in tables))
     counts = [len(table) for table in tables]
     file_index = np.repeat(np.arange(len(tables), dtype=np.int64), np.array(counts, np.int64))
-    # The set is cheap; a search for the two files is needed only for the error.
+    # The set is cheap. The two files are searched only for the error message.
     if len(set(names)) < len(names):
         first: dict[str, int] = {}
         for name, file in zip(names, file_index.tolist(), strict=True):
@@ -328,20 +322,20 @@ _TWICE = (
     "that belong together"
 )
 _OTHER_INDEX = (
-    "the index belongs to other files: get index and files of one revision, or give a glob as *.safetensors, which "
-    "loads all tensors of the files without the index"
+    "the index belongs to other files: get index and files of the same revision, or give a glob such as *.safetensors, "
+    "which loads all tensors of the files without the index"
 )
 
 
-def _hold_to_index(
+def _check_index(
     table: TensorTable, files: Sequence[str], weight_map: Mapping[str, str], wanted: Collection[str] | None, uri: str
 ) -> None:
-    """Raise FormatError unless the opened files hold exactly the tensors that the index puts there.
+    """Raise FormatError unless the opened files hold exactly the tensors that the index assigns to them.
 
     Args:
-        wanted: only these count; None: all.
+        wanted: check only these tensors. None checks all.
     """
-    # Whole lists are compared, and searched only where they differ.
+    # Compare whole lists first, and search for a tensor only if they differ.
     stated = list(map(weight_map.get, table.names))
     actual = [files[file] for file in table.file_index.tolist()]
     differ = [row for row, (a, b) in enumerate(zip(stated, actual, strict=True)) if a != b] if stated != actual else []
@@ -352,7 +346,7 @@ def _hold_to_index(
         where = "does not name it" if stated[row] is None else f"puts it in {clip(stated[row])!r}"
         fault = f"tensor is in shard {clip(actual[row])!r}, but the index {where}"
         raise FormatError(fault, uri=uri, tensor=clip(table.names[row]), hint=_OTHER_INDEX)
-    # The other direction, of the opened shards alone: with `names` the rest of the index is not looked at.
+    # Check the other direction for the opened shards only: with `names` some shards are not opened.
     opened = set(files)
     if wanted is not None or len(actual) < sum(shard in opened for shard in weight_map.values()):
         there = set(table.names)
@@ -364,12 +358,12 @@ def _hold_to_index(
 
 
 def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> NotFound:
-    """Return the error for `verify=True` where no digests are stated. It is no IntegrityError: nothing was compared.
+    """Return the error for `verify=True` without digests. It is no IntegrityError because nothing was compared.
 
     Args:
-        why: why there are none, as `WeightSet.why_unverified` has it.
+        why: why there are no digests, from `WeightSet.why_unverified`.
         uri: the weights.
-        hint: the other way out, if there is one.
+        hint: another way for the user to go on, or "".
     """
     how = "write one with `penstock manifest URI`" + (f", or {hint}" if hint else "")
     return NotFound(f"verify=True, but {why}", uri=uri, hint=how)
@@ -378,7 +372,7 @@ def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> No
 def _manifest(
     opened: Sequence[_Opened], table: TensorTable, raw: bytes | None, place: Location
 ) -> tuple[Manifest, str | None]:
-    """Return the manifest of what was opened, with the sidecar's leaves where there is one, or why there are none."""
+    """Return the manifest of the opened files, and why it has no digests, or None if it has them."""
     files = tuple(
         FileEntry(
             name=shard.name, nbytes=shard.source.nbytes, identity=shard.source.identity, metadata=shard.header.metadata
@@ -388,13 +382,13 @@ def _manifest(
     if raw is None:
         where = place.sidecar_uri
         why = f"no manifest at {display(where)}" if where is not None else "these files have no place for a manifest"
-        # Of the headers alone: it tells checkpoints apart, and does not say that two with equal headers are equal.
+        # This revision covers headers only. Equal headers do not prove equal weights.
         revision = leaf.headers_revision([shard.header.digest for shard in opened])
         bare = Manifest(files=files, tensors=table, leaf_bytes=leaf.LEAF_BYTES, leaves=None, revision=revision)
         return bare, why
     uri = display(str(place.sidecar_uri))
     sidecar = read_sidecar(raw, uri=uri)
-    leaves = _match(sidecar, table, files, uri)
+    leaves = _matched_leaves(sidecar, table, files, uri)
     without = None if leaves is not None else f"the manifest at {uri} was made without digests"
     return Manifest(
         files=files, tensors=table, leaf_bytes=sidecar.leaf_bytes, leaves=leaves, revision=sidecar.revision
@@ -405,21 +399,21 @@ def _manifest(
     "copy the files and their manifest again; if the weights were changed on purpose, write a new manifest with "
     "penstock manifest URI --force"
 )
-def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Return leaves in the order of `table`. FormatError where sidecar and headers differ; names the first one."""
+def _matched_leaves(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
+    """Return the sidecar's leaves in the order of `table`. FormatError names the first difference from the headers."""
     rows = leaf.name_order(table)
     order = np.asarray(rows, np.int64)
-    # Compared as bytes: equal is the usual case, and then no row has to be unpacked.
+    # Compare encoded bytes. They are usually equal, and then no row has to be unpacked.
     same = sidecar.body == leaf.canonical(table, rows)
     same &= sidecar.offset == table.offset[order].astype("<i8").tobytes()
     same &= sidecar.file_index == table.file_index[order].astype("<i8").tobytes()
     same &= [(file.name, file.nbytes) for file in files] == [(file.name, file.nbytes) for file in sidecar.files]
-    # With `names`, and for a file that one manifest shares with others, only a part of the sidecar's rows is here.
+    # `names` selects a part of the sidecar's rows. So does a file that shares its manifest with other files.
     if not same:
-        return _match_part(unpack(sidecar, uri=uri), table, files, uri)
+        return _matched_leaves_of_part(unpack(sidecar, uri=uri), table, files, uri)
     if sidecar.leaves is None:
         return None
-    # The sidecar's rows are sorted by name; `back` brings its leaves to the order of the table.
+    # The sidecar's rows are sorted by name. `back` maps them to the order of the table.
     back = np.empty_like(order)
     back[order] = np.arange(len(rows))
     leaves = np.frombuffer(sidecar.leaves, "<u8").astype(np.uint64)
@@ -429,12 +423,12 @@ def _match(sidecar: Sidecar, table: TensorTable, files: Sequence[FileEntry], uri
     return leaf.take_leaves(leaves, counts[order], back)
 
 
-def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
-    """Do as `_match` for some of the manifest's files; of each, every tensor must agree, or the difference is named."""
+def _matched_leaves_of_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry], uri: str) -> U64 | None:
+    """Do as `_matched_leaves` for some of the manifest's files. All tensors of each file must agree."""
     at = {file.name: index for index, file in enumerate(stated.files)}
     for file in files:
         if file.name not in at:
-            raise FormatError(f"the manifest does not know the file {clip(file.name)!r}", uri=uri)
+            raise FormatError(f"the manifest does not list the file {clip(file.name)!r}", uri=uri)
         nbytes = stated.files[at[file.name]].nbytes
         if nbytes != file.nbytes:
             raise FormatError(f"{clip(file.name)!r} has {file.nbytes} bytes, the manifest says {nbytes}", uri=uri)
@@ -442,7 +436,7 @@ def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry]
     rows = np.fromiter((row_of.get(name, -1) for name in table.names), np.int64, len(table))
     if rows.size and rows.min() < 0:
         unknown = clip(table.names[int(rows.argmin())])
-        raise FormatError("the manifest does not know the tensor", uri=uri, tensor=unknown)
+        raise FormatError("the manifest does not list the tensor", uri=uri, tensor=unknown)
     places = np.array([at[file.name] for file in files], np.int64)
     if len(table) < int(np.isin(stated.tensors.file_index, places).sum()):
         there, opened = set(table.names), set(places.tolist())
@@ -454,19 +448,19 @@ def _match_part(stated: Manifest, table: TensorTable, files: Sequence[FileEntry]
 
 
 def _compare(actual: TensorTable, stated: TensorTable, places: I64, uri: str) -> None:
-    """Raise FormatError unless both tables agree row by row; `places` are the stated numbers of the actual files."""
+    """Raise FormatError unless the tables agree row by row. `places[i]` is the manifest's number of file `i`."""
     wrong = (stated.offset != actual.offset) | (stated.file_index != places[actual.file_index])
     row = int(wrong.argmax()) if wrong.any() else -1
     if actual.dtypes != stated.dtypes or actual.shapes != stated.shapes:
         columns = zip(actual.dtypes, stated.dtypes, actual.shapes, stated.shapes, strict=True)
         row = next(row for row, (a, b, c, d) in enumerate(columns) if a != b or c != d)
     if row >= 0:
-        fault = "dtype, shape or place in the manifest is not that of the file's header"
+        fault = "dtype, shape or offset in the manifest differs from the file's header"
         raise FormatError(fault, uri=uri, tensor=clip(actual.names[row]))
 
 
-def _take(manifest: Manifest, rows: I64) -> Manifest:
-    """Return the same set with only these tensors; its revision stays that of the whole."""
+def _select_rows(manifest: Manifest, rows: I64) -> Manifest:
+    """Return a manifest of these tensors only. The revision stays that of the whole set."""
     return Manifest(
         files=manifest.files,
         tensors=manifest.tensors.take(rows.tolist()),
@@ -477,7 +471,7 @@ def _take(manifest: Manifest, rows: I64) -> Manifest:
 
 
 def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
-    """Return the rows that `names` selects, in the order of `tensors`."""
+    """Return the rows that `names` selects, in ascending order."""
     if isinstance(names, re.Pattern):
         return [row for row, tensor in enumerate(tensors) if names.search(tensor)]
     if names is None:
@@ -492,7 +486,7 @@ def _select(tensors: Sequence[str], names: Names, uri: str) -> list[int]:
     selected: set[int] = set()
     missing: list[str] = []
     for glob in globs:
-        # A tensor of exactly this name first: a name may have brackets and not be meant as a glob.
+        # Try the literal name first: a tensor's name may contain brackets.
         rows = [row_of[glob]] if glob in row_of else []
         if any(c in glob for c in "*?["):
             match = re.compile(fnmatch.translate(glob)).match
@@ -514,24 +508,24 @@ def build(
     threads: int = 0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> Manifest:
-    """Read every body once and digest it.
+    """Read every tensor once and return the manifest with its digests.
 
     Args:
-        weights: an open set, of all its tensors; leaves it may have are ignored.
-        leaf_bytes: bytes under one digest.
-        threads: readers, each with its own buffer of 8 MiB, or of one leaf where that is longer; 0 chooses by cores.
-        on_bytes: called with the bytes of each window that was read, by one thread at a time.
+        weights: an open set with all of its tensors. Leaves of its manifest are ignored.
+        leaf_bytes: bytes covered by each digest.
+        threads: reader threads, each with a buffer of 8 MiB, or of one leaf if that is longer. 0 chooses by cores.
+        on_bytes: called with the number of bytes of each window read, by one thread at a time.
 
     Raises:
         ConfigError: `leaf_bytes` is not positive.
-        IntegrityError: a file differs from the digest that its storage has of it.
-        SourceError: as `Source.readv`.
+        IntegrityError: a file differs from the digest that its storage states.
+        SourceError: see `Source.readv`.
     """
     if leaf_bytes <= 0:
         raise ConfigError(f"leaf_bytes must be positive, not {leaf_bytes}")
     manifest = weights.manifest
     without_gaps = fills_files(manifest)
-    # Every byte is read here: a manifest of bytes that are not the storage's would be one of damage.
+    # Every byte is read here, so compare files with the storage's digests: a manifest must not certify damaged bytes.
     compared = [
         source for source in weights.sources if without_gaps and isinstance(source, Digested) and source.check_whole()
     ]
@@ -551,10 +545,10 @@ def build(
 
 
 def fills_files(manifest: Manifest) -> bool:
-    """Return whether the tensors leave no byte between them and none after the last, in any file.
+    """Return whether tensors fill every file from its header to its end, without padding.
 
-    True for safetensors; GGUF pads tensors, those of odd sizes by some bytes. A reader of all tensors then does not
-    read all of the file, and cannot compare a digest of it.
+    True for safetensors. GGUF pads tensors, so a reader of all tensors skips some bytes of the file and cannot compare
+    the file's digest.
     """
     table, count = manifest.tensors, len(manifest.files)
     first = np.array([file.nbytes for file in manifest.files], np.int64)
@@ -563,7 +557,7 @@ def fills_files(manifest: Manifest) -> bool:
     return bool((np.bincount(table.file_index, table.nbytes, minlength=count) == nbytes - first).all())
 
 
-# Bytes that one thread reads at once: the chunk of a load. Source: `Settings.chunk_bytes`.
+# Bytes that a thread reads at once. Source: the chunk of a load, `Settings.chunk_bytes`.
 _WINDOW_BYTES = 8 * MIB
 
 _Piece = tuple[int, int, int]
@@ -571,13 +565,13 @@ _Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Window:
-    """A run of a file, and the pieces of tensors in it."""
+    """A range of a file, and the pieces of tensors in it."""
 
     file: int
     offset: int
     nbytes: int
     pieces: tuple[_Piece, ...]
-    """(offset in the window, bytes, first leaf); each but a tensor's last is whole leaves."""
+    """(offset in the window, bytes, first leaf). Only a tensor's last piece may end inside a leaf."""
 
 
 def _digest_bodies(
@@ -588,15 +582,15 @@ def _digest_bodies(
     threads: int,
     on_bytes: Callable[[int], None] | None = None,
 ) -> U64:
-    """Return leaf digests of all tensors, in the order of `table`; `on_bytes` is called with bytes as they are read.
+    """Return the leaf digests of all tensors, in the order of `table`.
 
     Raises:
-        SourceError: as `Source.readv`; the other threads stop at their next window.
+        SourceError: see `Source.readv`. The other threads stop before their next window.
     """
     counts = leaf.num_leaves(table.nbytes, leaf_bytes)
     leaves = np.zeros(int(counts.sum()), np.uint64)
     window_bytes = max(_WINDOW_BYTES // leaf_bytes, 1) * leaf_bytes
-    # One generator for all threads: each takes the next window of the files' order, so a disk reads forwards.
+    # All threads share one generator in file order, so a disk reads forwards.
     windows = _windows(table, np.cumsum(counts) - counts, leaf_bytes, window_bytes)
     lock = threading.Lock()
     stop = threading.Event()
@@ -606,7 +600,7 @@ def _digest_bodies(
             return None if stop.is_set() else next(windows, None)
 
     def work() -> None:
-        # An anonymous mapping begins at a page, so direct I/O may fill it; shared ones get no huge pages.
+        # An anonymous mapping begins at a page, as direct I/O needs. A shared mapping would get no huge pages.
         memory = mmap.mmap(-1, window_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -617,11 +611,11 @@ def _digest_bodies(
                 for start, nbytes, first in window.pieces:
                     leaf.leaf_digests(buffer[start : start + nbytes], leaf_bytes, leaves[first:])
                 if on_bytes is not None:
-                    # Under the lock, so that a caller's counter need not be safe for threads.
+                    # Hold the lock, so that the caller's counter need not be thread-safe.
                     with lock:
                         on_bytes(window.nbytes)
         finally:
-            # After an error the other threads must not read on; after the end there is nothing left for them.
+            # After an error the other threads must not read on.
             stop.set()
 
     with Threads(threads, thread_name_prefix="penstock-digest") as pool:
@@ -635,7 +629,7 @@ def _digest_bodies(
 
 
 def _windows(table: TensorTable, first_leaf: np.ndarray, leaf_bytes: int, window_bytes: int) -> Iterator[_Window]:
-    """Yield runs of files in order, at most `window_bytes` long, small neighbours together."""
+    """Yield ranges of files in order, at most `window_bytes` long. Neighbouring small tensors share a window."""
     order = np.lexsort((table.offset, table.file_index))
     columns = (table.file_index[order], table.offset[order], table.nbytes[order], first_leaf[order])
     file = start = stop = -1

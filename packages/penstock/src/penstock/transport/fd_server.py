@@ -168,7 +168,7 @@ def receive_fds(path: str, generation: int, count: int, uri: str) -> Generator[i
         raise ConfigError("the peer's release does not pass file descriptors of its memory", uri=uri, hint=hint)
     # As for the peer's control server: a path from a peer could lead to any socket of this user.
     if path.startswith("\0"):
-        fault = "" if path.startswith("\0penstock") else "it is not named as the socket of a member"
+        fault = "" if path.startswith("\0penstock") else "its name is not that of a member's socket"
     else:
         fault = private_socket_fault(path)
     if fault and (path.startswith("\0") or os.path.lexists(path)):

@@ -439,7 +439,7 @@ class _Carrier:
         self._peer.progress_at = time.monotonic()
         part.took(nbytes)
         part.read.gained(nbytes)
-        self._peer.choice.got(nbytes, wire_bytes, is_coded=is_coded)
+        self._peer.choice.add_bytes(nbytes, wire_bytes, is_coded=is_coded)
 
 
 def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Planes) -> None:

@@ -43,9 +43,9 @@ from penstock.jobs.operations.operation import (
 )
 from penstock.plan.tasks import Recipe, TaskOutput
 from penstock.plan.tensor_parallel import heads_of
-from penstock.storage.beside import read_sibling
 from penstock.storage.foreign_json import read_object
 from penstock.storage.gguf import blocks_of
+from penstock.storage.small_files import read_sibling
 from penstock.storage.weight_set import WeightSet, build
 from penstock.transform.formats import is_format
 from penstock.transform.stored import (

@@ -1,7 +1,6 @@
-"""The small files of a model: configurations, vocabularies, templates and code, those of folders below it too.
+"""The small files of a model: configurations, vocabularies, templates and code, in its directory and in folders.
 
-In: a place as `resolve` takes it. Out: the files to copy with the weights; those that are not copied, and why.
-Not here: the weights themselves (`weight_set`), a copy of everything (`fetcher.storage_initializer`).
+`find_small_files` returns the files to copy with the weights, and why the others are not copied.
 """
 
 from __future__ import annotations
@@ -28,121 +27,121 @@ _SMALL = re.compile(
     r"\.(json|jsonl|txt|model|jinja2?|tiktoken|py|bpe|vocab|spm|ya?ml|toml)$"
     r"|^(tokenizer|tekken|vocab|merges|sentencepiece|spiece)\."
 )
-"""Names of files that are copied: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates, code."""
+"""Names of files to copy: configurations, vocabularies (`tokenizer.model.v3`, `vocab.bpe`), templates and code."""
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|h5|msgpack|onnx|onnx_data(_\d+)?|ot|tflite|mlmodel|engine|pkl|pickle|npz)"
     r"(\.(data|gz|xz|zip|zst))?$"
 )
 _INDEX = re.compile(r"\.(safetensors|bin|h5|msgpack)\.index(\.[\w-]+)?\.json$")
-"""Names of indexes, variants too (`model.safetensors.index.fp16.json`). The result has an index of its own shards."""
-_OWN = re.compile(
+"""Names of indexes and their variants (`model.safetensors.index.fp16.json`). The result gets an index of its shards."""
+_DESCRIBES_WEIGHTS = re.compile(
     rf"(^|/)([^/]*\.)?({re.escape(SIDECAR)}(\.sig)?|penstock\.job)(/|$)|\.safetensors\.index(\.[\w-]+)?\.json$"
 )
-"""Names of files that describe the source's own weight files."""
+"""Names of files that describe the source's weight files."""
 _OTHER_FORMATS = re.compile(
     r"^(onnx|original|openvino|coreml|metal|tflite|runs|wandb|__pycache__|checkpoint-\d+|global_step\d+)$"
 )
-"""Folders that have the model in another format, or an earlier state of it."""
+"""Folders with the model in another format, or with an earlier state."""
 _MODULES = "modules.json"
-"""The file of sentence-transformers that names the folders of a model's own parts."""
+"""The file in which sentence-transformers names the folders of a model's parts."""
 _MAX_BYTES = GIB
-"""Largest file that is copied. Vocabularies of 80 MiB are common, and what is larger than this is no configuration."""
+"""Largest file that is copied. Vocabularies of 80 MiB are common, and no configuration is larger than this."""
 _MAX_FILES = 2000
-"""Most files of folders that are looked at. Reason: a model has tens of them, a data set has millions."""
+"""Most files in folders that are considered. Reason: a model has tens of them, and a data set has millions."""
 _TOO_MANY = f"the folders of the model have more than {_MAX_FILES} files"
-_OF_ONE_FILE = "files beside a single file are not copied: convert its directory"
+_SINGLE_FILE = "files next to a single file are not copied: convert its directory instead"
 _LOOKUPS = 8
-"""Requests at once that ask for the size of a remote file."""
+"""Number of remote files whose size is looked up at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
-    """The files of a place other than its weights."""
+class SmallFiles:
+    """The files of a place other than its weights, divided into those to copy and those to leave out."""
 
     files: Mapping[str, str]
-    """Name below the place -> URI, of the files to copy."""
+    """The files to copy: URI by name relative to the place."""
     left_out: Mapping[str, str]
-    """URI -> why the file is not copied, without user and query of a URL."""
+    """Why each other file is not copied, by its URI without user and query."""
 
 
-NOTHING_BESIDE = Beside(files={}, left_out={})
-"""Of a result without small files."""
+NO_SMALL_FILES = SmallFiles(files={}, left_out={})
+"""For a result without small files."""
 
 
-def files_beside(
+def find_small_files(
     uri: str,
     weights: Collection[str],
     *,
     settings: Settings,
     storage_options: Mapping[str, str] | None = None,
-) -> Beside:
-    """Find the small files of a model. None are read. Those beside a single file or a glob are left out.
+) -> SmallFiles:
+    """Find the small files of a model without reading them. For a single file or a glob, all are left out.
 
-    Hidden files are not looked at. Links to files are followed, as those of weights are. Links to folders are not.
+    Hidden files are ignored. Links to files are followed, as for weights. Links to folders are not.
 
     Args:
         uri: a directory, prefix or index.
-        weights: names below it of the files of weights that are read.
+        weights: names of the weight files relative to `uri`.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable: of the storage.
-        FormatError: a file of the directory itself would be copied, and is no regular file.
+        NotFound, PermissionDenied, SourceUnavailable: the storage cannot list the files.
+        FormatError: a file in the directory itself would be copied, but is not a regular file.
     """
     if uri.endswith(INDEX_SUFFIX):
         uri = uri.rpartition("/")[0] or "."
     found, left_out = _below(uri, settings, storage_options)
-    parts = _parts_of_model(found.get(_MODULES), settings, storage_options)
+    parts = _folders_of_model(found.get(_MODULES), settings, storage_options)
     models = _other_models(found, parts)
-    taken: dict[str, str] = {}
+    copied: dict[str, str] = {}
     for name, file in found.items():
-        # Such a name cannot be written to the JSON that lists the result's files.
+        # The JSON that lists the result's files cannot contain such a name.
         if _printable(name) != name:
-            left_out[file] = "its name is not Unicode"
+            left_out[file] = "a name that is not Unicode"
             continue
-        if _OWN.search(name) or name in weights:
+        if _DESCRIBES_WEIGHTS.search(name) or name in weights:
             continue
         if why := _why_not(name, models):
             left_out[file] = why
         else:
-            taken[name] = file
-    for name, why in _too_large(taken, settings, storage_options).items():
-        left_out[taken.pop(name)] = why
-    return Beside(files=taken, left_out={_printable(display(file)): why for file, why in left_out.items()})
+            copied[name] = file
+    for name, why in _too_large(copied, settings, storage_options).items():
+        left_out[copied.pop(name)] = why
+    return SmallFiles(files=copied, left_out={_printable(display(file)): why for file, why in left_out.items()})
 
 
 def _below(
     uri: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a place by their names, and those that cannot be files of a model, with the reason."""
+    """Return the files below a place by name, and those that cannot belong to a model, with the reason."""
     if not is_remote(uri):
         path = local_path(uri)
         if not os.path.isdir(path):
             near = (os.path.join(os.path.dirname(path), name) for name in PUBLISHED)
-            return {}, {file: _OF_ONE_FILE for file in near if os.path.isfile(file)}
+            return {}, {file: _SINGLE_FILE for file in near if os.path.isfile(file)}
         found, left_out = walk(path)
         for file, why in left_out.items():
             name = os.path.basename(file)
             if os.path.samefile(os.path.dirname(file), path) and _SMALL.search(name) and not os.path.isdir(file):
-                hint = "replace or remove it: the result would be a model without it"
+                hint = "replace or remove it, because the result would lack this file"
                 raise FormatError(f"{name} is {why}", uri=file, hint=hint)
         return found, left_out
     listed = list_files(uri, settings=settings, storage_options=storage_options)
     is_http = uri.startswith(("http://", "https://"))
     if listed == [uri] or (glob.has_magic(uri) and not is_http):
-        # Not looked for, which would cost requests: whether there are any is for the user to say.
+        # Do not look for small files, which would cost requests.
         path = uri.partition("?")[0] if is_http else uri
-        return {}, {f"{path.rpartition('/')[0]}/": _OF_ONE_FILE}
+        return {}, {f"{path.rpartition('/')[0]}/": _SINGLE_FILE}
     prefix, below = directory_prefix(uri), dict[str, str]()
     if is_http:
-        below[prefix] = "HTTP has no listing: of other files, those with the usual names are copied"
+        below[prefix] = "HTTP has no listing, so only files with the usual names are copied"
     else:
         if not all(file.startswith(prefix) for file in listed):
-            # The name of a repository without its revision, for example: the storage lists it with one.
+            # The storage adds something, for example the revision of a repository.
             prefix = f"{min(listed, key=lambda file: file.count('/')).rpartition('/')[0]}/"
         try:
             listed = list_uris(f"{prefix}**", settings=settings, storage_options=storage_options)
         except PenstockError as error:
-            # Names that no client accepts, `a/../b` for example. The model's own files were listed before.
+            # Some names are refused by every client, `a/../b` for example. The model's own files were listed before.
             below[prefix] = f"the folders cannot be listed: {error.message}"
     found, left_out = {}, below
     names = {file.removeprefix(prefix): file for file in listed}
@@ -152,27 +151,28 @@ def _below(
         if num_below > _MAX_FILES:
             left_out[prefix] = _TOO_MANY
         elif not _is_plain(name):
-            left_out[file] = "its name leads out of the directory"
+            left_out[file] = "a name that leads out of the directory"
         elif not any(part.startswith(".") for part in name.split("/")):
             found[name] = file
     return found, left_out
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a name of an object stays below the place as a path, too."""
+    """Return whether an object's name, used as a path, stays below the place."""
     return str(PurePosixPath(name)) == name and name[:1] != "/" and ".." not in name.split("/") and "\0" not in name
 
 
 def walk(
     root: str, *, follow_links: bool = False, max_below: int | None = _MAX_FILES
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the files below a local directory by their names, its own first, and what is left out by paths, with why.
+    """Return the files below a local directory by name, and the reasons for paths that are left out.
 
-    Hidden files are not looked at.
+    Hidden files are ignored. The files of the directory itself are listed first.
 
     Args:
-        follow_links: follow links to folders too, each folder once.
-        max_below: most entries of folders that are looked at; None: all.
+        root: the directory.
+        follow_links: also follow links to folders, visiting each folder once.
+        max_below: maximum number of entries in folders. None sets no limit.
     """
     found, left_out = dict[str, str](), dict[str, str]()
     level, num_below = [("", root)], 0
@@ -212,7 +212,7 @@ def _printable(path: str) -> str:
 
 
 def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
-    """Yield the entries of a folder that are not hidden, and why one is no file or folder to look at.
+    """Yield the entries of a folder that are not hidden, each with the reason if it cannot be used, or "".
 
     Raises:
         PermissionDenied, SourceUnavailable: the folder cannot be listed.
@@ -230,30 +230,30 @@ def _entries(folder: str) -> Iterator[tuple[os.DirEntry[str], str]]:
             if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
                 why = "not a regular file"
             elif stat.S_ISDIR(mode) and not os.access(entry.path, os.R_OK | os.X_OK):
-                why = "the folder cannot be listed"
+                why = "a folder that cannot be listed"
         except OSError as error:
-            why = "a link that leads to no file" if entry.is_symlink() else f"not readable: {error.strerror}"
+            why = "a broken link" if entry.is_symlink() else f"not readable: {error.strerror}"
         yield entry, why
 
 
-def _parts_of_model(
+def _folders_of_model(
     modules: str | None, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> frozenset[str]:
-    """Return the folders that `modules.json` names, which are parts of the model also where they have weights."""
+    """Return the folders that `modules.json` names. They are parts of the model even if they have weights."""
     raw = None if modules is None else read_small(modules, settings=settings, storage_options=storage_options)
     if raw is None:
         return frozenset()
     try:
         entries = json.loads(raw)
     except (ValueError, RecursionError):
-        # It is copied as it is, so its content is no error here.
+        # The file is copied unchanged, so its content does not matter here.
         return frozenset()
     named = entries if isinstance(entries, list) else []
     return frozenset(str(entry.get("path")) for entry in named if isinstance(entry, dict))
 
 
 def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset[str]:
-    """Return the folders that hold another model: they have weights and a configuration, or a manifest."""
+    """Return folders with a different model: they have weights and a configuration, or a manifest."""
     folders: dict[str, set[str]] = {}
     for name in found:
         folder, _, last = name.rpartition("/")
@@ -268,15 +268,15 @@ def _other_models(found: Mapping[str, str], parts: Collection[str]) -> frozenset
 
 
 def _why_not(name: str, models: Collection[str]) -> str:
-    """Return why a file is not copied; empty: it is."""
+    """Return why a file is not copied, or "" if it is copied."""
     folders, _, last = name.rpartition("/")
     parents = folders.split("/") if folders else []
     if other := next((folder for folder in parents if _OTHER_FORMATS.search(folder)), None):
-        return f"the folder {other} is not the model's in this format"
+        return f"the folder {other} is not part of the model in this format"
     if any("/".join(parents[: i + 1]) in models for i in range(len(parents))):
-        return "it is in a folder with another model: convert that too"
+        return "in a folder with another model: convert that too"
     if last.endswith(".safetensors"):
-        return "it does not belong to the weight set" if not folders else "weights of a folder are not converted"
+        return "not part of the weight set" if not folders else "weights in a folder, which are not converted"
     if _INDEX.search(last):
         return "an index of weights that are not copied"
     if _WEIGHTS.search(last):
@@ -287,7 +287,7 @@ def _why_not(name: str, models: Collection[str]) -> str:
 def _too_large(
     files: Mapping[str, str], settings: Settings, storage_options: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """Return the files that are too large for a configuration or a tokenizer, by name, with the reason."""
+    """Return files that are too large for a configuration or tokenizer, by name, with the reason."""
 
     def size(file: str) -> int | None:
         try:
@@ -302,14 +302,15 @@ def _too_large(
         sizes = dict(zip(files, pool.map(size, files.values()), strict=True))
     large = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None and nbytes > _MAX_BYTES}
     return {
-        name: f"{bytes_text(nbytes)}, and at most {bytes_text(_MAX_BYTES)} are copied" for name, nbytes in large.items()
+        name: f"{bytes_text(nbytes)}, above the limit of {bytes_text(_MAX_BYTES)}"
+        for name, nbytes in large.items()
     }
 
 
 def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mapping[str, str] | None) -> bytes | None:
-    """Return a file that is next to a source's weights; None: there is none."""
+    """Return the content of a file next to a source's weights, or None if it is absent."""
     path, _, query = uri.partition("?") if uri.startswith(("http://", "https://")) else (uri, "", "")
-    # The query of a URL is of one object, a signature for example.
+    # The query of a URL is valid for one object only, for example a signature.
     if query:
         return None
     directory = path.rpartition("/")[0] if path.endswith((".safetensors", ".gguf", INDEX_SUFFIX)) else path.rstrip("/")
@@ -317,14 +318,14 @@ def read_sibling(uri: str, name: str, settings: Settings, storage_options: Mappi
     try:
         return read_small(where, settings=settings, storage_options=storage_options)
     except PermissionDenied:
-        # What stores answer for an absent object to a user who may not list.
+        # Stores answer this for an absent object if the user may not list.
         if is_remote(where):
             return None
         raise
 
 
 def read_file(file: str, *, settings: Settings, storage_options: Mapping[str, str] | None = None) -> bytes:
-    """Return the content of one of `files_beside`. NotFound: it was removed meanwhile. Others as `read_small`."""
+    """Return the content of a file from `find_small_files`. NotFound if it was removed. Raises as `read_small`."""
     raw = read_small(file, settings=settings, storage_options=storage_options)
     if raw is None:
         raise NotFound("the file was removed during the conversion", uri=display(file), hint="run it again")

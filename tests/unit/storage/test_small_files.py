@@ -9,7 +9,7 @@ import pytest
 from penstock.config import Settings
 from penstock.errors import NotFound, SourceUnavailable
 from penstock.storage import MemorySource, Source, register_storage
-from penstock.storage.beside import files_beside
+from penstock.storage.small_files import find_small_files
 
 FILES: dict[str, bytes] = {}
 BROKEN: list[str] = []
@@ -59,14 +59,14 @@ def files() -> Iterator[None]:
 
 
 def test_names_outside_model_directory_are_skipped() -> None:
-    found = files_beside("shelf://m", ["model.safetensors"], settings=Settings.read())
+    found = find_small_files("shelf://m", ["model.safetensors"], settings=Settings.read())
     assert set(found.files) == {"config.json", "1_Pooling/config.json"}
-    out = "its name leads out of the directory"
+    out = "a name that leads out of the directory"
     assert {name.removeprefix("shelf://m/"): why for name, why in found.left_out.items()} == {
         "../evil.json": out,
         "a/../../evil.json": out,
         "a//b.json": out,
-        "onnx/config.json": "the folder onnx is not the model's in this format",
+        "onnx/config.json": "the folder onnx is not part of the model in this format",
         "pytorch_model.bin": "weights in another format",
     }
 
@@ -74,6 +74,6 @@ def test_names_outside_model_directory_are_skipped() -> None:
 def test_unlistable_folders_are_reported() -> None:
     BROKEN.append("the store is away")
     del FILES["shelf://m/../evil.json"]
-    found = files_beside("shelf://m", ["model.safetensors"], settings=Settings.read())
+    found = find_small_files("shelf://m", ["model.safetensors"], settings=Settings.read())
     assert set(found.files) == {"config.json"}
     assert found.left_out["shelf://m/"] == "the folders cannot be listed: the store is away"
