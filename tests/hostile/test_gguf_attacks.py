@@ -78,11 +78,11 @@ LIES: dict[str, tuple[bytes, str]] = {
     "a long array of strings": (one_field(ARRAY, struct.pack("<IQ", STRING, BIG)), "elements of 'k' in a file of"),
     "an array of arrays": (one_field(ARRAY, struct.pack("<IQ", ARRAY, 1)), "an array of arrays"),
     "an array of an unknown type": (one_field(ARRAY, struct.pack("<IQ", 99, 1)), "an array of the unknown type 99"),
-    "alignment of another type": (one_field(U16, b"\x20\0", key="general.alignment"), "general.alignment  32"),
-    "alignment zero": (one_field(U32, bytes(4), key="general.alignment"), "general.alignment  0"),
-    "an odd alignment": (one_field(U32, b"\x30\0\0\0", key="general.alignment"), "general.alignment  48"),
-    "a wide alignment": (one_field(U32, b"\0\0\0\x80", key="general.alignment"), "general.alignment  2147483648"),
-    "alignment as text": (one_field(STRING, text("32"), key="general.alignment"), "general.alignment  32"),
+    "alignment of another type": (one_field(U16, b"\x20\0", key="general.alignment"), "general.alignment 32"),
+    "alignment zero": (one_field(U32, bytes(4), key="general.alignment"), "general.alignment 0"),
+    "an odd alignment": (one_field(U32, b"\x30\0\0\0", key="general.alignment"), "general.alignment 48"),
+    "a wide alignment": (one_field(U32, b"\0\0\0\x80", key="general.alignment"), "general.alignment 2147483648"),
+    "alignment as text": (one_field(STRING, text("32"), key="general.alignment"), "general.alignment 32"),
     "alignment as a list": (
         one_field(ARRAY, struct.pack("<IQI", U32, 1, 32), key="general.alignment"),
         "general.alignment",
@@ -244,7 +244,7 @@ def test_renamed_part_is_not_a_model(tmp_path: Path) -> None:
 def test_swapped_part_is_refused(tmp_path: Path) -> None:
     parts = parts_of(tmp_path)
     parts[1].write_bytes(parts[2].read_bytes())
-    with pytest.raises(FormatError, match=r"part 3 of 3 by its header, as 'm-00002-of-00003.gguf' is"):
+    with pytest.raises(FormatError, match=r"part 3 of 3 by its header, and so is 'm-00002-of-00003.gguf'"):
         penstock.load(parts[0])
 
 

@@ -304,7 +304,7 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
     if is_remote(destination):
         place = destination.rstrip("/")
         if source := next((one for one in sources if f"{one.rstrip('/')}/".startswith(f"{place}/")), None):
-            message = f"the destination {'is' if source.rstrip('/') == place else 'has'} the source {source}"
+            message = f"the destination {'is' if source.rstrip('/') == place else 'contains'} the source {source}"
             raise ConfigError(message, uri=destination, hint="write to another prefix")
         return
     # An interrupted run could not resume: its sources would be gone once the result has their place.
