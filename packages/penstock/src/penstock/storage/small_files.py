@@ -302,8 +302,7 @@ def _too_large(
         sizes = dict(zip(files, pool.map(size, files.values()), strict=True))
     large = {name: nbytes for name, nbytes in sizes.items() if nbytes is not None and nbytes > _MAX_BYTES}
     return {
-        name: f"{bytes_text(nbytes)}, above the limit of {bytes_text(_MAX_BYTES)}"
-        for name, nbytes in large.items()
+        name: f"{bytes_text(nbytes)}, above the limit of {bytes_text(_MAX_BYTES)}" for name, nbytes in large.items()
     }
 
 
