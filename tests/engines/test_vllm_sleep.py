@@ -174,11 +174,11 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
         assert engine.version() == "none"
         server.post("/wake_up")
         engine.serves(7, "7")
-        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"], "not received anew"
+        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"], "not received again"
         engine.sleep(level=1)
         server.post("/wake_up")
         engine.serves(7, "7")
-        assert "not those of before" in server.log.read_text()
+        assert "differ from those before the sleep" in server.log.read_text()
 
         # Updates go on, and the test can fail: destroyed weights give other tokens.
         engine.send(second, 8)

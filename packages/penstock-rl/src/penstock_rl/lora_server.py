@@ -1,17 +1,14 @@
-"""Engines that serve an adapter's versions: a vLLM or SGLang server on this host, or vLLM's `LLM` in this process.
+"""Engines that serve the versions of an adapter: a vLLM or SGLang server on this host, or vLLM's `LLM` in this process.
 
-In: versions of an adapter (`adapter`), an engine. Out: the engine serves each version under a name of its own, and its
-tokens are of that version alone.
-Not here: receiving and the files of a version (`adapter`), whole weights (`penstock_vllm.weight_transfer`).
+    version 7 -> a directory that never changes -> the engine loads `policy@7` for requests to `policy@7` and `policy`
+    version 8 -> another directory              -> the engine loads `policy@8`. Running requests finish on `policy@7`
 
-    version 7 -> a directory that never changes -> engine loads `policy@7` -> requests for `policy@7`, `policy`
-    version 8 -> another directory              -> `policy@8`; requests that run on `policy@7` end on it
+Each version has a separate name, id and path, and no version replaces another in place. vLLM keys the prefix cache by
+name and path, and SGLang by an id that each load creates. A request therefore never uses keys and values from another
+version. vLLM's `load_inplace` keeps the id, so running requests would continue with another version's weights.
 
-A version has a name, an id and a path of its own, and nothing is loaded in place. vLLM keys the prefix cache by name
-and path, SGLang by an id that each load makes, so no request uses keys and values of another version. vLLM's
-`load_inplace` keeps the id: requests that run would go on with another version's weights.
-
-vLLM's routes were run with 0.32. SGLang's were read in 0.5.23 and not run. Neither package is needed to import this.
+vLLM's routes were run with 0.32. SGLang's routes were read in 0.5.23 and not run. Neither package is needed to import
+this module.
 """
 
 from __future__ import annotations
@@ -41,14 +38,14 @@ _REASON_CHARS = 2000
 
 
 class LoraEngine(Protocol):
-    """An engine that loads adapters from directories. Each is loaded once, and never in place of another."""
+    """An engine that loads adapters from directories. It loads each adapter once, and never replaces one in place."""
 
     def load(self, name: str, directory: Path) -> None:
-        """Load an adapter under a name. Raises DestinationError: it is not loaded."""
+        """Load an adapter under a name. Raise DestinationError if this fails."""
         ...
 
     def unload(self, name: str) -> None:
-        """Let no further request use an adapter; those that run end on it. Raises DestinationError."""
+        """Stop using an adapter for new requests. Running requests finish on it. Raise DestinationError on failure."""
         ...
 
 
@@ -56,9 +53,9 @@ class _Server:
     """The routes of a server on this host.
 
     Args:
-        url: of the server.
-        token: for its `Authorization` header; None: it needs none.
-        timeout_s: for one answer; None: the stall deadline.
+        url: URL of the server.
+        token: Token for the `Authorization` header. None means that the server needs no token.
+        timeout_s: Limit in seconds for one answer. None means the stall deadline.
     """
 
     _load_route = ""
@@ -66,9 +63,9 @@ class _Server:
     _hint = ""
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float | None = None) -> None:
-        # The server reads files of this host, so its own address is enough, without TLS.
+        # The server reads files on this host, so a local address without TLS is enough.
         if urlsplit(url).scheme != "http" or not urlsplit(url).hostname:
-            raise ConfigError(f"{url!r} is not the address of a server", hint="write http://localhost:8000")
+            raise ConfigError(f"{url!r} is not a server's address", hint="use an address like http://localhost:8000")
         self.url = url.rstrip("/")
         self._token = token
         self._timeout_s = Settings.read(stall_s=timeout_s).stall_s
@@ -104,9 +101,9 @@ class _Server:
 
 
 class VllmServer(_Server):
-    """A vLLM server on this host: `vllm serve --enable-lora`, with `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
+    """A vLLM server on this host, started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
-    It needs room for two adapters at least (`--max-loras 2`): the newest, and that of the requests that still run.
+    It needs `--max-loras 2` or more: one adapter is the newest, and running requests use the previous one.
     """
 
     _load_route = "/v1/load_lora_adapter"
@@ -114,9 +111,10 @@ class VllmServer(_Server):
     _hint = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
     def synced_base(self, name: str) -> Callable[[], str]:
-        """Return the base of a server whose own weights come by the sync `name`: `NAME:VERSION`, as it serves them now.
+        """Return a function for the base of a server whose own weights come from the sync `name`.
 
-        The server is one of `--weight-transfer-config '{"backend": "penstock"}'` and `VLLM_SERVER_DEV_MODE=1`.
+        It asks the server, and returns `NAME:VERSION`. The server was started with `--weight-transfer-config
+        '{"backend": "penstock"}'` and `VLLM_SERVER_DEV_MODE=1`.
         """
 
         def identity() -> str:
@@ -126,7 +124,7 @@ class VllmServer(_Server):
             except MALFORMED:
                 info = {}
             if "weight_version" not in info:
-                message = f"the server does not say which version of {name!r} it serves: it answered {status}"
+                message = f"the server does not report which version of {name!r} it serves: it answered {status}"
                 raise DestinationError(message, uri=self.url, hint="start it with VLLM_SERVER_DEV_MODE=1")
             return f"{name}:{info['weight_version']}"
 
@@ -134,7 +132,7 @@ class VllmServer(_Server):
 
 
 class SglangServer(_Server):
-    """An SGLang server on this host, of `--enable-lora --max-lora-rank ... --lora-target-modules ...`."""
+    """An SGLang server on this host, started with `--enable-lora --max-lora-rank ... --lora-target-modules ...`."""
 
     _load_route = "/load_lora_adapter"
     _unload_route = "/unload_lora_adapter"
@@ -142,15 +140,15 @@ class SglangServer(_Server):
 
 
 class VllmEngine:
-    """vLLM's `LLM` in this process, made with `enable_lora=True` and `max_loras` of 2 at least.
+    """vLLM's `LLM` in this process, created with `enable_lora=True` and `max_loras` of at least 2.
 
-    If vLLM runs its engine in a process of its own, a refused adapter is vLLM's own plain Exception.
+    If vLLM runs its engine in a separate process, an adapter that vLLM refuses raises a plain Exception.
 
     Args:
-        llm: the `LLM`.
+        llm: The `LLM`.
 
     Attributes:
-        requests: vLLM's `LoRARequest` of each adapter that is loaded, by name: for `llm.generate(lora_request=...)`.
+        requests: vLLM's `LoRARequest` for each loaded adapter, by name. Pass it to `llm.generate(lora_request=...)`.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -167,7 +165,7 @@ class VllmEngine:
         try:
             self._llm.llm_engine.add_lora(request)
         except (ValueError, RuntimeError, OSError) as error:
-            raise DestinationError(f"vLLM does not load the adapter {name}: {error}") from error
+            raise DestinationError(f"vLLM could not load the adapter {name}: {error}") from error
         self.requests[name] = request
 
     def unload(self, name: str) -> None:
@@ -176,11 +174,11 @@ class VllmEngine:
 
 
 class ServedAdapter(Closeable):
-    """An adapter's versions in an engine. Made by `serve_adapter`; a context manager. One thread at a time updates.
+    """The versions of an adapter in an engine. A context manager. Only one thread at a time may update.
 
     Attributes:
-        received: where the versions come from.
-        loaded: the names under which the engine has versions, the oldest first.
+        received: Subscription to the versions.
+        loaded: Names of the versions that the engine has, with the oldest first.
     """
 
     def __init__(
@@ -189,7 +187,7 @@ class ServedAdapter(Closeable):
         self.received = received
         self.loaded: list[str] = []
         self.install_s = 0.0
-        """Time of the newest version's installation: files and the engine's load."""
+        """Seconds to install the newest version, which writes files and loads them into the engine."""
         self._directory = directory
         self._engine = engine
         self._base = base
@@ -199,26 +197,28 @@ class ServedAdapter(Closeable):
 
     @property
     def name(self) -> str:
-        """Return the name under which the engine has the newest version, as `policy@7`. ConfigError: it has none."""
+        """Return the engine's name for the newest version, such as `policy@7`. Raise ConfigError without a version."""
         if not self.loaded:
             raise ConfigError(f"no version of {self._name!r} is loaded", hint="call update()")
         return self.loaded[-1]
 
     @property
     def version(self) -> int:
-        """Return the version that the engine serves; -1: none."""
+        """Return the version that the engine serves, or -1."""
         return int(self.loaded[-1].rpartition("@")[2]) if self.loaded else -1
 
     def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
-        """Receive a version, and have the engine serve it under a name of its own.
+        """Receive a version, and make the engine serve it under a separate name.
 
-        Requests that run end on the version that they began with. The version before stays loaded, older ones do not.
+        Running requests finish on the version that they began with. The previous version stays loaded, and older ones
+        are unloaded.
 
         Raises:
-            BaseMismatch: the version is for another base than the engine's; no byte of it was read. Versions of a base
-                that the engine no longer has are unloaded.
-            DestinationError: the engine refused it; says why. The engine serves the version before. Call this again.
-            Others as `penstock.sync.Subscriber.update`.
+            BaseMismatch: The version is for another base than the engine's. None of its bytes were read. Versions for a
+                base that the engine no longer has are unloaded.
+            DestinationError: The engine refused the version, for the given reason. It serves the previous version. Call
+                this again.
+            PenstockError: See `penstock.sync.Subscriber.update`.
         """
         self.check_base()
         report = self.received.update(version, timeout_s)
@@ -231,10 +231,10 @@ class ServedAdapter(Closeable):
             self.install_s = time.perf_counter() - began
             if not self.check_base():
                 raise BaseMismatch(
-                    f"the engine's base changed while {name} was loaded, which is for {self.received.base}",
+                    f"the engine's base changed while it loaded {name}, which is for {self.received.base}",
                     expected=self.received.base,
                     found=base_identity(self._base),
-                    hint="publish an adapter of the new base",
+                    hint="publish an adapter for the new base",
                 )
         while len(self.loaded) > 2:
             self._engine.unload(self.loaded[0])
@@ -242,9 +242,9 @@ class ServedAdapter(Closeable):
         return report
 
     def check_base(self) -> bool:
-        """Return whether the engine still has the base of the versions in it; unload them all if it does not.
+        """Return whether the engine still has the base that its versions are for. Otherwise unload all versions.
 
-        Order: call this after the engine's base was updated, before it serves requests again.
+        Call this after the engine's base was updated, and before the engine serves requests again.
         """
         if not self.loaded or is_same_base(self._loaded_base, base_identity(self._base)):
             return True
@@ -252,14 +252,14 @@ class ServedAdapter(Closeable):
         return False
 
     def unload(self) -> None:
-        """Unload all versions. Raises DestinationError: the engine did not do so."""
+        """Unload all versions. Raise DestinationError if the engine does not."""
         while self.loaded:
             self._engine.unload(self.loaded[-1])
             del self.loaded[-1]
 
     def close(self) -> None:
         """Unload all versions, leave the sync, and remove the files. Idempotent."""
-        # A server that ended before has unloaded them too.
+        # A server that has ended has unloaded them too.
         with contextlib.suppress(DestinationError):
             self.unload()
         self.received.close()
@@ -276,22 +276,22 @@ def serve_adapter(
     directory: Path | str | None = None,
     keep: int = 8,
 ) -> ServedAdapter:
-    """Receive the versions of an adapter for an engine of this host.
+    """Receive the versions of an adapter for an engine on this host.
 
     Args:
-        name: of the sync that a trainer publishes the adapter under.
+        name: Name of the sync under which a trainer publishes the adapter.
         engine: `VllmServer(url)`, `VllmEngine(llm)`, `SglangServer(url)`, or another `LoraEngine`.
-        base: the engine's base: see `adapter.base_identity`, and `VllmServer.synced_base`.
-        served_name: the engine has version N as `SERVED_NAME@N`; None: `name`.
-        connection: see `penstock.subscriber`.
-        directory, keep: see `AdapterDirectory`. The engine's processes read the files: if the engine runs as another
-            user, or in a container, name a directory that it may read.
+        base: Base of the engine. See `adapter.base_identity` and `VllmServer.synced_base`.
+        served_name: The engine calls version N `SERVED_NAME@N`. None means `name`.
+        connection: See `penstock.subscriber`.
+        directory, keep: See `AdapterDirectory`. The engine's processes read these files. If the engine runs as another
+            user or in a container, choose a directory that it may read.
 
     Raises:
-        As `penstock.subscriber`.
+        PenstockError: See `penstock.subscriber`.
     """
     if keep < 2:
-        raise ConfigError(f"keep is {keep}", hint="the engine has two versions loaded, and may read both again")
+        raise ConfigError(f"keep is {keep}, but the engine may read two versions again", hint="use 2 or more")
     received = adapter_subscriber(name, base=base, connection=connection)
     files = AdapterDirectory(received, directory, keep=keep)
     return ServedAdapter(received, files, engine, base, served_name or name)

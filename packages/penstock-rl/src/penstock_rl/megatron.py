@@ -1,14 +1,13 @@
-"""Megatron-Core parameters declared as a Hugging Face checkpoint's tensors: views of live memory, nothing is copied.
-
-In: one rank's parameters by Megatron's names, and its place in the grid. Out: `Shard`s by Hugging Face names, for
-`penstock.publisher`. Megatron need not be installed.
-Not here: publishing shards (`sync.publish`).
+"""Declare Megatron-Core parameters as a Hugging Face checkpoint's tensors. They are views, and nothing is copied.
 
     linear_qkv.weight, one query group after the other        q_proj   rows of group 0, 1
     [q q k v | q q k v] [hidden]                          ->  k_proj   rows of group 0, 1
                                                               v_proj   rows of group 0, 1
 
-Source of names and orders: Megatron-Core's GPTModel, with Transformer Engine's layers or its own; Megatron-Bridge.
+The input is one rank's parameters by Megatron's names, with the rank's position in the grid. The output is `Shard`s by
+Hugging Face names, for `penstock.publisher`. Megatron need not be installed.
+
+Source of names and orders: Megatron-Core's GPTModel, with Transformer Engine's layers or its own, and Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -25,33 +24,36 @@ from penstock.errors import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The sizes of the model, and the part of it that this rank has."""
+    """The sizes of a model, and this rank's part of it."""
 
     num_heads: int
     num_kv_heads: int
-    """Query groups; a multiple of `tp`."""
+    """Number of query groups, which is a multiple of `tp`."""
     head_dim: int
     vocab_size: int
-    """As in the checkpoint; Megatron's own is padded."""
+    """Vocabulary size in the checkpoint. Megatron's own is padded."""
     num_experts: int = 0
     tp_rank: int = 0
     tp: int = 1
     ep_rank: int = 0
     ep: int = 1
     expert_tp_rank: int | None = None
-    """Tensor parallelism inside experts; None: as outside."""
+    """Tensor-parallel rank inside experts. None means the same as outside."""
     expert_tp: int | None = None
     layer_offset: int = 0
-    """Number of layers before this pipeline stage: `get_transformer_layer_offset` returns it."""
+    """Number of layers in earlier pipeline stages, from Megatron's `get_transformer_layer_offset`."""
 
 
 Cut = Callable[[torch.Tensor, Grid, int, int], Iterator[tuple[int, Shard]]]
-"""(parameter, grid, this rank, number of ranks it is cut over) -> index of the name in the rule, and the shard."""
+"""A function of (parameter, grid, rank, number of ranks that share the parameter).
+
+It yields pairs of an index into the rule's names and a shard.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NameRule:
-    """The cut of a parameter, and the Hugging Face names of the tensors in it, in their order."""
+    """How a parameter is cut, and the Hugging Face names of its tensors, in order."""
 
     cut: Cut
     names: tuple[str, ...]
@@ -59,7 +61,7 @@ class NameRule:
 
 def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
     """Yield the whole tensor, which every rank has."""
-    # Unless Megatron marks the parameter as cut: some layers are parallel or not by the model's configuration.
+    # Some layers are parallel or not depending on the model's configuration. Megatron marks the parameters that it cut.
     if getattr(tensor, "tensor_model_parallel", False):
         yield 0, _along(tensor, int(tensor.partition_dim), rank, size)  # type: ignore[attr-defined]
     else:
@@ -67,17 +69,17 @@ def whole(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tu
 
 
 def column(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's part of a column-parallel matrix: outputs, dim 0, are cut."""
+    """Yield this rank's part of a column-parallel matrix, which is cut along its outputs (dim 0)."""
     yield 0, _along(tensor, 0, rank, size)
 
 
 def row(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield this rank's part of a row-parallel matrix: inputs, dim 1, are cut."""
+    """Yield this rank's part of a row-parallel matrix, which is cut along its inputs (dim 1)."""
     yield 0, _along(tensor, 1, rank, size)
 
 
 def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the rows of this rank's tokens, without those that pad the vocabulary."""
+    """Yield the rows of this rank's tokens, without the padding of the vocabulary."""
     start = rank * len(tensor)
     count = min(len(tensor), grid.vocab_size - start)
     if count > 0:
@@ -86,15 +88,15 @@ def vocabulary(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterat
 
 
 def gate_up(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the parts of SwiGLU's first matrix: this rank's rows of the gate, then its rows of the up projection."""
+    """Yield the parts of SwiGLU's first matrix: this rank's rows of the gate, then of the up projection."""
     for at, half in enumerate(tensor.chunk(2)):
         yield at, _along(half, 0, rank, size)
 
 
 def query_groups(tensor: torch.Tensor, grid: Grid, rank: int, size: int) -> Iterator[tuple[int, Shard]]:
-    """Yield the parts of a fused QKV matrix: of each query group its queries, its key, its value."""
-    # Megatron fuses QKV by query group, so that tensor parallelism can cut between groups: the rows of one Hugging Face
-    # tensor are not contiguous in it.
+    """Yield the parts of a fused QKV matrix. Each query group has its queries, its key and its value."""
+    # Megatron fuses QKV by query group, so that tensor parallelism can cut between groups. The rows of one Hugging Face
+    # tensor are therefore not contiguous.
     groups, uneven = divmod(grid.num_kv_heads, size)
     queries, ragged = divmod(grid.num_heads, grid.num_kv_heads)
     if uneven or ragged or len(tensor) != groups * (queries + 2) * grid.head_dim:
@@ -118,7 +120,7 @@ def _along(tensor: torch.Tensor, dim: int, rank: int, size: int) -> Shard:
 
 
 def _rules(at: str, to: str, table: Mapping[str, tuple[Cut, tuple[str, ...]]]) -> dict[str, NameRule]:
-    """Return rules by Megatron name, with a prefix before the names of both sides."""
+    """Return rules by Megatron name, with a prefix added to the names on both sides."""
     return {at + name: NameRule(cut=cut, names=tuple(to + n for n in names)) for name, (cut, names) in table.items()}
 
 
@@ -182,7 +184,7 @@ GPT: Mapping[str, NameRule] = {
         ).items()
     },
 }
-"""Rules of GPTModel, dense and with experts, grouped by Transformer Engine or one by one."""
+"""Rules for GPTModel, dense or with experts. Experts may be separate, or grouped by Transformer Engine."""
 
 MLA: Mapping[str, NameRule] = {
     **GPT,
@@ -202,34 +204,35 @@ MLA: Mapping[str, NameRule] = {
         },
     ),
 }
-"""Rules of GPTModel with DeepSeek's latent attention."""
+"""Rules for GPTModel with DeepSeek's latent attention."""
 
 
 def from_megatron(
     params: torch.nn.Module | Mapping[str, torch.Tensor], grid: Grid, *, rules: Mapping[str, NameRule] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return the shards of one rank of a Megatron-Core model, by Hugging Face names.
+    """Return one rank's shards of a Megatron-Core model, by Hugging Face names.
 
     Args:
-        params: the model chunk of this pipeline stage, or its parameters by name; layers numbered from 0 in each chunk,
-            as Megatron does. For several chunks: call this for each, with its `layer_offset`, and merge the results.
-        grid: the model's sizes, and this rank's place.
-        rules: by Megatron name with `{layer}` and `{expert}`; None: `MLA` where there is latent attention, else `GPT`.
+        params: The model chunk of this pipeline stage, or its parameters by name. Each chunk numbers its layers from 0,
+            as Megatron does. Call this for each chunk with its `layer_offset`, and merge the results.
+        grid: The model's sizes and this rank's position.
+        rules: Rules by Megatron name with `{layer}` and `{expert}`. None means `MLA` for a model with latent attention,
+            and `GPT` for others.
 
     Raises:
-        PlanError: no rule knows a parameter (all of them are listed), or it is not of the grid's sizes.
+        PlanError: No rule matches some parameters, which the message lists, or a size does not fit the grid.
     """
     state = params.state_dict(keep_vars=True) if isinstance(params, torch.nn.Module) else params
-    # By name: Megatron need not be installed, and its config is not part of the parameters.
+    # Decide by the names. Megatron need not be installed, and its config is not among the parameters.
     if rules is None:
         rules = MLA if any("linear_kv_down_proj" in name for name in state) else GPT
     patterns = [(re.compile(_pattern(name)), rule) for name, rule in rules.items()]
     shards: dict[str, list[Shard]] = {}
     unknown = []
     for name, tensor in state.items():
-        # Wrappers (Float16Module, DDP) each put `module.` before the names.
+        # Each wrapper (Float16Module, DDP) adds `module.` in front of the names.
         own = re.sub(r"^(module\.)+", "", name)
-        # Transformer Engine keeps scales of FP8 training under this name; they are no weights of the model.
+        # Transformer Engine keeps the scales for FP8 training under this name. They are not weights.
         if not isinstance(tensor, torch.Tensor) or own.endswith("_extra_state"):
             continue
         for pattern, rule in patterns:
@@ -240,7 +243,7 @@ def from_megatron(
             unknown.append(name)
     if unknown:
         more = f" (and {len(unknown) - 10} more)" if len(unknown) > 10 else ""
-        hint = "pass rules={**GPT, 'decoder.layers.{layer}....': Rule(cut=..., names=...)}"
+        hint = "pass rules={**GPT, 'decoder.layers.{layer}....': NameRule(cut=..., names=...)}"
         raise PlanError(f"no rule for {len(unknown)} parameters: {', '.join(unknown[:10])}{more}", hint=hint)
     return dict(shards)
 
@@ -252,14 +255,14 @@ def _pattern(name: str) -> str:
 def _add(
     shards: dict[str, list[Shard]], name: str, tensor: torch.Tensor, rule: NameRule, grid: Grid, at: Mapping[str, str]
 ) -> None:
-    """Cut one parameter and add its shards; a tied parameter that the rank has twice gives two."""
-    # Both number from 0 in each pipeline stage and on each expert rank; a checkpoint numbers the whole model.
+    """Cut one parameter and add its shards. A tied parameter that the rank has twice adds two."""
+    # Megatron numbers layers from 0 in each stage, and experts on each rank. A checkpoint numbers the whole model.
     words = {"layer": int(at["layer"]) + grid.layer_offset} if "layer" in at else {}
     rank, size = grid.tp_rank, grid.tp
     if "expert" in at:
         local = grid.num_experts // grid.ep
         if int(at["expert"]) >= local:
-            raise PlanError(f"{local} of {grid.num_experts} experts are on each of {grid.ep} ranks", tensor=name)
+            raise PlanError(f"each of {grid.ep} ranks has {local} of {grid.num_experts} experts", tensor=name)
         words["expert"] = grid.ep_rank * local + int(at["expert"])
         rank = rank if grid.expert_tp_rank is None else grid.expert_tp_rank
         size = size if grid.expert_tp is None else grid.expert_tp

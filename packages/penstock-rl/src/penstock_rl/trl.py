@@ -1,19 +1,16 @@
-"""TRL's asynchronous GRPO: the weights of its trainer reach a vLLM server as published shards.
+"""TRL's asynchronous GRPO sends its trainer's weights to a vLLM server as published shards.
 
-In: a trainer of TRL, the URL of its vLLM server. Out: a `WeightTransferProtocol`, for `AsyncGRPOTrainer`.
-Not here: the calls of one version (`penstock_vllm.trainer`), the engine's side (`penstock_vllm.weight_transfer`).
-
-    TRL, by itself:  pause -> gather every tensor on every rank, broadcast by rank 0 -> resume
+    TRL alone:       pause -> gather every tensor on every rank, rank 0 broadcasts -> resume
     attached:        each rank publishes its shards, the server receives -> pause -> install -> resume
 
-TRL calls its protocol on the main process alone, with whole tensors. `attach`, on every rank, replaces the trainer's
-step for merged weights, so that nothing is gathered and the server pauses for the installation only. One process
-without sharding needs no `attach`.
+`PenstockWeightTransfer` is a `WeightTransferProtocol` for `AsyncGRPOTrainer`. TRL calls it only on the main process,
+with whole tensors. `attach`, on every rank, replaces the trainer's step for merged weights. Nothing is gathered then,
+and the server pauses only for the installation. A trainer with one process and no sharding needs no `attach`.
 
-A server that is killed and started again has the weights of its files. An attached transfer gives it the newest
-version: when the next one is sent, or while the trainer waits for samples (`restore`).
+A restarted server has only the weights in its files. An attached transfer sends it the newest version, with the next
+version or while the trainer waits for samples (`restore`).
 
-Written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
+This is written for TRL 1.16 and the releases of vLLM that `penstock_vllm.trainer` names.
 """
 
 from __future__ import annotations
@@ -36,16 +33,16 @@ from penstock_hf.lora_merge import MergedTensors
 from penstock_vllm.trainer import PenstockTrainerEngine, PenstockTrainerInitInfo
 
 VERSIONS = ("1.16",)
-"""Releases of TRL that this module was run with: it replaces a method that is not public."""
+"""Releases of TRL that this module was run with. It replaces a method that is not public."""
 
 _HOOK = "_sync_weight_merged"
 
 _GONE = (requests.ConnectionError, requests.exceptions.ChunkedEncodingError)
-"""What a request raises when the server is not there, or ends meanwhile."""
+"""Errors of a request to a server that is not running or ends during the request."""
 
 
 class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
-    """Calls a function when the training has ended."""
+    """A callback that calls a function at the end of the training."""
 
     def __init__(self, function: Callable[[], None]) -> None:
         self._function = function
@@ -56,21 +53,21 @@ class _EndOfTraining(TrainerCallback):  # type: ignore[misc]
 
 
 class PenstockWeightTransfer:
-    """A weight transfer for `AsyncGRPOTrainer`, one on each rank.
+    """A weight transfer for `AsyncGRPOTrainer`. Each rank has one.
 
     Args:
-        server_url: of the vLLM server, started with `--weight-transfer-config '{"backend": "penstock"}'` and
-            `VLLM_SERVER_DEV_MODE=1`.
-        info: the name of the sync and its options; `rank` and `world_size` are taken from the trainer.
-        timeout_s: seconds for one request to the server, which waits in it for a whole version.
-        restart_s: seconds to wait for a server that is started, or started again.
+        server_url: URL of the vLLM server, which was started with `--weight-transfer-config '{"backend": "penstock"}'`
+            and `VLLM_SERVER_DEV_MODE=1`.
+        info: Name of the sync and its options. `rank` and `world_size` come from the trainer.
+        timeout_s: Limit in seconds for one request to the server, which may wait for a whole version.
+        restart_s: Seconds to wait for a server that is starting or restarting.
 
     Raises:
-        ConfigError: another release of TRL is installed.
+        ConfigError: This release of TRL is not supported.
 
     Attributes:
-        engine: sends the versions, once the first was sent; its `report` is that of the newest version.
-        num_restored: how many times a server that was started again was given the newest version.
+        engine: Sends the versions. None until the first one. Its `report` is about the newest version.
+        num_restored: How often a restarted server was given the newest version.
     """
 
     def __init__(
@@ -78,8 +75,8 @@ class PenstockWeightTransfer:
     ) -> None:
         if not trl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise ConfigError(
-                f"TRL {trl_version} is not one of {', '.join(VERSIONS)}, which Penstock was run with",
-                hint="install one of these, or send by penstock_vllm.trainer in a callback",
+                f"Penstock was run with TRL {', '.join(VERSIONS)}, not {trl_version}",
+                hint="install one of these releases, or send with penstock_vllm.trainer from a callback",
             )
         self.engine: PenstockTrainerEngine | None = None
         self.num_restored = 0
@@ -87,16 +84,16 @@ class PenstockWeightTransfer:
         self._restart_s = restart_s
         self._client = HTTPVLLMWeightSyncClient(server_url, timeout=timeout_s)
         self._info = info
-        # What the server calls the version that it was given last.
+        # The server's name for the version that it was given last.
         self._installed: str | None = None
         self._kept: dict[str, torch.Tensor] = {}
         self._merged: MergedTensors | None = None
 
     def attach(self, trainer: Any) -> None:
-        """Have a trainer publish the shards of every rank; call it on all ranks, before `train`.
+        """Make a trainer publish the shards of every rank. Call this on all ranks, before `train`.
 
         Raises:
-            ConfigError: the trainer has no step for merged weights, as AsyncGRPOTrainer has.
+            ConfigError: The trainer has no step for merged weights, which AsyncGRPOTrainer has.
         """
         if not callable(getattr(trainer, _HOOK, None)):
             raise ConfigError(f"a {type(trainer).__name__} has no {_HOOK}", hint="attach to an AsyncGRPOTrainer")
@@ -106,51 +103,50 @@ class PenstockWeightTransfer:
         setattr(trainer, _HOOK, lambda started: self._sync(trainer, started))
         if trainer.rollout_worker is not None:
             self._restore_while_waiting(trainer.rollout_worker)
-        # TRL ends the main process's transfer itself.
+        # TRL itself ends the transfer on the main process.
         if trainer.weight_transfer is None:
             trainer.add_callback(_EndOfTraining(self.destroy))
 
-    # -- TRL's protocol: the main process
+    # -- TRL's protocol, on the main process
 
     def init_weight_transfer(self) -> None:
-        """Wait for the server. The sync itself begins with the first version, on all ranks."""
+        """Wait for the server. The sync begins with the first version, on all ranks."""
         self._server.wait_for_server_ready()
 
     def pause(self) -> None:
-        """Pause the server; running requests go on afterwards."""
+        """Pause the server. Running requests continue afterwards."""
         self._server.pause()
 
     def resume(self) -> None:
-        """Let the server go on."""
+        """Let the server continue."""
         self._server.resume()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Send whole tensors from one process. Raises as `PenstockTrainerEngine.send_weights`.
 
         Raises:
-            ConfigError: the trainer has several ranks; each of them has to publish its part.
+            ConfigError: The trainer has several ranks, and each of them has to publish its part.
         """
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             raise ConfigError("the trainer has several ranks", hint="call attach(trainer) on every rank")
         for name, tensor in iterator:
             kept = self._kept.setdefault(name, tensor)
-            # A parameter is given as it is, and is published from where it is. What TRL moved is copied.
+            # A parameter is published from its own memory. A tensor that TRL moved is copied.
             if kept.data_ptr() != tensor.data_ptr():
                 kept.copy_(tensor)
         self._engine(self._kept).send_weights()
 
     def destroy(self) -> None:
-        """Leave the sync; the server keeps its version. Idempotent."""
+        """Leave the sync. The server keeps its version. Idempotent."""
         if self.engine is not None:
             self.engine.shutdown()
             self.engine = None
 
     def restore(self) -> bool:
-        """Give the server the newest version if it was started again; return whether it was. On the main process only.
+        """Send the newest version to the server if it was restarted, and return whether it was.
 
-        `attach` has TRL call it while the trainer waits for samples. A server that does not answer is not waited for.
-
-        Raises: as `PenstockTrainerEngine.stage_again` and `commit`.
+        Call this only on the main process. After `attach`, TRL calls it while the trainer waits for samples. It does
+        not wait for a server that does not answer. It raises as `PenstockTrainerEngine.stage_again` and `commit`.
         """
         if self.engine is None or self._installed is None:
             return False
@@ -165,12 +161,12 @@ class PenstockWeightTransfer:
     # -- attached: every rank
 
     def _sync(self, trainer: Any, started: float) -> tuple[float, float, float]:
-        """Send a version from all ranks, in place of the trainer's own step; return its three times, as TRL does."""
+        """Send a version from all ranks, instead of the trainer's own step. Return three times, as TRL's step does."""
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
         accelerator.wait_for_everyone()
         barrier = time.time()
-        # The server has the base model's tensors only. The adapter is merged in buffers beside them: PEFT's own merge
+        # The server has only the base model's tensors, so the adapter is merged in separate buffers. PEFT's own merge
         # and unmerge would leave a rounding error in the base at every step.
         if async_grpo_trainer.is_peft_model(model):
             if self._merged is None:
@@ -183,7 +179,7 @@ class PenstockWeightTransfer:
         try:
             engine.stage()
         except requests.RequestException as error:
-            # Every rank has published the version: it can be received later.
+            # Every rank has published the version, so it can be received later.
             lost = error
         received = time.time()
         accelerator.wait_for_everyone()
@@ -204,13 +200,13 @@ class PenstockWeightTransfer:
 
     def _install(self, engine: PenstockTrainerEngine) -> None:
         self.pause()
-        # If this fails the server stays paused: it has no complete version.
+        # If this fails, the server stays paused, because it has no complete version.
         engine.commit()
         self.resume()
         self._installed = str(engine.version)
 
     def _give_again(self, engine: PenstockTrainerEngine) -> None:
-        """Give the newest version to a server that was started again; one that ends meanwhile has until `restart_s`."""
+        """Send the newest version to a restarted server. If the server ends again, retry until `restart_s` is over."""
         deadline = time.monotonic() + self._restart_s
         while True:
             self._server.wait_for_server_ready()
@@ -225,10 +221,10 @@ class PenstockWeightTransfer:
             return
 
     def _was_started_again(self, error: requests.RequestException) -> bool:
-        """Return whether a request failed because the server ended. Waits for the server."""
+        """Return whether a request failed because the server was restarted. Wait for the server."""
         if isinstance(error, _GONE):
             return True
-        # A server that says no is another one than before if it does not have what it was given.
+        # A server that refuses was restarted if it no longer has the version that it was given.
         self._server.wait_for_server_ready()
         return self._installed is not None and self._served() != self._installed
 
@@ -238,7 +234,7 @@ class PenstockWeightTransfer:
         return str(answer.json()["weight_version"])
 
     def _restore_while_waiting(self, worker: Any) -> None:
-        """Have TRL call `restore` where it asks a rollout worker for its health: when it has no sample to train on."""
+        """Make TRL call `restore` when it checks a rollout worker's health because it has no sample to train on."""
         check_health = worker.check_health
 
         def check(stale_after_s: float) -> None:

@@ -1,24 +1,22 @@
-"""verl's checkpoint engine `penstock`: trainer ranks publish their shards, rollout workers receive whole versions.
+"""verl's checkpoint engine `penstock`: trainer ranks publish their shards, and rollout workers receive whole versions.
 
-In: verl's `CheckpointEngineManager` calls it on all workers. Out: verl's server adapter gets the tensors of a version
-once all of them are verified on every worker of its replica.
-Not here: the transfer (`penstock.sync`), loading into vLLM or SGLang (verl's server adapters).
+verl's `CheckpointEngineManager` makes these calls on all workers:
 
-    prepare             each worker says which version it has
-    build_topology      the number of the next version, one for all
-    init_process_group  a rollout worker subscribes
-    send_weights        publish: FSDP2's shards as they are, else this rank's share of whole tensors
-    receive_weights     receive and verify, agree with the other workers of the replica, then yield
+    prepare             each worker reports its version
+    build_topology      decides the number of the next version for all workers
+    init_process_group  makes a rollout worker subscribe
+    send_weights        publishes FSDP2's shards, or else this rank's share of the whole tensors
+    receive_weights     receives and verifies, waits for the other workers of the replica, and then yields the tensors
 
-With `receive: engine` the workers of vLLM receive instead, each its own part (`verl_vllm`); a rollout worker then
-yields only what its adapter tells them.
+With `receive: engine`, vLLM's workers receive their own parts instead (`verl_vllm`), and a rollout worker yields only
+the information that they need.
 
-verl gives `send_weights` whole tensors, made by a collective. It passes the training engine to one backend of its own
-only, so importing this module makes the tensors of verl's FSDP engine say which engine they are of (`Exported`): then
-nothing is gathered. Other training engines, LoRA and quantisation-aware training give whole tensors: each rank keeps an
-equal share of these, and all ranks publish.
+verl gives `send_weights` whole tensors, which it gathers with a collective. It passes the training engine only to one
+of its own backends. Importing this module therefore makes the tensors of verl's FSDP engine refer to their engine
+(`Exported`), so that nothing is gathered. Other training engines, LoRA and quantisation-aware training give whole
+tensors. Each rank then keeps an equal share, and all ranks publish.
 
-Importing this module (`custom_backend_module`) registers the backend. Written for verl 0.9.
+Importing this module (`custom_backend_module`) registers the backend. It is written for verl 0.9.
 """
 
 from __future__ import annotations
@@ -49,17 +47,17 @@ from penstock.spi import (
 
 BACKEND = "penstock"
 WIRE_FORMAT = "penstock"
-"""verl's word for what `receive_weights` yields; this one: what the engine's workers need to receive by themselves."""
+"""verl's term for the kind of data from `receive_weights`. Ours is the information for the engine's workers."""
 VERSIONS = ("0.9",)
 """Releases of verl that this module was run with."""
 
 _LOGGER = log_named("penstock.verl")
 _TIMEOUT_S = 600.0
-"""Longest wait of a rollout worker for the trainer's version, which is shown after whole tensors were gathered."""
+"""Longest wait in seconds for the trainer's version, which is announced after whole tensors were gathered."""
 
 
 class Exported:
-    """The whole tensors of a training engine, as verl iterates over them, and the engine that they are of."""
+    """The whole tensors of a training engine in verl's iteration order, with a reference to the engine."""
 
     def __init__(self, engine: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.engine = engine
@@ -73,29 +71,29 @@ class Exported:
 
 
 class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """The checkpoint engine of one worker, of the trainer or of a rollout. Made by verl's registry.
+    """The checkpoint engine of one trainer worker or rollout worker. verl's registry creates it.
 
     Args:
-        bucket_size: verl's, of the buffer between a rollout worker and its engine; not used here.
-        is_master: verl's; of trainer workers alone.
-        name: of the sync; None: of this Ray job.
-        hub: the hub's URL; None: of the environment, or of this host.
-        token_file: a file whose first token is sent to the hub.
-        listen: `host:port` where other hosts reach a worker; `node`: the address of its Ray node, any free port. None:
-            this host only.
-        data_port: second port at the host of `listen`, for the bytes that others read; 0: any free one.
-        mode: `live`: the engines read the parameters, which verl does not change meanwhile. `snapshot`: they read a
-            copy; then the parameters may change once it is made.
-        transforms: formats in which the weights are sent, such as `cast:BF16`; see `penstock.publisher`.
-        receive: `worker`: each rollout worker receives all tensors, and verl's adapter sends them to the engine.
-            `engine`: the engine's own workers receive what they load. For vLLM, which is started with
-            `weight_transfer_config: {backend: penstock}` then.
-        memory: where a version is received before the engine installs it: `host` or `device`.
-        timeout_s: longest wait for the trainer's version.
-        stall_s: seconds without a byte after which a wait ends.
+        bucket_size: Size of verl's buffer between a rollout worker and its engine. Not used here.
+        is_master: verl's flag for trainer workers. Not used here.
+        name: Name of the sync. None means a name made from this Ray job's id.
+        hub: URL of the hub. None means `PENSTOCK_HUB`, or else this host's own hub.
+        token_file: Path of a file whose first token is sent to the hub.
+        listen: `host:port` where other hosts reach a worker. `node` means its Ray node's address and any free port.
+            None means this host only.
+        data_port: Second port at the host of `listen`, for the bytes that others read. 0 means any free port.
+        mode: With `live`, the engines read the parameters, which verl does not change at that time. With `snapshot`,
+            they read a copy, and the parameters may change as soon as the copy is complete.
+        transforms: Formats in which the weights are sent, such as `cast:BF16`. See `penstock.publisher`.
+        receive: With `worker`, each rollout worker receives all tensors, and verl's adapter sends them to the engine.
+            With `engine`, the engine's own workers receive the parts that they load. This needs vLLM, started with
+            `weight_transfer_config: {backend: penstock}`.
+        memory: Memory in which a version is received before the engine installs it: `host` or `device`.
+        timeout_s: Longest wait in seconds for the trainer's version.
+        stall_s: Seconds without a byte after which a wait ends.
 
     Raises:
-        ConfigError: an option has a value that is not known.
+        ConfigError: An option has an unknown value.
     """
 
     def __init__(
@@ -123,7 +121,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if value not in known:
                 raise ConfigError(f"engine_kwargs.penstock.{option} is {value!r}", hint=f"give {' or '.join(known)}")
         if receive == "engine":
-            # An attribute that verl's worker passes to the adapter, which `verl_vllm` replaces.
+            # verl's worker passes this attribute to the adapter, which `verl_vllm` replaces.
             self.wire_format = WIRE_FORMAT
         self.name = name or f"verl-{ray.get_runtime_context().get_job_id()}"
         listen = f"{ray.util.get_node_ip_address()}:0" if listen == "node" else listen
@@ -150,7 +148,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     # -- called by verl before each version
 
     def prepare(self) -> dict[str, Any]:
-        """Return what `build_topology` needs of this worker: the newest version that it knows."""
+        """Return this worker's input to `build_topology`: the newest version that it knows."""
         latest = -1 if self._sender is None else self._sender.latest
         received = -1 if self._receiver is None else self._receiver.version
         return {"version": max(self._version, latest, received)}
@@ -160,7 +158,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
         """Return the arguments of `init_process_group` for each trainer worker and each rollout worker."""
-        # Not verl's step: a step is sent again after a failure, and versions grow.
+        # This is not verl's step. A step is sent again after a failure, but version numbers have to grow.
         version = 1 + max((worker["version"] for worker in metadata), default=-1)
 
         def arguments(world_size: int) -> dict[str, list[Any]]:
@@ -179,7 +177,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def init_process_group(
         self, rank: int, world_size: int, version: int, num_receivers: int, *, receives: bool
     ) -> None:
-        """Take the number of the next version; a rollout worker subscribes. Raises as `penstock.subscriber`."""
+        """Store the number of the next version. A rollout worker also subscribes. Raises as `penstock.subscriber`."""
         self._rank, self._world_size = rank, world_size
         self._version, self._num_receivers = version, num_receivers
         if receives and self._receiver is None and self.wire_format != WIRE_FORMAT:
@@ -189,12 +187,12 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 device=self._device,
                 transforms=_tags(self._transforms),
                 rank=(rank, world_size),
-                # The workers of one replica.
+                # The group has the workers of one replica.
                 group=_group_of_replica(),
             )
 
     def finalize(self) -> None:
-        """Do nothing: publisher and subscriber stay for the next version."""
+        """Do nothing, because publisher and subscriber stay for the next version."""
 
     # -- the trainer
 
@@ -202,11 +200,11 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Publish a version from this rank; return its metrics, which verl logs.
+        """Publish a version from this rank, and return metrics for verl's log.
 
         Raises:
-            PenstockError: as `penstock.sync.Publisher.publish`. PeerLost: live, and some rollout workers do not have
-                the version; gives their reasons.
+            PenstockError: See `penstock.sync.Publisher.publish`.
+            PeerLost: The mode is live and some rollout workers do not have the version. The message gives the reasons.
         """
         why = _why_whole(weights)
         if why is None:
@@ -214,10 +212,10 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             mode = self._mode
         else:
             if self._shares is None:
-                _LOGGER.warning("penstock: whole tensors are gathered, of which each rank keeps a share: %s", why)
+                _LOGGER.warning("penstock: gathering whole tensors, and each rank keeps a share: %s", why)
                 self._shares = WholeTensorShares(self._rank, self._world_size)
             self._shares.fill(weights)
-            # The shares are copies already.
+            # The shares are already copies.
             params, mode = self._shares.params, "live"
         if self._sender is None:
             self._sender = TrainerPublisher(
@@ -231,7 +229,7 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if mode == "live" and len(report.committed) < self._num_receivers:
             raise PeerLost(
                 f"{len(report.committed)} of {self._num_receivers} rollout workers have version {report.version}: "
-                f"{'; '.join(report.failed.values()) or 'the others are silent'}"
+                f"{'; '.join(report.failed.values()) or 'the others did not answer'}"
             )
         return {
             "penstock/version": report.version,
@@ -245,19 +243,19 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     async def receive_weights(self, global_steps: int | None = None) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield all tensors of the version, after every worker of this replica has received and verified all of them.
 
-        If the engine receives: yield what its workers need for it, `("init_info", {...})` and `("update_info", {...})`.
+        If the engine receives, yield what its workers need: `("init_info", {...})` and `("update_info", {...})`. The
+        tensors are valid until the next version is received.
 
         Raises:
-            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another worker of the replica did not
-                receive the version, or is lost. Nothing was yielded: the engine serves what it served before.
-
-        Ownership: the tensors are valid until the next version is received.
+            PenstockError: See `penstock.sync.Subscriber.update`.
+            PeerLost: Another worker of the replica failed to receive the version, or is lost. Nothing was yielded, and
+                the engine keeps its previous version.
         """
         if self.wire_format == WIRE_FORMAT:
             yield "init_info", self._engine_info
             yield "update_info", {"version": self._version, "timeout_s": self._timeout_s}
             return
-        # In a thread: other calls to this worker must be answered meanwhile.
+        # Receive in a thread, so that this worker can answer other calls.
         assert self._receiver is not None
         received = await asyncio.to_thread(self._receiver.receive, self._version, self._timeout_s)
         assert self._receiver.report is not None
@@ -267,14 +265,14 @@ class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 def _group_of_replica() -> torch.distributed.ProcessGroup | None:
-    """Return torch.distributed's default group; None: it is not initialised, or has one rank."""
+    """Return torch.distributed's default group, or None if it is not initialised or has one rank."""
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return None
     return torch.distributed.group.WORLD
 
 
 def _why_whole(weights: object) -> str | None:
-    """Return why a rank has whole tensors alone; None: the shards of its training engine can be published."""
+    """Return why a rank has only whole tensors, or None if its training engine's shards can be published."""
     if not isinstance(weights, Exported):
         return "verl's training engine is not its FSDP engine"
     from verl.utils.fsdp_utils import fsdp_version
@@ -290,7 +288,7 @@ def _why_whole(weights: object) -> str | None:
 
 
 def _shards(engine: Any) -> dict[str, list[Shard]]:
-    """Return this rank's part of a model of verl's FSDP engine, under the names that verl sends."""
+    """Return this rank's part of a model in verl's FSDP engine, under the names that verl sends."""
     from verl.utils.model import convert_weight_keys
 
     state = convert_weight_keys(engine.module.state_dict(), engine.module)
@@ -302,9 +300,9 @@ def _shards(engine: Any) -> dict[str, list[Shard]]:
 
 
 def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
-    """Yield the parts of a row under the names of the checkpoint: transformers 5 packs experts, engines ask for each.
+    """Yield the parts of a row under the checkpoint's names. transformers 5 packs experts, but engines expect each one.
 
-    The same names and cuts as verl's `unfuse_moe_params`.
+    The names and cuts are the same as in verl's `unfuse_moe_params`.
     """
     box, shape, tensor = row.form.box, row.form.shape, row.tensor
     for suffix, names in _PACKED.items():
@@ -313,7 +311,7 @@ def _unfused(row: ShardRow, model_type: str) -> Iterator[tuple[str, Shard]]:
             width = shape[1] // len(names)
             for expert in range(box.start[0], box.stop[0]):
                 for number, part in enumerate(names):
-                    # The rows of this part that the box has.
+                    # These are the rows of this part inside the box.
                     start = max(box.start[1], number * width)
                     stop = min(box.stop[1], (number + 1) * width)
                     if start < stop:
@@ -333,42 +331,42 @@ _PACKED: Mapping[str, tuple[str, ...]] = {
     ".mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
     ".mlp.experts.down_proj": ("down_proj",),
 }
-"""The packed tensors of transformers 5, and the tensors of each expert that their second dim joins."""
+"""Names of packed tensors in transformers 5, and the tensors of each expert that are joined along their second dim."""
 
 
 def _tags(transforms: str | Mapping[str, Any] | None) -> Sequence[str] | None:
-    """Return the tags that a receiver asks for, of a publisher's transforms."""
+    """Return the tags that a receiver asks for, from a publisher's transforms."""
     if transforms is None or isinstance(transforms, str):
         return None if transforms is None else (transforms,)
     return tuple(transforms)
 
 
 def _export(original: Callable[..., Any], self: Any, *arguments: Any, **named: Any) -> tuple[Exported, Any]:
-    """Call verl's `get_per_tensor_param`, and have its tensors name the engine that they are of."""
+    """Call verl's `get_per_tensor_param`, and add a reference to the engine to its tensors."""
     tensors, peft_config = original(self, *arguments, **named)
     return Exported(self, tensors), peft_config
 
 
 def register() -> None:
-    """Make the backend known to verl in this process. A second call does nothing.
+    """Register the backend with verl in this process. A second call does nothing.
 
     Raises:
-        ConfigError: a release of verl that was not tried.
+        ConfigError: This release of verl was not tried.
     """
     if not verl_version.startswith(tuple(f"{version}." for version in VERSIONS)):
         raise ConfigError(
-            f"verl {verl_version} is not one of {', '.join(VERSIONS)}, which Penstock was run with",
-            hint="install one of these, or choose another checkpoint_engine.backend",
+            f"Penstock was run with verl {', '.join(VERSIONS)}, not {verl_version}",
+            hint="install one of these releases, or choose another checkpoint_engine.backend",
         )
     if BACKEND in CheckpointEngineRegistry._registry:
         return
-    # After the check: other releases may not have them.
+    # Import after the check, because other releases may not have these.
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     CheckpointEngineRegistry.register(BACKEND)(PenstockCheckpointEngine)
     patch_once(FSDPEngine, get_per_tensor_param=_export)
-    # By name: vLLM is imported by rollout workers alone, which import this module before their adapter.
+    # Register by name, because only rollout workers import vLLM. They import this module before their adapter.
     _ROLLOUT_REGISTRY["vllm", "async"] = "penstock_rl.verl_vllm.PenstockServerAdapter"
 
 

@@ -1,13 +1,10 @@
-"""verl's server adapter for vLLM, whose workers receive the trainer's versions by themselves.
+"""verl's server adapter for a vLLM whose workers receive the trainer's versions themselves.
 
-In: the rollout worker's checkpoint engine says which version (`verl`). Out: vLLM's workers have received their parts,
-verified them and installed them (`weight_transfer`); requests see one version or the other.
-Not here: full tensors, which go verl's own way.
+    init_weight_transfer_engine   called once, and makes each of vLLM's workers subscribe
+    start_weight_update, update_weights, finish_weight_update   called for each version
 
-    init_weight_transfer_engine   once: each worker of vLLM subscribes
-    start_weight_update, update_weights, finish_weight_update   for each version
-
-Imports vLLM by verl's adapter: only verl's registry of adapters imports this module.
+The rollout worker's checkpoint engine (`verl`) gives the version. Full tensors still take verl's own path. The module
+imports vLLM through verl's adapter, so only verl's registry of adapters imports it.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from penstock_rl.verl import WIRE_FORMAT
 
 
 class PenstockServerAdapter(ServerAdapter):  # type: ignore[misc]
-    """verl's adapter of one rollout worker. The worker with the server has all workers of vLLM receive."""
+    """verl's adapter for one rollout worker. The worker with the server makes all of vLLM's workers receive."""
 
     _init_info: dict[str, Any] | None = None
 
     async def update_weights(
         self, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **options: Any
     ) -> None:
-        """Have the engine receive a version. Raises as vLLM's call of its workers, which all failed alike."""
+        """Make the engine receive a version. If it fails, all of vLLM's workers failed, and vLLM's error is raised."""
         if wire_format != WIRE_FORMAT:
             await super().update_weights(weights, global_steps=global_steps, wire_format=wire_format, **options)
             return
@@ -40,7 +37,7 @@ class PenstockServerAdapter(ServerAdapter):  # type: ignore[misc]
         await self._execute_method("start_weight_update")
         await self._execute_method("update_weights", kwargs={"update_info": infos["update_info"]})
         await self._execute_method("finish_weight_update")
-        # The cache has keys and values of the weights before.
+        # The cache still has keys and values from the previous weights.
         await self.server_handle.clear_kv_cache.remote()
         if global_steps is not None:
             await self.server_handle.set_global_steps.remote(global_steps)

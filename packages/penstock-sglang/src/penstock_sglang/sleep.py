@@ -1,15 +1,12 @@
-"""SGLang's release and resume of memory: weights that are read again, verified, before a scheduler takes a request.
+"""Verify SGLang's weights after its memory was released and resumed, and read them again if they were lost.
 
-In: SGLang's plugin calls `register`, and loads a model; a scheduler releases memory, and resumes it. Out: the model's
-weights: those that SGLang kept itself, those that were sent meanwhile, or those of its path.
-Not here: reading (`plugin`); receiving versions of a trainer.
+    load_model                  prepares the kernels that digest the weights on the device
+    release_memory_occupation   digests all weights
+    resume_memory_occupation    after the last tag, compares the digests. Weights that differ and that no update has
+                                replaced are read again, from the path of the start or of the last update.
 
-    load_model                  meanwhile, the kernels are made ready that digest the weights on the device
-    release_memory_occupation   digests of all weights
-    resume_memory_occupation    by the last call: the same digests, or an update that was made since, or the path is
-                                read again: the start's, or that of the last update
-
-Written for SGLang 0.5.23. SGLang need not be installed to import this.
+The scheduler takes requests only after this. The module is written for SGLang 0.5.23, which need not be installed to
+import it.
 """
 
 from __future__ import annotations
@@ -40,10 +37,10 @@ class SchedulerSleep:
     """The weights of one scheduler process while their memory is released.
 
     Attributes:
-        is_whole: whether the model may be used.
+        is_whole: Whether the model may be used.
 
     Args:
-        load_format: of weights that Penstock loads; other schedulers are left alone.
+        load_format: Load format of the schedulers that this applies to. Other schedulers keep SGLang's behaviour.
     """
 
     def __init__(self, load_format: str) -> None:
@@ -64,11 +61,11 @@ class SchedulerSleep:
             HookRegistry.register(f"{_MANAGER}.{name}", hook, HookType.AROUND)
 
     def release(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Release memory, after the weights in it were digested."""
+        """Digest the weights, then release their memory."""
         if self._applies() and _has_weights(request.tags) and _WEIGHTS not in manager.offload_tags:
             from penstock.spi import MemoryDigests
 
-            # Whether SGLang keeps the bytes (a backup on the host, no memory saver) shows when they are back.
+            # SGLang may keep the bytes (a backup on the host, or no memory saver). The digests show it afterwards.
             self._digests = MemoryDigests(
                 tensor
                 for _, runner in manager._select_runners()
@@ -78,13 +75,14 @@ class SchedulerSleep:
         return original(manager, request)
 
     def resume(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Resume memory; when no memory is released any more, bring the weights back.
+        """Resume memory. After the last released tag, make sure that the weights are back.
 
         Raises:
-            PenstockError: they could not be read. SGLang's answer has no field for a failure: the scheduler ends.
+            PenstockError: The weights could not be read. SGLang's reply has no field for a failure, so the scheduler
+                ends.
         """
         reply = original(manager, request)
-        # Not before the last tag: a trainer sends its weights between the tags.
+        # Wait for the last tag, because a trainer may send its weights between two tags.
         if not self.is_whole and not manager.offload_tags:
             if self._digests is None or not self._digests.is_same():
                 self._read_again(manager)
@@ -92,7 +90,7 @@ class SchedulerSleep:
         return reply
 
     def update(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
-        """Update the weights."""
+        """Update the weights. A successful update replaces weights that were lost."""
         reply = original(manager, request)
         if getattr(reply, "success", False) and _WEIGHTS not in manager.offload_tags:
             self._whole()
@@ -117,10 +115,10 @@ class SchedulerSleep:
 
 
 def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
-    """Return a block in which a model is loaded; where its memory may be released, digests are ready afterwards.
+    """Return a context in which a model loads. If its memory may be released, digest kernels are ready at the end.
 
     Args:
-        device, log: as `kernels_ready`.
+        device, log: See `kernels_ready`.
     """
     from sglang.srt.runtime_context import get_exec
 
@@ -128,15 +126,15 @@ def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
 
 
 def _has_weights(tags: list[str] | None) -> bool:
-    """Return whether these tags of a request name the weights; no tag names all."""
+    """Return whether the tags of a request include the weights. A request without tags means all of them."""
     return not tags or _WEIGHTS in tags
 
 
 @contextmanager
 def _as_error(role: str, path: str) -> Iterator[None]:
-    """Add to an error which weights were to be read again."""
+    """Add to the error which weights could not be read again."""
     try:
         yield
     except PenstockError as error:
-        error.add_note(f"while the {role} model's weights were read again from {path}, after its memory was resumed")
+        error.add_note(f"while reading the {role} model's weights again from {path}, after its memory was resumed")
         raise

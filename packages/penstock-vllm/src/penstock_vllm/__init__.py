@@ -1,4 +1,4 @@
 """Penstock for vLLM: its load format, weight transfers, sleep mode and compiled code.
 
-No module is imported here: each needs the package that it adapts.
+The package imports no module, because each module needs the package that it adapts.
 """

@@ -1,10 +1,8 @@
-"""Compiled code of vLLM, restored before its workers start and saved after their warm-up.
+"""Restore vLLM's compiled code before its workers start, and save it after their warm-up.
 
-In: vLLM's executor class; the option `"artifacts"`. Out: an executor whose workers find vLLM's compile cache filled.
-Not here: bundles and keys (`penstock_compile_cache`); when this is applied (`plugin.register`).
-
-The executor is made in the process of the engine's core, before the workers: they inherit its environment. Workers of
-other hosts (Ray) do not. Written for vLLM 0.32 and 0.33.
+vLLM creates the executor in the engine core's process, before the workers. The workers inherit its environment and
+find vLLM's compile cache filled. Workers on other hosts (Ray) do not. Bundles and keys are in `penstock_compile_cache`.
+The module is written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -21,12 +19,12 @@ from penstock_vllm.patches import loads_by
 
 
 def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None:
-    """Have an executor restore compiled code before its workers start, and save it after their warm-up.
+    """Make an executor restore compiled code before its workers start, and save it after their warm-up.
 
     Args:
-        executor: vLLM's base class of executors; changed once.
-        load_format: engines with another load format are left alone.
-        log: returns the logger of the integration.
+        executor: vLLM's base class of executors, which is changed once.
+        load_format: Engines with a different load format keep vLLM's behaviour.
+        log: Returns the logger of the integration.
     """
 
     def construct(original: Any, self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
@@ -38,7 +36,7 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
 
     def warm_up(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         result = original(self, *arguments, **named)
-        # Once: after a sleep vLLM calls this again.
+        # Save once only. After a sleep, vLLM calls this method again.
         restored, self._penstock_artifacts = getattr(self, "_penstock_artifacts", None), None
         if restored is not None and not restored.is_found and Settings.read().artifact_signing_key is not None:
             options = read_options(self.vllm_config.load_config.model_loader_extra_config)
@@ -49,7 +47,7 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
 
 
 def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored | None:
-    """Restore the code of this configuration; None: the model cannot be opened, and vLLM's own loading says why."""
+    """Restore the code for this configuration. Return None if the model cannot be opened, which vLLM then reports."""
     from vllm.platforms import current_platform
 
     where = _where(vllm_config, options)
@@ -63,25 +61,25 @@ def _restore(vllm_config: Any, options: Mapping[str, Any], log: Log) -> Restored
                 **where,
             )
         except SourceError as error:
-            log.warning("penstock: no compiled code is restored: %s", error)
+            log.warning("penstock: compiled code was not restored: %s", error)
             return None
     log.info("penstock: %s", restored)
     return restored
 
 
 def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log: Log) -> None:
-    """Save what was compiled. An engine that cannot save serves all the same."""
+    """Save what was compiled. An engine that cannot save still serves."""
     with Phases("save compiled code", journey="engine"):
         try:
             log.info(
                 "penstock: artifacts: %s", penstock_compile_cache.save(key=restored.key, **_where(vllm_config, options))
             )
         except PenstockError as error:
-            log.error("penstock: the compiled code is not saved: %s", error)
+            log.error("penstock: compiled code was not saved: %s", error)
 
 
 def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that `restore` and `save` share: the model, its bundles' place, storage options."""
+    """Return the arguments that `restore` and `save` share: the model, the directory of bundles, storage options."""
     model = vllm_config.model_config
     uri = texts_of(getattr(model, "model_weights", "") or model.model)[0]
     if uri.startswith("hf://") and model.revision:
@@ -95,8 +93,8 @@ def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _connection(options: Mapping[str, Any], model: str) -> ConnectionSettings | None:
-    """Return the hub of the replica's own fleet; None: it is in none."""
+    """Return the connection to the replica's fleet, or None if the replica joins no fleet."""
     if FleetOptions.read(options, model) is None:
         return None
-    # The replica takes the given ports later: this member takes free ones.
+    # The replica takes the given ports later, so this member takes free ones.
     return connection_of(options, rank=1)

@@ -1,12 +1,11 @@
-"""Changes to vLLM: prefix caches by version, replies in step, phases, compiled functions, object stores, adapters.
+"""Changes to vLLM's classes, each for one load format or weight-transfer backend.
 
-In: classes and modules of vLLM. Out: the same, with functions wrapped, for one load format or weight-transfer backend:
-others are left alone. vLLM need not be installed to import this.
-Not here: when they are applied (`plugin.register`).
+They salt prefix caches with the version, receive all workers' replies, report phases, load compiled functions, accept
+object stores, and name adapters. `plugin.register` decides when to apply them.
 
-Each function may be called again: it changes a class once. A class that lacks a method is left as it was, with an
-AttributeError (`patch_once`). Engines that do not use Penstock get their own calls with their own arguments. Written
-for vLLM 0.32 and 0.33.
+Each function may be called again, because it changes a class only once. If a class lacks a method, it stays unchanged
+and `patch_once` raises AttributeError. Calls in engines that do not use Penstock pass through unchanged. vLLM need not
+be installed to import this module, which is written for vLLM 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 from penstock.spi import ADAPTERS, Phases, patch_once
 
 _MARK = "\x1fweights "
-"""Between the client's part of a salt and ours. A control character, which no client's salt has by accident."""
+"""Separates the client's part of a salt from ours. No client's salt contains this control character by accident."""
 
 
 def loads_by(config: Any, load_format: str) -> bool:
@@ -28,21 +27,21 @@ def loads_by(config: Any, load_format: str) -> bool:
 
 
 def is_sent_by(config: Any, backend: str) -> bool:
-    """Return whether new versions of an engine's weights come by `backend`."""
+    """Return whether an engine gets new versions of its weights through `backend`."""
     return getattr(getattr(config, "weight_transfer_config", None), "backend", None) == backend
 
 
 def salt_of(own: str | None, version: str) -> str:
-    """Return the salt of a request: the client's (or what this made of it before), and the version of the weights."""
+    """Return a request's salt: the client's own part, then the version of the weights. `own` may include a version."""
     return f"{(own or '').partition(_MARK)[0]}{_MARK}{version}"
 
 
 def salt_requests(core: type[Any], backend: str) -> None:
-    """Salt the requests of vLLM's engine core with the version of the weights, where weights come by `backend`."""
-    # vLLM hashes a request's salt into each of its blocks. It salts by what the client says, and resets its own cache
-    # in some modes of a pause only: requests kept over an update, and blocks in an external connector, would match keys
-    # and values that another version computed. Blocks of old versions are not dropped here: `/pause` does, or they age.
-    _ = core.get_weight_version  # The replacements call it.
+    """Salt the requests in vLLM's engine core with the version of the weights, if `backend` sends the weights."""
+    # vLLM hashes a request's salt into each block. It uses only the client's salt, and resets its cache only in some
+    # modes of a pause. Requests that survive an update, and blocks in an external connector, would otherwise match
+    # keys and values from another version. Old blocks stay until `/pause` drops them or they are evicted.
+    _ = core.get_weight_version  # Fail now if it is missing, because the replacements call it.
 
     def applies(engine: Any) -> bool:
         return is_sent_by(engine.vllm_config, backend)
@@ -62,7 +61,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
         original(self, weight_version)
         if applies(self):
             for request in self.scheduler.requests.values():
-                # Requests that wait, or will be computed anew. The others have blocks of the old version already.
+                # These requests have not been computed yet. The others already have blocks of the old version.
                 if request.num_computed_tokens == 0:
                     _salt(request, weight_version)
 
@@ -70,7 +69,7 @@ def salt_requests(core: type[Any], backend: str) -> None:
 
 
 def _salt(request: Any, version: str) -> None:
-    """Salt a request of the scheduler's, and hash its blocks again if that changes them."""
+    """Salt a request in the scheduler, and hash its blocks again if the salt changed."""
     salt = salt_of(request.cache_salt, version)
     if salt != request.cache_salt:
         request.cache_salt = salt
@@ -79,16 +78,16 @@ def _salt(request: Any, version: str) -> None:
 
 
 def receive_all_replies(executor: type[Any], backend: str) -> None:
-    """Have an executor receive the replies of all workers when one fails, where weights come by `backend`."""
-    # vLLM 0.32 raises at the first worker that failed and leaves the replies of those after it in their queues,
-    # untagged: the next call would read the replies of this one. Source: github.com/vllm-project/vllm/pull/57846.
+    """Receive the replies of all workers even if one worker fails, if `backend` sends the weights."""
+    # vLLM 0.32 raises at the first failed worker and leaves the other replies, which have no tag, in their queues.
+    # The next call would read them as its own. Source: github.com/vllm-project/vllm/pull/57846.
     signature = inspect.signature(executor.collective_rpc)
 
     def call_all(call: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         if not is_sent_by(self.vllm_config, backend):
             return call(self, *arguments, **named)
         asked = signature.bind(self, *arguments, **named).arguments
-        # Calls that do not block, or that one rank answers, read the queues in other ways.
+        # Calls that do not block, or that only one rank answers, read the queues differently.
         if asked.get("non_block") or asked.get("unique_reply_rank") is not None:
             return call(self, *arguments, **named)
         timeout = asked.get("timeout")
@@ -97,14 +96,14 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
         try:
             return call(self, *arguments, **named)
         except RuntimeError:
-            # If no queue was read, the call may not have been sent at all, and then no worker answers it.
+            # If no queue was read, vLLM may not have sent the call at all. Then no worker answers.
             if any(queue.was_read for queue in wrapped):
                 for queue in wrapped:
                     if not queue.was_read:
                         queue.dequeue(timeout=timeout)
             raise
         finally:
-            # Unless vLLM has replaced the queues meanwhile.
+            # vLLM may have replaced the queues meanwhile.
             if self.response_mqs is wrapped:
                 self.response_mqs = queues
 
@@ -112,14 +111,14 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
 
 
 class _ReplyQueue:
-    """A worker's queue of replies, with a note of whether it was read."""
+    """A worker's reply queue that records whether it was read."""
 
     def __init__(self, queue: Any) -> None:
         self._queue = queue
         self.was_read = False
 
     def dequeue(self, *arguments: Any, **named: Any) -> Any:
-        """Return the next reply of the worker."""
+        """Return the worker's next reply."""
         reply = self._queue.dequeue(*arguments, **named)
         self.was_read = True
         return reply
@@ -129,10 +128,10 @@ class _ReplyQueue:
 
 
 def name_newest_adapter(models: type[Any]) -> None:
-    """Let requests name an adapter without its version: `policy` is the newest `policy@N` that Penstock has loaded."""
+    """Let requests name an adapter without its version. `policy` means the newest `policy@N` that Penstock loaded."""
 
-    # Clients of RL frameworks have one name for the model. vLLM has no second name for an adapter, and to load each
-    # version under one name would give requests that run another version's weights.
+    # Clients of RL frameworks use one name for the model, and vLLM has no alias for an adapter. Loading every version
+    # under the same name would give running requests another version's weights.
     async def load(original: Any, self: Any, request: Any, *arguments: Any, **named: Any) -> Any:
         answer = await original(self, request, *arguments, **named)
         short, mark, _ = request.lora_name.rpartition("@")
@@ -160,14 +159,14 @@ STEPS = {
     "initialize_from_config": "allocate cache",
     "compile_or_warm_up_model": "warm up",
 }
-"""Methods of vLLM's workers that make up a start, in order, with the names of their phases."""
+"""Methods of vLLM's workers that a start consists of, in order, with the names of their phases."""
 _LAST_STEP = "compile_or_warm_up_model"
 
 
 def report_phases(worker: type[Any], load_format: str) -> None:
-    """Report the start of each worker as phases of its process, where weights are loaded by `load_format`."""
+    """Report the start of each worker as phases of its process, if `load_format` loads the weights."""
 
-    # The constructor, and not the methods: each platform's class has its own methods, and all call this constructor.
+    # Patch the constructor. Each platform's class has its own methods, but all classes call this constructor.
     def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         if loads_by(self, load_format) and hasattr(self, _LAST_STEP):
@@ -177,7 +176,7 @@ def report_phases(worker: type[Any], load_format: str) -> None:
 
 
 def _report_start(worker: Any) -> None:
-    """Report a worker's start, from now until its last step: the process is not ready between the steps either."""
+    """Report a worker's start from now until its last step. The process is not ready between the steps either."""
     start = Phases("start", journey="engine")
     for method, name in STEPS.items():
         if hasattr(worker, method):
@@ -185,7 +184,7 @@ def _report_start(worker: Any) -> None:
 
 
 def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..., Any]:
-    """Return what replaces a method of a worker until its start is over: it reports a phase."""
+    """Return a replacement for a worker's method that reports a phase. It stays until the start is over."""
 
     def reported(original: Any, *arguments: Any, **named: Any) -> Any:
         try:
@@ -196,7 +195,7 @@ def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..
             raise
         if method == _LAST_STEP:
             start.stop()
-            # vLLM calls some of them again while it serves, as after a sleep: those are no start.
+            # vLLM calls some of these methods again while it serves, for example after a sleep. That is not a start.
             for step in STEPS:
                 vars(worker).pop(step, None)
         return result
@@ -205,14 +204,14 @@ def _reported(worker: Any, method: str, name: str, start: Phases) -> Callable[..
 
 
 def load_functions_of_torch(decorators: Any, load_format: str) -> None:
-    """Let vLLM load what torch's own backend compiled ahead of time, where weights are loaded by `load_format`.
+    """Let vLLM load functions that torch's own backend compiled ahead of time, if `load_format` loads the weights.
 
     Args:
-        decorators: the module `vllm.compilation.decorators`.
-        load_format: engines with another load format are left alone.
+        decorators: The module `vllm.compilation.decorators`.
+        load_format: Engines with a different load format keep vLLM's behaviour.
     """
-    # vLLM 0.32 ends each load by `finalize_loading` of the function, which only functions of its own backend have. On
-    # the CPU, where the backend is torch's, it gave the function up and traced the model again: 9 of 24 s of a start.
+    # vLLM 0.32 calls `finalize_loading` on each loaded function, which only functions from its own backend have. On the
+    # CPU, where torch's backend is used, it discarded the function and traced the model again: 9 of 24 s of a start.
     if not hasattr(decorators, "_try_load_aot_compiled_fn"):
         return
 
@@ -221,7 +220,7 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
             from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as OfTorch
 
             if not hasattr(OfTorch, "finalize_loading"):
-                # There is nothing to finish: what it loads is complete.
+                # The loaded function is already complete.
                 setattr(OfTorch, "finalize_loading", lambda self, vllm_config: None)  # noqa: B010
         return original(model, *arguments, **named)
 
@@ -231,9 +230,9 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 def accept_object_stores(load_format: str) -> None:
     """Let vLLM take models in object stores with this load format.
 
-    It gives vLLM the functions that it takes from Run:ai Model Streamer, if that is not installed (they pull config and
-    tokenizer), and lets vLLM's check of load formats pass this one. If a version of vLLM lacks the names changed here,
-    its own errors say so.
+    vLLM uses functions of Run:ai Model Streamer to get the config and the tokenizer. If that package is not installed,
+    ours take their place. vLLM's check of load formats accepts this format too. If a version of vLLM lacks a name that
+    is changed here, vLLM's own errors say so.
     """
     from vllm.config import VllmConfig
     from vllm.transformers_utils import runai_utils
@@ -241,7 +240,7 @@ def accept_object_stores(load_format: str) -> None:
     from penstock_hf import runai_streamer
 
     if importlib.util.find_spec("runai_model_streamer") is None:
-        # vLLM holds placeholders there that only raise.
+        # vLLM has placeholders there that only raise.
         for name, function in (
             ("runai_pull_files", runai_streamer.pull_files),
             ("runai_list_safetensors", runai_streamer.list_safetensors),
@@ -252,8 +251,8 @@ def accept_object_stores(load_format: str) -> None:
         return
 
     def verify(original: Any, self: Any) -> Any:
-        """Run vLLM's own check, without the object store's URI if the load format is ours."""
-        # vLLM's check refuses object stores to load formats that it does not list.
+        """Run vLLM's own check, and hide the object store's URI from it if the load format is ours."""
+        # vLLM allows object stores only for the load formats that it lists.
         model: Any = getattr(self, "model_config", None)
         load = getattr(self, "load_config", None)
         weights = getattr(model, "model_weights", "")

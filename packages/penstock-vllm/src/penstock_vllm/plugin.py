@@ -1,13 +1,10 @@
-"""vLLM's `--load-format penstock`: weights of local, object-store and hub models through `penstock.stream`.
+"""Register Penstock with vLLM: a load format, a weight-transfer backend, and changes to vLLM's classes.
 
-In: vLLM's plugin entry point calls `register`; `--model-loader-extra-config` carries options. Out: a registered loader,
-and the registered weight-transfer backend; the logger of the whole integration.
-Not here: finding a local model's files, mapping names and checking that all was loaded, which stay with vLLM's default
-loader, as a hub model's config and tokenizer stay with vLLM; its options, and reading from a keeper, a fleet or
-storage (`spi.engine_weights`); changes of vLLM's classes (`patches`); new versions of the weights of a live model
-(`weight_transfer`).
+vLLM's plugin entry point calls `register` in each process. `--load-format penstock` reads local, object-store and hub
+models through `penstock.stream`, with options from `--model-loader-extra-config`. vLLM's default loader still finds a
+local model's files, maps names, and checks that every parameter was loaded.
 
-Written for vLLM 0.32 and 0.33. Any other version starts too: parts that it lacks are off (`host_plugin`).
+This is written for vLLM 0.32 and 0.33. Other versions start too, without the parts that they lack (`host_plugin`).
 """
 
 from __future__ import annotations
@@ -46,15 +43,15 @@ LOAD_FORMAT = "penstock"
 LOGGER = "penstock.vllm"
 
 _IGNORED = ["original/**/*"]
-"""The default of `--ignore-patterns`: directories, which are not read anyway."""
+"""Default of `--ignore-patterns`. It excludes subdirectories, which Penstock does not read."""
 
 _OBJECT_STORES = ("s3://", "gs://", "az://")
 
 
 def vllm_logger() -> Log:
-    """Return the integration's logger, with the handlers and level of vLLM's where the application gave it none."""
-    # vLLM configures its own logger `vllm` only: without its handlers, no line of ours below a warning would be shown.
-    # Called where a line is written: this module may be imported before vLLM has configured its logger.
+    """Return the integration's logger. Unless the application configured it, it uses vLLM's handlers and level."""
+    # vLLM configures only its own logger `vllm`. Without its handlers, our lines below a warning would not be shown.
+    # Call this when a line is written, because this module may be imported before vLLM configures its logger.
     logger, theirs = logging.getLogger(LOGGER), logging.getLogger("vllm")
     if theirs.handlers and not logger.hasHandlers():
         for handler in theirs.handlers:
@@ -71,15 +68,15 @@ ARTIFACTS = "compiled code of engines"
 SLEEP = "verified weights after a sleep"
 
 PLUGIN = HostPlugin("vllm", supported="vLLM 0.32 or 0.33", log=vllm_logger)
-"""What this version of vLLM supports of Penstock, once `register` has run in this process."""
+"""The parts of Penstock that this version of vLLM supports. Complete once `register` has run in this process."""
 
 
 def register() -> None:
-    """Make `penstock` known to vLLM in this process as a load format and a weight-transfer backend.
+    """Register Penstock with vLLM in this process as a load format and a weight-transfer backend.
 
-    vLLM calls it by entry point, in each of its processes and perhaps several times: a second call does nothing. It
-    never raises: a line in the log names the parts that this version of vLLM does not support, and an engine that is
-    asked for one of them refuses it then.
+    vLLM calls this through the entry point, in each process and possibly several times. A second call does nothing.
+    It never raises. One log line names the parts that this version of vLLM does not support, and an engine that is
+    started with one of them fails with a ConfigError.
     """
     PLUGIN.register(
         {
@@ -108,7 +105,7 @@ def _add_backend() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     if LOAD_FORMAT not in WeightTransferEngineFactory._registry:
-        # By name: `weight_transfer` is imported in workers that use it, not by every process of vLLM.
+        # Registered by name, so that only workers that use `weight_transfer` import it.
         engine = "penstock_vllm.weight_transfer", "PenstockWeightTransferEngine"
         WeightTransferEngineFactory.register_engine(LOAD_FORMAT, *engine)
 
@@ -152,31 +149,31 @@ def _protect_sleep() -> None:
 
 
 def _name_newest_adapter() -> None:
-    # Only the process of the HTTP routes has it, and has imported it by now: the others need not.
+    # Only the process that serves HTTP has this module, and has imported it by now.
     if routes := sys.modules.get("vllm.entrypoints.openai.models.serving"):
         patches.name_newest_adapter(routes.OpenAIServingModels)
 
 
 def refuse_unprotected_sleep(vllm_config: Any) -> None:
-    """Raise ConfigError if the engine may sleep and Penstock could not bring its weights back.
+    """Refuse sleep mode if Penstock could not bring the weights back.
 
     Raises:
-        ConfigError: this version of vLLM does not support it.
+        ConfigError: The engine may sleep, and this version of vLLM does not support verified weights after a sleep.
     """
     if getattr(vllm_config.model_config, "enable_sleep_mode", False):
         PLUGIN.require(SLEEP, feature="--enable-sleep-mode with Penstock")
 
 
 def _loader_class() -> type[Any]:
-    """Return the loader, a subclass of vLLM's default one."""
+    """Return the loader class, a subclass of vLLM's default loader."""
     # Defined inside a function, because this module must be importable without vLLM.
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
     class PenstockVllmLoader(DefaultModelLoader):  # type: ignore[misc]
         """vLLM's default loader, reading through Penstock.
 
-        It is given a configuration of format `safetensors`, so that finding a local model's files, filters, secondary
-        weights and the check that every parameter was loaded stay vLLM's own.
+        The default loader gets a configuration for `safetensors`. It still finds a local model's files, filters them,
+        loads secondary weights, and checks that every parameter was loaded.
         """
 
         def __init__(self, load_config: Any) -> None:
@@ -200,18 +197,18 @@ def _loader_class() -> type[Any]:
 
         def load_weights(self, model: Any, model_config: Any) -> None:
             """Fill `model`."""
-            # Of an object-store model vLLM keeps the URI in `model_weights`, and a local copy of the config in `model`.
+            # For an object-store model, vLLM keeps the URI in `model_weights` and the config's local copy in `model`.
             if weights := getattr(model_config, "model_weights", ""):
                 self._objects[model_config.model] = weights
             self.counter_before_loading_weights = time.perf_counter()
             with Phases("load weights", journey="engine"):
                 super().load_weights(model, model_config)
-            # What follows in `load_model`; nothing does in a load into a model that is there already.
+            # The rest of `load_model` processes the weights. A reload into an existing model has no such phase.
             if self._after_weights is not None:
                 self._after_weights.enter_context(Phases("process weights", journey="engine"))
 
         def download_model(self, model_config: Any) -> None:
-            """Download a model that cannot be streamed from where it is when it is loaded."""
+            """Download the model unless it can be streamed."""
             weights = getattr(model_config, "model_weights", "") or model_config.model
             source = self.Source(weights, model_config.revision)
             if not _is_object(weights) and _hub_uri(self, source, self._options) is None:
@@ -238,14 +235,14 @@ def _loader_class() -> type[Any]:
 
 
 def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None:
-    """Return the pinned URI by which a hub's model is streamed; None: vLLM finds or downloads its files.
+    """Return the pinned URI for streaming a hub's model. If it cannot be streamed, log why and return None.
 
-    For a model of a hub that is not streamed, a line in the log says why.
+    Returns None without a log line if the model is not on a hub. vLLM then finds or downloads the files.
     """
     try:
         uri = texts_of(source.model_or_path)[0]
     except ConfigError:
-        # A scheme that only vLLM knows.
+        # Only vLLM knows this scheme.
         return None
     if not uri.startswith("hf://"):
         return None
@@ -257,17 +254,17 @@ def _hub_uri(loader: Any, source: Any, options: Mapping[str, Any]) -> str | None
             uri += f"{'' if source.revision else '@main'}/{subfolder}"
         try:
             place = pinned_uri(uri, settings=Settings.read(), storage_options=options.get("storage_options"))
-            vllm_logger().info("penstock: weights are read from %s, without a copy on the disk", place)
+            vllm_logger().info("penstock: reading weights from %s, without a copy on disk", place)
             return place
         except (SourceUnavailable, MissingExtra) as error:
-            # What vLLM has in its cache can be loaded all the same.
+            # vLLM can still load the files in its cache.
             why = str(error)
-    vllm_logger().warning("penstock: vLLM itself finds or downloads the weights of %s: %s", source.model_or_path, why)
+    vllm_logger().warning("penstock: vLLM finds or downloads the weights of %s itself: %s", source.model_or_path, why)
     return None
 
 
 def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any]) -> str | None:
-    """Return why the weights of a hub's model come by a download to the disk; None: they can be streamed."""
+    """Return why a hub's model has to be downloaded to disk, or None if it can be streamed."""
     from vllm import envs
 
     if getattr(envs, "VLLM_USE_MODELSCOPE", False):
@@ -283,19 +280,19 @@ def _why_not_streamed(load_config: Any, source: Any, options: Mapping[str, Any])
         and not options.get("distributed")
         and rank_of_engine()[1] > 1
     ):
-        # Each rank would read all of it from the hub.
+        # Each rank would read the whole model from the hub.
         return 'there are several ranks, and neither "distributed" nor "fleet" is given'
     return None
 
 
 def _files(loader: Any, source: Any) -> list[str]:
-    """Return a model's safetensors files, as vLLM's default loader finds (or downloads) them."""
-    # vLLM's versions differ in the parameters of this method: those that it has are passed, by name.
+    """Return a model's safetensors files as vLLM's default loader finds or downloads them."""
+    # The parameters of this method differ between vLLM's versions, so pass the known ones by name.
     known = {"model_name_or_path": source.model_or_path, **vars(source)}
     needed = inspect.signature(loader._prepare_weights).parameters
     missing = [n for n, p in needed.items() if n not in known and p.default is inspect.Parameter.empty]
     if missing:
-        raise ConfigError(f"this version of vLLM finds files by {missing}, which Penstock does not know")
+        raise ConfigError(f"this version of vLLM needs {missing} to find files, which Penstock does not know")
     _, files, use_safetensors, *_ = loader._prepare_weights(**{n: known[n] for n in needed if n in known})
     if not use_safetensors:
         raise ConfigError(f"{source.model_or_path} has no safetensors files", hint="use --load-format auto for it")
@@ -303,7 +300,7 @@ def _files(loader: Any, source: Any) -> list[str]:
 
 
 def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
-    """Return a filter of the names that this rank reads: no other rank's experts, no weights the model does not use."""
+    """Return a filter for the names that this rank reads, or None. Other ranks' experts and unused weights are out."""
     experts = getattr(loader, "local_expert_ids", None)
     is_unused = getattr(source, "is_unused_weight", None)
     if experts is None and is_unused is None:
@@ -321,13 +318,13 @@ def _wanted(loader: Any, source: Any) -> Callable[[str], bool] | None:
 
 
 def rank_of_engine() -> tuple[int, int]:
-    """Return the rank of this process among all ranks that share one model's parameters, and their number.
+    """Return this process's rank among all ranks that share one model's parameters, and their number.
 
-    Experts may be sharded over data-parallel ranks: these count, on all hosts. Data-parallel replicas of a dense model
-    are engines of their own: each counts its ranks from 0.
+    Experts may be sharded over data-parallel ranks, so those ranks count, on all hosts. Data-parallel replicas of a
+    dense model are separate engines, and each counts its ranks from 0.
     """
-    # Not of the configuration: a draft model has one of its own without data parallelism, and its numbers mean
-    # different things under an external launcher. vLLM sets up the world group by its own rules for all of these.
+    # The configuration does not tell. A draft model has a separate one without data parallelism, and its numbers mean
+    # something else under an external launcher. vLLM's world group is right in all these cases.
     from vllm.distributed import get_world_group
 
     world = get_world_group()
@@ -335,14 +332,14 @@ def rank_of_engine() -> tuple[int, int]:
 
 
 def _local_rank() -> int:
-    """Return the rank of this process among those of one replica on this host, which read the same checkpoint."""
+    """Return the rank of this process among one replica's processes on this host, which read the same checkpoint."""
     from vllm.distributed import get_world_group
 
     return int(get_world_group().local_rank)
 
 
 def _device(load_config: Any) -> str:
-    """Return the device of vLLM's parameters, where weights are read to."""
+    """Return the device of vLLM's parameters, which weights are read to."""
     if load_config.device:
         return str(load_config.device)
     from vllm.platforms import current_platform
@@ -355,7 +352,7 @@ def _device(load_config: Any) -> str:
 
 
 def _group() -> Any:
-    """Return the tensor-parallel group, whose ranks read the same weights; None when there is one rank."""
+    """Return the tensor-parallel group, whose ranks read the same weights, or None for a single rank."""
     from vllm.distributed import get_tp_group
 
     group = get_tp_group()

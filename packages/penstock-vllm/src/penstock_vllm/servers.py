@@ -1,14 +1,11 @@
-"""Several vLLM servers as one client of vLLM's trainer interface: all of them install a version, or none does.
+"""Drive several vLLM servers as one client of vLLM's trainer interface. All of them install a version, or none does.
 
-In: one client of vLLM for each server. Out: the same four calls; `VersionRefused` for a version that no server
-installs.
-Not here: the calls themselves (vLLM's clients), publishing and the order of the calls (`trainer`).
+    start_weight_update     a restarted server subscribes again, and a server that does not answer has failed
+    update_weights          every other server receives the version, and is prepared or has failed with a reason
+    finish_weight_update    all prepared servers install the version, if this process decides so
 
-    start_weight_update     a server that was restarted subscribes again; one that does not answer has failed
-    update_weights          every other server receives: prepared, or failed with a reason
-    finish_weight_update    the decision of this process: all prepared servers install, or no server does
-
-Imports no vLLM: a client is anything with its four methods.
+`trainer` publishes and makes these calls in order. The module does not import vLLM. A client is any object with these
+methods.
 """
 
 from __future__ import annotations
@@ -25,16 +22,17 @@ class FleetClient:
     """A client of several vLLM servers. Pass it as `client` to `PenstockTrainerEngine.trainer_init`.
 
     Attributes:
-        left_out: of the last version: the servers that did not receive it, with the reason.
+        left_out: The servers that did not receive the last version, with the reasons.
 
     Args:
-        clients: vLLM's clients by the servers' names, for messages.
-        laggards: if a server does not receive a version: `withdraw`: no server installs it.
-            `leave_out`: the others install it, and that server keeps its version until the next.
-        init_info: further fields of the body of `/init_weight_transfer_engine` by server, as `listen` on several hosts.
+        clients: vLLM's clients by server name. The names appear in messages.
+        laggards: What happens if a server does not receive a version. With "withdraw", no server installs it. With
+            "leave_out", the others install it, and that server keeps its version until the next one.
+        init_info: Further fields of the body of `/init_weight_transfer_engine` for each server, such as `listen` on
+            several hosts.
 
     Raises:
-        ConfigError: there is no client, or `laggards` is neither.
+        ConfigError: There is no client, or `laggards` has another value.
     """
 
     def __init__(
@@ -45,7 +43,7 @@ class FleetClient:
         init_info: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         if not clients:
-            raise ConfigError("a fleet without servers has nothing to update", hint="pass one client for each server")
+            raise ConfigError("a fleet needs at least one server", hint="pass one client for each server")
         if laggards not in ("leave_out", "withdraw"):
             raise wrong_argument("laggards", laggards, "'leave_out' or 'withdraw'")
         self._clients = dict(clients)
@@ -53,8 +51,7 @@ class FleetClient:
         self._init_info = dict(init_info or {})
         self._pool = ThreadPoolExecutor(len(self._clients), "penstock-fleet")
         self._subscription: Mapping[str, Any] | None = None
-        # The servers whose update was started and not ended, those whose update did not start, and those that have
-        # received the version.
+        # Servers with an open update, servers whose update did not start, and servers that have received the version.
         self._started: set[str] = set()
         self._failed_starts: dict[str, BaseException] = {}
         self._prepared: set[str] = set()
@@ -62,7 +59,7 @@ class FleetClient:
         self.left_out: dict[str, str] = {}
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
-        """Make every server subscribe. Raises the first server's error."""
+        """Make every server subscribe. Raise the first server's error."""
         self._subscription = init_info
         _raise_first(self._all(list(self._clients), self._subscribe))
 
@@ -70,10 +67,10 @@ class FleetClient:
         client.init_weight_transfer_engine({**(self._subscription or {}), **self._init_info.get(name, {})})
 
     def start_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Start an update on the servers where none is open. A server that fails here fails the version.
+        """Start an update on the servers without an open one. A server that fails here fails the version.
 
         Raises:
-            Exception: no server starts an update; the first server's error.
+            Exception: No server starts an update. This is the first server's error.
         """
 
         def start(_: str, client: Any) -> None:
@@ -86,7 +83,7 @@ class FleetClient:
         names = [name for name in self._clients if name not in self._started]
         errors = self._all(names, start)
         if errors and self._subscription is not None:
-            # A server that was restarted has no subscription.
+            # A restarted server has no subscription.
             errors = self._all(list(errors), subscribe_and_start)
         self._started |= set(names) - errors.keys()
         self._failed_starts = errors
@@ -94,32 +91,32 @@ class FleetClient:
             _raise_first(errors)
 
     def update_weights(self, update_info: Mapping[str, Any]) -> None:
-        """Have every server receive a version; each keeps serving the version before.
+        """Make every server receive a version. Each server keeps serving its previous version.
 
         Raises:
-            VersionRefused: the version will not be installed on any server; names those that failed, with the reason.
+            VersionRefused: No server will install the version. The message names the failed servers and the reasons.
         """
         self._version = int(update_info["version"])
         self._prepared.clear()
         errors = dict(self._failed_starts)
         errors |= self._all(sorted(self._started), lambda _, client: client.update_weights(dict(update_info)))
-        # vLLM ends an update that failed; the others stay open for the next version.
+        # vLLM ends a failed update. The other updates stay open for the next version.
         self._started -= errors.keys()
         self.left_out = {name: _reason(error) for name, error in errors.items()}
         if errors and (self._laggards == "withdraw" or len(errors) == len(self._clients)):
             name, error = next(iter(errors.items()))
             why = "; ".join(f"{failed}: {reason}" for failed, reason in self.left_out.items())
             message = f"version {self._version} was withdrawn from all {len(self._clients)} servers: {why}"
-            hint = "each serves the version before; send a later version"
+            hint = "every server keeps its previous version, send a later version"
             raise VersionRefused(message, version=self._version, member=name, reason=why, hint=hint) from error
         self._prepared = set(self._clients) - errors.keys()
 
     def finish_weight_update(self, *args: Any, **kwargs: Any) -> None:
-        """Have the servers that have received the version install it, all at once.
+        """Make the servers that have received the version install it, all at the same time.
 
         Raises:
-            ConfigError: no server has received a version. The first error of a server: that server must not serve; the
-                others have the version.
+            ConfigError: No server has received a version.
+            Exception: The first error of a server. That server must not serve. The others have the version.
         """
         if not self._prepared:
             raise ConfigError("no server has received a version", hint="call update_weights first")
@@ -133,20 +130,20 @@ class FleetClient:
         self._pool.shutdown(wait=False)
 
     def _all(self, names: Sequence[str], call: Callable[[str, Any], object]) -> dict[str, BaseException]:
-        """Call these servers at once; return the errors by server, once each has answered."""
+        """Call these servers in parallel, wait for all answers, and return the errors by server."""
         running = {name: self._pool.submit(call, name, self._clients[name]) for name in names}
-        # Each call ends by the server's stall deadline, and by the client's own.
+        # The server's stall deadline and the client's own deadline limit each call.
         wait(running.values())
         return {name: error for name, done in running.items() if (error := done.exception()) is not None}
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error of a client with vLLM's answer, where the client keeps that."""
+    """Return the text of a client's error, with vLLM's answer if the client keeps it."""
     answer = getattr(getattr(error, "response", None), "text", "")
     return f"{error}: {answer}"[:1000] if answer else str(error)[:1000] or type(error).__name__
 
 
 def _raise_first(errors: Mapping[str, BaseException]) -> None:
     for name, error in errors.items():
-        error.add_note(f"of server {name}" + (f"; also failed: {', '.join([*errors][1:])}" if len(errors) > 1 else ""))
+        error.add_note(f"server {name}" + (f", also failed: {', '.join([*errors][1:])}" if len(errors) > 1 else ""))
         raise error

@@ -1,18 +1,15 @@
-"""vLLM's sleep mode: an engine that wakes has its weights back, verified, before its first request.
+"""Make sure that a vLLM engine that wakes from sleep has its weights back, verified, before its first request.
 
-In: classes of vLLM; `sleep` and `wake_up` of its engine and workers, level 1 (weights offloaded to the host) or 2
-(weights discarded). Out: the same classes, whose wake fails, and can be called again, unless the weights are there.
-Not here: bringing a version back (`Subscriber.restore`), installing it (`staging`); other changes of vLLM's
-classes (`patches`).
+    load       prepares the kernels that digest the weights on the device
+    sleep      level 1 digests the weights. Both levels free the staging model and report the version `none`
+    wake_up    level 1: vLLM copies the weights back from the host, and their digests are compared
+               level 2: the newest version of the sync is received, or else the weights of the start are loaded
+    resume     is refused until then. Requests wait in vLLM's paused scheduler
 
-    load       meanwhile, the kernels are made ready that digest the weights on the device
-    sleep      level 1: digests of the weights; the staging model is freed, the version that vLLM reports is `none`
-    wake_up    level 1: vLLM copies the weights back; their digests must be those of before
-               level 2: the newest version of the sync; without one, the weights that the engine was started with
-    resume     refused until then: requests wait in vLLM's paused scheduler
+A wake that fails can be called again. With `wake_up(tags=["weights"])` alone nothing is brought back yet, because a
+trainer may send a version before the last tag wakes.
 
-With `wake_up(tags=["weights"])` alone nothing is brought back yet: a trainer may send a version before the last tag
-wakes. Written for vLLM 0.32 and 0.33. vLLM need not be installed to import this.
+The module is written for vLLM 0.32 and 0.33, which need not be installed to import it.
 """
 
 from __future__ import annotations
@@ -27,15 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 NO_VERSION = "none"
-"""The version that vLLM reports while its weights are away."""
+"""Version that vLLM reports while its weights are gone."""
 _TAGS = frozenset({"weights", "kv_cache"})
-"""The tags of memory that sleeps. Source: `SLEEP_TAGS` of vllm/v1/executor/abstract.py, vLLM 0.32."""
+"""Tags of memory that can sleep. Source: `SLEEP_TAGS` of vllm/v1/executor/abstract.py, vLLM 0.32."""
 
 
 def protect_workers(worker: type[Any], backend: str) -> None:
-    """Have each worker bring its weights back when it wakes, where weights are loaded or sent by `backend`."""
+    """Make each worker bring its weights back when it wakes, if `backend` loads or sends the weights."""
 
-    # See `report_phases`.
+    # `report_phases` explains why the constructor is patched.
     def construct(original: Any, self: Any, *arguments: Any, **named: Any) -> None:
         original(self, *arguments, **named)
         applies = _applies(getattr(self, "vllm_config", None), backend)
@@ -46,8 +43,8 @@ def protect_workers(worker: type[Any], backend: str) -> None:
 
 
 def protect_engine(core: type[Any], backend: str) -> None:
-    """Have an engine report no version while its weights are away, and serve nothing, where `backend` is used."""
-    # Before 0.32 an engine has no version of its weights. Its workers refuse to compute without weights all the same.
+    """Make an engine report no version and serve nothing while its weights are gone, if it uses `backend`."""
+    # Before 0.32 an engine has no version of its weights. Its workers still refuse to compute without weights.
     has_version = hasattr(core, "set_weight_version")
 
     def sleep(original: Any, self: Any, level: int = 1, *arguments: Any, **named: Any) -> Any:
@@ -63,7 +60,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
         if done is None:
             forget()
         else:
-            # Requests that were running are answered by the version until the engine sleeps.
+            # Until the engine sleeps, it answers running requests with the current version.
             done.add_done_callback(forget)
         return done
 
@@ -71,8 +68,8 @@ def protect_engine(core: type[Any], backend: str) -> None:
         if _applies(self.vllm_config, backend):
             asleep = self.model_executor.sleeping_tags
             if asleep:
-                # `/resume` alone would compute with memory that has no weights or no cache.
-                raise RuntimeError(f"the engine sleeps ({', '.join(sorted(asleep))}): call /wake_up")
+                # `/resume` alone would compute in memory without weights or without a cache.
+                raise RuntimeError(f"the engine is asleep ({', '.join(sorted(asleep))}): call /wake_up")
             if has_version and self._weight_version == NO_VERSION:
                 self.set_weight_version(_version_after(self))
         return original(self, *arguments, **named)
@@ -81,7 +78,7 @@ def protect_engine(core: type[Any], backend: str) -> None:
 
 
 def _version_after(core: Any) -> str:
-    """Return the version of the weights that were brought back; the version before, if these came back."""
+    """Return the version of the weights after a wake. It is the previous version if the same weights came back."""
     versions = core.model_executor.collective_rpc("penstock_version_after_sleep")
     before: str = core._penstock_version_before
     return str(versions[0] or before)
@@ -92,15 +89,15 @@ def _applies(config: Any, backend: str) -> bool:
 
 
 class WorkerSleep:
-    """The weights of one worker over a sleep.
+    """Protection of one worker's weights across a sleep.
 
     Attributes:
-        is_whole: whether the weights may be used.
+        is_whole: Whether the weights may be used.
 
     Args:
-        worker: of any platform.
-        is_sent: versions of a trainer arrive by Penstock. Otherwise something else may fill the weights between two
-            calls of `wake_up`, and they are brought back only where one call wakes everything.
+        worker: A worker of any platform.
+        is_sent: Whether Penstock sends a trainer's versions to this worker. If False, something else may fill the
+            weights between two calls of `wake_up`, so they are brought back only if one call wakes everything.
     """
 
     def __init__(self, worker: Any, *, is_sent: bool) -> None:
@@ -110,13 +107,13 @@ class WorkerSleep:
         self._asleep: set[str] = set()
         self._level = 0
         self._digests: Any = None
-        # Parameters that no version fills, and which vLLM does not keep: it keeps buffers.
+        # Parameters that no version fills. vLLM itself keeps only buffers.
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._num_installed = 0
         self._version_after = ""
 
     def attach(self) -> None:
-        """Put this in the place of the worker's own methods."""
+        """Replace the worker's methods with these."""
         worker = self._worker
         replacements: dict[str, Callable[..., Any]] = {
             "sleep": self.sleep,
@@ -130,16 +127,16 @@ class WorkerSleep:
         worker.penstock_version_after_sleep = lambda: self._version_after
 
     def load_model(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Load the model. Meanwhile, get the kernels ready that digest it at the first sleep."""
+        """Load the model, and prepare the kernels that digest it at the first sleep at the same time."""
         if self._worker.device.type != "cuda":
             original(*arguments, **named)
             return
-        # vLLM measures the device's memory next.
+        # Finish before vLLM measures the device's memory, which is its next step.
         with kernels_ready(self._worker.device, _logger()):
             original(*arguments, **named)
 
     def sleep(self, original: Callable[[int], None], level: int = 1) -> None:
-        """Put the worker to sleep. Order: no request is running."""
+        """Put the worker to sleep. No request may be running."""
         engine = self._engine()
         if self.is_whole:
             self._num_installed = 0 if engine is None else engine.num_installed
@@ -152,15 +149,15 @@ class WorkerSleep:
         self.is_whole = False
         self._level, self._asleep = level, set(_TAGS)
         if engine is not None:
-            # Before vLLM unmaps memory: a registration of memory that is gone cannot be ended.
+            # Do this before vLLM unmaps memory, because a registration cannot be ended after its memory is gone.
             engine.fall_asleep()
         original(level)
 
     def wake_up(self, original: Callable[[list[str] | None], None], tags: list[str] | None = None) -> None:
-        """Wake memory up; bring the weights back once none sleeps.
+        """Wake memory. When no memory is asleep, bring the weights back.
 
         Raises:
-            PenstockError: they could not be brought back. The engine still sleeps; call it again.
+            PenstockError: The weights could not be brought back. The engine is still asleep. Call it again.
         """
         original(tags)
         woken = set(_TAGS) if tags is None else set(tags)
@@ -170,21 +167,21 @@ class WorkerSleep:
             return
         engine = self._engine()
         if engine is not None and engine.num_installed > self._num_installed:
-            # A trainer sent a version since the weights' memory woke.
+            # A trainer sent a version after the weights' memory woke.
             self._whole(str(engine.installed))
         elif not self._is_sent and not is_at_once:
-            _log("weights were not brought back: between calls of wake_up others may fill them")
+            _log("weights were not brought back, because others may fill them between two calls of wake_up")
             self._whole("")
         else:
             self._bring_back(engine)
 
     def _bring_back(self, engine: Any) -> None:
-        # vLLM copies the weights back at level 1, and ignores both levels on the CPU.
+        # At level 1 vLLM copies the weights back. On the CPU it ignores both levels.
         if self._level == 1 and self._digests.is_same():
             self._whole("")
             return
         if self._level == 1:
-            _log("the weights that vLLM copied back from the host are not those of before; they are received anew")
+            _log("the weights that vLLM copied back from the host differ from those before the sleep, receiving again")
         with _no_grad():
             for tensor, value in self._kept:
                 tensor.copy_(value)
@@ -192,26 +189,26 @@ class WorkerSleep:
             engine.bring_back()
             self._whole(str(engine.installed))
         else:
-            # No version was ever installed: the weights are those that the engine was started with, which its own
-            # loader reads again: from a keeper, a fleet or storage with `--load-format penstock`.
+            # No version was ever installed, so load the weights that the engine was started with. With `--load-format
+            # penstock` they come from a keeper, a fleet or storage.
             self._worker.reload_weights()
 
     def reload_weights(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:
-        """Reload the weights by vLLM's loader."""
+        """Reload the weights with vLLM's loader."""
         original(*arguments, **named)
         if "weights" not in self._asleep:
             self._whole("")
 
     def execute_model(self, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Run a forward pass; refuse one with weights that are not there."""
+        """Run a forward pass, but refuse to run without weights."""
         if not self.is_whole:
-            raise RuntimeError("the weights of this worker are not back since it slept; call /wake_up")
+            raise RuntimeError("this worker slept and its weights are not back, call /wake_up")
         return original(*arguments, **named)
 
     def _whole(self, version: str) -> None:
         self._version_after = version
         self._kept, self._digests = [], None
-        # Adapters that were merged or loaded lay in the memory that slept.
+        # The memory of merged or loaded adapters was asleep too.
         if self._level > 1 and hasattr(self._worker.model_runner, "reset_lora_state"):
             self._worker.model_runner.reset_lora_state()
         self.is_whole = True
@@ -221,12 +218,12 @@ class WorkerSleep:
         return model
 
     def _engine(self) -> Any:
-        """Return the worker's end of a sync; None: weights are not sent by Penstock."""
+        """Return the worker's weight transfer engine, or None if Penstock does not send the weights."""
         return self._worker.weight_transfer_engine if self._is_sent else None
 
 
 def _digests(model: torch.nn.Module) -> Any:
-    """Return the digests of all tensors of a model."""
+    """Return the digests of all tensors in a model."""
     from penstock.spi import MemoryDigests
 
     return MemoryDigests.of_target(model)
@@ -239,7 +236,7 @@ def _no_grad() -> Any:
 
 
 def _logger() -> Log:
-    # The logger of `vllm`, which imports this module, and has configured it by now.
+    # `penstock_vllm.plugin` imports this module, so its function cannot be imported. It has configured this logger.
     return log_named("penstock.vllm")
 
 

@@ -1,12 +1,11 @@
-"""The staging model of a vLLM model: its weights in the format that its own loader fills, to be received and installed.
+"""A staging model that receives a vLLM model's weights in the format that vLLM's loader fills.
 
-In: a loaded vLLM model. Out: a module that a sync fills and records like any other; `install`.
-Not here: receiving (`penstock.sync`), when to install (`weight_transfer`).
+vLLM repacks, quantises and drops parameters after loading, so a loader cannot fill the serving tensors. vLLM remembers
+each layer's earlier shapes, and the staging model has tensors with these shapes. A sync fills it and records its loader
+as for any other module.
 
-vLLM repacks, quantises and drops parameters after loading: a loader cannot fill the serving tensors. vLLM remembers the
-shapes that each layer had before; the staging model has tensors of these. Installing is vLLM's layerwise reload, one
-layer at a time: the layer as loaded, its post-processing, then copies into the serving tensors, whose addresses stay
-the same, because CUDA graphs hold them.
+Installing is vLLM's layerwise reload, one layer at a time. The layer is loaded and processed again, then copied into
+the serving tensors. Their addresses stay the same, because CUDA graphs hold them.
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from penstock.errors import ConfigError, PlanError
 from penstock.spi import Arena, Requirements, needed_bytes
 
 _LISTED = 10
-"""Parameters that an error lists; the rest are counted, since a large model has thousands."""
+"""Maximum number of parameters that an error lists. A large model has thousands, so the others are only counted."""
 
 
 class StagingModel(torch.nn.Module):
-    """A vLLM model's weights as its loader fills them, under the model's names, in an arena of their own.
+    """A vLLM model's weights before post-processing, under the model's names, in a separate arena.
 
     Attributes:
-        device: of the arena.
+        device: Device of the arena.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device | str) -> None:
-        """Allocate the weights on `device`: as many bytes as they had before vLLM post-processed them.
+        """Allocate the weights on `device`, with as many bytes as they had before vLLM post-processed them.
 
         Raises:
-            ConfigError: a layer's parameters have no shape before they are loaded.
-            DeviceOutOfMemory, DestinationError: there is no room.
+            ConfigError: A layer's parameters have no shape before they are loaded.
+            DeviceOutOfMemory, DestinationError: There is not enough memory.
         """
         super().__init__()
         self._vllm_config = vllm_config
-        # In a tuple: as an attribute the model would be registered as a submodule, and its tensors as ours.
+        # The tuple keeps torch from registering the model as a submodule, and its tensors as ours.
         self._model = (model,)
         self._loaded: set[str] = set()
         formats = {name: _loader_format(name, layer) for name, layer in model.named_modules()}
@@ -56,20 +55,20 @@ class StagingModel(torch.nn.Module):
         ]
 
     def free(self) -> None:
-        """Free the memory, whose contents are lost, until `allocate`. Idempotent."""
-        # Host memory cannot be freed in place: other processes may map it.
+        """Free the memory and lose its contents, until `allocate`. Idempotent."""
+        # Host memory cannot be freed in place, because other processes may have mapped it.
         if self._storage.resizable():
             self._storage.resize_(0)
 
     def allocate(self) -> None:
-        """Allocate the memory that `free` has freed. Idempotent."""
+        """Allocate the memory again after `free`. Idempotent."""
         if self._storage.nbytes() != self._nbytes:
             self._storage.resize_(self._nbytes)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Run the model's own loader into the staging model, and return what it returns.
+        """Run the model's own loader with the staging model as its destination, and return the loader's result.
 
-        Order: the model must not run meanwhile: its layers have the staging model's tensors until this returns.
+        The model must not run at the same time, because its layers have the staging tensors until this returns.
         """
         from vllm.config import set_current_vllm_config
 
@@ -82,22 +81,22 @@ class StagingModel(torch.nn.Module):
             return named
 
     def unfilled(self, wanted: Requirements) -> Mapping[str, int]:
-        """Return the number of elements that an update leaves unfilled, by tensor, where there are any."""
+        """Return the number of elements that an update leaves unfilled, for each tensor that has such elements."""
         if not wanted.unrecorded:
             return wanted.unfilled
-        # Some tensors pass through the loader at each update: the names that it returned are filled as well.
+        # Unrecorded tensors pass through the loader at each update, so the names that it returned are filled too.
         return {name: count for name, count in wanted.unfilled.items() if name not in self._loaded}
 
     def check(self, wanted: Requirements, *, strict: bool = True) -> None:
-        """Check that an update can be installed, before anything is touched.
+        """Check that an update can be installed, before anything changes.
 
         Args:
-            wanted: the requirements of the update.
-            strict: every parameter of the model must be filled, except attention's own.
+            wanted: Requirements of the update.
+            strict: Require that every parameter of the model is filled, except attention's own.
 
         Raises:
-            ConfigError: vLLM made one tensor of two that are published, or cannot reload a layer.
-            PlanError: no rank publishes some parameters; lists them.
+            ConfigError: vLLM combined two published tensors into one, or it cannot reload a layer.
+            PlanError: No rank publishes some parameters. The message lists them.
         """
         unfilled = self.unfilled(wanted)
         sources = self._sources(unfilled)
@@ -105,16 +104,16 @@ class StagingModel(torch.nn.Module):
         lacking = [name for layer in self._layers for name in layer.lacking(whole)]
         if lacking and strict:
             more = f" and {len(lacking) - _LISTED} more" if len(lacking) > _LISTED else ""
-            hint = 'give "strict": false in init_info if they are to stay as they are'
+            hint = 'give "strict": false in init_info if they should keep their values'
             raise PlanError(f"no rank publishes {', '.join(lacking[:_LISTED])}{more}", hint=hint)
         for layer in self._layers:
             layer.check(sources)
 
     @torch.no_grad()
     def install(self, wanted: Requirements) -> None:
-        """Install the tensors that an update filled into the serving model; the others stay unchanged.
+        """Install the tensors that an update filled into the serving model. The others stay unchanged.
 
-        Order: after `check`. The model must not run meanwhile; after an error it has no complete version.
+        Call `check` first. The model must not run at the same time. After an error it has no complete version.
         """
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -127,17 +126,17 @@ class StagingModel(torch.nn.Module):
                     if whole in sources:
                         stack.enter_context(_reloaded(layer.live, name, sources[whole]))
             finalize_layerwise_reload(model, self._vllm_config.model_config)
-        # After the reload, which leaves these out: they are packed from the parameters that it has just loaded.
+        # vLLM's reload does not pack these experts, so pack them afterwards from the parameters that it has loaded.
         for layer in self._layers:
             if layer.is_among(sources) and (experts := _experts_to_pack(layer.live)) is not None:
                 experts.process_weights_after_loading(layer.live)
 
     def not_installed(self, wanted: Requirements) -> list[torch.nn.Parameter]:
-        """Return the serving model's parameters that `install` leaves as they are."""
+        """Return the serving model's parameters that `install` leaves unchanged."""
         from vllm.model_executor.model_loader.reload import meta
 
         sources = self._sources(self.unfilled(wanted))
-        # vLLM processes a layer as a whole and copies all of it, except tensors that it never moves.
+        # vLLM processes and copies a layer as a whole, except for tensors that it never moves.
         rewritten = {
             id(tensor)
             for layer in self._layers
@@ -149,9 +148,9 @@ class StagingModel(torch.nn.Module):
         return [tensor for tensor in model.parameters() if id(tensor) not in rewritten]
 
     def _sources(self, unfilled: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Return the source of each tensor that is filled: its own of the staging model, or that of a tied tensor."""
-        # A layer that shares another's tensor (`lm_head` the embeddings') may have processed it for itself, so each
-        # tied tensor is reloaded in its layer, from the one that is published.
+        """Return the source of each filled tensor: its staging tensor, or the staging tensor that it is tied to."""
+        # A layer that shares a tensor with another layer (`lm_head` with the embeddings) may have processed it
+        # separately. Each tied tensor is therefore reloaded in its own layer, from the published one.
         sources: dict[str, torch.Tensor] = {}
         names: dict[int, str] = {}
         shared: list[tuple[str, int]] = []
@@ -166,14 +165,14 @@ class StagingModel(torch.nn.Module):
                 sources[whole] = staging
                 if place is not None and (other := names.setdefault(place, whole)) != whole:
                     raise ConfigError(
-                        f"vLLM holds {whole} and {other} as one tensor, and both are published",
-                        hint="set tie_word_embeddings of the model's config as the trainer has it",
+                        f"vLLM holds {whole} and {other} as one tensor, but both are published",
+                        hint="set tie_word_embeddings in the model's config to the trainer's value",
                     )
         return sources | {whole: sources[names[place]] for whole, place in shared if place in names}
 
 
 class _Layer:
-    """A layer of the model, and the module with its tensors in the loader's format."""
+    """A layer of the model, with a module that has the layer's tensors in the loader's format."""
 
     def __init__(self, name: str, live: torch.nn.Module, staging: torch.nn.Module) -> None:
         self.live = live
@@ -181,7 +180,7 @@ class _Layer:
         self._prefix = f"{name}." if name else ""
 
     def names(self) -> Iterator[tuple[str, str]]:
-        """Yield each tensor's name in the layer and in the model; tensors without elements are left out."""
+        """Yield each tensor's name in the layer and in the model, for tensors with at least one element."""
         for name, tensor in (*self.staging._parameters.items(), *self.staging._buffers.items()):
             if tensor is not None and tensor.numel():
                 yield name, self._prefix + name
@@ -191,11 +190,11 @@ class _Layer:
         return self._prefix + name
 
     def is_among(self, filled: Collection[str]) -> bool:
-        """Return whether an update fills a tensor of this layer, so that it is processed again."""
+        """Return whether an update fills a tensor in this layer, so that the layer is processed again."""
         return any(whole in filled for _, whole in self.names())
 
     def lacking(self, filled: Collection[str]) -> list[str]:
-        """Return the parameters that are not filled; none of attention, whose own (its cache's scales) need not be."""
+        """Return the parameters that are not filled. Attention's own (its cache's scales) need not be."""
         from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
         if is_deferred_attention_layer(self.live):
@@ -203,7 +202,7 @@ class _Layer:
         return [whole for name, whole in self.names() if name in self.staging._parameters and whole not in filled]
 
     def check(self, filled: Collection[str]) -> None:
-        """Raise ConfigError if the layer is filled only in part, or cannot be processed again."""
+        """Raise ConfigError if the layer is only partly filled, or cannot be processed again."""
         from vllm.model_executor.model_loader.reload import meta
 
         if not self.is_among(filled):
@@ -211,12 +210,12 @@ class _Layer:
         _experts_to_pack(self.live)
         lacking = [whole for whole in self.lacking(filled) if whole.rpartition(".")[2] not in meta.SKIP_TENSORS]
         if lacking:
-            raise ConfigError(f"vLLM processes a layer as a whole, and no rank publishes {lacking} of this one")
+            raise ConfigError(f"vLLM processes a layer as a whole, but no rank publishes {lacking} of this layer")
 
     @contextlib.contextmanager
     def uses_staging_tensors(self) -> Iterator[None]:
-        """Put the staging model's tensors in the place of the live layer's own, for a block."""
-        # A tensor may also be a plain attribute of the layer, which would hide the one put in here.
+        """Replace the live layer's tensors with the staging model's, for the duration of a context."""
+        # A tensor may also be a plain attribute of the layer, which would hide the replacement.
         own = self.live.__dict__
         hiding = {name: own.pop(name) for name, _ in self.names() if name in own}
         pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -232,7 +231,7 @@ class _Layer:
             yield
         finally:
             for (group, staging), before in zip(pairs, saved, strict=True):
-                # A loader may replace a parameter: the staging model gets the new one, for the recording to see.
+                # A loader may replace a parameter. The staging model takes the new one, so that the recording sees it.
                 staging.update({name: group[name] for name in staging if group.get(name) is not None})
                 group.clear()
                 group.update(before)
@@ -241,7 +240,7 @@ class _Layer:
 
 @contextlib.contextmanager
 def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterator[None]:
-    """Give vLLM's reload one complete tensor of a layer; at the last tensor vLLM processes the layer."""
+    """Pass one complete tensor of a layer to vLLM's reload. At the last tensor, vLLM processes the layer."""
     from vllm.model_executor.model_loader.reload import layerwise, meta
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -250,7 +249,7 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
         target.data.copy_(value)
         yield
         return
-    # A plain copy until the block ends: the staging model's values went through the tensor's own loader already.
+    # Copy plainly until the context ends. The staging values went through the tensor's own loader already.
     before = _own_loader(target.weight_loader)
     target.weight_loader = default_weight_loader
     try:
@@ -261,12 +260,12 @@ def _reloaded(layer: torch.nn.Module, name: str, value: torch.Tensor) -> Iterato
 
 
 def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
-    """Return a layer's experts if they pack their weights themselves; None: vLLM's reload is enough.
+    """Return a layer's experts if they pack their own weights, or None if vLLM's reload is enough.
 
     Raises:
-        ConfigError: it is not known how these are packed again.
+        ConfigError: It is unknown how to pack these experts again.
     """
-    # vLLM's reload leaves out the packing of experts that are not quantised.
+    # vLLM's reload does not pack experts that are not quantised.
     from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
@@ -278,12 +277,12 @@ def _experts_to_pack(layer: torch.nn.Module) -> Any | None:
     if packing in (None, modular_kernel.FusedMoEExperts.process_weights_after_loading):
         return None
     if not isinstance(experts, cpu_moe.CPUUnquantizedExperts):
-        raise ConfigError(f"vLLM does not pack the weights of {type(experts).__name__} when they are reloaded")
+        raise ConfigError(f"vLLM does not pack the weights of {type(experts).__name__} when it reloads them")
     return experts
 
 
 def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's tensors as they were before loading, on meta; those that vLLM never moves there are live."""
+    """Return a layer's tensors as before loading, on the meta device. Tensors that vLLM never moves there are live."""
     from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
 
     parameters, buffers = layerwise.get_layerwise_info(layer).restore_metadata
@@ -297,7 +296,7 @@ def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor
 
 
 def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Tensor], arena: Arena) -> torch.nn.Module:
-    """Return the module at a dotted name under `root`, with zeroed tensors of these formats in the arena."""
+    """Return the module with a dotted name under `root`, with zeroed tensors of these formats in the arena."""
     module = root
     for part in path.split(".") if path else ():
         if part not in module._modules:
@@ -307,8 +306,8 @@ def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Ten
         nbytes = _span_bytes(form)
         (offset,) = arena.place([nbytes])
         tensor = arena.bytes_at(offset, nbytes).zero_().view(form.dtype).as_strided(form.shape, form.stride())
-        # As vLLM materialises a layer: the parameter keeps its class and its attributes, of which loaders need
-        # `weight_loader` and the dimensions that are cut over ranks.
+        # vLLM materialises a layer in the same way. The parameter keeps its class and its attributes, because loaders
+        # need `weight_loader` and the dimensions that are sharded over ranks.
         tensor.__class__ = form.__class__
         tensor.__dict__ = _attributes(form)
         if isinstance(tensor, torch.nn.Parameter):
@@ -319,7 +318,7 @@ def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Ten
 
 
 def _attributes(form: torch.Tensor) -> dict[str, Any]:
-    """Return a tensor's attributes, with its own loaders instead of those that a reload wrapped."""
+    """Return a tensor's attributes, with its original loaders instead of those that a reload wrapped."""
     loaders = {name: form.__dict__[name] for name in ("weight_loader", "_weight_loader") if name in form.__dict__}
     return form.__dict__ | {name: _own_loader(loader) for name, loader in loaders.items()}
 
@@ -332,7 +331,7 @@ def _own_loader(loader: Any) -> Any:
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:
-    """Return bytes from a tensor's first element to the end of its last."""
+    """Return the number of bytes from a tensor's first element to the end of its last."""
     if not tensor.numel():
         return 0
     last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))

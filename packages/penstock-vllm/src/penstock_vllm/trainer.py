@@ -1,15 +1,13 @@
 """The trainer's side of vLLM's weight transfer: a `TrainerWeightTransferEngine` named `penstock`.
 
-In: the weights of a trainer's ranks, a client of a vLLM server. Out: vLLM serves each version that is sent.
-Not here: the engine's side (`weight_transfer`), the transfer (`penstock.sync`).
+    trainer_init   every rank publishes, and rank 0 makes the engine subscribe
+    stage          publishes a version, while the engine receives it and may serve (start_weight_update, update_weights)
+    commit         makes the engine install the version (finish_weight_update), during a pause
+    send_weights   stages and commits
+    stage_again    makes a restarted engine subscribe and receive the version that is published
 
-    trainer_init   every rank publishes; rank 0 makes the engine subscribe
-    stage          publish || start_weight_update, update_weights: the engine receives while it may serve
-    commit         finish_weight_update: the engine installs the version; this is the pause
-    send_weights   both
-    stage_again    an engine that was started again subscribes, and receives the version that is published
-
-Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. Written for vLLM 0.32 and 0.33.
+Importing this module registers the engine with vLLM's `WeightTransferTrainerFactory`. It is written for vLLM 0.32 and
+0.33.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from penstock.spi import Declarable, PublishMode, connection_of
 from penstock_vllm.plugin import LOAD_FORMAT
 
 VERSIONS = ("0.32", "0.33")
-"""Releases of vLLM whose interface of trainers this module was written for."""
+"""Releases of vLLM whose trainer interface this module is written for."""
 
 _REASON_CHARS = 2000
 
@@ -41,45 +39,46 @@ Params = torch.nn.Module | Mapping[str, Declarable]
 
 @dataclass(kw_only=True)
 class PenstockTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """The arguments of Penstock's trainer engine; the same on all ranks but for `rank`."""
+    """The arguments of Penstock's trainer engine. All ranks pass the same values, except `rank`."""
 
     backend: ClassVar[str] = LOAD_FORMAT
 
     name: str
-    """The name of the sync: trainers of one engine that differ need different names."""
+    """Name of the sync. Trainers that send different weights to one engine need different names."""
     world_size: int = 1
-    """The number of the trainer's ranks that call `trainer_init`."""
+    """Number of the trainer's ranks that call `trainer_init`."""
     hub: str | None = None
-    """The hub's URL, for the trainer and for the engine; None: of the environment, or of this host."""
+    """URL of the hub, for the trainer and the engine. None means `PENSTOCK_HUB`, or else this host's own hub."""
     token_file: str | None = None
-    """A file on the trainer's and on the engine's host, whose first token is sent to the hub."""
+    """Path of a file on the trainer's and the engine's host, whose first token is sent to the hub."""
     listen: str | None = None
     """`host:port` where other hosts reach this rank."""
     data_port: int = 0
     """See `ConnectionSettings`."""
     engine_listen: str | None = None
-    """`host:port` where other hosts reach the engine's first worker; the next ones listen at the ports after it."""
+    """`host:port` where other hosts reach the engine's first worker. The next workers use the ports after it."""
     engine_data_port: int | None = None
-    """See `vllm_sync.InitInfo.data_port`."""
+    """See `weight_transfer.InitInfo.data_port`."""
     mode: PublishMode = "snapshot"
-    """`snapshot`: the weights may change once they are copied; `live`: not before the engine has them. No copy."""
+    """With `snapshot`, the weights may change after they are copied. With `live`, nothing is copied, and the weights
+    may change only after the engine has them."""
     transforms: str | Mapping[str, Any] | None = None
-    """Formats in which the weights are offered, such as `cast:BF16`; see `penstock.publisher`."""
+    """Formats in which the weights are offered, such as `cast:BF16`. See `penstock.publisher`."""
     memory: Literal["device", "host"] = "device"
-    """The memory in which the engine receives a version before it installs it."""
+    """Memory in which the engine receives a version before it installs the version."""
     strict: bool = True
-    """Every parameter of the engine must be sent; False: those that are not sent stay as they were."""
+    """Require that every parameter of the engine is sent. If False, parameters that are not sent keep their values."""
     gather: bool = False
-    """Publish copies on rank 0 of a source that can only give whole tensors: it takes the model's size there."""
+    """Publish copies from rank 0 if the source can only give whole tensors. This takes the model's size there."""
     stall_s: float | None = None
 
 
 class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]):  # type: ignore[misc]
-    """A trainer rank that sends versions to one vLLM engine. Made by vLLM's factory, on every rank.
+    """A trainer rank that sends versions to one vLLM engine. vLLM's factory creates it on every rank.
 
     Attributes:
-        version: the newest version that was published; -1: none yet.
-        report: of the newest version.
+        version: Newest version that was published, or -1.
+        report: Report of the newest version.
     """
 
     init_info_cls = PenstockTrainerInitInfo
@@ -101,27 +100,27 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         self._refill = refill
         self._init_info = init_info
         self._thread = ThreadPoolExecutor(1, "penstock-update-weights")
-        # Whether vLLM has an update that was started and not finished, and whether it has received all of it.
+        # Whether vLLM has an open update, and whether vLLM has received all of it.
         self._is_started = self._is_staged = False
 
     @classmethod
     def trainer_init(cls, init_info: PenstockTrainerInitInfo, *, client: Any, source: Any = None) -> Self:
-        """Publish the source's weights from this rank; on rank 0, make the engine subscribe.
+        """Publish the source's weights from this rank. On rank 0, make the engine subscribe.
+
+        All ranks call this at the same time.
 
         Args:
-            source: vLLM's `ModuleSource`; a module; tensors, DTensors and `Shard`s by name, as `penstock.publisher`
-                takes them; or, with `gather`, any `WeightSource`. Nothing is gathered but with `gather`.
+            source: vLLM's `ModuleSource`, a module, or tensors, DTensors and `Shard`s by name as for
+                `penstock.publisher`. With `gather`, any `WeightSource`. Without `gather`, nothing is gathered.
 
         Raises:
-            ConfigError: the source, or the release of vLLM, is not one that this knows. Others as `penstock.publisher`,
-                and the client's own.
-
-        Order: all ranks call this at the same time.
+            ConfigError: The source or the release of vLLM is not supported. Further errors come from
+                `penstock.publisher` and from the client.
         """
         if not vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
             raise ConfigError(
-                f"vLLM {vllm.__version__} is not one of {', '.join(VERSIONS)}, whose trainers Penstock knows",
-                hint="install one of these, or publish by penstock.publisher and call vLLM's routes",
+                f"Penstock supports trainers of vLLM {', '.join(VERSIONS)}, not {vllm.__version__}",
+                hint="install one of these releases, or use penstock.publisher and call vLLM's routes",
             )
         params, refill = _params(source, gather=init_info.gather, is_sender=init_info.is_sender)
         with contextlib.ExitStack() as ends:
@@ -131,14 +130,14 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
                     init_info.name,
                     params,
                     connection=connection_of(vars(init_info)),
-                    # Copies of whole tensors need no second copy.
+                    # Copies of whole tensors do not need a second copy.
                     mode="live" if refill is not None else init_info.mode,
                     transforms=init_info.transforms,
                     rank=(0, 1) if refill is not None else (init_info.rank, init_info.world_size),
                 )
                 ends.callback(publisher.close)
                 if init_info.is_sender:
-                    # A rank that joins after the first version would number on from it.
+                    # Wait, because a rank that joins after the first version would count its versions from there.
                     publisher.wait_ranks()
             if init_info.is_sender:
                 client.init_weight_transfer_engine(_engine_info(init_info))
@@ -154,63 +153,63 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         return made
 
     def send_weights(self, version: int | None = None) -> None:
-        """Publish the weights as they are now, and have the engine serve them. Raises as `stage` and `commit`.
+        """Publish the current weights and make the engine serve them.
 
-        The engine should be paused, or be one that may change its weights between two forward passes, as for every
-        backend of vLLM. Call `stage` and `commit` yourself to pause it for the second alone.
+        Pause the engine first, or use one that may change its weights between two forward passes, as with any backend
+        of vLLM. To pause it only during the second step, call `stage` and `commit` yourself. They list the errors.
         """
         self.stage(version)
         self.commit()
 
     def stage(self, version: int | None = None) -> None:
-        """Publish the weights as they are now; return when the engine has received and verified them.
+        """Publish the current weights, and return when the engine has received and verified them.
+
+        All ranks call this. The weights may change when it returns.
 
         Args:
-            version: above all before it; None: the next number. The same on all ranks.
+            version: Version number, larger than all earlier ones and the same on all ranks. None means the next one.
 
         Raises:
-            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the client's own error, with vLLM's
-                answer as a note: a worker did not receive the version. The engine serves what it served before.
-
-        Order: all ranks call this; the weights may change when it returns.
+            PenstockError: See `penstock.sync.Publisher.publish`. On rank 0 also the client's error, with vLLM's answer
+                as a note, if a worker did not receive the version. The engine keeps its previous version.
         """
         self._is_staged = False
         self.version = self.version + 1 if version is None else version
         if self._refill is not None:
             self._refill()
         if self._publisher is None:
-            # Rank 0 publishes the copies of all.
+            # Rank 0 publishes the copies for all ranks.
             return
         newest = max(self._publisher.version, self._publisher.latest)
         if self.version <= newest:
-            # Before the engine is asked: it would wait for a version that is refused here.
+            # Check this before the engine is asked to receive, because it would wait for a version that is refused.
             raise ConfigError(
-                f"version {self.version} of {self._publisher.name!r} is not above {newest}", hint="versions grow"
+                f"version {self.version} of {self._publisher.name!r} is not above {newest}", hint="use a larger number"
             )
         if not self.is_sender:
             self.report = self._publisher.publish(self.version)
             return
         with _answers_as_notes():
-            # At the same time: the engine reads what is published, and a live version ends when it was read. If there
-            # is no engine, the version is published all the same, as the other ranks do: `stage_again` needs it.
+            # The engine must read while this publishes, because a live version ends when the engine has read it.
+            # Without an engine the version is still published, as on the other ranks, and `stage_again` can use it.
             received = self._thread.submit(self._receive)
             try:
                 self.report = self._publisher.publish(self.version)
             finally:
-                # With an error of `publish` too: the engine gives up within its stall deadline, and must not stay busy.
-                # After a failed update vLLM has ended the update that was started.
+                # Wait for the engine even if `publish` failed. It gives up within its stall deadline. vLLM ends an
+                # update that failed.
                 self._is_started = received.exception() is None
             received.result()
         self._is_staged = True
 
     def stage_again(self) -> None:
-        """Have an engine that was started again subscribe and receive the newest version; rank 0 does it.
+        """Make a restarted engine subscribe and receive the newest version. Only rank 0 acts.
 
-        Nothing is published anew, so the other ranks take no part; `commit` then installs the version.
+        Nothing is published again, so the other ranks take no part. Call `commit` to install the version.
 
         Raises:
-            ConfigError: no version was published, or versions are `live`: they end when the engine has them. Others as
-                `stage`.
+            ConfigError: No version was published, or versions are `live` and end when the engine has them. Further
+                errors as for `stage`.
         """
         if not self.is_sender:
             return
@@ -218,7 +217,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
             raise ConfigError("no version was published", hint="call stage()")
         if self._refill is not None or self._init_info.mode != "snapshot":
             raise ConfigError(
-                f"version {self.version} was published live: nothing has it any more", hint="call stage() on all ranks"
+                f"version {self.version} was published live and has ended", hint="call stage() on all ranks"
             )
         self._is_staged = self._is_started = False
         with _answers_as_notes():
@@ -232,22 +231,22 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
         self.client.update_weights({"version": self.version})
 
     def commit(self) -> None:
-        """Have the engine install the version that was staged; rank 0 does it, the others return.
+        """Make the engine install the staged version. Only rank 0 acts.
 
         Raises:
-            ConfigError: no version is staged. Others as the client: the engine then has no complete version and must
-                not serve; send again.
+            ConfigError: No version is staged.
+            Exception: The client's error. The engine has no complete version and must not serve. Send again.
         """
         if not self.is_sender:
             return
         if not self._is_staged:
-            raise ConfigError("no version is staged", hint="call stage() first; if it failed, call it again")
+            raise ConfigError("no version is staged", hint="call stage() first, and call it again if it failed")
         self._is_staged = self._is_started = False
         with _answers_as_notes():
             self.client.finish_weight_update(weight_version=str(self.version))
 
     def shutdown(self) -> None:
-        """Leave the sync; the engine keeps its version. Idempotent."""
+        """Leave the sync. The engine keeps its version. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
@@ -256,7 +255,7 @@ class PenstockTrainerEngine(TrainerWeightTransferEngine[PenstockTrainerInitInfo]
 
 @contextlib.contextmanager
 def _answers_as_notes() -> Iterator[None]:
-    """Add vLLM's answer to an error of the client: the client of vLLM's routes raises the status alone."""
+    """Add vLLM's answer to a client's error, because the client for vLLM's routes reports only the status."""
     try:
         yield
     except Exception as error:
@@ -267,7 +266,7 @@ def _answers_as_notes() -> Iterator[None]:
 
 
 def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
-    """Return the body of `/init_weight_transfer_engine`: `vllm_sync.InitInfo`, without what is not given."""
+    """Return the body of `/init_weight_transfer_engine` (`weight_transfer.InitInfo`), without missing fields."""
     given = {
         "name": info.name,
         "hub": info.hub,
@@ -282,31 +281,33 @@ def _engine_info(info: PenstockTrainerInitInfo) -> dict[str, Any]:
 
 
 def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | None, Callable[[], None] | None]:
-    """Return what this rank publishes, and what fills it before each version; None, None: this rank publishes nothing.
+    """Return what this rank publishes, and a function that refills it before each version.
+
+    Both are None if this rank publishes nothing.
 
     Raises:
-        ConfigError: the source gives whole tensors only, and `gather` is not set.
+        ConfigError: The source gives only whole tensors, and `gather` is not set.
     """
     if isinstance(source, torch.nn.Module | Mapping):
         return source, None
-    # vLLM keeps the module to itself. Its DTensors are published as the shards that they are.
+    # vLLM keeps the module private. Its DTensors are published as shards.
     module = getattr(source, "_module", None)
     if isinstance(source, ModuleSource) and isinstance(module, torch.nn.Module):
         return module, None
     if not gather:
         raise ConfigError(
-            f"a {type(source).__name__} gives whole tensors, which this rank does not keep",
-            hint="pass the module or its shards as source; or gather=True: rank 0 then keeps a copy of all weights",
+            f"a {type(source).__name__} gives only whole tensors, which this rank does not keep",
+            hint="pass the module or its shards as source, or gather=True to keep a copy of all weights on rank 0",
         )
     copies: dict[str, torch.Tensor] = {}
 
     def refill() -> None:
-        # All ranks iterate: to make a tensor whole is a collective.
+        # All ranks iterate, because gathering a tensor is a collective.
         for name, tensor in _whole_tensors(source):
             if not is_sender:
                 continue
             if name not in copies:
-                raise ConfigError(f"the source gives {name}, which it did not give before")
+                raise ConfigError(f"the source gives {name}, which was missing in the first pass")
             copies[name].copy_(tensor)
 
     for name, tensor in _whole_tensors(source):
@@ -316,7 +317,7 @@ def _params(source: Any, *, gather: bool, is_sender: bool) -> tuple[Params | Non
 
 
 def _whole_tensors(source: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return a pass over a `WeightSource`: vLLM 0.33 names it `iter_full`, 0.32 has `__iter__`."""
+    """Return an iterator over a `WeightSource`. vLLM 0.33 calls it `iter_full`, and 0.32 has `__iter__`."""
     return iter(source.iter_full() if hasattr(source, "iter_full") else source)
 
 

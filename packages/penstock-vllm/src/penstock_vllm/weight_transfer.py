@@ -1,18 +1,17 @@
-"""vLLM's `--weight-transfer-config '{"backend": "penstock"}'`: new versions of the weights from a trainer's ranks.
+"""The worker's side of vLLM's weight transfer backend `penstock`: receive and install a trainer's versions.
 
-In: vLLM's worker calls it, by its HTTP routes or `collective_rpc`; a publisher publishes. Out: the model has a version.
-Not here: the transfer (`penstock.sync`), installing (`staging`), prefix caches (`patches`).
+vLLM's worker calls it through the HTTP routes or `collective_rpc`:
 
     /init_weight_transfer_engine {name, hub}   each worker becomes a subscriber with a staging model
-    /start_weight_update
-    /update_weights {version}                  receives and verifies it in the staging model; the model is not touched
-    /pause, /finish_weight_update, /resume     installs it: all workers have it, or the route failed before
-    /sleep, /wake_up                           frees the staging model; brings a version back (`sleep`)
+    /start_weight_update                       begins an update
+    /update_weights {version}                  receives and verifies the version in the staging model
+    /pause, /finish_weight_update, /resume     installs the version into the model
+    /sleep, /wake_up                           frees the staging model, and brings a version back (`sleep`)
 
-Every step ends alike on all workers of an engine: each says whether it failed (`_agreed`), and one failure is raised by
-all. Otherwise some workers would serve another version than the rest.
+Every step ends the same way on all workers of an engine. Each worker reports whether it failed (`_agreed`), and after
+one failure all of them raise. Otherwise some workers would serve a different version than the rest.
 
-Written for vLLM 0.32 and 0.33. Imports vLLM: only vLLM's registry imports this module.
+The module is written for vLLM 0.32 and 0.33. It imports vLLM, so only vLLM's registry imports it.
 """
 
 from __future__ import annotations
@@ -41,27 +40,28 @@ from penstock_vllm.staging import StagingModel
 
 @dataclass(kw_only=True)
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The body of `/init_weight_transfer_engine`: the sync to receive from, and where its versions go."""
+    """The body of `/init_weight_transfer_engine`: the sync to receive from, and how to receive."""
 
     name: str
-    """The name of the sync."""
+    """Name of the sync."""
     hub: str | None = None
     token_file: str | None = None
-    """A file whose first token is sent to the hub."""
+    """Path of a file whose first token is sent to the hub."""
     listen: str | None = None
-    """`host:port` where other hosts reach the first worker; the next ones listen at the ports after it."""
+    """`host:port` where other hosts reach the first worker. The next workers use the ports after it."""
     data_port: int = 0
-    """Second port of the first worker, for the bytes that others read, and of the next ones after it; 0: free ones."""
+    """Port of the first worker for the bytes that others read. The next workers use the ports after it. 0 means free
+    ports."""
     memory: Literal["device", "host"] = "device"
-    """Memory of the staging model: the device's, or the host's if the device has no room."""
+    """Memory of the staging model. Choose "host" if the device has no space for it."""
     strict: bool = True
-    """Every parameter must be published; False: those that are not published stay as they were loaded."""
+    """Require that every parameter is published. If False, parameters that are not published keep their values."""
     serve: bool = True
-    """Whether other subscribers may take a version from this one."""
+    """Whether other subscribers may read versions from this one."""
     memory_bytes: int | str | None = None
     stall_s: float | None = None
     prepare_s: float | None = 0.0
-    """How long to wait for the trainer's ranks, to prepare for the first version at once; None: do not prepare."""
+    """Seconds to wait for the trainer's ranks in order to prepare for the first version now. None means not to."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -77,9 +77,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """The body of `/update_weights`."""
 
     version: int
-    """Exactly this version, not the newest: all workers must receive the same."""
+    """Version to receive. It is explicit, because all workers must receive the same one."""
     background: bool = False
-    """Answer at once and receive while the model serves; the same call without it then waits for the end."""
+    """Answer at once, and receive while the model serves. The same call without `background` then waits for the end."""
     timeout_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -88,11 +88,11 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A worker's end of a sync. vLLM creates it after the model was loaded, and calls it from one thread.
+    """A worker's subscription to a sync. vLLM creates it after the model was loaded, and calls it from one thread.
 
     Attributes:
-        installed: the version that was installed last; -1: none.
-        num_installed: the number of versions that were installed.
+        installed: The version that was installed last, or -1.
+        num_installed: Number of versions that were installed.
     """
 
     init_info_cls = InitInfo
@@ -100,11 +100,11 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     supports_draft_weight_update = False
 
     def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
-        """Check that the model's layout lasts. No I/O.
+        """Check that the model's layout is stable. No I/O.
 
         Raises:
-            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM lacks what
-                keeps requests and replies of different versions apart.
+            ConfigError: vLLM moves experts between ranks while the model serves, or this version of vLLM cannot keep
+                requests and replies of different versions apart.
         """
         PLUGIN.require(PREFIX_CACHES, feature="the weight-transfer backend")
         PLUGIN.require(REPLIES, feature="the weight-transfer backend")
@@ -124,12 +124,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         self.num_installed = 0
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Subscribe to a sync, instead of the one before.
+        """Subscribe to a sync, and leave the previous one.
 
         Raises:
-            ConfigError, HubUnavailable: see `penstock.subscriber`.
-            DeviceOutOfMemory, DestinationError: there is no room for a staging model.
-            PlanError: names, dtypes or shapes of the trainer and the engine differ; see `Subscriber.prepare`.
+            ConfigError, HubUnavailable: See `penstock.subscriber`.
+            DeviceOutOfMemory, DestinationError: There is not enough memory for a staging model.
+            PlanError: Names, dtypes or shapes differ between the trainer and the engine. See `Subscriber.prepare`.
         """
         self.shutdown()
         device = self.device if init_info.memory == "device" else torch.device("cpu")
@@ -141,10 +141,10 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     init_info.name,
                     staging,
                     connection=connection_of(vars(init_info) | _ports(init_info, self.parallel_config)),
-                    # Direct, but into the staging model: the serving model is not touched before a version is complete.
+                    # Direct, but into the staging model. The serving model changes only after a version is complete.
                     mode="direct",
                     load=self._load,
-                    # `StagingModel.check` decides it: attention has parameters that no checkpoint fills.
+                    # `StagingModel.check` decides instead, because attention has parameters that no checkpoint fills.
                     strict=False,
                     rank=(rank, world_size),
                     serve=init_info.serve,
@@ -157,29 +157,29 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                 with _agreed(), self._loading():
                     is_prepared = subscriber.prepare(init_info.prepare_s)
                     vllm_logger().info("penstock: %s is %sprepared", init_info.name, "" if is_prepared else "not yet ")
-            # After `_agreed`: if another worker failed, this one must leave the sync too.
+            # This comes after `_agreed`. If another worker failed, this one must leave the sync too.
             stack.pop_all()
         self._strict = init_info.strict
         vllm_logger().info("penstock: rank %d of %d subscribes to %s", rank, world_size, init_info.name)
 
     def start_weight_update(self) -> None:
-        """Begin an update. Nothing is touched: the model may serve until `finish_weight_update`."""
+        """Begin an update. The model stays unchanged and may serve until `finish_weight_update`."""
         self._parts()
         self._landed = None
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive a version into the staging model; all workers of the engine have it then, or all raise.
+        """Receive a version into the staging model, on all workers of the engine or none.
 
         Raises:
-            ConfigError: another version is being received.
-            PenstockError: see `penstock.sync.Subscriber.update`; the model still has the version before.
+            ConfigError: Another version is being received.
+            PenstockError: See `penstock.sync.Subscriber.update`. The model still has the previous version.
         """
         subscriber, _ = self._parts()
         version = update_info.version
         receiving = self._receiving
         if receiving is not None:
             running, done = receiving
-            # Agreed on: a worker whose background thread is done must not go on while another's is not.
+            # All workers must agree. None may continue while another worker's background thread still receives.
             if running != version and not _all(done.done()):
                 raise ConfigError(f"version {running} is being received", hint="wait for it by /update_weights")
             if running == version and update_info.background:
@@ -189,12 +189,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             with _agreed():
                 receiving[1].result()
         elif update_info.background and _all(subscriber.wanted is not None):
-            # In the background only once the model's loader is recorded: see below.
+            # Receive in the background only after the model's loader was recorded. See below.
             self._receiving = version, self._thread.submit(self._receive, update_info)
             return
         else:
-            # If the worker is not prepared, the model's loader is recorded at the first version: the model must not run
-            # meanwhile, and it does not while vLLM waits for this call.
+            # Without preparation, the first version records the model's loader. The model must not run at that time,
+            # and it does not run while vLLM waits for this call.
             with self._loading(), _agreed():
                 self._receive(update_info)
         self._landed = version
@@ -203,8 +203,8 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Install the received version into the model.
 
         Raises:
-            ConfigError: no version was received since `start_weight_update`; nothing was touched.
-            Exception: vLLM's own, of its post-processing; the model has no complete version and must not serve.
+            ConfigError: No version was received since `start_weight_update`. The model is unchanged.
+            Exception: vLLM's post-processing failed. The model has no complete version and must not serve.
         """
         subscriber, staging = self._parts()
         if self._landed is None:
@@ -221,19 +221,19 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         vllm_logger().info("penstock: version %d of %s installed in %.3f s", version, subscriber.name, took_s)
 
     def fall_asleep(self) -> None:
-        """Free the staging model, if it is in the device's memory."""
+        """Free the staging model if it is in device memory."""
         if self._joined is None:
             return
         subscriber, staging = self._joined
         if self._receiving is not None:
-            # It writes to the staging model. A failure of it is no concern any more: the version is read anew.
+            # It writes to the staging model. Its failure does not matter, because the version will be read again.
             wait([self._receiving[1]])
             self._receiving = None
         self._landed = None
-        # A staging model in the memory of the host stays, and is served to others: the weights come back from it.
+        # A staging model in host memory stays. Other subscribers read from it, and the weights come back from it.
         if staging.device.type != self.device.type or subscriber.is_released:
             return
-        # Prepared without a version too: its memory is registered, so it must not be freed below the subscriber.
+        # Even if only prepared, its memory is registered, so it must not be freed while the subscriber uses it.
         if subscriber.wanted is not None:
             freed = subscriber.release()
             vllm_logger().info("penstock: asleep, %d bytes of %s freed", freed, subscriber.name)
@@ -241,7 +241,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             staging.free()
 
     def not_installed(self) -> list[torch.nn.Parameter]:
-        """Return the parameters that no version fills, which a sleep of level 2 would lose."""
+        """Return the parameters that no version fills, and that a sleep of level 2 would lose."""
         if self._joined is None or self.installed < 0:
             return []
         subscriber, staging = self._joined
@@ -251,11 +251,12 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
         """Receive the newest version into the staging model and install it. Collective.
 
         Raises:
-            ConfigError: the worker has left the sync. PenstockError: no member has a version; call it again.
+            ConfigError: The worker has left the sync.
+            PenstockError: No member has a version. Call it again later.
         """
         with _agreed():
             subscriber, staging = self._parts()
-        # One version on all workers, although each may have heard of another one.
+        # All workers must receive the same version, although each may know a different newest one.
         known = max(subscriber.announced(), subscriber.version)
         version = max(int(text) for text in _gathered(str(known)))
         if version < 0:
@@ -268,11 +269,11 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             self._install(subscriber, staging, version)
 
     def shutdown(self) -> None:
-        """Unsubscribe; the model keeps its version."""
+        """Unsubscribe. The model keeps its version."""
         if self._joined is not None:
             subscriber, _ = self._joined
             subscriber.close()
-        # The closed subscriber ends a receive in the background; its thread still uses the staging model until then.
+        # Closing the subscriber ends a receive in the background. Until then its thread uses the staging model.
         if self._receiving is not None:
             wait([self._receiving[1]])
         self._joined = self._receiving = self._landed = None
@@ -285,10 +286,10 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
     def _receive(self, info: UpdateInfo) -> None:
         """Receive a version into the staging model, and check that it can be installed."""
         subscriber, staging = self._parts()
-        # The current device is a setting of the thread, and this may be the background thread.
+        # The current device is set per thread, and this may be the background thread.
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        # Already received if another worker failed and the call is repeated, or in host memory all the time.
+        # It may have the version already, if the call is repeated or the staging model stayed in host memory.
         if subscriber.version != info.version or subscriber.is_dirty:
             staging.allocate()
             receive = subscriber.restore if subscriber.is_released else subscriber.update
@@ -298,7 +299,7 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
 
     @contextlib.contextmanager
     def _loading(self) -> Iterator[None]:
-        """Allow that the model's loader runs, for a block in which vLLM waits for this worker."""
+        """Allow the model's loader to run in a context in which vLLM waits for this worker."""
         self._may_load = True
         try:
             yield
@@ -306,26 +307,26 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
             self._may_load = False
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> object:
-        """Run the model's loader, which is allowed only while vLLM waits for this worker."""
+        """Run the model's loader. This is allowed only while vLLM waits for this worker."""
         _, staging = self._parts()
         if not self._may_load:
             raise ConfigError(
-                "the model's loader must run: the checkpoint is another one, or cannot be recorded",
+                "the model's loader has to run, because the checkpoint changed or cannot be recorded",
                 hint="receive this version without 'background'",
             )
         return staging.load_weights(weights)
 
 
 _REASON_BYTES = 1024
-"""Size of the reason that a worker sends to the others: collectives need the same size on all."""
+"""Length of the reason that a worker sends to the others. Collectives need the same length on all workers."""
 
 
 @contextlib.contextmanager
 def _agreed() -> Iterator[None]:
-    """Run a block that succeeds on all workers of this engine, or raises on all. Collective.
+    """Run a context that succeeds on all workers of this engine or raises on all of them. Collective.
 
     Raises:
-        PeerLost: another worker failed and this one did not; gives the reason.
+        PeerLost: Another worker failed and this one did not. The message gives the reason.
     """
     why = ""
     try:
@@ -334,7 +335,7 @@ def _agreed() -> Iterator[None]:
         why = str(error) or type(error).__name__
         raise
     finally:
-        # In `finally`: a worker that failed takes part too, or the others would wait for it.
+        # A failed worker must take part too, because the others wait for it.
         reasons = _gathered(why)
         if not why and (others := [f"worker {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]):
             raise PeerLost("; ".join(others))
@@ -346,12 +347,12 @@ def _all(is_so: bool) -> bool:
 
 
 def _gathered(mine: str) -> list[str]:
-    """Return the texts of all workers of this engine, by pipeline stage, then by tensor-parallel rank. Collective."""
+    """Return all workers' texts, ordered by pipeline stage and then by tensor-parallel rank. Collective."""
     from vllm.distributed import get_pp_group, get_tp_group
 
     text = mine.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
     texts = torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
-    # By the groups' CPU halves: the device may be what failed.
+    # Use the groups' CPU backends, because the device may be what failed.
     for group in (get_tp_group(), get_pp_group()):
         if group.world_size > 1:
             parts = [torch.empty_like(texts) for _ in range(group.world_size)]
@@ -361,7 +362,7 @@ def _gathered(mine: str) -> list[str]:
 
 
 def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:
-    """Return the ports of a worker: each has ports of its own, from the first worker's on."""
+    """Return the ports of this worker, counted from the first worker's."""
     if info.listen is None:
         return {}
     host, _, port = info.listen.rpartition(":")
@@ -369,6 +370,6 @@ def _ports(info: InitInfo, parallel: Any) -> dict[str, Any]:
 
 
 def _port(first: int, parallel: Any) -> int:
-    """Return the port of a worker, from the first worker's on; 0: any free one."""
-    # Data-parallel replicas of a dense model, too, which all count their ranks from 0.
+    """Return the port of a worker, counted from the first worker's. 0 means any free port."""
+    # Data-parallel replicas of a dense model all count their ranks from 0, so the replica's index counts too.
     return first + parallel.data_parallel_index * parallel.world_size + parallel.rank if first else 0
