@@ -122,7 +122,7 @@ def test_mismatched_base_is_refused(host: Host) -> None:
         ps.subscriber("a", before, strict=False) as plain,
     ):
         publisher.publish(1)
-        with pytest.raises(ps.errors.BaseMismatch, match="for the base 'b1', and the base here is 'b2'") as caught:
+        with pytest.raises(ps.errors.BaseMismatch, match="for the base 'b1', but this receiver has the base 'b2'") as caught:
             subscriber.update()
         assert (caught.value.expected, caught.value.found, caught.value.mutated) == ("b1", "b2", False)
         assert torch.equal(logits(served), logits(model(2))) and subscriber.version == -1
@@ -155,11 +155,11 @@ def test_synced_base_is_identified_by_version(host: Host) -> None:
         adapter_publisher("a", trained, base=bases) as publisher,
         adapter_subscriber("a", served, base=here) as subscriber,
     ):
-        with pytest.raises(ps.ConfigError, match="base of the adapter has no version yet"):
+        with pytest.raises(ps.ConfigError, match="adapter's base has no version yet"):
             publisher.publish(1)
         bases.publish(4)
         publisher.publish(1)
-        with pytest.raises(ps.errors.BaseMismatch, match=r"for the base 'base:4 run=.*', and the base here is 'none'"):
+        with pytest.raises(ps.errors.BaseMismatch, match=r"for the base 'base:4 run=.*', but this receiver has the base 'none'"):
             subscriber.update()
         report = here.update()
         assert base_identity(report) == base_identity(here) == base_identity(bases)
@@ -663,6 +663,6 @@ def test_unmergeable_adapters_are_refused(host: Host) -> None:
         merged_publisher("a", model(1, use_dora=True))
     with pytest.raises(ps.ConfigError, match="LlamaForCausalLM has no adapter 'default'"):
         adapter_publisher("a", base_model(), base="b1")
-    with pytest.raises(ps.ConfigError, match="no adapter 'other'; its adapters: default"):
+    with pytest.raises(ps.ConfigError, match="no adapter 'other', its adapters are: default"):
         adapter_tensors(model(1), "other")
     assert adapter_config(model(1))["inference_mode"] is True

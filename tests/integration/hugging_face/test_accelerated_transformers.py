@@ -90,7 +90,7 @@ def test_uri_selects_revision_and_folder(hub: HuggingFaceServer, models: dict[st
     for name, options, what in [
         ("hf://org/one@next", {"revision": "main"}, "revision differs"),
         ("hf://org/one/sub/model.safetensors", {}, "a folder, not a file"),
-        ("hf://datasets/org/one", {}, "a dataset is no model"),
+        ("hf://datasets/org/one", {}, "a dataset is not a model"),
     ]:
         with pytest.raises(ConfigError, match=what):
             from_pretrained(AutoModelForCausalLM, name, **options)

@@ -382,7 +382,7 @@ def test_model_needing_transformers_loader_is_refused(tmp_path: Path) -> None:
     directory = save_mixtral(tmp_path / "model")
     with pytest.raises(ConfigError, match="merged or split"):
         start_from_pretrained(transformers.AutoModelForCausalLM, directory)
-    with pytest.raises(ConfigError, match="named as on a hub"):
+    with pytest.raises(ConfigError, match="the name of a model on a hub"):
         start_from_pretrained(transformers.AutoModelForCausalLM, "org/name")
 
 

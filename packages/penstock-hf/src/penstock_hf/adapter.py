@@ -1,14 +1,11 @@
-"""Versions of an adapter: its tensors and its configuration, pinned to the base that it was trained on.
+"""Publish and receive versions of an adapter, each for the base that it was trained on.
 
-In: the name of a sync that a trainer publishes an adapter under; the receiver's base. Out: the adapter's tensors by
-PEFT's names and the content of its `adapter_config.json`, of one verified version; or a `BaseMismatch`.
-Not here: PEFT's models, which need PEFT (`peft`); merging (`lora_merge`); engines (`lora_server`).
+    trainer: publish(version, metadata={base, config}) -> receiver: base and configuration match? -> tensors
+                                                                    otherwise -> BaseMismatch, no byte is read
 
-    trainer: publish(version, metadata={base, config}) -> receiver: base and configuration fit? -> tensors
-                                                                    '-> no byte is read
-
-The base and the configuration are metadata of each version. They come with the map that the tensors are read by, so
-that they are those of the very bytes that arrive.
+A version has the adapter's tensors by PEFT's names and the content of its `adapter_config.json`. The base and the
+configuration are metadata of the version. They arrive in the same message as the map for reading the tensors, so they
+always belong to these bytes. `peft` works with PEFT's models, `lora_merge` merges, and `lora_server` drives engines.
 """
 
 from __future__ import annotations
@@ -48,20 +45,20 @@ from penstock.spi import (
 from penstock.sync import Publisher, Subscriber
 
 BASE = "adapter.base"
-"""The metadata of a version that identifies its base."""
+"""Metadata key for the identity of a version's base."""
 CONFIG = "adapter.config"
-"""The metadata of a version that is its `adapter_config.json`."""
+"""Metadata key for a version's `adapter_config.json`."""
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-"""Files of an adapter's directory. Source: PEFT 0.21, utils/constants.py."""
+"""Files in an adapter's directory. Source: PEFT 0.21, utils/constants.py."""
 _NONE = "none"
 _RUN = " run="
-"""What precedes the run in the identity of a base that is synced."""
+"""Text before the run in the identity of a synced base."""
 
 
 @runtime_checkable
 class Revised(Protocol):
-    """A report that says which weights it is about, as `LoadReport`, `FetchReport` and `VerifyReport` do."""
+    """A report with a revision of weights, such as `LoadReport`, `FetchReport` and `VerifyReport`."""
 
     @property
     def revision(self) -> str:
@@ -70,20 +67,20 @@ class Revised(Protocol):
 
 
 Base = str | Publisher | Subscriber | PublishReport | UpdateReport | InspectReport | Revised | Callable[[], str]
-"""The base of an adapter: see `base_identity`."""
+"""The base of an adapter. See `base_identity`."""
 
 
 def base_identity(base: Base) -> str:
-    """Return the text by which the two sides compare their bases.
+    """Return the text that both sides use to compare their bases.
 
     Args:
-        base: the `Publisher` or `Subscriber` that the base itself is synced by, or a report of it: `NAME:VERSION
-            run=RUN`, of the version at the time of this call. A trainer that was started again with the same number is
-            another run, and has another base. A report of `load`, `inspect`, `verify` or `fetch`: its revision. A
-            text, or a function that returns one: that text.
+        base: A text or a function that returns one gives this text. A report from `load`, `inspect`, `verify` or
+            `fetch` gives its revision. The base's own `Publisher` or `Subscriber`, or a report from one, gives
+            `NAME:VERSION run=RUN` for the current version. A restarted trainer has a different run, and therefore a
+            different base, even if the version number is the same.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: The value is of another type.
     """
     if isinstance(base, str):
         identity = base
@@ -107,7 +104,7 @@ def base_identity(base: Base) -> str:
 
 
 def is_same_base(expected: str, found: str) -> bool:
-    """Return whether two identities are of one base. The run counts where both sides know it: vLLM shows none."""
+    """Return whether two identities mean the same base. The run counts only if both have it. vLLM reports no run."""
     if _RUN in expected and _RUN in found:
         return expected == found
     return expected.partition(_RUN)[0] == found.partition(_RUN)[0]
@@ -117,17 +114,17 @@ def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata with which an adapter's version is published.
 
     Args:
-        base: see `base_identity`.
-        config: the content of `adapter_config.json`.
+        base: See `base_identity`.
+        config: Content of `adapter_config.json`.
 
     Raises:
-        ConfigError: the base has no version yet, or the configuration is no JSON.
+        ConfigError: The base has no version yet, or the configuration is not valid JSON.
     """
     identity = base_identity(base)
     if identity == _NONE:
-        raise ConfigError("the base of the adapter has no version yet", hint="publish or receive the base first")
+        raise ConfigError("the adapter's base has no version yet", hint="publish or receive the base first")
     try:
-        # Sorted: all ranks must publish the same text, and a set has another order in each process.
+        # Sort, because all ranks must publish the same text, and a set has a different order in each process.
         text = write_object(msgspec.to_builtins(_plain(config)), indent=None, sort_keys=True).decode()
     except TypeError as error:
         raise ConfigError(f"the adapter's configuration cannot be written as JSON: {error}") from error
@@ -143,21 +140,21 @@ def _plain(value: Any) -> Any:
 
 
 def _config_of(name: str, version: int, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the configuration in a version's metadata."""
+    """Return the configuration from a version's metadata."""
     if BASE not in metadata or CONFIG not in metadata:
         raise PlanError(
-            f"version {version} of {name!r} is no adapter: it has no base and no configuration",
-            hint="publish it by penstock_hf.peft.adapter_publisher",
+            f"version {version} of {name!r} is not an adapter, because it has no base and no configuration",
+            hint="publish it with penstock_hf.peft.adapter_publisher",
         )
     return read_object(metadata[CONFIG].encode(), f"the configuration of version {version} of the adapter {name!r}")
 
 
 class AdapterSubscriber(Closeable):
-    """A receiver of an adapter's versions. Made by `adapter_subscriber`; a context manager. One thread at a time.
+    """A receiver of an adapter's versions. `adapter_subscriber` creates it. A context manager for one thread at a time.
 
     Attributes:
-        subscriber: the subscriber of the sync.
-        tensors: the adapter's tensors by PEFT's names: of the live version, except during an update.
+        subscriber: Subscriber of the sync.
+        tensors: The adapter's tensors by PEFT's names. They have the live version, except during an update.
     """
 
     def __init__(
@@ -175,7 +172,7 @@ class AdapterSubscriber(Closeable):
         self._check_target = check_target
         self._follow_target = follow_target
         self._hooks = hooks
-        # The base of the version under way.
+        # Base of the version that is being received.
         self._expected = ""
 
     @property
@@ -185,34 +182,34 @@ class AdapterSubscriber(Closeable):
 
     @property
     def version(self) -> int:
-        """Return the live version; -1: none yet."""
+        """Return the live version, or -1."""
         return self.subscriber.version
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the content of `adapter_config.json` of the live version. ConfigError: there is none yet."""
+        """Return the live version's `adapter_config.json`. Raise ConfigError if no version is live."""
         if self.version < 0:
-            raise ConfigError(f"no version of {self.name!r} was received yet", hint="call update()")
+            raise ConfigError(f"no version of {self.name!r} has been received yet", hint="call update()")
         return _config_of(self.name, self.version, self.subscriber.metadata)
 
     @property
     def base(self) -> str:
-        """Return the identity of the live version's base; empty: no version is live."""
+        """Return the identity of the live version's base, or an empty string if no version is live."""
         return self.subscriber.metadata.get(BASE, "")
 
     def update(self, version: int | None = None, timeout_s: float | None = None) -> UpdateReport:
         """Receive a version and make it live. See `penstock.sync.Subscriber.update`.
 
         Raises:
-            BaseMismatch: the version is for another base than this receiver's; no byte of it was read. Or the base has
-                changed while it was read; the version before is still live.
-            PlanError: its configuration does not fit the target.
+            BaseMismatch: The version is for another base than this receiver's, and none of its bytes were read. Or the
+                base changed during the read, and the previous version is still live.
+            PlanError: The version's configuration does not fit the target.
         """
         self._follow()
         return self.subscriber.update(version, timeout_s)
 
     def stage(self, version: int | None = None, timeout_s: float | None = None) -> int:
-        """Receive and verify a version for `commit`; return it. Raises as `update`."""
+        """Receive and verify a version for `commit`, and return it. Raises as `update`."""
         self._follow()
         return self.subscriber.stage(version, timeout_s)
 
@@ -221,11 +218,11 @@ class AdapterSubscriber(Closeable):
             self._follow_target()
 
     def commit(self) -> UpdateReport:
-        """Make the staged version live. Raises as `penstock.sync.Subscriber.commit`; BaseMismatch as `update`."""
+        """Make the staged version live. Raises as `penstock.sync.Subscriber.commit` and `update`."""
         return self.subscriber.commit()
 
     def hooks(self) -> Hooks:
-        """Return the caller's hooks, after the checks of an adapter."""
+        """Return the caller's hooks, with the checks for an adapter in front of them."""
         return replace(self._hooks, before_read=self._before_read, before_pause=self._before_pause)
 
     def _before_read(self, version: int, metadata: Mapping[str, str]) -> None:
@@ -238,27 +235,27 @@ class AdapterSubscriber(Closeable):
             self._hooks.before_read(version, metadata)
 
     def _before_pause(self, version: int) -> None:
-        # Again: the base is synced by others, and may have moved since the version was staged. So may the target.
+        # Check again, because others sync the base and the target. Both may have changed since the version was staged.
         self._check_here(version)
         if self._hooks.before_pause is not None:
             self._hooks.before_pause(version)
 
     def _check_here(self, version: int) -> None:
-        """Raise unless this receiver's base and target are those that the version is for."""
+        """Raise an error unless this receiver's base and target are the ones that the version is for."""
         if self._check_target is not None:
             self._check_target()
         found = base_identity(self._base)
         if not is_same_base(self._expected, found):
             raise BaseMismatch(
-                f"version {version} of the adapter {self.name!r} is for the base {self._expected!r}, and the base here "
-                f"is {found!r}",
+                f"version {version} of the adapter {self.name!r} is for the base {self._expected!r}, but this receiver "
+                f"has the base {found!r}",
                 expected=self._expected,
                 found=found,
-                hint="update the base first, or publish an adapter of this base",
+                hint="update the base first, or publish an adapter for this base",
             )
 
     def close(self) -> None:
-        """Leave. The tensors keep their version. Idempotent."""
+        """Leave the sync. The tensors keep their version. Idempotent."""
         self.subscriber.close()
 
 
@@ -280,24 +277,25 @@ def adapter_subscriber(
     """Receive the versions of an adapter that is published under a name.
 
     Args:
-        name: of the sync.
-        base: this receiver's base; compared with that of each version, at the time of the update.
-        target: the tensors to fill, by PEFT's names; None: `AdapterSubscriber.tensors` are made of what is published.
-        check: called with the configuration before a byte is read; it refuses the version by raising.
-        check_target: called before a byte is read, and again before a version goes live; it refuses by raising.
-        follow_target: called before each update; it looks up the tensors of `target` again, which may have moved.
-        hooks, connection, mode, rank, serve: see `penstock.subscriber`.
-        device: of the tensors that are made.
+        name: Name of the sync.
+        base: Base of this receiver. At each update it is compared with the version's base.
+        target: Tensors to fill, by PEFT's names. If None, new tensors for the published ones are created in
+            `AdapterSubscriber.tensors`.
+        check: Called with the configuration before a byte is read. It refuses the version by raising an error.
+        check_target: Called before a byte is read and before a version goes live. It refuses by raising an error.
+        follow_target: Called before each update, to look up the tensors of `target` again if they may have moved.
+        hooks, connection, mode, rank, serve: See `penstock.subscriber`.
+        device: Device of new tensors.
 
     Raises:
-        As `penstock.subscriber`.
+        PenstockError: See `penstock.subscriber`.
     """
     require_name("name", name)
     base_identity(base)
     received = AdapterSubscriber(base, check, hooks or Hooks(), check_target, follow_target)
 
     def made(published: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        # Called again when the trainer's adapter has other tensors, as after a restart with another rank.
+        # This runs again if the trainer's adapter has other tensors, for example after a restart with another rank.
         received.tensors = {
             tensor_name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             for tensor_name, tensor in published.items()
@@ -319,22 +317,22 @@ def adapter_subscriber(
 
 
 class AdapterDirectory(Closeable):
-    """Directories with versions of an adapter, as `save_pretrained` of PEFT writes them, each complete when it appears.
+    """Directories with versions of an adapter, as PEFT's `save_pretrained` writes them.
 
-    A directory's name has the run of the trainer and the version, and its content never changes: engines key their
-    caches by the path.
+    Each directory is complete when it appears. Its name contains the trainer's run and the version, and its content
+    never changes, because engines key their caches by the path.
 
     Args:
-        received: where the versions come from.
-        root: the directory for them; None: one of this user's own in `/dev/shm`, else in the runtime directory. It is
-            made for this process, and removed by `close`.
-        keep: versions whose directories stay: the newest ones. An engine reads a directory again when a request needs
-            an adapter that was evicted.
+        received: Subscription to the versions.
+        root: Parent of the directories. None means a private directory in `/dev/shm`, or else in the runtime
+            directory. It is created for this process, and `close` removes it.
+        keep: Number of the newest versions whose directories stay. An engine reads a directory again if a request needs
+            an adapter that the engine evicted.
     """
 
     def __init__(self, received: AdapterSubscriber, root: Path | str | None = None, *, keep: int = 8) -> None:
         if keep < 1:
-            raise ConfigError(f"keep is {keep}", hint="at least the newest version stays")
+            raise ConfigError(f"keep is {keep}", hint="use 1 or more, because the newest version always stays")
         self._received = received
         self._keep = keep
         self._root = None if root is None else Path(text_of(root))
@@ -342,14 +340,14 @@ class AdapterDirectory(Closeable):
         self._versions: list[Path] = []
 
     def write(self) -> Path:
-        """Write the live version of the adapter, unless it is written already, and return its directory.
+        """Write the live version of the adapter unless it is already written, and return its directory.
 
         Raises:
-            DestinationError, DiskFull: it could not be written, or what was written is not what was received.
-            ConfigError: no version was received yet.
+            DestinationError, DiskFull: It could not be written, or the written bytes differ from the received ones.
+            ConfigError: No version has been received yet.
         """
         config, received = self._received.config, self._received
-        # With the run: the same number of a restarted trainer has other bytes.
+        # Include the run, because the same number from a restarted trainer has different bytes.
         run = received.subscriber.revision.partition(":")[0]
         into = self._place() / f"{received.name.replace('/', '_')}-{run[:12]}-{received.version}"
         if into in self._versions:
@@ -370,7 +368,7 @@ class AdapterDirectory(Closeable):
                 out.write(0, at, data)
                 again = bytearray(int(files.table.nbytes[row]))
                 out.read(0, at, memoryview(again))
-                # The bytes were verified in memory: what engines read is compared with those.
+                # The bytes were verified in memory. Compare the bytes that engines will read with them.
                 if again != data:
                     raise DestinationError("the file's bytes differ from those written", uri=str(growing), tensor=name)
             out.publish(into, {CONFIG_FILE: write_object(config)})
@@ -388,13 +386,13 @@ class AdapterDirectory(Closeable):
     def _place(self) -> Path:
         if self._own is None:
             if self._root is None:
-                # Only the parent of a directory that `mkdtemp` makes.
+                # This is only the parent of a directory that `mkdtemp` creates.
                 memory = Path("/dev/shm")  # nosec B108
                 root = memory if os.access(memory, os.W_OK) else private_directory()
             else:
                 root = self._root
                 root.mkdir(parents=True, exist_ok=True)
-            # `mkdtemp` makes a directory for this user alone: another user's engine needs a `root` that it may read.
+            # `mkdtemp` creates a directory for this user only. Another user's engine needs a `root` that it may read.
             self._own = Path(tempfile.mkdtemp(prefix=ADAPTERS, dir=root))
             if self._root is not None:
                 self._own.chmod(0o755)

@@ -1,14 +1,11 @@
-"""Merged adapters: whole weights with a LoRA adapter added, made at the source or at the receiver of a sync.
+"""Merge a LoRA adapter into whole weights, at the source or at the receiver of a sync.
 
-In: a `PeftModel` of a trainer; or versions of an adapter and a model with its base. Out: versions of merged weights
-under the base's names; or the model's own weights, merged.
-Not here: the arithmetic, which `penstock convert` uses too (`jobs.operations.lora`); the adapter by itself (`adapter`).
-
-    source:    base + s B A -> buffers -> publish: receivers need not know of the adapter; the base itself never changes
+    source:    base + s B A -> buffers -> publish. Receivers need not know the adapter, and the base never changes
     receiver:  adapter's tensors -> pristine base + s B A -> the model's weights, during the pause
 
-Each version is made from the base's pristine values. To add an adapter and subtract it again, as PEFT's `merge_adapter`
-and `unmerge_adapter` do, changes the base by a rounding error at each version.
+Each version starts from the base's pristine values. Adding an adapter and subtracting it again, as PEFT's
+`merge_adapter` and `unmerge_adapter` do, would change the base by a rounding error at each version. `penstock convert`
+uses the same arithmetic (`jobs.operations.lora`).
 """
 
 from __future__ import annotations
@@ -57,16 +54,16 @@ class AdapterMerge:
     """The merge of one adapter into one base, for boxes of the base's tensors.
 
     Args:
-        config: the content of `adapter_config.json`.
-        base, adapter: tensors by name, of which only names, dtypes and global shapes are used.
-        tied: `tie_word_embeddings` of the base's configuration; None: not known.
+        config: Content of `adapter_config.json`.
+        base, adapter: Tensors by name. Only names, dtypes and global shapes are used.
+        tied: `tie_word_embeddings` from the base's configuration, or None if it is unknown.
 
     Attributes:
-        changed: the names of the base's tensors that the adapter changes.
+        changed: Names of the base's tensors that the adapter changes.
 
     Raises:
-        ConfigError: the adapter is of a kind that is not a sum.
-        PlanError: it does not fit the base, or changes which tensors there are.
+        ConfigError: This kind of adapter cannot be added to weights.
+        PlanError: The adapter does not fit the base, or it adds or removes tensors.
     """
 
     def __init__(
@@ -83,25 +80,25 @@ class AdapterMerge:
         }
         if other := sorted(recipes.keys() ^ base.keys()):
             message = (
-                f"the adapter unties the head from the embedding, which a merge of live weights cannot: {other[0]}"
+                f"the adapter unties the head from the embedding, which cannot be merged into live weights: {other[0]}"
             )
-            raise PlanError(message, hint="sync the adapter by itself, or merge by `penstock convert`")
+            raise PlanError(message, hint="sync the adapter separately, or merge with `penstock convert`")
         self._recipes: dict[str, Recipe] = {
             name: recipe for name, recipe in recipes.items() if any(part.source == 1 for part in recipe.inputs)
         }
         for name, recipe in self._recipes.items():
             spec = recipe.outputs[0].spec
             if tuple(base[name].shape) != spec.shape:
-                raise PlanError(f"the adapter resizes it to {list(spec.shape)}", tensor=name)
+                raise PlanError(f"the adapter resizes the tensor to {list(spec.shape)}", tensor=name)
         self.changed = frozenset(self._recipes)
 
     def merged(self, row: ShardRow, values: torch.Tensor, adapter: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return a box of a merged tensor.
 
         Args:
-            row: the box, of a tensor in `changed`.
-            values: the base's pristine values of it.
-            adapter: the adapter's tensors, whole.
+            row: The box, in a tensor from `changed`.
+            values: The base's pristine values for the box.
+            adapter: The adapter's whole tensors.
         """
         recipe, box = self._recipes[row.name], row.form.box
         parts = [part.spec.name for part in recipe.inputs if part.source == 1]
@@ -109,7 +106,7 @@ class AdapterMerge:
         start, stop = (box.start[0], box.stop[0]) if box.start else (0, 1)
         inputs = [values]
         if recipe.inputs[0].source == 1:
-            # The adapter's own copy of the tensor, in place of the base's.
+            # The adapter has its own copy of the tensor, which replaces the base's.
             own = given.pop(0)
             inputs = [own[tuple(slice(low, high) for low, high in zip(box.start, box.stop, strict=True))]]
         if len(given) == 2:
@@ -118,7 +115,7 @@ class AdapterMerge:
             is_turned = recipe.inputs[2].at is None
             inputs += [a, b[columns]] if is_turned else [a[:, columns], b[start:stop]]
         elif given:
-            # A copy: the operation scales a bias in place, and this one is the trainer's own.
+            # Copy the bias, because the operation scales it in place, and this tensor belongs to the trainer.
             inputs.append(given[0][start:stop].clone())
         return self._operation.run(recipe, start, stop, [one.contiguous() for one in inputs])[0]
 
@@ -129,7 +126,7 @@ def _table(tensors: Mapping[str, torch.Tensor]) -> TensorTable:
 
 
 def _tied(model: torch.nn.Module) -> bool | None:
-    """Return whether a transformers model ties its head to its embedding; None: its configuration does not say."""
+    """Return whether a transformers model ties its head to its embedding, or None if its configuration lacks it."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -139,25 +136,25 @@ def _tied(model: torch.nn.Module) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A box of a merged tensor, and the buffer that is published in its place."""
+    """A box of a merged tensor, with the buffer that is published instead."""
 
     row: ShardRow
     buffer: torch.Tensor
 
 
 class MergedTensors:
-    """A rank's tensors of a `PeftModel` with an adapter merged, under the base's names; see `merged_publisher`.
+    """A rank's tensors of a `PeftModel` with an adapter merged, under the base's names. See `merged_publisher`.
 
     Attributes:
-        published: for `penstock.publisher`: the base's own tensors, and buffers in the place of those that the adapter
-            changes. The buffers have no values before `refresh`.
+        published: Tensors for `penstock.publisher`. They are the base's own, except for those that the adapter changes,
+            which are buffers. The buffers have no values before `refresh`.
 
     Args:
-        model: a `PeftModel`; after `fully_shard`, if it is sharded.
-        adapter: its name in the model.
+        model: A `PeftModel`. If it is sharded, call `fully_shard` first.
+        adapter: Name of the adapter in the model.
 
     Raises:
-        ConfigError, PlanError: the adapter cannot be merged; says why.
+        ConfigError, PlanError: The adapter cannot be merged, for the given reason.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str = "default") -> None:
@@ -181,7 +178,7 @@ class MergedTensors:
         self._make(base)
 
     def _parts(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return the tensors of the base and those of the adapter, as the model has them now."""
+        """Return the base's tensors and the adapter's tensors, as the model has them now."""
         base: dict[str, torch.Tensor] = {}
         adapter: dict[str, torch.Tensor] = {}
         for name, tensor in self._state.tensors.items():
@@ -189,7 +186,7 @@ class MergedTensors:
         return base, adapter
 
     def _make(self, base: Mapping[str, torch.Tensor]) -> None:
-        """Set `published`. Buffers stay where the base's tensor is still on their device."""
+        """Fill `published`. Reuse a buffer if the base's tensor is still on the same device."""
         buffers = {(made.row.name, made.row.form.box, made.row.tensor.device): made.buffer for made in self._made}
         self._made = []
         for name, tensor in base.items():
@@ -206,11 +203,11 @@ class MergedTensors:
             self.published[name] = shards
 
     def _follow(self) -> None:
-        """Find the tensors where they are now, if the trainer moved, cast or replaced some of them.
+        """Look up the tensors again if the trainer moved, cast or replaced some of them.
 
         Raises:
-            ConfigError: the base has other dtypes or shapes, so that receivers would hold something else.
-            PlanError: memory was freed, or the adapter does not fit any more. Nothing was changed.
+            ConfigError: The base has other dtypes or shapes, so receivers would get different tensors.
+            PlanError: Memory was freed, or the adapter no longer fits. Nothing was changed.
         """
         if self._storages.are_there() and self._placed.is_same():
             return
@@ -218,12 +215,12 @@ class MergedTensors:
         rows = declared_shards(base)
         require_same(self._rows, rows)
         storages = RegisteredStorages(regions_of((*rows, *declared_shards(adapter))))
-        # The adapter's own dtype does not show in the result.
+        # The result does not depend on the adapter's own dtype.
         merge = AdapterMerge(self._config, base, adapter, tied=self._tie)
         if merge.changed != self._merge.changed:
             name = min(merge.changed ^ self._merge.changed)
             raise PlanError(
-                "the adapter changes other tensors than before", tensor=name, hint="make the publisher again"
+                "the adapter changes other tensors than before", tensor=name, hint="create the publisher again"
             )
         self._rows, self._adapter, self._merge, self._storages = rows, adapter, merge, storages
         self._make(base)
@@ -231,29 +228,27 @@ class MergedTensors:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Merge the adapter's present values into the buffers. Tensors that moved are followed.
+        """Merge the adapter's current values into the buffers. Tensors that moved are found. All ranks call this.
 
         Raises:
-            PlanError: PEFT has merged an adapter already; or layers have other options, are disabled, or are scaled
-                otherwise than the configuration says; or memory was freed. The buffers are as they were.
-            ConfigError: tensors of the base have other dtypes or shapes. The buffers are as they were.
-
-        Order: all ranks call this.
+            PlanError: PEFT has already merged an adapter, layers are disabled or have other options or another scaling
+                than the configuration, or memory was freed. The buffers are unchanged.
+            ConfigError: Tensors of the base have other dtypes or shapes. The buffers are unchanged.
         """
         self._state.require_same(is_used=True)
         self._follow()
-        # Collective for DTensors: the factors are small, and a rank needs rows of them that others have.
+        # This is a collective for DTensors. The factors are small, and a rank needs rows that other ranks have.
         whole = {name: _whole(tensor) for name, tensor in self._adapter.items()}
         for made in self._made:
             made.buffer.copy_(self._merge.merged(made.row, made.row.tensor, whole))
 
 
 class MergedPublisher(Closeable):
-    """A trainer rank that publishes its base with an adapter merged. Made by `merged_publisher`; a context manager.
+    """A trainer rank that publishes its base with an adapter merged. `merged_publisher` creates it. A context manager.
 
     Attributes:
-        publisher: the publisher of the sync.
-        tensors: the merged tensors.
+        publisher: Publisher of the sync.
+        tensors: The merged tensors.
     """
 
     def __init__(self, publisher: Publisher, tensors: MergedTensors) -> None:
@@ -261,19 +256,17 @@ class MergedPublisher(Closeable):
         self.tensors = tensors
 
     def publish(self, version: int, *, metadata: Mapping[str, str] | None = None) -> PublishReport:
-        """Merge the adapter's present values, and publish a version. See `penstock.sync.Publisher.publish`.
+        """Merge the adapter's current values, and publish a version. All ranks call this.
 
         Raises:
-            PlanError, ConfigError: as `MergedTensors.refresh`; nothing is published.
-            Others as `penstock.sync.Publisher.publish`.
-
-        Order: all ranks call this.
+            PlanError, ConfigError: See `MergedTensors.refresh`. Nothing is published.
+            PenstockError: See `penstock.sync.Publisher.publish`.
         """
         self.tensors.refresh()
         return self.publisher.publish(version, metadata=metadata)
 
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Leave the sync. Idempotent."""
         self.publisher.close()
 
 
@@ -290,19 +283,18 @@ def merged_publisher(
 ) -> MergedPublisher:
     """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
 
-    The base's parameters are never written to. The tensors that the adapter changes take their size once more, and a
-    snapshot copies all tensors.
+    The base's parameters are never written to. The tensors that the adapter changes need their size in memory a second
+    time, and a snapshot copies all tensors. All ranks call this at the same time, and publish the same versions.
 
     Args:
-        name: of the sync.
-        model: a `PeftModel`; after `fully_shard`, if it is sharded.
-        adapter: its name in the model.
-        connection, mode, transforms, rank, replica: see `penstock.publisher`.
+        name: Name of the sync.
+        model: A `PeftModel`. If it is sharded, call `fully_shard` first.
+        adapter: Name of the adapter in the model.
+        connection, mode, transforms, rank, replica: See `penstock.publisher`.
 
     Raises:
-        ConfigError, PlanError: the adapter cannot be merged; says why. Others as `penstock.publisher`.
-
-    Order: all ranks call this at the same time, and publish the same versions.
+        ConfigError, PlanError: The adapter cannot be merged, for the given reason.
+        PenstockError: See `penstock.publisher`.
     """
     tensors = MergedTensors(model, adapter)
     publisher = penstock.publisher(
@@ -312,7 +304,7 @@ def merged_publisher(
 
 
 def _base_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a PeftModel's base, by the names that they have without PEFT."""
+    """Yield the tensors of a PeftModel's base, under their names without PEFT."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         parts = name.replace("_orig_mod.", "").removeprefix("base_model.model.").split(".")
         if any(part.startswith("lora_") or part == "modules_to_save" for part in parts) or parts[-1] == "_extra_state":
@@ -326,13 +318,13 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class MergingSubscriber(Closeable):
-    """A model whose weights are its base with the newest version of an adapter merged. Made by `merging_subscriber`.
+    """A model whose weights are its base with the newest version of an adapter. `merging_subscriber` creates it.
 
     Attributes:
-        received: where the adapter's versions come from.
-        version: the version that is merged into the model; -1: none, the model is the base.
-        is_dirty: a merge failed after it changed the model, which must not be used before an update succeeds.
-        pause_s: the pause of the newest version: the copies into the model.
+        received: Subscription to the adapter's versions.
+        version: The version that is merged into the model, or -1 if the model is the base.
+        is_dirty: Whether a merge failed after it changed the model. Do not use the model before an update succeeds.
+        pause_s: Seconds of the newest version's pause, in which values are copied into the model.
     """
 
     def __init__(self, received: AdapterSubscriber, model: torch.nn.Module, hooks: Hooks, *, on_host: bool) -> None:
@@ -345,9 +337,9 @@ class MergingSubscriber(Closeable):
         self._on_host = on_host
         self._merge: tuple[str, AdapterMerge] | None = None
         self._base = ""
-        # By name: the rows of each tensor that a version has changed, with their values before the first.
+        # The rows of each tensor that a version has changed, with their values before the first change.
         self._pristine: dict[str, list[tuple[ShardRow, torch.Tensor]]] = {}
-        # Digests of these rows as they were left.
+        # Digests of these rows after the last merge.
         self._left: dict[str, list[int]] = {}
         self._digesters: dict[str, Digester] = {}
 
@@ -355,16 +347,16 @@ class MergingSubscriber(Closeable):
         """Receive a version, and merge it into the model.
 
         Raises:
-            BaseMismatch: the version is for another base; or other code changed the merged weights.
-            PlanError, ConfigError: the adapter cannot be merged into this model; says why.
-            Others as `penstock.sync.Subscriber.update`. The model is as it was, unless `is_dirty` says otherwise.
+            BaseMismatch: The version is for another base, or other code changed the merged weights.
+            PlanError, ConfigError: The adapter cannot be merged into this model, for the given reason.
+            PenstockError: See `penstock.sync.Subscriber.update`. The model is unchanged unless `is_dirty` is true.
         """
         report = self.received.update(version, timeout_s)
         if self.received.version == self.version and not self.is_dirty:
             return report
         self._follow()
         if self.received.base != self._base:
-            # The base was updated: what was kept of the one before is worth nothing.
+            # The base was updated, so the values that were kept from the previous base are useless.
             self._pristine, self._left, self._base = {}, {}, self.received.base
         elif not self.is_dirty:
             self._check_untouched()
@@ -377,21 +369,21 @@ class MergingSubscriber(Closeable):
         return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
     def _follow(self) -> None:
-        """Find the changed tensors where they are now, because an engine may have moved or replaced them.
+        """Look up the changed tensors again, because an engine may have moved or replaced them.
 
         Raises:
-            PlanError: a tensor is gone, was freed, or has another dtype or shape; nothing was touched.
+            PlanError: A tensor is gone or was freed, or its dtype or shape changed. Nothing was changed.
         """
         state = self._state()
         for name, kept in self._pristine.items():
             rows = declared_shards({name: state[name]}) if name in state else ()
             if [row.form.values for row in rows] != [row.form.values for row, _ in kept]:
-                message = "the model does not have it any more as it was when a version was merged into it"
+                message = "the tensor is gone or has changed since a version was merged into the model"
                 raise PlanError(message, tensor=name, hint="load the base again, and subscribe again")
             self._pristine[name] = [(row, values) for row, (_, values) in zip(rows, kept, strict=True)]
 
     def _merged(self) -> dict[str, list[torch.Tensor]]:
-        """Return the new values of all tensors of the model that change."""
+        """Return the new values of all tensors in the model that change."""
         state = self._state()
         adapter = self.received.tensors
         config = self.received.config
@@ -404,7 +396,7 @@ class MergingSubscriber(Closeable):
             self._pristine[name] = [(row, self._kept(row.tensor)) for row in rows]
         return {
             name: [
-                # A tensor that an adapter before has changed, and this one does not, is the base's again.
+                # A tensor that only an earlier adapter has changed gets the base's values again.
                 merge.merged(row, values.to(row.tensor.device), adapter) if name in merge.changed else values
                 for row, values in rows
             ]
@@ -433,7 +425,7 @@ class MergingSubscriber(Closeable):
         self._hooks.call(hook, version, live=self.version, is_dirty=self.is_dirty)
 
     def _check_untouched(self) -> None:
-        """Raise BaseMismatch if the merged weights are not what the last version left."""
+        """Raise BaseMismatch if the merged weights have changed since the last version was merged."""
         changed = [name for name, left in self._left.items() if self._digests(name) != left]
         if changed:
             shown = ", ".join(changed[:_LISTED])
@@ -441,7 +433,7 @@ class MergingSubscriber(Closeable):
                 f"{len(changed)} merged weights were changed since version {self.version} was merged: {shown}",
                 expected=f"{self._base} with version {self.version} merged",
                 found="other values",
-                hint="load the base again, and subscribe again; or tell the base's new version by base=",
+                hint="load the base again and subscribe again, or report the base's new version through base=",
             )
 
     def _digests(self, name: str) -> list[int]:
@@ -457,13 +449,13 @@ class MergingSubscriber(Closeable):
         return found
 
     def restore(self) -> None:
-        """Give the model its base's own values again."""
+        """Restore the base's own values in the model."""
         self._follow()
         with torch.no_grad():
             self._install(-1, {name: [values for _, values in rows] for name, rows in self._pristine.items()})
 
     def close(self) -> None:
-        """Leave. The model keeps its version. Idempotent."""
+        """Leave the sync. The model keeps its version. Idempotent."""
         self.received.close()
 
 
@@ -476,24 +468,24 @@ def merging_subscriber(
     hooks: Hooks | None = None,
     pristine: str = "device",
 ) -> MergingSubscriber:
-    """Receive the versions of an adapter, and merge each into a model's own weights.
+    """Receive the versions of an adapter, and merge each one into a model's own weights.
+
+    The changed tensors need their size in memory once more for the pristine values, and once more during an update.
 
     Args:
-        name: of the sync that a trainer publishes the adapter under.
-        model: the base, under the names of the checkpoint; whole or DTensors. Its parameters keep their memory.
-        base: see `adapter.base_identity`.
-        connection: see `penstock.subscriber`.
-        hooks: `before_read` and the callbacks around the copies into the model.
-        pristine: where the base's values of the changed tensors are kept: beside the model (`device`), or `cpu`.
+        name: Name of the sync under which a trainer publishes the adapter.
+        model: The base, under the checkpoint's names. Its tensors may be DTensors. Its parameters keep their memory.
+        base: See `adapter.base_identity`.
+        connection: See `penstock.subscriber`.
+        hooks: `before_read`, and the callbacks around the copies into the model.
+        pristine: Where the base's values of the changed tensors are kept: on the model's `device`, or on the `cpu`.
 
     Raises:
-        As `penstock.subscriber`.
-
-    Cost: the changed tensors' size once for the pristine values, and once more during an update.
+        PenstockError: See `penstock.subscriber`.
     """
     if pristine not in ("device", "cpu"):
         raise wrong_argument("pristine", pristine, "device or cpu")
     hooks = hooks or Hooks()
-    # The pause is for the model: the adapter's own tensors arrive beside it.
+    # The model's pause is enough, because the adapter's own tensors arrive in other memory.
     received = adapter_subscriber(name, base=base, connection=connection, hooks=Hooks(before_read=hooks.before_read))
     return MergingSubscriber(received, model, hooks, on_host=pristine == "cpu")

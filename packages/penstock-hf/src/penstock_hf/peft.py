@@ -1,11 +1,10 @@
-"""PEFT: a trainer publishes an adapter by itself, and another process receives it into a `PeftModel`.
-
-In: a `PeftModel`, sharded by FSDP2 or not, and its base. Out: the adapter's own parameters, under the names and with
-the configuration that `save_pretrained` of PEFT writes.
-Not here: receivers without PEFT (`adapter`), engines (`lora_server`), merged weights (`lora_merge`).
+"""PEFT: a trainer publishes an adapter separately, and another process receives it into a `PeftModel`.
 
     adapter_publisher:   lora_A, lora_B, modules_to_save (this rank's shards)  ->  a version for one base
     adapter_subscriber:  a version for this base  ->  the same parameters of another PeftModel
+
+The adapter's parameters and configuration have the names that PEFT's `save_pretrained` writes. The model may be sharded
+with FSDP2. `adapter` has receivers without PEFT.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ _FREE = frozenset(
         *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"),
     }
 )
-"""Options that do not change what a model computes with given tensors. Source: PEFT 0.21, tuners/lora/config.py."""
+"""Options that do not change what a model computes with the same tensors. Source: PEFT 0.21, tuners/lora/config.py."""
 
 
 def adapter_tensors(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return the live parameters of an adapter by the names that PEFT saves them under; DTensors of FSDP2 as they are.
+    """Return an adapter's live parameters, under the names that PEFT saves them with. FSDP2's DTensors stay DTensors.
+
+    With FSDP2, call this between steps, because it reshards the module as its `state_dict` does.
 
     Args:
-        model: a `PeftModel`, also after `fully_shard`.
-        adapter: its name in the model.
+        model: A `PeftModel`, which may be sharded with `fully_shard`.
+        adapter: Name of the adapter in the model.
 
     Raises:
-        ConfigError: the model has no such adapter, or another release of PEFT is installed.
-
-    Order: for FSDP2 between steps; this reshards the module, as its `state_dict` does.
+        ConfigError: The model has no such adapter, or this release of PEFT is not supported.
     """
     return {name: tensor.detach() for name, tensor in adapter_parameters(model, adapter).items()}
 
 
 def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict[str, torch.Tensor]:
-    """Return the parameters that `adapter_tensors` returns detached: objects that stay while nothing is replaced."""
+    """Return the parameters of `adapter_tensors` without detaching them. They are the model's own objects."""
     _config(model, adapter)
-    # The parameters themselves, not the copies that `get_peft_model_state_dict` would take for a model under tensor
-    # parallelism. Without embeddings that only the base has: PEFT adds those of adapted embeddings to what it saves.
-    # The wrapper of torch.compile has other names, in which PEFT does not find the adapter.
+    # Pass the parameters, because `get_peft_model_state_dict` alone would copy those of a tensor-parallel model. Leave
+    # out embeddings of the base, which PEFT saves with adapted embeddings. Unwrap torch.compile's module, because PEFT
+    # does not find the adapter under its names.
     model = unwrapped(model)
     state = {name.replace("_orig_mod.", ""): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
     named: dict[str, torch.Tensor] = peft.get_peft_model_state_dict(
@@ -71,29 +70,29 @@ def adapter_parameters(model: torch.nn.Module, adapter: str = "default") -> dict
 
 
 def adapter_config(model: torch.nn.Module, adapter: str = "default") -> dict[str, Any]:
-    """Return the content of an adapter's `adapter_config.json`. Raises as `adapter_tensors`."""
+    """Return the content of an adapter's `adapter_config.json`. It raises as `adapter_tensors`."""
     config: dict[str, Any] = _config(model, adapter).to_dict()
-    # As PEFT saves it: whoever loads the adapter does not train it.
+    # PEFT saves this value too, because a loaded adapter is not trained.
     return {**config, "inference_mode": True}
 
 
 def _config(model: torch.nn.Module, adapter: str) -> Any:
     if not peft.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
-        message = f"PEFT {peft.__version__} is not one of {', '.join(VERSIONS)}, whose adapters Penstock knows"
-        raise ConfigError(message, hint="install one of these")
+        message = f"Penstock supports adapters of PEFT {', '.join(VERSIONS)}, not {peft.__version__}"
+        raise ConfigError(message, hint="install one of these releases")
     configs = getattr(unwrapped(model), "peft_config", None)
     if not isinstance(configs, Mapping) or adapter not in configs:
         known = ", ".join(map(str, configs)) if isinstance(configs, Mapping) else "none"
-        message = f"a {type(model).__name__} has no adapter {adapter!r}; its adapters: {known}"
-        raise ConfigError(message, hint="pass the PeftModel, also after fully_shard")
+        message = f"a {type(model).__name__} has no adapter {adapter!r}, its adapters are: {known}"
+        raise ConfigError(message, hint="pass the PeftModel, before or after fully_shard")
     return configs[adapter]
 
 
 class AdapterPublisher(Closeable):
-    """A trainer rank that publishes an adapter. Made by `adapter_publisher`; a context manager.
+    """A trainer rank that publishes an adapter. `adapter_publisher` creates it. A context manager.
 
     Attributes:
-        publisher: the publisher of the sync.
+        publisher: Publisher of the sync.
     """
 
     def __init__(self, publisher: Publisher, config: Mapping[str, Any], base: Base, state: AdapterState) -> None:
@@ -109,27 +108,24 @@ class AdapterPublisher(Closeable):
 
     @property
     def version(self) -> int:
-        """Return the newest version that this rank published; -1: none yet."""
+        """Return the newest version that this rank published, or -1."""
         return self.publisher.version
 
     @property
     def latest(self) -> int:
-        """Return the highest version that any member had when this rank joined; later versions are above it."""
+        """Return the highest version that any member had when this rank joined. Later versions are larger."""
         return self.publisher.latest
 
     def publish(self, version: int) -> PublishReport:
-        """Publish the adapter's present values, for the present version of the base. See
-        `penstock.sync.Publisher.publish`.
+        """Publish the adapter's current values, for the current version of the base. All ranks call this.
 
         Raises:
-            ConfigError: also if the base has no version yet.
-            PlanError: an adapter is merged into the base; or this adapter's layers have other options, or are scaled
-                otherwise than the configuration says. Nothing is published.
-            Others as `penstock.sync.Publisher.publish`.
-
-        Order: all ranks call this.
+            ConfigError: The base has no version yet.
+            PlanError: An adapter is merged into the base, or this adapter's layers have other options or another
+                scaling than its configuration. Nothing is published.
+            PenstockError: See `penstock.sync.Publisher.publish`.
         """
-        # Which adapters are active does not matter here: this one is published by its name.
+        # It does not matter which adapters are active, because this one is published by name.
         self._state.require_same(is_used=False)
         return self.publisher.publish(version, metadata=adapter_metadata(self._base, self._config))
 
@@ -138,7 +134,7 @@ class AdapterPublisher(Closeable):
         self.publisher.wait_subscribers(count, timeout_s)
 
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Leave the sync. Idempotent."""
         self.publisher.close()
 
 
@@ -153,19 +149,21 @@ def adapter_publisher(
     rank: tuple[int, int] | None = None,
     replica: str = "device",
 ) -> AdapterPublisher:
-    """Publish an adapter of this rank under a name that receivers know.
+    """Publish an adapter from this rank under a name that receivers know.
+
+    All ranks call this at the same time, and publish the same versions.
 
     Args:
-        name: of the sync.
-        model: a `PeftModel`; after `fully_shard`, if it is sharded.
-        base: the weights below the adapter: see `adapter.base_identity`. Receivers with another base refuse it.
-        adapter: its name in the model.
-        connection, mode, rank, replica: see `penstock.publisher`.
+        name: Name of the sync.
+        model: A `PeftModel`. If it is sharded, call `fully_shard` first.
+        base: The weights that the adapter belongs to. See `adapter.base_identity`. Receivers with another base refuse
+            the adapter.
+        adapter: Name of the adapter in the model.
+        connection, mode, rank, replica: See `penstock.publisher`.
 
     Raises:
-        ConfigError: as `adapter_tensors`. Others as `penstock.publisher`.
-
-    Order: all ranks call this at the same time, and publish the same versions.
+        ConfigError: See `adapter_tensors`.
+        PenstockError: See `penstock.publisher`.
     """
     base_identity(base)
     config = adapter_config(model, adapter)
@@ -188,20 +186,21 @@ def adapter_subscriber(
 ) -> AdapterSubscriber:
     """Receive the versions of an adapter into the parameters of a `PeftModel`.
 
-    The model's own adapter must be of the same kind: an update raises PlanError, before a byte is read, if an option
-    that changes what the model computes differs (`lora_alpha`, `use_rslora`, ...), or a tensor's name or shape. So does
-    an update of a model whose layers would not compute the version: merged, disabled, with other options, or scaled
-    otherwise. Parameters that were moved or replaced are filled where they are now.
+    The model's own adapter must match. An update raises PlanError before it reads a byte if a tensor's name or shape
+    differs, or an option that changes what the model computes (`lora_alpha`, `use_rslora`, ...). It also raises if the
+    model would not use the version, because the adapter's layers are merged, disabled, scaled or have other options.
+    The update fills parameters where they are now, even after they were moved or replaced.
 
     Args:
-        name: of the sync.
-        model: a `PeftModel`; its parameters keep their memory.
-        base: the weights below the adapter: see `adapter.base_identity`.
-        adapter: its name in the model.
-        hooks, connection, mode, rank, serve: see `penstock.subscriber`.
+        name: Name of the sync.
+        model: A `PeftModel`. Its parameters keep their memory.
+        base: The weights that the adapter belongs to. See `adapter.base_identity`.
+        adapter: Name of the adapter in the model.
+        hooks, connection, mode, rank, serve: See `penstock.subscriber`.
 
     Raises:
-        ConfigError: as `adapter_tensors`. Others as `penstock.subscriber`.
+        ConfigError: See `adapter_tensors`.
+        PenstockError: See `penstock.subscriber`.
     """
     own = adapter_config(model, adapter)
     state = AdapterState(model, adapter, lambda: adapter_parameters(model, adapter))
@@ -221,7 +220,7 @@ def adapter_subscriber(
 
 
 def _check_alike(published: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise PlanError where two configurations differ in what a model computes."""
+    """Raise PlanError if two configurations differ in an option that changes what a model computes."""
     differing = [
         f"{name}: published {published.get(name)!r}, here {own.get(name)!r}"
         for name in sorted({*published, *own} - _FREE)
@@ -236,7 +235,7 @@ def _check_alike(published: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 
 def _normal(value: Any) -> Any:
-    """Return an option as JSON has it; an empty one as None, which PEFT means by it."""
+    """Return an option in the form that JSON has. PEFT treats an empty option as None, so return None for it."""
     if isinstance(value, set | frozenset | list | tuple):
         return sorted(map(str, value)) or None
     if isinstance(value, Mapping):

@@ -1,12 +1,8 @@
-"""The state of a PeftModel's layers, read at every publish and update: what the model computes with an adapter.
+"""Check a PeftModel's layers at every publish and update, because they decide what the model computes.
 
-In: a `PeftModel` and the name of an adapter. Out: an error where its layers are not as they were, or not as the
-adapter's configuration says; its tensors, as the model has them now.
-Not here: whether tensors moved (`sync.placed`), names and the configuration (`peft`), merging (`lora_merge`).
-
-PEFT keeps this in its layers, and neither in the tensors nor in the configuration. A merged layer ignores the adapter's
-tensors, because its base weight has the sum. `scale_layer` changes the factor of the sum. A layer that was replaced
-has other tensors.
+PEFT keeps this state in its layers, and neither in the tensors nor in the configuration. A merged layer ignores the
+adapter's tensors, because its base weight contains the sum. `scale_layer` changes the factor of the sum. A replaced
+layer has different tensors. `AdapterState` raises an error after such a change, and looks up the model's tensors again.
 """
 
 from __future__ import annotations
@@ -30,33 +26,33 @@ _LISTED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """The state of one layer of PEFT's, as far as it decides what the layer computes."""
+    """The state of one PEFT layer that decides what the layer computes."""
 
     kind: str
     merged: tuple[str, ...]
     active: tuple[str, ...]
     is_disabled: bool
     options: tuple[tuple[str, object], ...]
-    """Rank, alpha, kind of scaling and DoRA of the adapter."""
+    """The adapter's rank, alpha, kind of scaling, and whether it uses DoRA."""
     scaling: float | None
-    """The factor of the sum of a LoRA layer; None: the layer has no such sum."""
+    """Factor of a LoRA layer's sum. None if the layer has no such sum."""
     expected: float | None
-    """The factor that the adapter's configuration gives."""
+    """Factor according to the adapter's configuration."""
 
 
 class AdapterState:
-    """The layers of a model when a publisher or subscriber was made for one of its adapters.
+    """The state of a model's layers at the time when a publisher or subscriber was created for an adapter.
 
     Args:
-        model: a `PeftModel`.
-        adapter: its name in the model.
-        look_up: returns the tensors that are published or filled, as the model has them now.
+        model: A `PeftModel`.
+        adapter: Name of the adapter in the model.
+        look_up: Returns the published or filled tensors as the model has them now.
 
     Attributes:
-        tensors: what `look_up` returned last. A publisher or subscriber of this mapping follows tensors that moved.
+        tensors: The last result of `look_up`. A publisher or subscriber of this mapping follows tensors that moved.
 
     Raises:
-        PlanError: the factors of the adapter are not those of its configuration.
+        PlanError: The adapter's factors differ from its configuration.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str, look_up: Callable[[], dict[str, torch.Tensor]]) -> None:
@@ -68,15 +64,16 @@ class AdapterState:
         self._require_scaling(self._layers)
 
     def require_same(self, *, is_used: bool) -> None:
-        """Refuse a publish or an update of a model whose layers have changed.
+        """Refuse to publish or update a model whose layers have changed. Look up `tensors` again.
+
+        This walks over the model's modules and its state dict, and reads no tensor.
 
         Args:
-            is_used: whether the adapter must still be active, if it was active when this was made.
+            is_used: Whether the adapter must still be active if it was active before.
 
         Raises:
-            PlanError: names the layers, the change, and the call of PEFT that undoes it. Nothing was touched.
-
-        `tensors` are looked up again. Cost: a walk over the model's modules and its state dict; no tensor is read.
+            PlanError: The message names the layers and the change, and the hint names the call of PEFT that undoes it.
+                Nothing was changed.
         """
         layers = _layers(self._model, self._adapter)
         merged = {name: layer for name, layer in layers.items() if layer.merged}
@@ -91,7 +88,7 @@ class AdapterState:
         ]
         if changed:
             message = f"layers of the adapter {self._adapter!r} were changed or replaced: {_shown(changed)}"
-            raise PlanError(message, hint="make the publisher or subscriber again")
+            raise PlanError(message, hint="create the publisher or subscriber again")
         if is_used:
             idle = [name for name, layer in layers.items() if self._is_idle(self._layers[name], layer)]
             if idle:
@@ -100,16 +97,16 @@ class AdapterState:
         self._require_scaling(layers)
         if lost := sorted(self.tensors.keys() ^ self._follow().keys()):
             message = f"{len(lost)} tensors of the adapter {self._adapter!r} are gone or new: {_shown(lost)}"
-            raise PlanError(message, hint="make the publisher or subscriber again")
+            raise PlanError(message, hint="create the publisher or subscriber again")
 
     def follow(self) -> None:
-        """Look the tensors up again. Order: before an update, which reads into them."""
+        """Look up the tensors again. Call this before an update, which reads into them."""
         self._follow()
 
     def _follow(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the model has now. They become `tensors` unless their names differ."""
+        """Return the tensors that the model has now, and store them in `tensors` unless their names differ."""
         tensors = self._look_up()
-        # Other names are an error of `require_same`. An empty mapping would ask the subscriber for new tensors.
+        # `require_same` reports different names. An empty mapping would make the subscriber create new tensors.
         if tensors.keys() == self.tensors.keys():
             self.tensors.update(tensors)
         return tensors
@@ -126,7 +123,7 @@ class AdapterState:
             if not math.isclose(layer.scaling, layer.expected, rel_tol=1e-6):
                 message = f"the adapter {self._adapter!r} is scaled by {layer.scaling:g} in {name}"
                 raise PlanError(
-                    f"{message}, and its configuration says {layer.expected:g}",
+                    f"{message}, but its configuration says {layer.expected:g}",
                     hint="call unscale_layer(), or set lora_alpha in the LoraConfig of both sides",
                 )
 
@@ -142,7 +139,7 @@ def _shown(names: Any) -> str:
 
 
 def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _Layer]:
-    """Return the state of all layers of PEFT's, of any adapter, by name."""
+    """Return the state of all PEFT layers by name, for any adapter."""
     config = getattr(model, "peft_config", {}).get(adapter)
     return {
         name.replace("_orig_mod.", ""): _layer(module, adapter, name, config)
@@ -157,7 +154,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _Layer:
         return options.get(adapter) if isinstance(options, Mapping) else None
 
     scaling, expected = of("scaling"), None
-    # Other kinds have these options with other meanings.
+    # Other kinds of layers have these options with different meanings.
     if isinstance(module, LoraLayer) and not isinstance(module, AdaLoraLayer) and scaling is not None:
         rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
@@ -168,7 +165,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _Layer:
     if expected is None:
         fixed.append(("scaling", scaling))
     return _Layer(
-        # Not the class: `fully_shard` and `torch.compile` replace it by one of another name.
+        # The class is not compared, because `fully_shard` and `torch.compile` replace it with one of another name.
         kind="tuner" if isinstance(module, BaseTunerLayer) else "wrapper",
         merged=tuple(module.merged_adapters),
         active=tuple(module.active_adapters),

@@ -1,7 +1,7 @@
-"""`penstock run`: start a program in whose Python processes safetensors reads through Penstock.
+"""`penstock run`: start a program whose Python processes read safetensors through Penstock.
 
-In: a command. Out: nothing: this process becomes the program, so its exit code and signals are the program's.
-Not here: what is replaced (`safetensors`), how a process begins it (`startup`).
+This process becomes the program, so its exit code and signals are the program's. `startup` installs the replacement
+from `safetensors` in each Python process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ from penstock.errors import ConfigError
 from penstock.spi import Settings, command_examples
 
 STARTUP = Path(__file__).resolve().parent / "startup"
-"""The directory of the `sitecustomize` that each Python process of the program runs first."""
+"""Directory with the `sitecustomize` that each Python process of the program runs first."""
 
 
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- PROGRAM ARGUMENTS...", help="The program to start.")],
-    verbose: Annotated[bool, typer.Option("--verbose", help="Say on stderr which reader each file gets.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Print on stderr which reader each file gets.")] = False,
 ) -> None:
     """Start a program that reads through Penstock.
 
-    Penstock is put under its safetensors: URIs then work wherever the program takes a safetensors file, and files on
-    network volumes are read ahead. It holds for every Python process that the program starts, once that imports
-    safetensors.
+    URIs then work wherever the program takes a safetensors file, and files on network volumes are read ahead. This
+    applies to every Python process that the program starts, as soon as the process imports safetensors.
     """
-    # In the program itself a wrong variable is only a message: its own `import safetensors` must not fail.
+    # Check the variables here. In the program, its own `import safetensors` must not fail, so it only gets a message.
     Settings.read()
     environment = dict(os.environ)
     paths = [str(STARTUP), *filter(None, [environment.get("PYTHONPATH")])]
@@ -41,10 +40,10 @@ def run(
         environment["PENSTOCK_SAFETENSORS_LOG"] = "1"
     program = command[0]
     if shutil.which(program) is None:
-        hint = "give the program and its arguments after --, as: penstock run -- python app.py"
-        raise ConfigError(f"cannot run {program!r}: there is no such program, or it is not executable", hint=hint)
+        hint = "give the program and its arguments after --, for example: penstock run -- python app.py"
+        raise ConfigError(f"cannot run {program!r}: the program does not exist or is not executable", hint=hint)
     sys.stdout.flush()
-    # Python ignores these two from its start on, and a program would inherit that.
+    # Python ignores these two signals from its start, and a program would inherit that.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -52,13 +51,13 @@ def run(
         os.execvpe(program, command, environment)  # nosec B606
     except OSError as error:
         raise ConfigError(
-            f"cannot run {program!r}: {error.strerror}", hint="is it a program of this machine?"
+            f"cannot run {program!r}: {error.strerror}", hint="check that it is built for this machine"
         ) from error
 
 
 def add(commands: typer.Typer) -> None:
     """Add `penstock run`."""
-    # Everything from the program on is the program's, options too.
+    # Every argument after the program's name belongs to the program, including options.
     commands.command(
         "run",
         epilog=command_examples(

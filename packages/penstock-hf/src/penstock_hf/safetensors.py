@@ -1,19 +1,15 @@
-"""Penstock under safetensors' own names, in a program that is not changed.
+"""Replace `safetensors.safe_open` with Penstock's reader, in a program that stays unchanged.
 
-In: `install()`, once, in any process; or `with installed():`. Out: `safetensors.safe_open` and all that is built on it
-(`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file`) read remote files and files on network
-file systems through Penstock, and everything else through the original.
-Not here: the reader itself (`loader.safe_open`), starting a program unchanged (`run_command`).
+Call `install()` once in a process, or use `with installed():`. Then `safetensors.safe_open` and the functions that use
+it (`safetensors.torch.load_file` and `load_model`, `safetensors.numpy.load_file`) choose a reader for each file:
 
-Only `safe_open` is replaced. The functions of safetensors call it by its name in their module, so they stay the
-originals: their signatures, their errors and their identity are safetensors' own. Saving is not touched.
+- A URI that Penstock reads (`s3://`, `gs://`, `az://`, `hf://`, `http(s)://`, `file://`) gets Penstock's reader.
+- A file on a network file system that is not fully in the page cache gets Penstock's reader, for torch or numpy. It
+  reads ahead with large reads, and its tensors own their memory.
+- Any other file gets the original reader at its original speed, which maps local files without a copy.
 
-What a call gets:
-
-- A URI that Penstock reads (`s3://`, `gs://`, `az://`, `hf://`, `http(s)://`, `file://`): Penstock's reader.
-- A file on a network file system that is not wholly in the page cache, for torch or numpy: Penstock's reader. It reads
-  ahead with large reads, and gives tensors that own their memory.
-- Anything else: the original object, which is as fast as it was. Local files are mapped by it without a copy.
+Only `safe_open` is replaced. The functions of safetensors look it up by name in their module, so their signatures,
+errors and identity stay safetensors' own. Saving is unchanged. `run_command` starts a program with this replacement.
 """
 
 from __future__ import annotations
@@ -39,26 +35,26 @@ _FRAMEWORKS = {"pt", "torch", "pytorch", "np", "numpy"}
 
 
 class _Replacement(type):
-    """The class of the replacement for `safetensors.safe_open`: calling it chooses a reader.
+    """The class of the replacement for `safetensors.safe_open`. Calling it chooses a reader.
 
-    Instances of the original, made before or after, count as instances of it.
+    Instances of the original count as its instances, whether they were created before or after.
     """
 
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        """Return an open file: Penstock's, or the original's. Raises as the one that was chosen."""
+        """Return a file that Penstock or the original has opened. Raise as the chosen reader does."""
         filename = arguments[0] if arguments else options.get("filename")
         for opener in reversed(_openers):
             file = opener(*arguments, **options)
             if file is not None:
                 return file
         framework = arguments[1] if len(arguments) > 1 else options.get("framework")
-        # After `uninstall` a program may still hold this class, in a default argument or a closure.
+        # After `uninstall` a program may still hold this class, for example in a default argument.
         reason = _reason_for_penstock(filename, framework) if _count else ""
         if not reason:
             _log.debug("%s: read by safetensors", filename)
             return _original(*arguments, **options)
         _log.debug("%s: read by penstock: %s", filename, reason)
-        # On first use: it imports torch, which a program may never need.
+        # Import on first use, because this imports torch, which a program may never need.
         with extras_named():
             from penstock import safe_open
 
@@ -72,7 +68,7 @@ class _Replacement(type):
         return subclass in {cls, _original, ours}
 
     def __getattr__(cls, name: str) -> Any:
-        # The methods, as a program may look them up on the class.
+        # A program may look up the methods on the class.
         return getattr(_original, name)
 
 
@@ -80,23 +76,22 @@ _lock = threading.Lock()
 _count = 0
 _original: Any = None
 _replacement: Any = None
-# Asked before all else, the newest first: they return an open file, or None for a name that is not theirs.
+# These are called before anything else, newest first. They return an open file, or None if the name is not theirs.
 _openers: list[Callable[..., Any]] = []
 
 
 def install(replacements: Mapping[Any, Any] | None = None) -> None:
-    """Put Penstock under `safetensors.safe_open` in this process; `uninstall` undoes it.
+    """Replace `safetensors.safe_open` in this process. `uninstall` undoes it.
 
-    Every module that is loaded and has the original among its globals gets the replacement there; a module that is
-    imported later imports the replacement. Calls nest: the last `uninstall` takes effect. It does not import torch.
+    Every loaded module that has the original among its globals gets the replacement. A module that is imported later
+    imports the replacement. Calls nest, and the last `uninstall` takes effect. This does not import torch. It may be
+    called in any thread at any time, and files that are already open stay unchanged.
 
     Args:
-        replacements: other objects to be bound in the same pass over all modules; `uninstall` takes them back.
+        replacements: Other objects to replace in the same pass over all modules. Pass them to `uninstall` too.
 
     Raises:
         MissingExtra: safetensors is not installed.
-
-    Order: any thread, any time. Files that are open stay as they are.
     """
     global _count, _original, _replacement
     try:
@@ -112,7 +107,7 @@ def install(replacements: Mapping[Any, Any] | None = None) -> None:
 
 
 def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
-    """Undo one `install`: after the last, every module has the original again. Nothing happens without an `install`."""
+    """Undo one `install`. After the last one every module has the original again. Without an `install`, do nothing."""
     global _count
     with _lock:
         if not _count:
@@ -126,12 +121,12 @@ def uninstall(replacements: Mapping[Any, Any] | None = None) -> None:
 def installed(
     opener: Callable[..., Any] | None = None, replacements: Mapping[Any, Any] | None = None
 ) -> Iterator[None]:
-    """Install for the time of a block. Raises as `install`.
+    """Install the replacement for the duration of a `with` block. Raises as `install`.
 
     Args:
-        opener: called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
-            an open file, or None for one that is not its own.
-        replacements: see `install`.
+        opener: Called first for every file, in the thread that opens it, with the arguments of `safe_open`. It returns
+            an open file, or None to let others open it.
+        replacements: See `install`.
     """
     install(replacements)
     if opener is not None:
@@ -145,25 +140,27 @@ def installed(
 
 
 def install_in_program() -> None:
-    """Install for the rest of a process of `penstock run`; with `PENSTOCK_SAFETENSORS_LOG`, say what each file gets.
+    """Install the replacement for the rest of a process of `penstock run`.
+
+    With `PENSTOCK_SAFETENSORS_LOG`, print on stderr which reader each file gets.
 
     Raises:
-        ConfigError: an environment variable of Penstock does not parse.
+        ConfigError: An environment variable of Penstock is invalid.
     """
     if Settings.read().safetensors_log:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("penstock: %(message)s"))
         _log.logger.addHandler(handler)
         _log.setLevel(logging.DEBUG)
-        # The program's own handlers would write each line again.
+        # The program's own handlers would write each line a second time.
         _log.logger.propagate = False
     install()
 
 
 def _make(original: Any) -> Any:
-    """Return the replacement of a class, with its name, documentation and signature."""
+    """Return a replacement for a class, with the same name, documentation and signature."""
     body = {
-        # Not the original's `builtins`, where nothing finds it: by this name it can be pickled.
+        # The original's module is `builtins`, where nothing can find it. With this name it can be pickled.
         "__module__": "safetensors",
         "__doc__": original.__doc__,
         "__signature__": inspect.signature(original),
@@ -172,7 +169,7 @@ def _make(original: Any) -> Any:
 
 
 def _reason_for_penstock(filename: object, framework: object) -> str:
-    """Return why Penstock reads a file; "" if the original does."""
+    """Return why Penstock reads a file, or an empty string if the original reads it."""
     if not isinstance(filename, str | os.PathLike):
         return ""
     text = os.fspath(filename)
@@ -182,7 +179,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         try:
             return "a URI" if text.startswith("file://") or is_remote(text) else ""
         except ConfigError:
-            # No storage has the scheme. It may be a strange path: the original says what is wrong with it.
+            # No storage has this scheme. It may be a strange path, and the original reports what is wrong with it.
             return ""
     if framework not in _FRAMEWORKS:
         return ""
@@ -190,7 +187,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
         kind = network_file_system(text)
         return f"a file on {kind}" if kind and not _is_cached(text) else ""
     except (PenstockError, ValueError):
-        # It cannot be opened, or no file can have this name: the original raises its own error for it.
+        # The file cannot be opened, or the name is not valid. The original raises its own error for it.
         return ""
 
 
@@ -204,7 +201,7 @@ def _is_cached(path: str) -> bool:
 
 def _forked() -> None:
     global _lock
-    # Another thread of the parent may have held it.
+    # Another thread of the parent may have held the lock.
     _lock = threading.Lock()
 
 

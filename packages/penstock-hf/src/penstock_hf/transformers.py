@@ -1,12 +1,11 @@
-"""transformers models through Penstock: `from_pretrained`, for names of a hub, directories and object stores.
+"""Load transformers models through Penstock, for names on a hub, directories and object stores.
 
-In: a model class, the name or URI of a model, options of transformers; a group of ranks. Out: the model that the
-class's own from_pretrained returns, or that model while its weights arrive (`start_from_pretrained`). For a live model:
-`weights_loader`, its own loading in place, and `checkpoint_shards`, the shards that a trainer's rank publishes.
-Not here: what is replaced in the libraries (`patched_libraries`), the exchange between ranks (`loader.shared_read`).
+    one process, and the checkpoint's tensors match the model's:   create an empty model on the device -> load_into
+    all other cases:                                               its own from_pretrained, in `patched_libraries()`
 
-    one process, the checkpoint fits the model tensor by tensor:   empty model on the device -> load_into
-    all else:                                                      its own from_pretrained, inside `patched_libraries()`
+`from_pretrained` returns the same model as the class's own function. `start_from_pretrained` returns the model while
+its weights arrive. For a sync, `weights_loader` loads into a live model, and `checkpoint_shards` returns the shards
+that a trainer's rank publishes.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _FILES = ("config.json", "generation_config.json")
 _HUB = "hf://"
 
 _IN_PLACE = {"config", "dtype", "device_map"}
-"""Options of transformers with which a model can be filled in place; all others are transformers' business."""
+"""Options of transformers with which a model can be filled in place. transformers handles all others."""
 
 
 def from_pretrained(
@@ -75,38 +74,42 @@ def from_pretrained(
 ) -> Any:
     """Return the model that `model_class.from_pretrained(name_or_uri, **options)` returns, read through Penstock.
 
+    In one process, weights that match the model's tensors are read straight into the empty model on its only device.
+    Otherwise, and for every load of a group, transformers' own code loads, merges, splits, casts, quantises and shards
+    them. The logger of this module reports the way and the reason.
+
     Args:
-        model_class: a `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
-        name_or_uri: `org/name[@revision]` or `hf://org/name[@revision][/folder]`; a directory; a prefix of an object
+        model_class: A `PreTrainedModel` class or an `AutoModel...` class of transformers 5.
+        name_or_uri: `org/name[@revision]`, `hf://org/name[@revision][/folder]`, a directory, or a prefix in an object
             store (`s3://`, `gs://`, `az://`, `http(s)://`) with `config.json` and safetensors files.
-        group: a torch.distributed group whose ranks all make this call: each reads its part of the weights from
-            storage, once for all, and the ranks exchange the parts. Also for `tp_plan` and FSDP2, where each rank keeps
-            its shards only.
-        memory_bytes: host memory of bytes under way; see `penstock.load`. In a group, half of it is for tensors that
-            have arrived and were not taken yet.
-        verify: compare with the manifest's digests; see `penstock.load`. Of a hub, in one process: with the hub's.
-        storage_options: credentials and endpoint; see `penstock.load`.
-        progress: see `penstock.load`; only where the model is filled in place, else transformers shows its own bar.
-        trace: see `penstock.load`; only where the model is filled in place.
-        keeper: use finished parameters that a keeper of this host has from an earlier process with the same model,
-            options and versions, without a copy; else load, and hand them over (see
-            `penstock.cache.cache_parameters`). They are kept under `NAME.KEY`: a digest of all these is the key; the
-            name is this text, or the model's (True).
-        options: transformers' own: `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`, `revision`,
-            `token`, `quantization_config` and all others.
+        group: A torch.distributed group whose ranks all make this call. Each rank reads its part of the weights from
+            storage, and the ranks exchange the parts. This works for `tp_plan` and FSDP2 too, where each rank keeps
+            only its shards.
+        memory_bytes: Limit in bytes for host memory during the load. See `penstock.load`. In a group, half of it is for
+            tensors that have arrived and were not taken yet.
+        verify: Compare with the digests in the manifest. See `penstock.load`. For a model on a hub and one process,
+            compare with the hub's digests.
+        storage_options: Credentials and endpoint. See `penstock.load`.
+        progress: See `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
+            own bar.
+        trace: See `penstock.load`. It applies only if the model is filled in place.
+        keeper: Use finished parameters that a keeper on this host has from an earlier process with the same model,
+            options and versions, without a copy. Otherwise load, and hand the parameters over (see
+            `penstock.cache.cache_parameters`). They are kept under `NAME.KEY`. The name is this text, or the model's if
+            it is True. The key is a digest of the model, options and versions.
+        options: Options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
+            `revision`, `token` and `quantization_config`.
 
     Raises:
-        NotFound: there is no `config.json`. MissingExtra: transformers 5 is not installed.
-        ConfigError: `trace` was given, or `verify=True` for a local directory, and the model is not filled in place; or
-            `keeper` with options or a model whose parameters cannot be kept (the message says which).
-        PeerLost: another rank of the group failed. Else as `patched_libraries`, `penstock.load_into` and transformers.
-
-    In one process, weights that fit the model tensor by tensor are read straight into the empty model on its one
-    device. All others are given to transformers' own loading, which merges, splits, casts, quantises and shards; so is
-    every load of a group. The logger of this module names the way and the reason.
+        NotFound: There is no `config.json`.
+        MissingExtra: transformers 5 is not installed.
+        ConfigError: `trace`, or `verify=True` for a local directory, is given for a model that is not filled in place.
+            Or `keeper` is given with options or a model whose parameters cannot be kept. The message names the cause.
+        PeerLost: Another rank of the group failed.
+        PenstockError: See `patched_libraries` and `penstock.load_into`. transformers' own errors are raised too.
     """
     _check_version()
-    # `org/name@revision` becomes a URI of the hub. transformers also knows names without an organisation.
+    # `org/name@revision` becomes a URI on the hub. transformers also accepts names without an organisation.
     name = texts_of(name_or_uri)[0]
     arguments = {
         "storage_options": storage_options,
@@ -117,7 +120,7 @@ def from_pretrained(
     }
     if keeper:
         if group is not None:
-            raise ConfigError("keeper= and group= do not go together", hint="each rank attaches by itself")
+            raise ConfigError("keeper= cannot be used with group=", hint="let each rank attach, without group=")
         return _kept(model_class, name, keeper, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"
@@ -126,13 +129,13 @@ def from_pretrained(
         if model is not None:
             return model
     else:
-        why = "it is named as on a hub"
+        why = "it is the name of a model on a hub"
     _logger.info("penstock: %s is loaded by transformers: %s", name, why)
     is_local = os.path.isdir(local_path(name))
     if trace is not None or (verify and group is None and is_local):
         raise ConfigError(
-            f"{'trace' if trace is not None else 'verify=True'} is not for this load: {why}",
-            hint="leave it out; `penstock.verify(uri)` compares all digests before",
+            f"{'trace' if trace is not None else 'verify=True'} cannot be used for this load: {why}",
+            hint="leave it out, and compare all digests first with `penstock.verify(uri)`",
         )
     return _by_transformers(model_class, name, group, options, arguments)
 
@@ -149,20 +152,22 @@ def start_from_pretrained(
     trace: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> BackgroundLoad:
-    """Start to load a model, and return at once: the load's `module` is the model that `from_pretrained` returns.
+    """Start to load a model and return at once. The result's `module` is the model that `from_pretrained` returns.
 
-    The model answers while its weights arrive: each layer waits for its own. See `penstock.modules.load_in_background`.
+    The model can be used while its weights arrive, because each layer waits for its own weights. See
+    `penstock.modules.load_in_background`.
 
     Args:
-        model_class, name_or_uri: as for `from_pretrained`; a directory or a prefix of an object store.
-        first: globs of the model's tensors to read before the others; see `penstock.modules.load_in_background`.
-        memory_bytes, verify, storage_options, progress, trace: see `penstock.modules.load_in_background`.
-        options: `config`, `dtype` and `device_map` (one device).
+        model_class, name_or_uri: See `from_pretrained`. Only a directory or a prefix in an object store.
+        first: Globs of tensors to read before the others. See `penstock.modules.load_in_background`.
+        memory_bytes, verify, storage_options, progress, trace: See `penstock.modules.load_in_background`.
+        options: `config`, `dtype` and `device_map` for one device.
 
     Raises:
-        ConfigError: the checkpoint does not fit the model tensor by tensor on one device, as merged experts and
-            quantised weights do not; the message says why. `from_pretrained` loads it.
-        NotFound, MissingExtra: as `from_pretrained`. Else as `penstock.modules.load_in_background`.
+        ConfigError: The checkpoint's tensors do not match the model's on one device, for example because experts are
+            merged or weights are quantised. The message gives the reason. Use `from_pretrained` instead.
+        NotFound, MissingExtra: See `from_pretrained`.
+        PenstockError: See `penstock.modules.load_in_background`.
     """
     _check_version()
     uri = texts_of(name_or_uri)[0]
@@ -181,25 +186,24 @@ def start_from_pretrained(
         loading = penstock.modules.load_in_background(model, uri, rename=targets.__getitem__, first=first, **arguments)
         under_way.append(loading)
 
-    why = "it is named as on a hub"
+    why = "it is the name of a model on a hub"
     if os.path.isdir(uri) or (is_remote(uri) and not uri.startswith(_HUB)):
         _, why = _filled(model_class, uri, options, arguments, start)
     if not under_way:
-        hint = "use from_pretrained, which returns when all of it is loaded"
-        raise ConfigError(f"the model cannot be used while it is loaded: {why}", uri=uri, hint=hint)
+        hint = "use from_pretrained, which returns after the whole model is loaded"
+        raise ConfigError(f"the model cannot be used while it loads: {why}", uri=uri, hint=hint)
     return under_way[0]
 
 
 def weights_loader(model: Any) -> LoadFunction:
-    """Return a function that loads weights into a transformers model as transformers does: `load=` of `subscriber`.
+    """Return a function that loads weights into a transformers model as transformers does, for `load=` in `subscriber`.
 
-    Experts are merged, names changed and values cast as from_pretrained does for this class. The results are copied
-    into the model's parameters, whose addresses stay.
+    It merges experts, changes names and casts values as from_pretrained does for this class. The results are copied
+    into the model's parameters, whose addresses stay the same. When it runs with real tensors, it needs memory for a
+    second copy of them until it returns.
 
     Raises:
         MissingExtra: transformers 5 is not installed.
-
-    Cost: when it runs with real tensors, a second copy of those given, until it returns.
     """
     _check_version()
     from transformers import conversion_mapping, core_model_loading, modeling_utils
@@ -208,7 +212,7 @@ def weights_loader(model: Any) -> LoadFunction:
         """Load these weights into the model's own parameters."""
         import torch
 
-        # transformers replaces parameters by new ones: they are put back afterwards, with the new values copied in.
+        # transformers creates new parameters. Put the old ones back afterwards, with the new values copied into them.
         before = [(g, dict(g)) for module in model.modules() for g in (module._parameters, module._buffers)]
         mapping = conversion_mapping.get_model_conversion_mapping(model)
         config = modeling_utils.LoadStateDictConfig(dtype=model.dtype, weight_mapping=mapping)
@@ -229,17 +233,17 @@ def weights_loader(model: Any) -> LoadFunction:
 def checkpoint_shards(
     model: Any, uri: str, *, storage_options: Mapping[str, str] | None = None
 ) -> dict[str, Sequence[Shard]]:
-    """Return this rank's shards of a model (FSDP2's, or all of it) by the checkpoint's names, for `publisher`.
+    """Return this rank's shards of a model (FSDP2's, or the whole model) by the checkpoint's names, for `publisher`.
 
-    Tensors that the class has merged (experts) are split again into the checkpoint's: views, nothing is copied.
+    Tensors that the class has merged, such as experts, are split into the checkpoint's tensors as views without a copy.
 
     Args:
-        model: a transformers model, perhaps wrapped by FSDP2.
-        uri: a checkpoint of the model, for its names and shapes; its tensors are not read.
-        storage_options: see `penstock.load`.
+        model: A transformers model, which FSDP2 may have wrapped.
+        uri: A checkpoint of the model. Its names and shapes are read, but not its tensors.
+        storage_options: See `penstock.load`.
 
     Raises:
-        PlanError: the class computes some of its weights on loading; names them.
+        PlanError: The class computes some of its weights when it loads. The message names them.
         MissingExtra: transformers 5 is not installed.
     """
     _check_version()
@@ -249,7 +253,7 @@ def checkpoint_shards(
 
     from penstock.spi import layout, record
 
-    # `fully_shard` replaces a model's class by a subclass, which cannot be created from a config.
+    # `fully_shard` replaces a model's class with a subclass, which cannot be created from a config.
     own: Any = next(base for base in type(model).__mro__ if not issubclass(base, FSDPModule))
     with initialization.no_init_weights(), torch.device("meta"):
         empty = own._from_config(copy.deepcopy(model.config), dtype=model.dtype)
@@ -259,7 +263,7 @@ def checkpoint_shards(
 
 
 def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
-    """Fill the model's tensors, and return when all of them are there."""
+    """Fill the model's tensors, and return when all of them are loaded."""
     import penstock
 
     state = model.state_dict(keep_vars=True)
@@ -272,19 +276,19 @@ class _Plain:
 
     config: Any
     concrete: Any
-    """Its class."""
+    """Class of the model."""
     device: Any
     dtype: Any
     tensors: TensorTable
-    """Of the checkpoint."""
+    """Tensors of the checkpoint."""
     revision: str
-    """Of the checkpoint."""
+    """Revision of the checkpoint."""
 
     def key(self) -> Key:
-        """Return the key of its finished parameters: all that they depend on."""
+        """Return the key of the model's finished parameters, which covers everything that they depend on."""
         from penstock_compile_cache.key import key_of
 
-        # Without the place where it was read: the same model elsewhere has the same parameters.
+        # Leave out the place that it was read from, because the same model elsewhere has the same parameters.
         fields = {field: value for field, value in self.config.to_dict().items() if field != "_name_or_path"}
         described = {
             "class": self.concrete.__qualname__,
@@ -297,7 +301,7 @@ class _Plain:
 def _plain(
     model_class: Any, uri: str, files: Path, options: Mapping[str, Any], storage_options: Mapping[str, str] | None
 ) -> _Plain | str:
-    """Describe a model by its configuration and the headers of its weights; return why not, if it is no plain one."""
+    """Describe a model by its configuration and its weights' headers. If it is not a plain one, return the reason."""
     from transformers import AutoConfig
 
     from penstock.spi import revision_of
@@ -311,12 +315,12 @@ def _plain(
     config = options.get("config")
     if config is None and not (files / "config.json").exists():
         raise NotFound("there is no config.json", uri=uri)
-    # A copy: building a model writes to its config.
+    # Copy the config, because building a model writes to it.
     config = AutoConfig.from_pretrained(files) if config is None else copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         return "it is quantised"
     concrete = _concrete(model_class, config)
-    # Headers only: they tell whether the checkpoint fits, before a byte of it is read.
+    # Read only headers, which show whether the checkpoint matches before any weights are read.
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         manifest = weights.manifest
     dtype = _dtype(options.get("dtype")) or config.dtype or _first_floating(manifest.tensors)
@@ -331,7 +335,7 @@ def _plain(
 
 
 def _read_generation(model: Any, files: Path) -> None:
-    """Give a model that generates the configuration of generation that is beside its weights."""
+    """Set the generation configuration from the file next to the weights, if the model generates."""
     from transformers import GenerationConfig
 
     if model.can_generate() and (files / "generation_config.json").exists():
@@ -345,12 +349,12 @@ def _filled(
     arguments: Mapping[str, Any],
     fill: Callable[[Any, Mapping[str, str], str, Mapping[str, Any]], None],
 ) -> tuple[Any | None, str]:
-    """Return the model, filled in place; or None and why transformers has to load it.
+    """Return the model, filled in place, or else None and the reason why transformers has to load it.
 
     Args:
-        model_class, uri, options: as of `from_pretrained`.
-        arguments: of the load.
-        fill: gets the empty model, its name for each tensor of the checkpoint, the URI and `arguments`.
+        model_class, uri, options: See `from_pretrained`.
+        arguments: Arguments for the load.
+        fill: Called with the empty model, its name for each tensor in the checkpoint, the URI and `arguments`.
     """
     import torch
     from transformers import initialization
@@ -361,17 +365,17 @@ def _filled(
         if isinstance(plain, str):
             return None, plain
         config, concrete, device, kind, table = plain.config, plain.concrete, plain.device, plain.dtype, plain.tensors
-        # Not initialised: every parameter is about to be overwritten.
+        # Skip the initialisation, because every parameter will be overwritten.
         with initialization.no_init_weights(), torch.device(device):
             model = concrete._from_config(copy.deepcopy(config), dtype=kind)
         model.tie_weights()
         targets, why = _targets(model, table)
         if why is not None:
             return None, why
-        # transformers initialises every tensor without this mark at random: these are loaded.
+        # transformers initialises every tensor without this mark at random, but these will be loaded.
         for tensor in model.state_dict(keep_vars=True).values():
             tensor._is_hf_initialized = True
-        # Buffers that no checkpoint holds (rotary frequencies) are computed as from_pretrained does it, on the CPU.
+        # Compute buffers that no checkpoint holds (rotary frequencies) on the CPU, as from_pretrained does.
         model.initialize_weights()
         _read_generation(model, files)
         fill(model, targets, uri, arguments)
@@ -380,7 +384,7 @@ def _filled(
 
 
 def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the model over a keeper's finished parameters; if there are none, load it and hand them over."""
+    """Return the model with a keeper's finished parameters. If there are none, load it and hand them over."""
     import torch
     from transformers import initialization
 
@@ -389,15 +393,15 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
 
     if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
         hint = "give a directory or a prefix of an object store"
-        raise ConfigError("keeper= is not for names of a hub", uri=uri, hint=hint)
+        raise ConfigError("keeper= cannot be used for names on a hub", uri=uri, hint=hint)
     storage_options = arguments["storage_options"]
     with _local_files(uri, storage_options) as files:
         plain = _plain(model_class, uri, files, options, storage_options)
         if isinstance(plain, str):
-            raise ConfigError(f"its parameters are not kept: {plain}", uri=uri, hint="leave out keeper=")
+            raise ConfigError(f"the model's parameters cannot be kept: {plain}", uri=uri, hint="leave out keeper=")
         config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
         key = plain.key()
-        # With a name of the user's, too: another checkpoint has tensors of the same names and shapes.
+        # Add the key to the user's name too, because another checkpoint may have tensors of the same names and shapes.
         name = f"{keeper if isinstance(keeper, str) else model_name(uri)}.{key.id}"
         try:
             with contextlib.ExitStack() as stack:
@@ -408,17 +412,17 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
                     model = concrete._from_config(copy.deepcopy(config), dtype=kind)
                 model.tie_weights()
                 attached.attach_into(model)
-                # Only now: if the model cannot be bound, its load must not hold a lease.
+                # Keep the attachment only now. If the model cannot use it, its load must not hold a lease.
                 stack.pop_all()
         except (NotFound, HubUnavailable) as error:
-            _logger.info("penstock: %s is loaded: %s", uri, error.message)
+            _logger.info("penstock: loading %s: %s", uri, error.message)
         except NOT_USABLE as error:
-            # As text: a record that a handler keeps would keep the frames of an exception, and the model.
-            _logger.warning("penstock: %s is loaded: its kept parameters cannot be used: %s", uri, str(error))
+            # Log the text. A log handler that keeps the exception would keep its frames, and with them the model.
+            _logger.warning("penstock: loading %s, because its kept parameters cannot be used: %s", uri, str(error))
         else:
             for tensor in model.state_dict(keep_vars=True).values():
                 tensor._is_hf_initialized = True
-            # Buffers that are in no checkpoint have no memory yet; `initialize_weights` computes them.
+            # Buffers that are in no checkpoint have no memory yet, and `initialize_weights` computes them.
             for module in model.modules():
                 for buffer in module._non_persistent_buffers_set:
                     if (empty := module._buffers[buffer]) is not None:
@@ -429,8 +433,8 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
             return model.eval()
     model = from_pretrained(model_class, uri, **arguments, **options)
     try:
-        # The files may have been replaced between the look at them and the load. A configuration that was given cannot,
-        # but transformers may have written to it.
+        # The files may have been replaced between reading their headers and the load. A given configuration cannot be
+        # replaced, but transformers may have written to it.
         given = {} if options.get("config") is None else {"config": config}
         with _local_files(uri, storage_options) as files:
             now = _plain(model_class, uri, files, {**options, **given}, storage_options)
@@ -438,8 +442,8 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
             changed = now if isinstance(now, str) else ", ".join(key.differences(loaded))
             raise SourceChanged(f"the checkpoint changed during the load: {changed}", uri=uri)
         report = penstock.cache.cache_parameters(model, name).report
-    # The model is loaded, and a hand-over that fails leaves it as it was. A config.json that is just being replaced may
-    # be no JSON: ValueError, or OSError by transformers.
+    # The model is loaded, and a failed hand-over leaves it unchanged. While config.json is being replaced, it may be
+    # invalid JSON, which is a ValueError or an OSError from transformers.
     except (PenstockError, OSError, ValueError) as error:
         _logger.warning("penstock: the parameters of %s are not kept for the next process: %s", uri, error)
     else:
@@ -454,7 +458,7 @@ def _by_transformers(
     options: dict[str, Any],
     arguments: Mapping[str, Any],
 ) -> Any:
-    """Return the model by transformers' own loading, reading through Penstock."""
+    """Return the model after transformers' own loading, which reads through Penstock."""
     storage_options = arguments["storage_options"]
     memory_bytes = arguments["memory_bytes"]
     block = patched_libraries(
@@ -476,12 +480,12 @@ def _by_transformers(
 
 
 def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name and the options by which transformers loads a URI of the hub. ConfigError: it can not."""
+    """Return the name and the options with which transformers loads a hub's URI, or raise ConfigError."""
     where = parse_repository(uri, "hf")
     if where.kind != "model":
-        raise ConfigError(f"a {where.kind} is no model", uri=uri, hint="write hf://org/name[@revision][/folder]")
+        raise ConfigError(f"a {where.kind} is not a model", uri=uri, hint="use hf://org/name[@revision][/folder]")
     if where.path.endswith((".safetensors", ".safetensors.index.json")):
-        raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="name the folder of the file")
+        raise ConfigError("transformers loads a folder, not a file", uri=uri, hint="name the file's folder")
     named = {key: value for key, value in (("revision", where.revision), ("subfolder", where.path)) if value}
     twice = [key for key, value in named.items() if options.get(key, value) != value]
     if twice:
@@ -490,7 +494,7 @@ def _hub_options(uri: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]
 
 
 def _one_device(device_map: Any) -> Any | None:
-    """Return the one device of a `device_map`; None if there are several, or transformers has to choose."""
+    """Return the only device in a `device_map`. None means that there are several or that transformers must choose."""
     import torch
 
     if device_map is None:
@@ -505,14 +509,14 @@ def _one_device(device_map: Any) -> Any | None:
 
 
 def _dtype(dtype: Any) -> Any | None:
-    """Return the torch dtype that an option names; None for that of the config."""
+    """Return the torch dtype that an option names. None means the config's dtype."""
     import torch
 
     return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
 
 
 def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None]:
-    """Return the model's name for each tensor of the checkpoint; or the reason why they do not correspond."""
+    """Return the model's name for each tensor in the checkpoint, or the reason why the tensors do not match."""
     from transformers import conversion_mapping, core_model_loading
 
     from penstock.spi import torch_dtype, torch_shape
@@ -534,7 +538,7 @@ def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None
         if (torch_dtype(dtype), torch_shape(dtype, shape)) != (own.dtype, tuple(own.shape)):
             return {}, f"{name} is {dtype} {list(shape)}, the model's {own.dtype} {list(own.shape)}"
         targets[name] = target
-    # Tied parameters are one tensor under several names, of which a checkpoint must fill exactly one.
+    # Tied parameters are one tensor with several names, and a checkpoint must fill exactly one of them.
     places: dict[int, list[str]] = {}
     for name, tensor in state.items():
         places.setdefault(tensor.data_ptr() if tensor.numel() else id(tensor), []).append(name)
@@ -544,8 +548,8 @@ def _targets(model: Any, table: TensorTable) -> tuple[dict[str, str], str | None
         if count == 0:
             return {}, f"the checkpoint has no {names[0]}"
         if count > 1:
-            return {}, f"{names} are tied in the model and apart in the checkpoint"
-    return targets, None if len(covered) == len(targets) else "two tensors of the checkpoint have one name in the model"
+            return {}, f"{names} are tied in the model but separate in the checkpoint"
+    return targets, None if len(covered) == len(targets) else "two tensors in the checkpoint have one name in the model"
 
 
 def _first_floating(table: TensorTable) -> Any:
@@ -556,7 +560,7 @@ def _first_floating(table: TensorTable) -> Any:
 
 
 def _concrete(model_class: Any, config: Any) -> Any:
-    """Return the class itself, or the class that an Auto class has for this config. ConfigError: it has none."""
+    """Return the class itself, or an Auto class's class for this config. Raise ConfigError if there is none."""
     mapping = getattr(model_class, "_model_mapping", None)
     if mapping is None:
         return model_class
@@ -569,7 +573,7 @@ def _concrete(model_class: Any, config: Any) -> Any:
 
 @contextlib.contextmanager
 def _local_files(uri: str, storage_options: Mapping[str, str] | None) -> Iterator[Path]:
-    """Yield a directory with the model's configuration: its own, or a temporary copy of an object store's files."""
+    """Yield a directory with the model's configuration: the model's own, or a temporary copy from an object store."""
     if not is_remote(uri):
         yield Path(local_path(uri))
         return

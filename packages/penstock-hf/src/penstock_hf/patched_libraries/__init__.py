@@ -1,14 +1,13 @@
-"""`patched_libraries()`: a block in which libraries of Hugging Face read weights through Penstock.
+"""`patched_libraries()`: a context in which libraries of Hugging Face read weights through Penstock.
 
 transformers, diffusers, accelerate, PEFT and sentence-transformers find files with huggingface_hub and read them with
-safetensors. Both are replaced while the block runs: files of weights that the cache lacks are not downloaded, but
-streamed (`hub_files`), and opened with Penstock's reader (`context`).
+safetensors. Both are replaced in the context. Files of weights that are missing in the cache are streamed instead of
+downloaded (`hub_files`), and opened with Penstock's reader (`context`).
 """
 
 from penstock.spi import require_package
 
 require_package("torch")
-
 
 from penstock_hf.patched_libraries.context import PatchedLibrariesReport, directory, patched_libraries  # noqa: E402 - after what it needs
 

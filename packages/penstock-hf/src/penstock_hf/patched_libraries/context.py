@@ -1,8 +1,7 @@
-"""The block of `patched_libraries()`: what it replaces, for which threads, its errors and its report.
+"""The context `patched_libraries()`: what it replaces and for which threads, its errors, and its report.
 
-In: settings. Out: replacements of huggingface_hub's downloads and safetensors' readers, undone at the end; a report.
-Not here: which file is where (`hub_files`), how it is read (`reading`), how ranks read one together
-(`loader.shared_files`).
+It replaces huggingface_hub's downloads and safetensors' readers, and restores them at the end. `hub_files` finds files,
+`reading` reads them, and `loader.shared_files` lets ranks read a file together.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ _TORCH = {"pt", "torch", "pytorch"}
 """Names of torch as a framework of `safe_open`."""
 
 _LIBRARY_ERRORS = (OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, ImportError)
-"""What libraries raise for a model that they cannot load."""
+"""Errors that libraries raise for a model that they cannot load."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """A file of weights that was opened in a block.
+    """A weight file that was opened in the context.
 
     Attributes:
-        name: its path; or its URI, with the commit.
-        path: `streamed` from a hub, nothing of it on disk; or `local`, from a disk, of the hub's cache or elsewhere.
-        nbytes: the size of the file.
-        is_verified: its content was compared with the hub's digest before a tensor was given out.
+        name: Path of the file, or its URI with the commit.
+        path: `streamed` means from a hub without a copy on disk. `local` means from disk, in the hub's cache or elsewhere.
+        nbytes: Size of the file in bytes.
+        is_verified: Whether its content was compared with the hub's digest before any tensor was returned.
     """
 
     name: str
@@ -62,22 +61,22 @@ class FileRead:
 
 @dataclass(slots=True)
 class PatchedLibrariesReport(Summarised):
-    """The files that a block of `patched_libraries()` read, filled while it runs."""
+    """The files that a context of `patched_libraries()` has read. It is filled while the context is active."""
 
     files: list[FileRead] = field(default_factory=list)
     shared: list[SharedReadReport] = field(default_factory=list)
-    """What the ranks of a group read together: one report for each set of weights, in a group only."""
+    """One report for each set of weights that the ranks of a group read together. Empty without a group."""
     seconds: float = 0.0
-    """The time that the block took; 0 while it runs."""
+    """Seconds in the context. 0 until it ends."""
 
     @property
     def streamed(self) -> list[str]:
-        """Return the URIs of files that were streamed from a hub, each with its commit."""
+        """Return the URIs of files that were streamed from a hub. Each one includes its commit."""
         return [file.name for file in self.files if file.path == "streamed"]
 
     @property
     def local(self) -> list[str]:
-        """Return the paths of files that were read from a disk."""
+        """Return the paths of files that were read from disk."""
         return [file.name for file in self.files if file.path == "local"]
 
     def summary(self) -> str:
@@ -101,46 +100,46 @@ def patched_libraries(
     storage_options: Mapping[str, str] | None = None,
     group: ProcessGroup | None = None,
 ) -> Iterator[PatchedLibrariesReport]:
-    """Read weights through Penstock in every `from_pretrained` of the block.
+    """Read weights through Penstock in every `from_pretrained` inside the context.
 
     Args:
-        verify: compare every streamed file with the digest that the hub lists, before any tensor of it is given out.
-            Each file is then held in host memory until its tensors are taken.
-        memory_bytes: bound of the host memory for reads ahead; None: `PENSTOCK_MEMORY_BYTES`.
-        storage_options: `token` and `endpoint` of the hub for reads of weights, in place of the environment's.
-        group: a torch.distributed group whose ranks all run this block with the same loads: each reads its part of the
-            weights from storage, once for all, and the ranks exchange the parts. `verify` then compares with the
-            digests of a manifest beside the weights, and fails where there is none.
+        verify: Compare every streamed file with the hub's digest before any of its tensors is returned. Each file then
+            stays in host memory until its tensors are taken.
+        memory_bytes: Limit in bytes for host memory with data that was read ahead. None means `PENSTOCK_MEMORY_BYTES`.
+        storage_options: `token` and `endpoint` for reading weights from the hub. They override the environment.
+        group: A torch.distributed group. All its ranks enter the context and do the same loads. Each rank reads its
+            part of the weights from storage, and the ranks exchange the parts. `verify` then compares with the digests
+            in a manifest next to the weights, and fails without one.
 
     Yields:
         The report of what was read.
 
     Raises:
         MissingExtra: huggingface_hub or safetensors is not installed.
-        PenstockError: as the block's error where one caused it, also of the class that the library raised. A library
-            may handle it within the block, as its own errors.
-        PeerLost: another rank of the group failed in the block, or is silent: if one rank raises, all do.
+        PenstockError: An error of Penstock ended the context. It is also an instance of the class that the library
+            raised. A library may handle it inside the context, like its own errors.
+        PeerLost: Another rank of the group failed in the context, or does not answer. If one rank raises, all do.
 
-    It applies to the calling thread, and to threads without a block of their own (libraries read in threads). Where
-    several such blocks run, those threads use the newest. Blocks may be nested: the inner one applies.
+    The context applies to the calling thread, and to threads without a context, because libraries read in threads. If
+    several contexts are active, those threads use the newest. In nested contexts, the inner one applies.
 
-    In a group, entering and leaving the block is collective. A rank may ask for tensors in another order than the
-    others, for parts of them, or not at all: half of `memory_bytes` keeps tensors until they are requested. A tensor
-    that was dropped to make room is read by this rank alone when it is requested (`read_again_bytes` of the report).
-    A rank that requests nothing for `stall_s` no longer holds back the others.
+    With a group, entering and leaving the context is collective. A rank may ask for tensors in another order than the
+    other ranks, for parts of them, or for none. Half of `memory_bytes` keeps tensors until they are requested. If a
+    tensor was dropped to free memory, a rank that requests it reads it again alone (`read_again_bytes` in the report).
+    A rank that requests nothing for `stall_s` no longer delays the others.
     """
     settings = Settings.read(memory_bytes=memory_bytes)
     block = _Block(settings, storage_options or {}, verify)
     _enter(block)
     token = _current.set(block)
     try:
-        # After `_enter`, which may raise: what `share` starts runs until the ranks end the block together.
+        # Do this after `_enter`, which may raise, because `share` starts work that only the end of the context stops.
         if group is not None:
             block.share(group)
         try:
             yield block.report
         except BaseException as error:
-            # Before anything else: the other ranks wait for this one.
+            # Do this first, because the other ranks wait for this one.
             block.end(error)
             block.abandon()
             raise
@@ -149,38 +148,38 @@ def patched_libraries(
         typed = _cause(error)
         if typed is None or isinstance(error, PenstockError):
             raise
-        # A copy: the error itself is a cause of the library's, and chains of causes must not be circles.
+        # Raise a copy. The error itself is a cause of the library's error, and a chain of causes must not be a cycle.
         raise copy.copy(also(typed, *_own_class(error))) from error
     finally:
-        # ValueError: the block ends in another context than it began in, as a generator of asyncio may. That context
-        # goes on with a block that has ended, which `_block` passes over.
+        # ValueError: the context ends in another contextvars context than it began in, as in a generator of asyncio.
+        # That one continues with a context that has ended, which `_block` ignores.
         with suppress(ValueError):
             _current.reset(token)
         _leave(block)
 
 
 def directory(uri: str) -> str:
-    """Return a directory that a library can load from, for a prefix of an object store or a repository of a hub.
+    """Return a directory that a library can load from, for a prefix in an object store or a repository on a hub.
+
+    Small files are fetched now. Weights are streamed when a library opens them in the same context. The directory can
+    be read only in the context, but its small files stay until the process ends.
 
     Args:
-        uri: `s3://`, `gs://`, `az://`, `hf://`, `http(s)://` or another storage; a local path is returned. Below an
-            http(s) URL, where nothing can be listed, the weights are those of its index.
+        uri: `s3://`, `gs://`, `az://`, `hf://`, `http(s)://` or another storage. A local path is returned unchanged. An
+            http(s) URL cannot be listed, so its index names the weights.
 
     Raises:
-        ConfigError: it is called outside of a block of `patched_libraries()`.
-        NotFound, PermissionDenied, SourceUnavailable: as their names say.
-
-    Small files are fetched at once; weights are streamed when a library opens them, in the same block. The directory
-    is read only in the block; small files stay until the process ends.
+        ConfigError: There is no active context of `patched_libraries()`.
+        NotFound, PermissionDenied, SourceUnavailable: The storage cannot be read.
     """
     block = _block()
     if block is None:
-        raise ConfigError("directory() belongs into a block of patched_libraries()", uri=uri)
+        raise ConfigError("directory() works only inside patched_libraries()", uri=uri)
     return block.files.directory(uri)
 
 
 class _Block:
-    """A running block of `patched_libraries()`: its files, its report, and the group that it shares them with."""
+    """An active context of `patched_libraries()`, with its files, its report, and the group that shares the files."""
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str], verify: bool) -> None:
         self.files = HubFiles(settings, storage_options)
@@ -189,13 +188,13 @@ class _Block:
         self._memory_bytes = settings.memory_bytes
         self._started = time.perf_counter()
         self._opened: WeakSet[Any] = WeakSet()
-        # Libraries open files on several threads, and a set that grows cannot be iterated over.
+        # Libraries open files in several threads, and a set must not grow during an iteration.
         self._changing = threading.Lock()
         self.shared: SharedFiles | None = None
 
     def share(self, group: ProcessGroup) -> None:
         """Read together with the other ranks of a group."""
-        # On first use: it imports torch.
+        # Import on first use, because this imports torch.
         from penstock.spi import SharedFiles
 
         verify = self._verify or None
@@ -203,7 +202,7 @@ class _Block:
         self.report.shared = self.shared.reports
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks of the group finish, and learn whether one of them failed."""
+        """Let the other ranks of the group finish, and find out whether one of them failed."""
         if self.shared is not None:
             self.shared.end(error)
 
@@ -219,7 +218,8 @@ class _Block:
         """Return a file that all ranks of the group read together.
 
         Args:
-            uri: of the file, with `storage_options`.
+            uri: URI of the file. `storage_options` belong to it.
+            framework, device, backend: The arguments of `safe_open` after the file's name.
             framework, device, backend: the arguments of `safe_open` after its name.
         """
         assert self.shared is not None
@@ -229,8 +229,8 @@ class _Block:
         return file
 
     def open(self, pointer: Pointer, *arguments: Any, **options: Any) -> Any:
-        """Return a file of a hub, opened with the arguments of `safe_open` after its name."""
-        # On first use: it imports torch.
+        """Return a file on a hub, opened with the arguments of `safe_open` after the file's name."""
+        # Import on first use, because this imports torch.
         from penstock_hf.patched_libraries.reading import StreamedFile, VerifiedFile
 
         opened = VerifiedFile if self._verify else StreamedFile
@@ -242,14 +242,14 @@ class _Block:
         return file
 
     def abandon(self) -> None:
-        """Close the files that a failed load has left open: the error's traceback may keep them for long."""
+        """Close the files that a failed load left open, because the error's traceback may keep them for a long time."""
         with self._changing:
             opened = list(self._opened)
         for file in opened:
             file.abandon()
 
     def close(self) -> None:
-        """Remove what only the block uses."""
+        """Remove the files that only this context uses."""
         self.report.seconds = time.perf_counter() - self._started
         self.files.close()
 
@@ -257,7 +257,7 @@ class _Block:
 _current: ContextVar[_Block | None] = ContextVar("penstock_accelerated", default=None)
 _lock = threading.Lock()
 _blocks: list[_Block] = []
-# Undoes the replacements of the blocks that run.
+# Undoes the replacements of the active contexts.
 _undo = ExitStack()
 
 
@@ -278,7 +278,7 @@ def _leave(block: _Block) -> None:
 
 def _forked() -> None:
     global _lock
-    # Another thread of the parent may have held it.
+    # Another thread of the parent may have held the lock.
     _lock = threading.Lock()
 
 
@@ -286,24 +286,24 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _block() -> _Block | None:
-    """Return the block that a call belongs to; None if it has none."""
+    """Return the context that a call belongs to, or None."""
     block = _current.get()
     blocks = _blocks[-1:]
-    # Threads and tasks may go on with a copy of the context when the block has ended: its token is not theirs then.
+    # After a context has ended, threads and tasks may continue with a copy that still refers to it.
     if block is not None and block in _blocks:
         return block
     return blocks[0] if blocks else None
 
 
 def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
-    """Return the open file that a pointer stands for; None for another file. It notes both in the report."""
+    """Return the open file for a pointer, or None for another file. Add either one to the report."""
     block = _block()
     if block is None or not isinstance(filename, str | os.PathLike):
         return None
     path = os.fspath(filename)
-    # Arrays of NumPy are not exchanged: each rank reads such a file alone.
+    # NumPy arrays are not exchanged, so each rank reads such a file alone.
     shared = block.shared is not None and _framework(*arguments, **options) in _TORCH
-    # Of any block: a thread may open what another one found.
+    # Look in all contexts, because one thread may open a file that another thread found.
     for other in (block, *reversed(_blocks)):
         pointer = other.files.find(path)
         if pointer is not None:
@@ -318,12 +318,12 @@ def _open(filename: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _framework(framework: Any = "pt", *_: Any, **__: Any) -> Any:
-    """Return the framework in the arguments of `safe_open` after the file's name."""
+    """Return the framework from the arguments of `safe_open` after the file's name."""
     return framework
 
 
 def _in_reading_order(names: Iterable[str]) -> list[str]:
-    """Return names of tensors in the order in which transformers reads them; see `reading`."""
+    """Return names of tensors in the order in which transformers reads them. See `reading`."""
     from penstock_hf.patched_libraries.reading import in_natural_order
 
     return sorted(names, key=in_natural_order)
@@ -342,7 +342,7 @@ def _replacements() -> dict[Any, Any]:
 
 
 def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of one of huggingface_hub's downloads. Its signature is the same: PEFT reads it."""
+    """Return a replacement for one of huggingface_hub's downloads. The signature is the same, because PEFT reads it."""
     names = list(inspect.signature(stock).parameters)
 
     @functools.wraps(stock)
@@ -350,7 +350,7 @@ def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable
         block = _block()
         if block is None:
             return stock(*args, **kwargs)
-        # By name, with arguments that only the library's own wrapper knows (`proxies`).
+        # Pass arguments by name. Only the library's own wrapper knows some of them (`proxies`).
         given = dict(zip(names, args, strict=False)) | kwargs
         return method(block.files, stock, given)
 
@@ -358,7 +358,7 @@ def _download(stock: Callable[..., Any], method: Callable[..., Any]) -> Callable
 
 
 def _cause(error: BaseException) -> PenstockError | None:
-    """Return the typed error that led to another one; None if none did."""
+    """Return the Penstock error that led to an error, or None."""
     from penstock.spi import typed_error_of_hub
 
     seen: BaseException | None = error
@@ -373,5 +373,5 @@ def _cause(error: BaseException) -> PenstockError | None:
 
 
 def _own_class(error: Exception) -> list[type[Exception]]:
-    """Return the class of an error that a typed one can have too: of Python's own, whose instances need no fields."""
+    """Return the class of an error if a Penstock error can have it too: a class of Python without required fields."""
     return [type(error)] if type(error) in {OSError, ValueError, RuntimeError, KeyError, TypeError} else []

@@ -1,15 +1,14 @@
-"""huggingface_hub's downloads without the weights: a file that the cache lacks is given as a *pointer file*.
+"""Replace huggingface_hub's downloads: a weight file that the cache lacks becomes a *pointer file*.
 
-In: the arguments of `hf_hub_download`, `snapshot_download` and `try_to_load_from_cache`. Out: paths as theirs; a weight
-file (`*.safetensors`) that the local cache lacks is a small file in a private directory, and `HubFiles.find` gives the
-pinned URI that it stands for. All other files are downloaded to the cache by huggingface_hub itself.
-Not here: the directory that has the pointers (`views`), reading through them (`context`), requests to the hub
-(`penstock.storage`).
+`hf_hub_download`, `snapshot_download` and `try_to_load_from_cache` return paths as before. A weight file
+(`*.safetensors`) that is missing in the local cache is a small file in a private directory (`views`), and
+`HubFiles.find` returns the pinned URI that it refers to. huggingface_hub itself downloads all other files to the cache.
 
     VIEW/models--org--name/snapshots/COMMIT/config.json         -> the file in the user's cache
                                             model.safetensors   a pointer: hf://org/name@COMMIT/model.safetensors
 
-A reader that knows no pointers fails on one: its first eight bytes are no possible length of a safetensors header.
+A reader that does not know pointers fails, because its first eight bytes are not a possible length of a safetensors
+header.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ from penstock.spi import (
 from penstock_hf.patched_libraries.views import make_directory, views
 
 POINTER = b"penstock"
-"""The first bytes of a pointer. As the length of a safetensors header they are 7.7e18, which every reader refuses."""
+"""The first bytes of a pointer. As the length of a safetensors header they mean 7.7e18, which every reader refuses."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _WEIGHTS = ".safetensors"
-# Other forms of the same weights, which no library needs beside safetensors.
+# Other formats of the same weights, which no library needs if there are safetensors files.
 _NOT_SMALL = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth"}
-# Files that a model has beside its weights, where they cannot be listed.
+# A model's files next to its weights, for places that cannot be listed.
 _CONFIGURATION = (
     "chat_template.jinja",
     "config.json",
@@ -67,63 +66,63 @@ _CONFIGURATION = (
 
 @dataclass(frozen=True, slots=True)
 class Pointer:
-    """The file of a hub or object store that a pointer file stands for."""
+    """A file on a hub or in an object store that a pointer file refers to."""
 
     uri: str
-    """Of a hub, it names a commit."""
+    """URI of the file. On a hub, it includes a commit."""
     storage_options: Mapping[str, str]
 
 
 class HubFiles:
-    """The downloads of one block: pointers for weights, and the directories they are in.
+    """The downloads in one context: pointers for weights, and their directories.
 
     Args:
-        storage_options: token and endpoint for reads of weights; those of a call come first.
+        storage_options: Token and endpoint for reading weights. Those of a call override them.
     """
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str]) -> None:
         self._settings = settings
         self._options = dict(storage_options)
         self._pointers: dict[str, Pointer] = {}
-        # Commits by cache directory, repository and revision, for look-ups that name a branch.
+        # Commits by cache directory, repository and revision, for calls that name a branch.
         self._commits: dict[tuple[str, str, str], str] = {}
         self._lock = threading.Lock()
-        # Pointers in views of commits; those of `directory` are in a directory of the block.
+        # Pointers in views of commits. Pointers from `directory` are in a separate directory of this object.
         self._in_views: list[Path] = []
         self._root: Path | None = None
         self._pid = os.getpid()
         _alive.add(self)
 
     def find(self, path: str) -> Pointer | None:
-        """Return what the pointer at `path` stands for; None if it is another file."""
+        """Return the content of the pointer at `path`, or None if it is another file."""
         if not self._pointers:
             return None
         with self._lock:
             return self._pointers.get(os.path.abspath(path))
 
     def close(self) -> None:
-        """Remove the pointers. Links to small files stay until the process ends: tokenizers remember their files."""
+        """Remove the pointers. Links to small files stay until the process ends, because tokenizers keep the paths."""
         with self._lock:
             pointers, self._pointers = self._pointers, {}
             in_views, self._in_views = self._in_views, []
         views.remove(in_views)
-        # A forked child that ends the block must leave its parent's files where they are.
+        # A forked child that ends the context must leave its parent's files in place.
         if os.getpid() == self._pid:
             for path in pointers.keys() - set(map(str, in_views)):
                 Path(path).unlink(missing_ok=True)
 
     def let_go(self) -> None:
-        """In a forked child: another thread of the parent may have held the lock."""
+        """Replace the lock in a forked child, because another thread of the parent may have held it."""
         self._lock = threading.Lock()
 
     def directory(self, uri: str) -> str:
-        """Return a directory for what is at a URI: small files are there, files of weights are pointers.
+        """Return a directory for the files at a URI. Small files are copied, and weight files are pointers.
+
+        An http(s) URL cannot be listed. Its directory has the weights that its index names, and configuration files
+        with the usual names.
 
         Raises:
-            NotFound, PermissionDenied, SourceUnavailable: as their names say.
-
-        Below an http(s) URL nothing can be listed: it has the weights that its index names, and configuration files of
-        the usual names.
+            NotFound, PermissionDenied, SourceUnavailable: The storage cannot be read.
         """
         settings, options = self._settings, self._options
         if not is_remote(uri):
@@ -132,7 +131,7 @@ class HubFiles:
             return str(self._directory_of_urls(uri.rstrip("/")))
         root = pinned_uri(uri, settings=settings, storage_options=options).rstrip("/")
         uris = list_uris(f"{root}/**", settings=settings, storage_options=options)
-        # Named by its content's URI, so that a second call for it finds the files.
+        # The name depends on the URI of the content, so that a second call finds the files.
         place = self._make_root() / _short_name(root)
         for name in uris:
             path = _inside(place, name.removeprefix(f"{root}/"))
@@ -154,7 +153,7 @@ class HubFiles:
             raw = read_small(f"{root}/{name}", settings=settings, storage_options=options)
             if raw is not None:
                 (place / name).write_bytes(raw)
-        # Named as transformers looks for them, whatever their names are there.
+        # Use the names that transformers looks for, whatever the files' own names are.
         names = ["model.safetensors"]
         if len(uris) > 1:
             names = [f"model-{at + 1:05}-of-{len(uris):05}.safetensors" for at in range(len(uris))]
@@ -175,7 +174,7 @@ class HubFiles:
         if not given.get("force_download") and repository.cached(path) is not None:
             return stock(**given)
         if path not in repository.files():
-            # Stock knows the right error, and what it does about a file that is not there.
+            # The original knows the right error, and what to do if a file is missing.
             return stock(**given)
         return self._point(repository, path)
 
@@ -198,7 +197,7 @@ class HubFiles:
         if len(wanted) > len(weights):
             ignored = patterns["ignore_patterns"] or []
             ignored = [*([ignored] if isinstance(ignored, str) else ignored), *map(glob.escape, weights)]
-            # Of the same commit, even if a branch moved meanwhile.
+            # Use the same commit, even if a branch has moved.
             stock(**given | {"ignore_patterns": ignored, "revision": repository.commit})
         directory = self._directory(repository)
         views.link(repository.snapshot(), directory)
@@ -207,7 +206,7 @@ class HubFiles:
         return str(directory)
 
     def try_to_load_from_cache(self, stock: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Return the path of a file of the cache or of a pointer, as `huggingface_hub.try_to_load_from_cache` does."""
+        """Return the path of a cached file or a pointer, as `huggingface_hub.try_to_load_from_cache` does."""
         found = stock(**given)
         if isinstance(found, str) or not given["filename"].endswith(_WEIGHTS):
             return found
@@ -221,7 +220,7 @@ class HubFiles:
             return path if path in self._pointers else found
 
     def _repository(self, given: Mapping[str, Any]) -> _Repository:
-        """Return the commit that a call names."""
+        """Return the commit for a call's arguments."""
         from huggingface_hub import HfApi
 
         cache_dir, folder = _place(given)
@@ -240,7 +239,7 @@ class HubFiles:
         if commit is None and _COMMIT.fullmatch(revision):
             commit = str(revision)
         if commit is None and hasattr(HfApi, "resolve_revision"):
-            # It also records the branch in the cache, as a download does, for later use without a network.
+            # As in a download, this also records the branch in the cache, for later use without a network.
             sent = options.get("token", token)
             api = HfApi(endpoint=options.get("endpoint"), token=False if sent == "" else sent)
             commit = api.resolve_revision(
@@ -254,7 +253,7 @@ class HubFiles:
         return _Repository(f"{uri}@{commit}", commit, cache_dir, folder, options, self._settings)
 
     def _point(self, repository: _Repository, path: str) -> str:
-        """Write the pointer of a file of a repository; return its path."""
+        """Write the pointer for a file in a repository, and return its path."""
         place, pointer = (
             _inside(self._directory(repository), path),
             Pointer(f"{repository.uri}/{path}", repository.options),
@@ -279,7 +278,7 @@ class HubFiles:
         return self._directory_of(repository.cache_dir, repository.folder, repository.commit)
 
     def _make_root(self) -> Path:
-        """Return the directory of the block for `directory`, made on first use."""
+        """Return this object's directory for `directory`. It is created on first use."""
         with self._lock:
             if self._root is None:
                 self._root = make_directory()
@@ -287,7 +286,7 @@ class HubFiles:
 
     @staticmethod
     def _directory_of(cache_dir: str, folder: str, commit: str) -> Path:
-        # As in the cache: libraries find the commit in the path by its form.
+        # Use the layout of the cache, because libraries find the commit by its form in the path.
         return views.root / _short_name(cache_dir) / folder / "snapshots" / commit
 
 
@@ -295,13 +294,13 @@ _alive = release_after_fork(HubFiles.let_go)
 
 
 class _Repository:
-    """A commit of a repository, as a call names it.
+    """A commit of a repository, according to a call's arguments.
 
     Attributes:
         uri: `hf://org/name@COMMIT`.
         commit: 40 hexadecimal digits.
-        cache_dir, folder: where the cache has the repository.
-        options: token and endpoint.
+        cache_dir, folder: Where the cache has the repository.
+        options: Token and endpoint.
     """
 
     def __init__(
@@ -322,7 +321,7 @@ class _Repository:
         self._files: list[str] | None = None
 
     def files(self) -> list[str]:
-        """Return the names of all files. Cost: one request, once for a commit."""
+        """Return the names of all files. The first call makes one request."""
         if self._files is None:
             with _library_errors():
                 uris = list_uris(f"{self.uri}/**", settings=self._settings, storage_options=self.options)
@@ -330,11 +329,11 @@ class _Repository:
         return self._files
 
     def snapshot(self) -> Path:
-        """Return the directory that the cache has for the commit, whether it exists or not."""
+        """Return the cache's directory for the commit, which may not exist."""
         return Path(self.cache_dir, self.folder, "snapshots", self.commit)
 
     def cached(self, path: str) -> Path | None:
-        """Return the file in the cache; None if it is not there."""
+        """Return the file in the cache, or None."""
         place = self.snapshot() / path
         return place if place.exists() else None
 
@@ -345,7 +344,7 @@ def _text_of(pointer: Pointer) -> bytes:
 
 
 def _may_stream(given: Mapping[str, Any]) -> bool:
-    """Return whether a call may be answered by pointers: it asks the network, and for files of the cache."""
+    """Return whether pointers may answer a call, because it uses the network and the cache."""
     from huggingface_hub import constants
 
     is_online = not (given.get("local_files_only") or constants.HF_HUB_OFFLINE)
@@ -354,7 +353,7 @@ def _may_stream(given: Mapping[str, Any]) -> bool:
 
 
 def _place(given: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the cache directory of a call, and the name of its repository there."""
+    """Return the cache directory for a call, and the name of its repository there."""
     from huggingface_hub import constants
 
     cache_dir = Path(given.get("cache_dir") or constants.HF_HUB_CACHE).expanduser().resolve()
@@ -364,7 +363,7 @@ def _place(given: Mapping[str, Any]) -> tuple[str, str]:
 
 @contextmanager
 def _library_errors() -> Iterator[None]:
-    """Raise huggingface_hub's own error where it caused Penstock's: the libraries answer to its classes."""
+    """Raise huggingface_hub's own error if it caused Penstock's, because libraries handle its classes."""
     try:
         yield
     except PenstockError as error:
@@ -375,12 +374,12 @@ def _library_errors() -> Iterator[None]:
 
 
 def _short_name(text: str) -> str:
-    """Return a name for a path or URI, which may be longer than a name can be."""
+    """Return a short name for a path or URI, which may be too long for a file name."""
     return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Return the path of a name below a directory. FormatError: it would be elsewhere; hubs are not trusted."""
+    """Return the path for a name in a directory. Raise FormatError if it is outside, because hubs are not trusted."""
     if not name or name.startswith("/") or ".." in name.split("/"):
-        raise FormatError(f"a file of the name {name[:200]!r} cannot be in a directory")
+        raise FormatError(f"the file name {name[:200]!r} is outside its directory")
     return directory / name

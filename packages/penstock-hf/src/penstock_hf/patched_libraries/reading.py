@@ -1,10 +1,7 @@
-"""Files of weights read from a hub by the interface of safetensors, in the order in which libraries ask for tensors.
+"""Read a hub's weight files through the interface of safetensors, in the order in which libraries ask for tensors.
 
-In: a URI, the arguments of `safe_open`. Out: an open file, like that of safetensors.
-Not here: the reader and its read-ahead (`loader.safe_open`, `loader.read_ahead`), which files are read (`context`).
-
-transformers takes a slice of every tensor of every file first, and reads them afterwards, sorted by name, where 2 is
-before 10. When the first slice is read, the file announces that order to its reader, so that reads run ahead.
+transformers first takes a slice of every tensor in every file. It reads them afterwards, sorted by name, with 2 before
+10. When the first slice is read, the file announces that order to its reader, so that reads can run ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _DIGITS = re.compile(r"(\d+)")
 
 
 class StreamedFile(safe_open):
-    """A file of a hub that is read ahead of the requests for its tensors; see `safe_open`."""
+    """A file on a hub that is read ahead of the requests for its tensors. See `safe_open`."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -34,7 +31,7 @@ class StreamedFile(safe_open):
         self._lock = threading.Lock()
 
     def get_slice(self, name: str) -> SafeSlice:
-        """See `safe_open.get_slice`; the first read of any slice announces all that were taken."""
+        """See `safe_open.get_slice`. The first read from any slice announces all slices that were taken."""
         inner = super().get_slice(name)
         with self._lock:
             if self._asked is not None:
@@ -42,17 +39,17 @@ class StreamedFile(safe_open):
         return _AnnouncingSlice(inner, self)
 
     def abandon(self) -> None:
-        """Close the file under slices that are left of a load that failed; a traceback may keep them."""
+        """Close the file although slices from a failed load may be left, because a traceback may keep them."""
         with deferred():
             if self._file is not None:
                 self._file.close()
             self._file = None
 
     def announce(self) -> None:
-        """Tell the read-ahead which slices will be read, in transformers' order; once."""
+        """Tell the read-ahead once which slices will be read, in transformers' order."""
         with self._lock:
             names, self._asked = self._asked, None
-        # With tensor parallelism each rank reads a part of most tensors: whole ones would be read ahead in vain.
+        # With tensor parallelism each rank reads only a part of most tensors, so reading whole ones ahead is useless.
         if names is None or self._file is None or _is_one_of_many():
             return
         self.expect(sorted(names, key=in_natural_order))
@@ -71,9 +68,9 @@ class _AnnouncingSlice(SafeSlice):
 
 
 class VerifiedFile:
-    """A file of a hub that is read whole and compared with its digest before the first tensor is given out.
+    """A file on a hub that is read completely and compared with its digest before any tensor is returned.
 
-    Tensors are kept until they are read or the file is closed, so it takes as much host memory as the file has bytes.
+    Tensors are kept until they are read or the file is closed, so this takes as much host memory as the file's size.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class VerifiedFile:
         self._options: dict[str, Any] = {"storage_options": storage_options, "memory_bytes": memory_bytes}
         self._header = StreamedFile(uri, framework, "cpu", backend=backend, **self._options)
         self.nbytes = self._header.nbytes
-        # The header's reader has refused all other frameworks.
+        # The header's reader has refused any other framework.
         self._is_numpy = framework in {"np", "numpy"}
         self._tensors: dict[str, torch.Tensor] | None = None
         self._lock = threading.Lock()
@@ -120,19 +117,20 @@ class VerifiedFile:
         return self._header.metadata()
 
     def get_tensor(self, name: str) -> Any:
-        """Return a tensor. NotFound: the file has none of the name, or it was taken. Others as `penstock.load`."""
+        """Return a tensor. Raise NotFound if the file lacks it or it was already taken, else as `penstock.load`."""
         return self.get_part(name, ...)
 
     def get_part(self, name: str, index: Any) -> Any:
-        """Return the part of a tensor that torch's `index` selects; raises as `get_tensor`.
+        """Return the part of a tensor that torch's `index` selects. It raises as `get_tensor`.
 
-        The whole is given up; a part is a copy, because a program may read a packed tensor in several.
+        A whole tensor is handed over and no longer kept. A part is a copy, because a program may read several parts of
+        a packed tensor.
         """
         with self._lock:
             if self._tensors is None:
                 self._tensors = dict(load(self._uri, verify=True, progress=False, **self._options))
             if name not in self._tensors:
-                fault = f"file does not contain tensor {name}, or it was read before"
+                fault = f"file does not contain tensor {name}, or the tensor was already read"
                 raise NotFound(fault, uri=self._uri, tensor=name)
             tensor = self._tensors[name]
             part = tensor[index]
@@ -145,7 +143,7 @@ class VerifiedFile:
         return part if self._device is None else part.to(_torch_device(self._device))
 
     def get_tensors(self) -> dict[str, Any]:
-        """Return all tensors; see `get_tensor`."""
+        """Return all tensors. See `get_tensor`."""
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
     def get_slice(self, name: str) -> Any:
@@ -154,7 +152,7 @@ class VerifiedFile:
 
 
 class _VerifiedSlice:
-    """A handle on one tensor of a verified file; see `VerifiedFile.get_part`."""
+    """A handle for one tensor in a verified file. See `VerifiedFile.get_part`."""
 
     def __init__(self, header: SafeSlice, owner: VerifiedFile, name: str) -> None:
         self.get_shape = header.get_shape
@@ -171,7 +169,7 @@ def _torch_device(device: Any) -> torch.device:
 
 
 def in_natural_order(name: str) -> list[tuple[int, int, str]]:
-    """Return a key that sorts numbers in names as numbers, before words."""
+    """Return a sort key that orders numbers in names as numbers, before words."""
     parts = [part for piece in name.split(".") for part in _DIGITS.split(piece) if part]
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
 

@@ -1,10 +1,8 @@
-"""The directory of a process with views of commits: links to small files of the hub's cache, and pointer files.
+"""A process's directory with views of commits: links to small files in the hub's cache, and pointer files.
 
-In: places below `ProcessViews.root`, the text of pointers. Out: files that all blocks of the process see.
-Not here: which files a view has, what a pointer stands for (`hub_files`).
-
-Blocks share it, because the links outlive them: a tokenizer keeps the paths of its files, and copies them when it is
-saved. So a process has one directory for each commit, however many blocks it runs.
+All contexts of `patched_libraries()` share it, because the links outlive them. A tokenizer keeps the paths of its
+files, and copies the files when it is saved. A process therefore has one directory for each commit, no matter how many
+contexts it enters. `hub_files` decides which files a view has.
 """
 
 from __future__ import annotations
@@ -20,27 +18,27 @@ from pathlib import Path
 
 
 class ProcessViews:
-    """The views of one process; a forked child has its own."""
+    """The views of one process. A forked child has separate views."""
 
     def __init__(self) -> None:
         self._root: Path | None = None
         self._lock = threading.Lock()
-        # Blocks that have a pointer, by its place: it stays until the last of them ends.
+        # Number of contexts that have a pointer, by its path. The pointer stays until the last of them ends.
         self._num_blocks: dict[Path, int] = {}
 
     @property
     def root(self) -> Path:
-        """Return the directory, made on first use and removed when the process ends."""
+        """Return the directory. It is created on first use and removed when the process ends."""
         with self._lock:
             return self._make_root()
 
     @property
     def is_made(self) -> bool:
-        """Return whether the directory is there."""
+        """Return whether the directory has been created."""
         return self._root is not None
 
     def link(self, source: Path, directory: Path) -> None:
-        """Link all files of `source`, if it is there, into a directory of a view; those linked before stay."""
+        """Link all files in `source`, if it exists, into a directory of a view. Existing links stay."""
         with self._lock:
             directory.mkdir(parents=True, exist_ok=True)
             for path in source.rglob("*") if source.is_dir() else ():
@@ -51,20 +49,20 @@ class ProcessViews:
                     place.symlink_to(path)
 
     def add(self, place: Path, text: bytes) -> None:
-        """Write a pointer file for a block, in place of a link. Order: once for a block; `remove` ends it."""
+        """Write a pointer file for a context, and replace a link. Call it once per context, and then `remove`."""
         with self._lock:
             self._num_blocks[place] = self._num_blocks.get(place, 0) + 1
-            # Written once: another thread may be about to open it.
+            # Write it only once, because another thread may be about to open it.
             if self._num_blocks[place] == 1:
                 place.parent.mkdir(parents=True, exist_ok=True)
                 place.unlink(missing_ok=True)
                 place.write_bytes(text)
 
     def remove(self, places: Iterable[Path]) -> None:
-        """Remove a block's pointers that no other block has, and the directories that are empty then."""
+        """Remove a context's pointers that no other context has, and directories that become empty."""
         with self._lock:
             for place in places:
-                # 0: this process was forked in the block, and the file is its parent's.
+                # The count is 0 if this process was forked in the context. Then the file belongs to its parent.
                 num_blocks = self._num_blocks.pop(place, 0)
                 if num_blocks > 1:
                     self._num_blocks[place] = num_blocks - 1
@@ -73,7 +71,7 @@ class ProcessViews:
                     self._prune(place.parent)
 
     def forget(self) -> None:
-        """In a forked child: leave the files to the parent. Another of its threads may have held the lock."""
+        """Leave the files to the parent, in a forked child. Another thread of the parent may have held the lock."""
         self._root, self._lock, self._num_blocks = None, threading.Lock(), {}
 
     def _prune(self, directory: Path) -> None:
@@ -97,7 +95,7 @@ def make_directory() -> Path:
 
 
 def _remove(directory: Path, pid: int) -> None:
-    # A forked child ends with a copy of this finalizer; the directory is its parent's.
+    # A forked child ends with a copy of this finalizer, but the directory belongs to its parent.
     if os.getpid() == pid:
         shutil.rmtree(directory, ignore_errors=True)
 

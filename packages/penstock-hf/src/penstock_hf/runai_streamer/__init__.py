@@ -1,8 +1,8 @@
-"""The names that code written for Run:ai Model Streamer imports, with its signatures, over Penstock.
+"""Penstock's implementation of the names and signatures of Run:ai Model Streamer.
 
-In: `from penstock_hf.runai_streamer import ...` instead of `from runai_model_streamer import ...`; or `install()`
-before an engine is imported, so that the engine's own import finds this package. Out: tensors, chunks, files.
-Not here: its native library and the settings of its buffers; docs/engines.md lists the differences.
+Import `penstock_hf.runai_streamer` instead of `runai_model_streamer`. Or call `install()` before an engine is imported,
+so that the engine's own import finds this package. docs/engines.md lists the differences. Run:ai's native library and
+the settings of its buffers are not part of it.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ _MODULES = {
     "safetensors_streamer.safetensors_pytorch": safetensors,
     "safetensors_streamer.safetensors_streamer": safetensors,
 }
-"""The modules of the real package: some code imports a name from the module that defines it."""
+"""The modules of the real package, because some code imports a name from the module that defines it."""
 
 
 def install() -> None:
-    """Let `import runai_model_streamer` find this package in this process; call it before the engine is imported.
+    """Let `import runai_model_streamer` find this package in this process. Call it before the engine is imported.
 
-    A second call does nothing. Processes that are spawned must call it themselves.
+    A second call does nothing. Spawned processes must call it themselves.
 
     Raises:
-        ConfigError: the real runai_model_streamer was imported already; modules that did so would keep its names.
+        ConfigError: The real runai_model_streamer is already imported. Modules that imported it would keep its names.
     """
     here = importlib.import_module(__name__)
     if sys.modules.setdefault(_NAME, here) is not here:
-        raise ConfigError(f"{_NAME} is imported already", hint="call install() before anything imports it")
+        raise ConfigError(f"{_NAME} is already imported", hint="call install() before anything imports it")
     for name, module in _MODULES.items():
         sys.modules.setdefault(f"{_NAME}.{name}", module)
-        # `from package import module` looks for the module under the package's own name, which here is Penstock's.
+        # `from package import module` looks for the module under the package's name, which is Penstock's here.
         parent, _, child = name.rpartition(".")
         package = _MODULES[parent] if parent else here
         sys.modules.setdefault(f"{package.__name__}.{child}", module)

@@ -1,7 +1,6 @@
-"""Ranges of files and objects, read in parallel and yielded as they arrive: `FileStreamer` and `FileChunks`.
+"""Read ranges of files and objects in parallel, and yield them as they arrive: `FileStreamer` and `FileChunks`.
 
-In: files with offsets and sizes. Out: `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller.
-Not here: tensors (`safetensors`).
+The result is `(file id, chunk index, uint8 tensor [1, nbytes])`, owned by the caller. `safetensors` reads tensors.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from penstock_hf.runai_streamer.objects import (
 RUNAI_STREAMER_MEMORY_LIMIT_ENV_VAR_NAME = "RUNAI_STREAMER_MEMORY_LIMIT"
 RUNAI_STREAMER_RING_BUFFERS_ENV_VAR_NAME = "RUNAI_STREAMER_RING_BUFFERS"
 RUNAI_STREAMER_MAX_PADS_PER_BUFFER_ENV_VAR_NAME = "RUNAI_STREAMER_MAX_PADS_PER_BUFFER"
-"""Names that code of the original imports. The last two have no effect: no ring is laid out here."""
+"""Names that code for the original imports. The last two have no effect, because there is no ring of buffers."""
 
 _THREADS = 16
-"""Reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
+"""Number of reading threads if RUNAI_STREAMER_CONCURRENCY is not set. Source: `storage.objects.FETCH_THREADS`."""
 
 
 class FileChunks:
-    """A file and ranges of it, anywhere and in any order. The caller chooses `id`."""
+    """A file and its ranges, anywhere and in any order. The caller chooses `id`."""
 
     def __init__(self, id: int, path: str, offsets: list[int], sizes: list[int]) -> None:
         if len(offsets) != len(sizes):
-            raise ValueError(f"{len(offsets)} offsets and {len(sizes)} sizes")
+            raise ValueError(f"got {len(offsets)} offsets but {len(sizes)} sizes")
         self.id = id
         self.path = path
         self.offsets = offsets
@@ -49,15 +48,15 @@ class FileChunks:
 
     @staticmethod
     def contiguous(id: int, path: str, offset: int, sizes: list[int]) -> FileChunks:
-        """Return ranges of these sizes, one after the other from `offset` on."""
+        """Return consecutive ranges with these sizes, starting at `offset`."""
         return FileChunks(id, path, list(itertools.accumulate(sizes[:-1], initial=offset))[: len(sizes)], sizes)
 
     def total_size(self) -> int:
-        """Return the bytes of all ranges."""
+        """Return the number of bytes in all ranges."""
         return sum(self.sizes)
 
     def max_chunk_size(self) -> int:
-        """Return the bytes of the largest range."""
+        """Return the number of bytes in the largest range."""
         return max(self.sizes)
 
     def __repr__(self) -> str:
@@ -65,9 +64,9 @@ class FileChunks:
 
 
 class FileStreamer:
-    """A reader of ranges in parallel; a context manager.
+    """A parallel reader of ranges. A context manager.
 
-    Bytes that were read and not yet taken are bounded by the memory limit (or one range, if that is larger).
+    The memory limit, or one range if that is larger, bounds the bytes that were read and not yet taken.
     """
 
     def __init__(self) -> None:
@@ -87,7 +86,7 @@ class FileStreamer:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # None first: an iterator of `get_chunks` that is still alive must not start more reads.
+        # Set the pool to None first, because an iterator of `get_chunks` that is still alive must not start more reads.
         pool, self._pool = self._pool, None
         self._drain()
         if pool is not None:
@@ -104,16 +103,16 @@ class FileStreamer:
         """Begin reading.
 
         Args:
-            file_stream_requests: the ranges, of files or of objects in one kind of store.
-            credentials: they win over the environment.
-            device: device of the yielded tensors.
-            memory_limit: bytes that are read and not yet taken, or one range if that is larger.
-            owned: False: a range on the CPU is valid until the next one is taken; its memory is read into again. True,
-                or a range on another device: it belongs to the caller.
+            file_stream_requests: The ranges, in files or in objects of one kind of store.
+            credentials: Credentials that override the environment.
+            device: Device of the yielded tensors.
+            memory_limit: Maximum number of bytes that are read and not yet taken, or one range if that is larger.
+            owned: If True, the caller owns each range. If False, a range on the CPU is valid until the next one is
+                taken, because its memory is used again.
 
         Raises:
-            ValueError: not inside `with`, another stream has not been read to its end, paths of different stores, an
-                unknown device, or a file that cannot be opened.
+            ValueError: There is no `with` block, another stream is not read to its end, the paths are in different
+                stores, the device is unknown, or a file cannot be opened.
         """
         if self._pool is None:
             raise ValueError("Streamer not initialized")
@@ -141,7 +140,7 @@ class FileStreamer:
             self._spare = None if owned and self._device.type == "cpu" else []
             for request in file_stream_requests:
                 options = storage_options(request.path, credentials)
-                # Opened here and not by the reading threads, so that a missing file is an error of this call.
+                # Open here and not in the reading threads, so that this call reports a missing file.
                 source = open_source(request.path, settings=settings, storage_options=options)
                 self._sources.append(source)
                 ranges = zip(request.offsets, request.sizes, strict=True)
@@ -152,7 +151,7 @@ class FileStreamer:
         """Yield every range as it arrives: `(FileChunks.id, index in it, [1, nbytes] uint8 on the device)`.
 
         Raises:
-            ValueError: not inside `with`, or a range cannot be read; the others are dropped.
+            ValueError: There is no `with` block, or a range cannot be read. The other ranges are dropped.
         """
         if self._pool is None:
             raise ValueError("Streamer not initialized")
@@ -163,7 +162,7 @@ class FileStreamer:
                     id, index, nbytes = self._running.pop(future)
                     with raising_value_errors():
                         tensor = future.result()
-                    # Before the yield: the next reads run while the caller uses this range.
+                    # Submit before the yield, so that the next reads run while the caller uses this range.
                     self._submit()
                     yield id, index, tensor[:nbytes].to(self._device).view(1, -1)
                     if self._spare is not None:
@@ -178,7 +177,7 @@ class FileStreamer:
         allow_patterns: list[str] | None = None,
         ignore_patterns: list[str] | None = None,
     ) -> list[tuple[str, int]]:
-        """Return the objects under a prefix (or the files in a directory) with their sizes; needs no `with`."""
+        """Return the objects under a prefix, or the files in a directory, with their sizes. Needs no `with` block."""
         with raising_value_errors():
             settings = Settings.read()
             if not is_object(prefix):
@@ -193,12 +192,12 @@ class FileStreamer:
             return sizes
 
     def _submit(self) -> None:
-        """Start reads while the bytes under way and not taken stay within the limit, at least one."""
+        """Start at least one read, and more while the bytes that are read and not taken stay within the limit."""
         assert self._pool is not None
         under_way = sum(nbytes for _, _, nbytes in self._running.values())
         while self._left and (not self._running or under_way + self._left[0][4] <= self._limit_bytes):
             source, id, index, offset, nbytes = self._left.popleft()
-            # A buffer that is too small is dropped, so that no more of them exist than ranges under way.
+            # Drop a buffer that is too small, so that there are never more buffers than running reads.
             memory = self._spare.pop() if self._spare else torch.empty(0, dtype=torch.uint8)
             if memory.nbytes < nbytes:
                 memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -219,7 +218,7 @@ class FileStreamer:
 
 
 class DistributedStreamer:
-    """A `FileStreamer` whose `stream_files` takes `is_distributed`, which has no effect on raw ranges."""
+    """A `FileStreamer` whose `stream_files` accepts `is_distributed`, which has no effect on raw ranges."""
 
     # Each rank reads its own ranges. `SafetensorsStreamer` shares the reading of tensors between ranks.
 
@@ -251,11 +250,11 @@ class DistributedStreamer:
         return self.file_streamer.get_chunks()
 
     def ring_info(self) -> None:
-        """Return None, which the original returns before it reads: there is no ring of buffers here."""
+        """Return None, as the original does before its first read. This implementation has no ring of buffers."""
 
 
 def _read(source: Source, offset: int, memory: torch.Tensor, nbytes: int) -> torch.Tensor:
-    """Read bytes of a source to the beginning of `memory`, a uint8 tensor on the host, and return it."""
+    """Read bytes from a source into the beginning of `memory`, a uint8 tensor on the host, and return it."""
     source.readv(offset, [memory[:nbytes].numpy().data])
     return memory
 
@@ -263,10 +262,10 @@ def _read(source: Source, offset: int, memory: torch.Tensor, nbytes: int) -> tor
 def _list_local(
     prefix: str, recursive: bool, allow: Sequence[str] | None, ignore: Sequence[str] | None
 ) -> list[tuple[str, int]]:
-    """Return the files in a directory that match, with their sizes."""
+    """Return the matching files in a directory with their sizes."""
     files = []
     for folder, folders, names in os.walk(prefix):
-        # `os.walk` descends into what is left in this list.
+        # `os.walk` descends into the folders that remain in this list.
         if not recursive:
             folders.clear()
         for name in names:

@@ -1,7 +1,6 @@
-"""Listing and pulling of model files, as Run:ai Model Streamer names them.
+"""List and pull a model's files with the functions of Run:ai Model Streamer.
 
-In: a directory or an object store's prefix. Out: lists of paths; files in a local directory.
-Not here: weights (`safetensors`, `files`).
+The source is a directory or a prefix in an object store. `safetensors` and `files` read weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SCHEMES = ("s3://", "gs://", "az://")
 
 @dataclass(slots=True)
 class S3Credentials:
-    """Credentials of an S3 store; fields that are None are found by the ecosystem's own means."""
+    """Credentials for an S3 store. Fields that are None come from the ecosystem's own variables and files."""
 
     access_key_id: str | None = None
     secret_access_key: str | None = None
@@ -35,18 +34,18 @@ class S3Credentials:
     region_name: str | None = None
     endpoint: str | None = None
 
-    # Without the keys: arguments are logged.
+    # Leave out the keys, because arguments are logged.
     def __repr__(self) -> str:
         return f"S3Credentials(endpoint={self.endpoint!r}, region_name={self.region_name!r})"
 
 
 def is_object(path: str) -> bool:
-    """Return whether a path is one of an object store."""
+    """Return whether a path is in an object store."""
     return path.startswith(_SCHEMES)
 
 
 def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, str] | None:
-    """Return the options of a path's store: those of Run:ai's environment variables, overlaid by the credentials."""
+    """Return the options of a path's store: Run:ai's environment variables, overridden by the credentials."""
     if not path.startswith("s3://"):
         return None
     options = dict(runai_settings().storage_options)
@@ -64,7 +63,7 @@ def storage_options(path: str, credentials: S3Credentials | None) -> dict[str, s
 
 @contextlib.contextmanager
 def raising_value_errors() -> Iterator[None]:
-    """Make Penstock's errors also ValueErrors: code written for Run:ai Model Streamer catches those."""
+    """Make Penstock's errors also ValueErrors, which code for Run:ai Model Streamer catches."""
     try:
         yield
     except PenstockError as error:
@@ -72,7 +71,7 @@ def raising_value_errors() -> Iterator[None]:
 
 
 def list_safetensors(path: str, s3_credentials: S3Credentials | None = None) -> list[str]:
-    """Return the `*.safetensors` files directly in a directory or under a prefix; empty if there are none."""
+    """Return the `*.safetensors` files directly in a directory or under a prefix, possibly none."""
     if not is_object(path):
         return glob.glob(os.path.join(glob.escape(path), "*.safetensors"))
     with raising_value_errors():
@@ -88,16 +87,16 @@ def list_objects(
     allow: Sequence[str] | None,
     ignore: Sequence[str] | None,
 ) -> list[str]:
-    """Return the objects under a prefix whose keys match one of `allow` and none of `ignore`, fnmatch patterns."""
+    """Return the objects under a prefix whose keys match a pattern in `allow` and no pattern in `ignore` (fnmatch)."""
     uris = _list(path, credentials, recursive=recursive)
-    # Patterns are over the whole key, without the bucket, as in the original.
+    # Patterns apply to the whole key, without the bucket, as in the original.
     bucket = path[: path.index("/", path.index("://") + 3) + 1] if "/" in path.partition("://")[2] else path
     keys = matching([uri.removeprefix(bucket) for uri in uris], allow, ignore)
     return [bucket + key for key in keys]
 
 
 def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence[str] | None) -> list[str]:
-    """Return the paths that match one of `allow` (None: any) and none of `ignore`, fnmatch patterns."""
+    """Return the paths that match a pattern in `allow` (None allows all) and no pattern in `ignore` (fnmatch)."""
     return [
         path
         for path in paths
@@ -107,7 +106,7 @@ def matching(paths: Sequence[str], allow: Sequence[str] | None, ignore: Sequence
 
 
 def _list(path: str, credentials: S3Credentials | None, *, recursive: bool) -> list[str]:
-    """Return the URIs of the objects under a prefix; empty if there are none."""
+    """Return the URIs of the objects under a prefix, possibly none."""
     prefix = path.rstrip("/")
     options = storage_options(path, credentials)
     try:
@@ -127,11 +126,11 @@ def pull_files(
 ) -> None:
     """Download every object under a prefix, at any depth, that matches `allow_pattern` and not `ignore_pattern`.
 
-    A file appears under its name when it is complete. Patterns are fnmatch's, over the whole key.
+    A file appears under its name when it is complete. Patterns are fnmatch patterns for the whole key.
 
     Raises:
-        NotImplementedError: `model_path` is not in an object store; the original raises this, too.
-        ValueError (and Penstock's own): the store failed, or a key points outside `dst`; complete files stay.
+        NotImplementedError: `model_path` is not in an object store. The original raises this too.
+        ValueError (and Penstock's own error): The store failed, or a key points outside `dst`. Complete files stay.
     """
     if not is_object(model_path):
         raise NotImplementedError("pull_files takes s3://, gs:// and az:// paths")
@@ -143,7 +142,7 @@ def pull_files(
 
 
 def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
-    """Download one object to a path, where it appears complete or not at all."""
+    """Download one object to a path, where it appears only when it is complete."""
     part = place.with_name(f".{place.name}.{secrets.token_hex(4)}.part")
     try:
         download_files({uri: part}, settings=Settings.read(), storage_options=options)
@@ -154,10 +153,10 @@ def _download(uri: str, place: Path, options: Mapping[str, str] | None) -> None:
 
 
 class ObjectStorageModel:
-    """Files of a model, pulled once into a directory by any number of processes of one host; a context manager.
+    """A model's files, which any number of processes on one host pull once into a directory. A context manager.
 
-    The first process downloads; the others wait for it and find the files. After a failed download the next process
-    starts again. `dir` is the directory; a lock file is next to it, and a file in it marks it as complete.
+    The first process downloads. The others wait for it and then find the files. After a failed download the next
+    process starts again. `dir` is the directory. A lock file is next to it, and a file inside marks it as complete.
 
     Raises:
         ValueError: `model_path` is not in an object store.
@@ -172,12 +171,12 @@ class ObjectStorageModel:
         self._model_path = model_path
         self._credentials = s3_credentials
         self._mark = Path(self.dir) / self.SENTINEL_NAME
-        # Held until `__exit__`: the kernel releases it even if the process is killed.
+        # Held until `__exit__`. The kernel releases it even if the process is killed.
         self._lock: IO[str] = open(self.dir + ".lock", "a")  # noqa: SIM115
         try:
             fcntl.flock(self._lock, fcntl.LOCK_SH)
             if not self._mark.exists():
-                # Released in between: two processes that both have the shared lock would wait for each other.
+                # Release the lock first. Two processes with the shared lock would otherwise wait for each other.
                 fcntl.flock(self._lock, fcntl.LOCK_UN)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
             self._is_whole = self._mark.exists()
@@ -191,7 +190,7 @@ class ObjectStorageModel:
             raise
 
     def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
-        """Run `pull_files` into `dir`, unless another process has done it."""
+        """Run `pull_files` into `dir`, unless another process has done so."""
         if not self._is_whole:
             pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)
 

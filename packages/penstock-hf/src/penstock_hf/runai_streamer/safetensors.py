@@ -1,7 +1,6 @@
-"""`SafetensorsStreamer`: the tensors of safetensors files as they arrive, read by `penstock.stream`.
+"""`SafetensorsStreamer`: yield the tensors of safetensors files as they arrive, through `penstock.stream`.
 
-In: paths or URIs. Out: `(name, tensor)`, owned by the caller, and `files_to_tensors_metadata`.
-Not here: the loading itself (`loader`), raw ranges (`files`).
+The caller owns each `(name, tensor)`. `files_to_tensors_metadata` describes the tensors. `files` reads raw ranges.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from penstock_hf.runai_streamer.objects import S3Credentials, is_object, raising
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """The range of a tensor's bytes, from the first byte after the header."""
+    """The range of a tensor's bytes, counted from the first byte after the header."""
 
     start: int
     end: int
@@ -52,7 +51,7 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorMetadata:
-    """A tensor of a file, as the header describes it."""
+    """A tensor in a file, as the header describes it."""
 
     name: str
     shape: list[int]
@@ -60,39 +59,40 @@ class SafetensorMetadata:
     offsets: Offsets
 
     def get_bytesize(self) -> int:
-        """Return the bytes of the tensor."""
+        """Return the number of bytes of the tensor."""
         return self.offsets.get_diff()
 
     def get_item_count(self) -> int:
-        """Return the number of elements of the tensor, by the header's shape."""
+        """Return the number of elements of the tensor, according to the header."""
         return math.prod(self.shape)
 
     def get_torch_dtype(self) -> torch.dtype:
-        """Return the torch dtype. PlanError (a ValueError too) if torch has none."""
+        """Return the torch dtype. Raise PlanError, which is also a ValueError, if torch has none."""
         from penstock import DType
 
         with raising_value_errors():
             return torch_dtype(DType(self.dtype))
 
     def get_element_size(self) -> int:
-        """Return the bytes of one element of `get_torch_dtype`."""
+        """Return the number of bytes per element of `get_torch_dtype`."""
         return self.get_torch_dtype().itemsize
 
 
 class SafetensorsStreamer:
-    """A stream of the tensors of safetensors files; a context manager, used like Run:ai Model Streamer's.
+    """A stream of the tensors in safetensors files, used like Run:ai Model Streamer's. A context manager.
 
         with SafetensorsStreamer() as streamer:
             streamer.stream_files(paths, device="cuda:0")
             for name, tensor in streamer.get_tensors():
                 ...
 
-    With `owned=False` a tensor on the CPU is valid until the next one is taken: all are put into the same memory.
+    With `owned=False`, a tensor on the CPU is valid until the next one is taken, because all of them use the same
+    memory.
 
     Attributes:
-        files_to_tensors_metadata: path's index -> its tensors in the order of the file.
-        total_size: bytes of all these tensors.
-        device_str: the requested device.
+        files_to_tensors_metadata: The tensors for each index of a path, in the order of the file.
+        total_size: Number of bytes in all these tensors.
+        device_str: The requested device.
     """
 
     def __init__(self) -> None:
@@ -139,26 +139,27 @@ class SafetensorsStreamer:
         tensor_names: Collection[str] | None = None,
         owned: bool = True,
     ) -> None:
-        """Read the headers of `paths`; `get_tensors` then gives their tensors.
+        """Read the headers of `paths`. Then `get_tensors` yields their tensors.
 
         Args:
-            paths: local paths or s3://, gs://, az:// URIs.
-            s3_credentials: they win over the environment.
-            device: device of the tensors.
-            is_distributed: each rank reads a part of the bytes and every rank yields every tensor, if torch.distributed
-                is initialised with a backend for the device; RUNAI_STREAMER_DIST as in the original (auto: NCCL only).
-            tensor_names: only these tensors.
-            owned: False: a tensor on the CPU is valid until the next one is taken, which is put into the same memory.
-                True, or a tensor on another device: it belongs to the caller.
+            paths: Local paths or s3://, gs://, az:// URIs.
+            s3_credentials: Credentials that override the environment.
+            device: Device of the tensors.
+            is_distributed: Each rank reads a part of the bytes and every rank yields every tensor, if torch.distributed
+                is initialised with a backend for the device. RUNAI_STREAMER_DIST works as in the original, where
+                "auto" means only NCCL.
+            tensor_names: Names of the tensors to yield. None means all.
+            owned: If True, the caller owns each tensor. If False, a tensor on the CPU is valid until the next one is
+                taken, because the next one uses the same memory.
 
         Raises:
-            ValueError (and Penstock's own error): a file is missing, malformed or truncated; a name of `tensor_names`
-                is in no file or in two.
+            ValueError (and Penstock's own error): A file is missing, malformed or truncated, or a name in
+                `tensor_names` is in no file or in two.
         """
         if isinstance(tensor_names, str):
             raise ValueError("tensor_names must be a collection of names, not a str")
         if tensor_names is not None and len(tensor_names) == 0:
-            raise ValueError("tensor_names must not be empty; None takes every tensor")
+            raise ValueError("tensor_names must not be empty, pass None for every tensor")
         if not self._is_open:
             raise ValueError("Streamer not initialized")
         self._close()
@@ -168,7 +169,7 @@ class SafetensorsStreamer:
             options = storage_options(paths[0], s3_credentials) if paths else None
             limits = runai_settings()
             memory_bytes = limits.memory_bytes
-            # The original raises a limit that its buffers do not fit into, too.
+            # The original also raises a limit that is too small for its buffers.
             if memory_bytes is not None:
                 memory_bytes = max(memory_bytes, 4 * MIN_CHUNK_BYTES)
             self._settings = Settings.read(
@@ -191,15 +192,15 @@ class SafetensorsStreamer:
         self._owned = owned or place.type != "cpu"
         self._options = ReadOptions(device=place, names=names, storage_options=options, progress=False)
         self._group = _group(limits.distributed, place) if is_distributed else None
-        # A weight set has every name once: files that share a name are streamed one after the other, as in the
+        # A weight set has every name only once. Files that share a name are streamed one after the other, as in the
         # original.
         self._parts = [[path] for path in paths] if repeated else [paths] if paths else []
 
     def get_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every requested tensor as it arrives; it belongs to the caller, unless `owned` was False.
+        """Yield every requested tensor as it arrives. The caller owns it unless `owned` was False.
 
         Raises:
-            ValueError (and Penstock's own error): not inside `with`, or the bytes cannot be read.
+            ValueError (and Penstock's own error): There is no `with` block, or the bytes cannot be read.
         """
         if not self._is_open:
             raise ValueError("Streamer not initialized")
@@ -211,7 +212,7 @@ class SafetensorsStreamer:
                 self._stream = open_stream(part, self._options, self._group, opens)
             try:
                 while True:
-                    # Around `next` only: an error that the caller raises at the yield is not ours to change.
+                    # Convert errors from `next` only. An error that the caller raises at the yield stays unchanged.
                     with raising_value_errors():
                         pair = next(self._stream, None)
                     if pair is None:
@@ -227,10 +228,10 @@ class SafetensorsStreamer:
 
 
 class _SharedMemory:
-    """Memory that one tensor after the other is copied into.
+    """Memory that every tensor is copied into, one after the other.
 
-    It is reused at once, not when a buffer happens to come free: code that keeps a tensor which it was lent sees the
-    wrong values at the next one, on every run.
+    It is reused at once, and not only when a buffer happens to be free. Code that keeps a lent tensor therefore sees
+    wrong values after the next one, on every run.
     """
 
     def __init__(self) -> None:
@@ -245,7 +246,7 @@ class _SharedMemory:
 
 
 def _header(path: str, settings: Settings, options: dict[str, str] | None) -> Header:
-    """Read the header of a file. An error has the words of the original in front of our own."""
+    """Read the header of a file. If it fails, put the original's words in front of the error message."""
     source = open_source(path, settings=settings, storage_options=options)
     try:
         return read_header(timed_source(source, path, settings))
@@ -267,7 +268,7 @@ _WORDS = (
     (r"overlaps ", "a tensor overlaps with next tensor"),
     (r"gap of \d+ bytes", "gaps are not allowed: a tensor does not start where the data before it ends"),
 )
-"""Our messages, and the words of the original that programs and its tests look for."""
+"""Our messages, and the original's words that programs and its tests look for."""
 
 
 def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
@@ -291,7 +292,7 @@ def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
 
 
 def _length_fault(expected: int, actual: int) -> str | None:
-    """Return the original's words for a file that is shorter or longer than its header declares; None: it is not."""
+    """Return the original's words for a file that is shorter or longer than its header declares, or None."""
     if actual < expected:
         return f"truncated: header declares {expected} total bytes but the file is only {actual} bytes"
     if actual > expected:
@@ -300,13 +301,13 @@ def _length_fault(expected: int, actual: int) -> str | None:
 
 
 def _get_actual_file_size(path: str) -> int | None:
-    """Return the bytes of a local file; None for an object, whose size is not asked for again."""
+    """Return the number of bytes of a local file, or None for an object, whose size is not requested again."""
     return None if is_object(path) else os.path.getsize(path)
 
 
 def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes: int | None) -> None:
-    """Raise FormatError, a ValueError too, unless a file is as long as its header declares; None: not known."""
-    # Tests and tools of the original call this name; `read_header` makes the same check of every file.
+    """Raise FormatError, which is also a ValueError, if the length differs from the header. None is not checked."""
+    # Tests and tools of the original call this function. `read_header` makes the same check for every file.
     fault = None if actual_bytes is None else _length_fault(expected_total_bytes, actual_bytes)
     if fault is not None:
         with raising_value_errors():
@@ -314,7 +315,7 @@ def _validate_physical_length(path: str, expected_total_bytes: int, actual_bytes
 
 
 def _metadata(header: Header, wanted: Collection[str] | None) -> list[SafetensorMetadata]:
-    """Return the tensors of a header, all or those with a wanted name."""
+    """Return the tensors in a header, limited to the wanted names if there are any."""
     table = header.tensors
     starts = (table.offset - header.data_offset).tolist()
     return [
@@ -327,7 +328,7 @@ def _metadata(header: Header, wanted: Collection[str] | None) -> list[Safetensor
 
 
 def _group(distributed: str, device: torch.device) -> Any:
-    """Return the process group whose ranks share the reading; None: each rank reads for itself."""
+    """Return the process group whose ranks share the reading, or None if each rank reads everything."""
     import torch.distributed as dist
 
     if distributed == "off" or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -1,11 +1,10 @@
-"""Run by Python at its start in every process of `penstock run`: put Penstock under safetensors once that is imported.
+"""Install Penstock's replacement for safetensors in a Python process of `penstock run`, when it imports safetensors.
 
-In: this directory on PYTHONPATH. Out: a hook that waits for `import safetensors`; then the `sitecustomize` that the
-program would have without this one.
-Not here: the replacement (`penstock_hf.safetensors`), starting the program (`run_command`).
+Python runs this file at its start, because its directory is on PYTHONPATH. The file adds a hook for `import
+safetensors`, and then runs the program's own `sitecustomize`.
 
-A process that never imports safetensors pays for nothing but this file, which imports only what Python has loaded by
-then. Python skips it under `-S`, `-I` and `-E`.
+A process that never imports safetensors pays only for this file, which imports only modules that Python has loaded
+already. Python skips the file with `-S`, `-I` and `-E`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 class _Loader:
-    """The loader of safetensors, which puts Penstock under it after it has run."""
+    """A loader that loads safetensors and then installs Penstock's replacement."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -31,26 +30,26 @@ class _Loader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The program sees the loader that it would see without this file.
+        # The program should see the same loader as without this file.
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        # From here on a reload finds the module as it is, without this finder.
+        # After this, a reload finds the module without this finder.
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Finder]
         _begin()
 
 
 class _Finder:
-    """Finds safetensors by asking the other finders, until it is imported."""
+    """A finder that asks the other finders for safetensors, until it is imported."""
 
     @classmethod
     def find_spec(cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
         if name != "safetensors":
             return None
-        # A program may ask many times whether safetensors is installed before it imports it, or install it meanwhile.
+        # A program may look for safetensors many times before it imports it, or install it in the meantime.
         for finder in sys.meta_path:
-            # As Python itself does, leave out finders of the protocol before Python 3.4.
+            # Leave out finders that only have the protocol from before Python 3.4, as Python itself does.
             find_spec = None if finder is cls else getattr(finder, "find_spec", None)
             spec = None if find_spec is None else find_spec(name, path, target)
             if spec is not None:
@@ -67,22 +66,22 @@ def _begin() -> None:
         install_in_program()
     except Exception as error:  # noqa: BLE001 - the program's own `import safetensors` would raise it
         if isinstance(error, ImportError):
-            # Often another interpreter than that of `penstock run`.
+            # The program often runs another interpreter than `penstock run`.
             why = f"cannot import penstock ({error})"
             hint = "Install penstock in the program's own environment."
         else:
             why, hint = f"cannot use penstock ({type(error).__name__}: {error})", ""
-        message = f"penstock: {sys.executable} {why}: safetensors stays as it is there. {hint}"
+        message = f"penstock: {sys.executable} {why}, so safetensors stays unchanged there. {hint}"
         try:
             sys.stderr.write(f"{message.rstrip()}\n")
         except (AttributeError, OSError, ValueError):
-            # The program has no standard error. It goes on without the message.
+            # The program has no standard error, so it continues without the message.
             return
 
 
 def _run_next() -> None:
-    """Run the `sitecustomize` that this one stands before, as if this one were not there."""
-    # Children find this directory by PYTHONPATH, not by this list.
+    """Run the program's own `sitecustomize`, which this file hides, as if this file did not exist."""
+    # Child processes find this directory through PYTHONPATH and not through this list.
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _HERE]
     spec = PathFinder.find_spec("sitecustomize", sys.path)
     if spec is None or spec.loader is None:
