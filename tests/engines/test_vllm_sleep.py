@@ -174,7 +174,9 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
         assert engine.version() == "none"
         server.post("/wake_up")
         engine.serves(7, "7")
-        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"], "not received again"
+        assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"], (
+            "not received again"
+        )
         engine.sleep(level=1)
         server.post("/wake_up")
         engine.serves(7, "7")

@@ -122,7 +122,9 @@ def test_mismatched_base_is_refused(host: Host) -> None:
         ps.subscriber("a", before, strict=False) as plain,
     ):
         publisher.publish(1)
-        with pytest.raises(ps.errors.BaseMismatch, match="for the base 'b1', but this receiver has the base 'b2'") as caught:
+        with pytest.raises(
+            ps.errors.BaseMismatch, match="for the base 'b1', but this receiver has the base 'b2'"
+        ) as caught:
             subscriber.update()
         assert (caught.value.expected, caught.value.found, caught.value.mutated) == ("b1", "b2", False)
         assert torch.equal(logits(served), logits(model(2))) and subscriber.version == -1
@@ -159,7 +161,9 @@ def test_synced_base_is_identified_by_version(host: Host) -> None:
             publisher.publish(1)
         bases.publish(4)
         publisher.publish(1)
-        with pytest.raises(ps.errors.BaseMismatch, match=r"for the base 'base:4 run=.*', but this receiver has the base 'none'"):
+        with pytest.raises(
+            ps.errors.BaseMismatch, match=r"for the base 'base:4 run=.*', but this receiver has the base 'none'"
+        ):
             subscriber.update()
         report = here.update()
         assert base_identity(report) == base_identity(here) == base_identity(bases)

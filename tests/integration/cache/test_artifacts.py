@@ -280,7 +280,7 @@ def test_directory_writable_by_others_is_refused(homes: Homes) -> None:
     home = homes.enter("open")
     home.mkdir(mode=0o777)
     home.chmod(0o777)
-    with pytest.raises(ps.ConfigError, match="can be written by other users"):
+    with pytest.raises(ps.ConfigError, match="other users can write to"):
         homes.restore()
 
 
@@ -312,7 +312,7 @@ def test_bundle_is_saved_next_to_its_model(homes: Homes) -> None:
     assert not absent.exists()
     other = homes.directory / "other"
     write_llama(other, total_bytes=1 << 20)
-    with pytest.raises(ps.ConfigError, match="is of a model with revision h1-"):
+    with pytest.raises(ps.ConfigError, match="is for a model with revision h1-"):
         penstock_compile_cache.save(other, restored.key, private_key=homes.private)
     assert not (other / "penstock-artifacts").exists()
     # A name stands for several models.

@@ -1,6 +1,6 @@
-"""Compiled code of inference engines, kept in signed bundles beside their models.
+"""Keep compiled code of inference engines in signed bundles next to their models.
 
-In: a model, a program and its configuration. Out: the code, restored into the caches of the compilers; bundles of it.
+`restore` fills the compilers' caches from a bundle for a model, a program and its configuration, and `save` writes one.
 """
 
 from penstock.exports import lazily
@@ -15,7 +15,7 @@ TABLE = {
     "restore": "penstock_compile_cache.store",
     "save": "penstock_compile_cache.store",
 }
-"""Name -> module that defines it. Imported when first used: `penstock --help` needs no client of object stores."""
+"""The module that defines each name. It is imported on first use, so `penstock --help` needs no object-store client."""
 
 __all__ = [*TABLE]
 __getattr__ = lazily(__name__, TABLE)

@@ -1,13 +1,10 @@
-"""Bundles: the files of compilers' caches as one signed file of safetensors, and back into a directory.
-
-In: a directory of caches, its key, a private key; or the tensors of a bundle and public keys. Out: a file; or a
-directory that is complete when it appears.
-Not here: which caches there are (`caches`), where bundles are stored (`store`).
+"""Bundles: pack the files of compilers' caches into one signed safetensors file, and unpack them into a directory.
 
     file: description (JSON: key, frames, files with digests) | signature (Ed25519 of it) | content (zstd frames)
 
-A bundle is a weight set of three tensors, so that every way by which weights travel carries it. What it contains is
-code: nothing of it is parsed before the signature holds, and no file is written whose digest differs.
+A bundle is a weight set with three tensors, so it can travel in every way that weights can. It contains code.
+Therefore nothing is parsed before its signature was checked, and no file is written whose digest differs. `caches`
+lists the caches, and `store` finds bundles.
 """
 
 from __future__ import annotations
@@ -37,40 +34,40 @@ from penstock_compile_cache import caches
 from penstock_compile_cache.key import Key
 
 DESCRIPTION, SIGNATURE, CONTENT = "description", "signature", "content"
-"""Names of the tensors of a bundle."""
+"""Names of the tensors in a bundle."""
 
 MAX_DESCRIPTION_BYTES = 64 * MIB
-"""Longest description that is read before its signature is checked. Reason: a file takes some 150 bytes of it, and the
-caches that were seen have 2,600 files at most."""
+"""Longest description that is read before its signature is checked. Reason: a file needs about 150 bytes, and the
+largest caches that were seen have 2,600 files."""
 SIGNATURE_BYTES = 64
 MAX_BYTES = 16 * GIB
-"""Most bytes of files that a bundle may have. Reason: far above the caches that were seen, at most 97 MB
-(benchmarks/results/h100_202611/artifacts.md), and below what would fill a disk."""
+"""Maximum number of bytes of files in a bundle. Reason: the largest caches that were seen have 97 MB
+(benchmarks/results/h100_202611/artifacts.md), and this still does not fill a disk."""
 
 _FRAME_BYTES = 4 * MIB
-"""Files are compressed together until they have this many bytes: most have a few kB, and resemble each other."""
+"""Files are compressed together until they reach this many bytes, because most have a few kB and are similar."""
 _LEVEL = 3
-"""Of zstd: its default."""
+"""Compression level for zstd, its default."""
 PURPOSE = b"penstock artifacts 1\n"
-"""Before the description in what is signed: a signature for another purpose must not hold for a bundle."""
+"""Prefix of the signed text. It prevents the use of a signature for another purpose."""
 
 
 class BundledFile(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A file of a frame: after the one before it."""
+    """A file in a frame, which follows the previous one."""
 
     path: str
-    """Below the root, with slashes."""
+    """Path below the root, with slashes."""
     nbytes: int
     is_executable: bool
     digest: str
-    """BLAKE3."""
+    """BLAKE3 digest."""
 
 
 class BundleFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Files that are compressed together; after the frame before it."""
+    """Files that are compressed together. Frames follow each other."""
 
     nbytes: int
-    """Compressed."""
+    """Number of compressed bytes."""
     files: tuple[BundledFile, ...]
 
 
@@ -80,52 +77,53 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal["penstock-artifacts-1"]
     key: Key
     directory: str
-    """Where the caches were when they were packed."""
+    """Directory of the caches when they were packed."""
     frames: tuple[BundleFrame, ...]
 
     @property
     def is_tied(self) -> bool:
-        """True if what torch tuned is in it: torch (2.11, 2.13) looks for it at the path where it was written."""
+        """True if it has torch's tuning results. torch (2.11, 2.13) finds them only at the path where it wrote them."""
         return any(file.path.endswith(".best_config") for frame in self.frames for file in frame.files)
 
     @property
     def num_files(self) -> int:
-        """Files in all frames."""
+        """Number of files in all frames."""
         return sum(len(frame.files) for frame in self.frames)
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of the content: of all frames, compressed."""
+        """Number of compressed bytes in all frames."""
         return sum(frame.nbytes for frame in self.frames)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """Number of bytes in all files."""
         return sum(file.nbytes for frame in self.frames for file in frame.files)
 
 
 def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Description:
     """Write the caches below `root` to a bundle.
 
-    Files that a compiler removes, or is writing, meanwhile are left out. Equal files at one path make equal bundles.
+    Files that a compiler is writing or removes in the meantime are left out. Equal files at the same paths give equal
+    bundles.
 
     Args:
-        root: a directory with those of `caches`.
-        key: of the process that filled them.
-        private_key_pem: Ed25519, PEM.
-        path: of the bundle; written anew.
+        root: A directory with the directories of `caches`.
+        key: Key of the process that filled the caches.
+        private_key_pem: Ed25519 private key in PEM.
+        path: Path of the bundle, which is overwritten.
 
     Raises:
-        ConfigError: the private key cannot be used, or there are no files.
-        DestinationError, DiskFull: the bundle cannot be written; what was written is there.
+        ConfigError: The private key cannot be used, or there are no files.
+        DestinationError, DiskFull: The bundle cannot be written. A part of it stays.
     """
     with typed(path), tempfile.TemporaryFile(dir=path.parent) as content:
         frames = []
-        # Its digests are those of what was read: a file that changes later changes nothing here.
+        # Digests are computed from the bytes that were read, so a file that changes later does no harm.
         num_threads = len(os.sched_getaffinity(0))
         with Threads(num_threads, "penstock-compress", waits_for_calls=True) as pool:
             groups = _groups(root)
-            # A few at a time: the pool would read all of them ahead.
+            # Submit a few groups at a time, because the pool would read all of them ahead.
             while some := list(islice(groups, 2 * num_threads)):
                 for frame, data in pool.map(_compressed, some):
                     frames.append(frame)
@@ -133,7 +131,7 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
         if not frames:
             raise ConfigError(
                 f"there is no compiled code in {root}",
-                hint="call restore() before the engine compiles: it makes the engine put its caches there",
+                hint="call restore() before the engine compiles, so that the engine uses this directory",
             )
         description = Description(format="penstock-artifacts-1", key=key, directory=str(root), frames=tuple(frames))
         raw = msgspec.json.encode(description)
@@ -148,19 +146,19 @@ def pack(root: Path, key: Key, private_key_pem: bytes, path: Path) -> Descriptio
             content.seek(0)
             shutil.copyfileobj(content, file, MIB)
             file.flush()
-            # Who may read the model may read its bundles. By the descriptor: the name could lead elsewhere by now.
+            # Whoever may read the model may read its bundles. Use the descriptor, because the path may have changed.
             os.fchmod(file.fileno(), 0o644)
             os.fsync(file.fileno())
     return description
 
 
 def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> Description:
-    """Return the description of a bundle, after its signature was checked.
+    """Return the description of a bundle after checking its signature.
 
     Raises:
-        IntegrityError: it is signed by none of the keys, or belongs to another file.
-        FormatError: it is no description that this version knows.
-        ConfigError: there are no keys, or one is not an Ed25519 public key in PEM.
+        IntegrityError: None of the keys has signed it.
+        FormatError: This version cannot read the description.
+        ConfigError: There are no keys, or one is not an Ed25519 public key in PEM.
     """
     if not public_keys_pem:
         raise ConfigError("no public key is trusted", hint="set PENSTOCK_ARTIFACT_KEYS, or give public_keys=")
@@ -177,10 +175,10 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
 
 
 def parse(raw: bytes) -> Description:
-    """Return a description whose signature was not checked: for people to read, and for no other use.
+    """Return a description without checking its signature. Use it only to show it to people.
 
     Raises:
-        FormatError: it is no description that this version knows.
+        FormatError: This version cannot read the description.
     """
     try:
         return msgspec.json.decode(raw, type=Description)
@@ -189,20 +187,20 @@ def parse(raw: bytes) -> Description:
 
 
 def unpack(description: Description, content: memoryview, root: Path) -> None:
-    """Write the files of a bundle to the new directory `root`, which appears when all of them are there.
+    """Write the files of a bundle to the new directory `root`, which appears when it is complete.
+
+    After an error nothing is left. A killed process leaves a directory with another name, which `remove_partial`
+    removes.
 
     Args:
-        description: of `describe`, so that its signature holds.
-        content: the tensor of that name.
-        root: made by this call, for this user alone; its parent is there.
+        description: Result of `describe`, so its signature was checked.
+        content: The tensor `content` of the bundle.
+        root: Created by this call, for this user only. Its parent must exist.
 
     Raises:
-        FormatError: a path leads out of `root`, or to no cache; the sizes are not those of the content.
-        IntegrityError: a file differs from its digest.
-        DestinationError, DiskFull: the directory cannot be written.
-
-    After an error nothing of it is there. A process that is killed leaves a directory of another name, which
-    `remove_partial` removes.
+        FormatError: A path is outside `root` or in no cache, or the sizes do not match the content.
+        IntegrityError: A file differs from its digest.
+        DestinationError, DiskFull: The directory cannot be written.
     """
     frames = _placed(description, content)
     partial_root = root.with_name(f"{root.name}{_PARTIAL}{secrets.token_hex(4)}")
@@ -210,7 +208,7 @@ def unpack(description: Description, content: memoryview, root: Path) -> None:
         require_space(root.parent, description.nbytes)
         partial_root.mkdir(mode=0o700)
         try:
-            # Each by itself: `mkdir` makes missing parents with another mode.
+            # Create each parent separately, because `mkdir` creates missing parents with another mode.
             for directory in sorted({parent for _, files in frames for _, path in files for parent in path.parents}):
                 (partial_root / directory).mkdir(mode=0o700, exist_ok=True)
             with Threads(len(os.sched_getaffinity(0)), "penstock-unpack", waits_for_calls=True) as pool:
@@ -226,22 +224,22 @@ _PARTIAL = ".partial-"
 
 
 def remove_partial(root: Path) -> None:
-    """Remove what killed calls of `unpack` left beside `root`. Order: the caller holds the lock of `root`."""
+    """Remove what killed calls of `unpack` left next to `root`. The caller must hold the lock for `root`."""
     for path in root.parent.glob(f"{root.name}{_PARTIAL}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def _groups(root: Path) -> Iterator[list[tuple[str, bytes, bool]]]:
-    """Yield files as (path, content, executable), together until they are `_FRAME_BYTES`."""
+    """Yield groups of files as (path, content, executable). A group has at least `_FRAME_BYTES`, except the last."""
     group: list[tuple[str, bytes, bool]] = []
     size = 0
     for directory, names, files in os.walk(root):
-        # In order: equal files at one path make equal bundles.
+        # Sort the files, so that equal files at the same paths give equal bundles.
         names.sort()
         for name in sorted(files):
             path = Path(directory, name)
             parts = path.relative_to(root).parts
-            # A link could lead to a file that is no cache.
+            # A link could lead to a file outside the caches.
             if not caches.is_copied(parts) or path.is_symlink() or not path.is_file():
                 continue
             try:
@@ -267,12 +265,12 @@ _Placed = tuple[memoryview, list[tuple[BundledFile, PurePosixPath]]]
 
 
 def _placed(description: Description, content: memoryview) -> list[_Placed]:
-    """Return each frame's bytes and its files with their paths, after all sizes and paths were checked."""
+    """Return each frame's bytes and its files with their paths, after checking all sizes and paths."""
     if any(frame.nbytes < 0 for frame in description.frames) or content.nbytes != description.content_bytes:
-        raise FormatError(f"the bundle has {content.nbytes} bytes of content, and its description says otherwise")
+        raise FormatError(f"the bundle has {content.nbytes} bytes of content, which differs from its description")
     sizes = [file.nbytes for frame in description.frames for file in frame.files]
     if min(sizes, default=0) < 0 or sum(sizes) > MAX_BYTES:
-        raise FormatError(f"the bundle's files have {sum(sizes)} bytes; at most {MAX_BYTES} are unpacked")
+        raise FormatError(f"the bundle's files have {sum(sizes)} bytes, but the limit is {MAX_BYTES}")
     placed, start = [], 0
     for frame in description.frames:
         data = content[start : start + frame.nbytes]
@@ -282,21 +280,21 @@ def _placed(description: Description, content: memoryview) -> list[_Placed]:
 
 
 def _checked(path: str) -> PurePosixPath:
-    """Return the path of a file below the root. FormatError: it could lead out of it, or is in no cache."""
+    """Return the path of a file below the root. Raise FormatError if it could be outside or is in no cache."""
     parts = path.split("/")
     if any(part in {"", ".", ".."} or "\0" in part for part in parts) or parts[0] not in caches.NAMES or len(parts) < 2:
-        raise FormatError(f"the bundle has a file at {path!r}, which is no place in a cache")
+        raise FormatError(f"the bundle has a file at {path!r}, which is not in a cache")
     return PurePosixPath(path)
 
 
 def _write(root: Path, frame: _Placed) -> None:
-    """Decompress a frame and write its files, each after its digest was compared."""
+    """Decompress a frame and write its files, each after comparing its digest."""
     data, files = frame
     expected = sum(file.nbytes for file, _ in files)
     try:
-        # Before it is decompressed: zstd allocates what the frame says.
+        # Check this before decompressing, because zstd allocates the size that the frame states.
         if (stated := zstandard.frame_content_size(data)) != expected:
-            raise IntegrityError(f"a frame of the bundle says that it has {stated} bytes, and its files {expected}")
+            raise IntegrityError(f"a frame of the bundle states {stated} bytes, but its files have {expected}")
         raw = memoryview(zstandard.ZstdDecompressor().decompress(data, max_output_size=expected))
     except zstandard.ZstdError as error:
         raise IntegrityError(f"a frame of the bundle cannot be decompressed: {error}") from error
@@ -306,7 +304,7 @@ def _write(root: Path, frame: _Placed) -> None:
         start += file.nbytes
         if blake3(part).hexdigest() != file.digest:
             raise IntegrityError(f"the bundle's file {file.path} differs from its digest")
-        # O_EXCL: a path that occurs twice is an error, and so is one that goes on below a file.
+        # O_EXCL makes a path that occurs twice an error, and a path below a file fails too.
         mode = 0o700 if file.is_executable else 0o600
         with open(root / path, "xb", opener=_opener(mode)) as out:
             out.write(part)

@@ -1,11 +1,7 @@
-"""The caches in which compilers and engines keep compiled code, and the variables that say where they are.
+"""The caches in which compilers and engines keep compiled code, and the environment variables for their places.
 
-In: a directory. Out: the variables that put every cache below it, and those caches whose programs read their variable
-already, too early to be moved.
-Not here: copying a cache (`bundle`).
-
-Each cache is a directory below one `root`, so that a bundle of the root has the code of one configuration and nothing
-else of the user's.
+Each cache is a directory below one `root`, so that a bundle of the root has only the code of one configuration. A
+program that has already read its variable cannot be moved any more. `bundle` copies the files.
 """
 
 from __future__ import annotations
@@ -21,10 +17,10 @@ class Cache:
     """A cache of one program.
 
     Attributes:
-        name: of the directory below the root.
-        variable: environment variable for its place.
-        module: a module that reads the variable when it is imported; empty: it is read at each use.
-        parts: directories in it that are copied; empty: all.
+        name: Name of the directory below the root.
+        variable: Environment variable for the place of the cache.
+        module: Module that reads the variable when it is imported. If empty, the variable is read at each use.
+        parts: Directories of the cache that are copied. If empty, all of them.
     """
 
     name: str
@@ -34,12 +30,13 @@ class Cache:
 
     @property
     def is_read(self) -> bool:
-        """True if this process has read the variable already."""
+        """True if this process has already read the variable."""
         return bool(self.module) and self.module in sys.modules
 
 
 CACHES = (
-    # Not `startup_plan` and `gpu_p2p_access_cache_*`, which are measurements of one machine, nor `assets`.
+    # `startup_plan` and `gpu_p2p_access_cache_*` are left out, because they are measurements of one machine. So is
+    # `assets`.
     Cache(
         name="vllm",
         variable="VLLM_CACHE_ROOT",
@@ -52,27 +49,27 @@ CACHES = (
     Cache(name="sglang_deep_gemm", variable="SGLANG_DG_CACHE_DIR", module="deep_gemm"),
 )
 """Source: vLLM 0.32 envs.py and utils/deep_gemm.py, torch 2.13 cache_dir_utils.py, Triton knobs.py, SGLang's
-environ.py, the documentation of FlashInfer. Those of FlashInfer, DeepGEMM and SGLang were not tried."""
+environ.py, and the documentation of FlashInfer. The entries for FlashInfer, DeepGEMM and SGLang were not tried."""
 
 NAMES = frozenset(cache.name for cache in CACHES)
 
 
 def variables(root: Path) -> dict[str, str]:
-    """Return the environment variables that put each cache below `root`, but for those that were read already."""
+    """Return the environment variables that place each cache below `root`, except those that were already read."""
     return {cache.variable: str(root / cache.name) for cache in CACHES if not cache.is_read}
 
 
 def read_already() -> Sequence[str]:
-    """Return the names of the caches whose programs are imported and stay where they are."""
+    """Return the names of the caches that cannot be moved, because their programs are already imported."""
     return [cache.name for cache in CACHES if cache.is_read]
 
 
 def is_copied(parts: Sequence[str]) -> bool:
-    """Return whether a file belongs to a bundle; `parts` are those of its path below the root."""
+    """Return whether a file belongs in a bundle. `parts` are the parts of its path below the root."""
     cache = next((one for one in CACHES if one.name == parts[0]), None)
     if cache is None or len(parts) < 2:
         return False
-    # Locks, and what a compiler is still writing: it renames a file, or Triton a directory `tmp.`, at the end.
+    # Leave out locks and unfinished files. At the end a compiler renames the file, or Triton its directory `tmp.`.
     if parts[-1].endswith((".lock", ".tmp")) or parts[-1].startswith("."):
         return False
     if any(part in {"__pycache__", "locks"} or part.startswith("tmp.") for part in parts):

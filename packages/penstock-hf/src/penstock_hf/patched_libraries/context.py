@@ -48,7 +48,7 @@ class FileRead:
 
     Attributes:
         name: Path of the file, or its URI with the commit.
-        path: `streamed` means from a hub without a copy on disk. `local` means from disk, in the hub's cache or elsewhere.
+        path: `streamed` from a hub without a copy on disk, or `local` from the hub's cache or another directory.
         nbytes: Size of the file in bytes.
         is_verified: Whether its content was compared with the hub's digest before any tensor was returned.
     """
