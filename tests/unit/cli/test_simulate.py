@@ -121,7 +121,7 @@ def test_plans_are_shown_and_explained(llama: str) -> None:
 
 @pytest.mark.parametrize("group", ["plan", "simulate"])
 def test_tensor_parallel_size_above_receivers_is_refused(group: str, llama: str) -> None:
-    with pytest.raises(ConfigError, match="--tp 3, but there are 2 receivers"):
+    with pytest.raises(ConfigError, match="--tp 3 is more than the 2 receivers"):
         CliRunner().invoke(app, [group, "sync", llama, "--receivers", "2", "--tp", "3"], catch_exceptions=False)
 
 

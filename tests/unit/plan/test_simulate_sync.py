@@ -416,7 +416,7 @@ def test_slow_source_is_named_by_its_link() -> None:
 def test_dead_ranks_are_listed_with_affected_receivers() -> None:
     deadly = msgspec.structs.replace(CLUSTER, failures_per_gpu_hour=1e5)
     found = simulate_sync(plan(2, 2), deadly, FREE, seed=1)
-    assert any("stay on the version before" in line or "delays nobody" in line for line in found.failed)
+    assert any("stay on the previous version" in line or "delays nobody" in line for line in found.failed)
 
 
 sides = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4), st.integers(0, 3), st.sampled_from([0.0, 0.5]))

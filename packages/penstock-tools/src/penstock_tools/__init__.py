@@ -1,4 +1,4 @@
-"""Plans, simulations, calibration and benchmarks of Penstock.
+"""Plans, simulations, calibration and benchmarks for Penstock.
 
-No module is imported here: each needs the package that it adapts.
+The package imports no module, because each module needs the package that it adapts.
 """

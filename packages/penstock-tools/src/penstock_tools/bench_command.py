@@ -1,12 +1,9 @@
-"""`penstock bench`: measure loads of a weight set, and fetches between processes of this host.
+"""`penstock bench`: measure loads of a weight set, and fetches between processes on this host.
 
-In: a URI or a size, a device, a count. Out: median, best and worst of each loader or receiver on stdout.
-Not here: the repository's benchmarks with their peers, limits and fresh processes (`benchmarks/`).
-
-`bench load` repeats a load in this process, beside safetensors' own where that can read it. `bench fetch` starts a
-holder and receivers, each a process, with a hub for them alone, and measures the copy that they cannot beat. The
-processes talk by pipes: each sends its device when it is ready, a receiver then answers each `fetch` with its report,
-and all end when their pipe is closed.
+`bench load` repeats a load in this process. If safetensors can read the files, it is measured too. `bench fetch` starts
+a holder and receivers in separate processes with a private hub, and measures a plain copy as their limit. The processes
+communicate through pipes. Each sends its device when it is ready. A receiver answers each `fetch` with its report. A
+process ends when its pipe is closed. The repository's `benchmarks/` compare with other tools in fresh processes.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ def bench() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRate:
-    """The times of one loader. Seconds; decimal GB/s of the median."""
+    """The times of one loader in seconds, and decimal GB/s at the median."""
 
     loader: str
     nbytes: int
@@ -74,7 +71,7 @@ class LoadRate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """The result of one load: its bytes, whether they were verified, and the path they took."""
+    """The result of one load: its bytes, whether they were verified, and their path."""
 
     nbytes: int
     verified: bool
@@ -87,13 +84,13 @@ def bench_load(
     device: Device = "cpu",
     names: Names = None,
     memory_bytes: MemoryBytes = None,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Loads of each loader.")] = 5,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of loads with each loader.")] = 5,
     cold: Annotated[bool, typer.Option("--cold", help="Ask the kernel to drop local files from memory first.")] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Measure loads, next to those of safetensors.
+    """Measure loads, and compare them with safetensors.
 
-    safetensors is measured where it is installed and the files are local.
+    safetensors is measured if it is installed and the files are local.
     """
     import penstock
     from penstock.storage.locate import require_local
@@ -102,10 +99,10 @@ def bench_load(
     require_local(uri)
     files = local_files(uri)
     if cold and not files:
-        raise ConfigError("--cold is for local files", uri=uri)
+        raise ConfigError("--cold works only for local files", uri=uri)
     before = (lambda: drop_cached(files)) if cold else (lambda: None)
 
-    # Looked up here, because the first use of the name imports torch, which must not be part of the first time.
+    # Look it up here. The first use of the name imports torch, which must not count as part of the first load.
     load = penstock.load
 
     def penstock_load(verify: bool | None = None) -> Loaded:
@@ -125,13 +122,13 @@ def bench_load(
 
     rates = [_measure("penstock", penstock_load, repeat=repeat, before=before)]
     if not files or names:
-        note("safetensors is left out: it reads whole local files only")
+        note("safetensors is left out, because it reads only whole local files")
     elif not importable("safetensors"):
-        note("safetensors is left out: it is not installed")
+        note("safetensors is left out, because it is not installed")
     else:
         if rates[0].verified:
-            # safetensors compares nothing, so it is measured beside a load that compares nothing.
-            note("penstock verifies against the manifest, safetensors does not: compare it with the row verify=False")
+            # safetensors compares no digests, so also measure a load without verification.
+            note("penstock verifies against the manifest and safetensors does not, so compare it with verify=False")
             unverified = partial(penstock_load, verify=False)
             rates.append(_measure("penstock, verify=False", unverified, repeat=repeat, before=before))
         rates.append(_measure("safetensors", safetensors_load, repeat=repeat, before=before))
@@ -143,7 +140,7 @@ def bench_load(
 
 
 def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Callable[[], None]) -> LoadRate:
-    """Time some loads, with a step before each that is not timed."""
+    """Time some loads. A step before each of them is not timed."""
     from penstock.loader.progress import Progress
 
     times, loaded = [], Loaded(nbytes=0, verified=False, path="")
@@ -168,7 +165,7 @@ def _measure(loader: str, load: Callable[[], Loaded], *, repeat: int, before: Ca
 
 
 def touch(tensors: Iterable[torch.Tensor]) -> None:
-    """Read a byte of every page, so that mapped memory counts as loaded; wait for the device."""
+    """Read a byte in every page, so that mapped memory counts as loaded, and wait for the device."""
     import torch
 
     on_device = False
@@ -184,7 +181,7 @@ def touch(tensors: Iterable[torch.Tensor]) -> None:
 
 def drop_cached(files: Sequence[str]) -> None:
     """Ask the kernel to drop the pages of these files from its cache."""
-    # Tensors of the load before map the files, and the kernel keeps pages that are mapped, or not written back yet.
+    # Tensors from the previous load map the files. The kernel keeps pages that are mapped or not yet written back.
     gc.collect()
     for file in files:
         descriptor = os.open(file, os.O_RDONLY)
@@ -196,7 +193,7 @@ def drop_cached(files: Sequence[str]) -> None:
 
 
 def local_files(uri: str) -> list[str]:
-    """Return the files behind a URI when they are local; none otherwise."""
+    """Return the files behind a URI if they are local, and an empty list otherwise."""
     from penstock.storage import is_remote, local_path
     from penstock.storage.locate import resolve
 
@@ -207,14 +204,14 @@ def local_files(uri: str) -> list[str]:
 
 MODEL = "penstock-bench"
 TENSOR_BYTES = 64 * MIB
-"""Size of most tensors: a large model's matrices are of tens of MB."""
+"""Size in bytes of most tensors, because a large model's matrices have tens of MB."""
 DEADLINE_S = 300.0
-"""Deadline of one step of another process: starting, filling its memory, one fetch. Long enough for tens of GB."""
+"""Deadline in seconds for one step of another process, such as its start or a fetch. It is enough for tens of GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchRate:
-    """The fetches of one receiver, or the limit. Seconds from the call to committed; decimal GB/s of the median."""
+    """The fetches of one receiver, or the limit: seconds from the call to the commit, and median decimal GB/s."""
 
     who: str
     device: str
@@ -229,19 +226,19 @@ class FetchRate:
 @app.command("fetch", epilog=examples("penstock bench fetch --total-gb 4 --receivers 2 --device cuda"))
 def bench_fetch(
     device: Device = "cpu",
-    total_gb: Annotated[float, typer.Option("--total-gb", min=0.001, help="Weights, in decimal GB.")] = 1.0,
-    receivers: Annotated[int, typer.Option("--receivers", min=1, help="Processes that fetch at once.")] = 2,
-    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Fetches of each receiver.")] = 3,
+    total_gb: Annotated[float, typer.Option("--total-gb", min=0.001, help="Size of the weights in decimal GB.")] = 1.0,
+    receivers: Annotated[int, typer.Option("--receivers", min=1, help="Number of processes that fetch at once.")] = 2,
+    repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of fetches by each receiver.")] = 3,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Measure fetches between processes of this host.
+    """Measure fetches of generated weights between processes on this host.
 
-    Generated weights: seconds, GB/s, path, and the copy that they cannot beat.
+    Prints the seconds, GB/s and path of each receiver, and those of a plain copy, which is the limit.
     """
     from penstock.loader.progress import Progress
     from penstock.loader.session import resolve_device
 
-    # A wrong device is an error here, with its hint, and not in each of the processes.
+    # Report a wrong device here with a hint, and not in each process.
     resolve_device(device)
     nbytes = int(total_gb * GB)
     with (
@@ -258,7 +255,7 @@ def bench_fetch(
         rounds: list[list[dict[str, Any]]] = []
         shown.state("fetching", 0, repeat * receivers)
         for number in range(repeat):
-            # All are asked before the first answer is read: the receivers fetch at the same time.
+            # Send all requests before reading the first answer, so that the receivers fetch at the same time.
             for pipe in fetchers:
                 pipe.send("fetch")
             rounds.append([_answer_of(pipe) for pipe in fetchers])
@@ -276,12 +273,12 @@ def bench_fetch(
 
 
 def _times(rate: LoadRate | FetchRate) -> list[str]:
-    """Return the cells of a rate and its times."""
+    """Return the table cells for a rate and its times."""
     return [f"{rate.gb_per_s:.2f}", *(f"{seconds:.3f}" for seconds in (rate.median_s, rate.best_s, rate.worst_s))]
 
 
 def _rate(who: str, device: str, times: list[float], path: str, *, nbytes: int) -> FetchRate:
-    """Return the rate of some fetches by their times."""
+    """Return the rate of fetches with these times."""
     median = statistics.median(times)
     return FetchRate(
         who=who,
@@ -296,10 +293,10 @@ def _rate(who: str, device: str, times: list[float], path: str, *, nbytes: int) 
 
 
 def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
-    """Measure one copy of the same bytes and nothing else: in host memory by one thread, or between two devices."""
+    """Measure a plain copy of the same bytes, in host memory with one thread or between two devices."""
     import torch
 
-    # 1 GB is beyond every cache already, and the copy takes its memory twice.
+    # 1 GB does not fit into any cache, and the copy needs twice this memory.
     nbytes = min(nbytes, GB) if device == "cpu" else nbytes
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=_device(device, 0))
     target = torch.full((nbytes,), 2, dtype=torch.uint8, device=_device(device, 1))
@@ -319,13 +316,13 @@ def _limit(device: str, nbytes: int, repeat: int) -> FetchRate:
     finally:
         torch.set_num_threads(threads)
     path = "memcpy, one thread" if device == "cpu" else "one copy between the devices"
-    # The first copy warms up: it touches the pages, or opens peer access between the devices.
+    # The first copy warms up, because it touches the pages or opens peer access between the devices.
     return _rate("limit", str(target.device), times[1:], path, nbytes=nbytes)
 
 
 @contextmanager
 def private_hub(directory: str) -> Iterator[str]:
-    """Run a hub for this benchmark alone, and yield its URL."""
+    """Run a hub only for this benchmark, and yield its URL."""
     from penstock.hub.auth import Auth
     from penstock.hub.directory import Directory
     from penstock.hub.server import HubThread, bind
@@ -342,14 +339,14 @@ def private_hub(directory: str) -> Iterator[str]:
 
 @contextmanager
 def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
-    """Run a function in a process of its own, and yield the pipe to it; `_answer_of` raises its errors."""
-    # Not forked: a child could not use CUDA after this process has, and torch's threads would be missing in it.
+    """Run a function in a separate process, and yield the pipe to it. `_answer_of` raises its errors."""
+    # Do not fork. A child could not use CUDA after this process has, and torch's threads would be missing in it.
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     process = context.Process(target=body, args=(there, *arguments), daemon=True)
     with _sigint_ignored():
         process.start()
-    # Our copy of the child's end: while it is open, the end of the child would not end our reads of the pipe.
+    # Close our copy of the child's end. While it is open, our reads would not notice the end of the child.
     there.close()
     try:
         yield here
@@ -363,9 +360,9 @@ def _child(body: Callable[..., None], *arguments: Any) -> Iterator[Connection]:
 
 @contextmanager
 def _sigint_ignored() -> Iterator[None]:
-    """Ignore SIGINT in processes that are started within."""
-    # A terminal sends Ctrl-C to the children too. They end when this process closes their pipes; a traceback of each
-    # would hide our own message.
+    """Ignore SIGINT in processes that are started inside the context."""
+    # A terminal sends Ctrl-C to the children too. They end when this process closes their pipes. Their tracebacks would
+    # hide our own message.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -375,7 +372,7 @@ def _sigint_ignored() -> Iterator[None]:
 
 @contextmanager
 def _children(count: int, hub: str, device: str, number: int = 1) -> Iterator[list[Connection]]:
-    """Run receivers, each on the next device where there are several, and yield the pipes to them."""
+    """Run receivers, spread over the devices, and yield the pipes to them."""
     if not count:
         yield []
         return
@@ -384,13 +381,14 @@ def _children(count: int, hub: str, device: str, number: int = 1) -> Iterator[li
 
 
 def _answer_of(pipe: Connection) -> Any:
-    """Return the next answer of a process.
+    """Return the next answer from a process.
 
     Raises:
-        SourceStalled: it sent nothing for `DEADLINE_S`. PeerLost: it ended, or sent an error.
+        SourceStalled: The process sent nothing for `DEADLINE_S`.
+        PeerLost: The process ended or sent an error.
     """
     if not pipe.poll(DEADLINE_S):
-        raise SourceStalled(f"a process of the benchmark said nothing for {DEADLINE_S:g} s")
+        raise SourceStalled(f"a process of the benchmark sent nothing for {DEADLINE_S:g} s")
     try:
         answer = pipe.recv()
     except EOFError as error:
@@ -401,7 +399,7 @@ def _answer_of(pipe: Connection) -> Any:
 
 
 def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
-    """Offer generated weights until the pipe is closed: the holder's process."""
+    """Offer generated weights until the pipe is closed, in the holder's process."""
     import penstock
 
     with _reported(pipe):
@@ -414,7 +412,7 @@ def _hold(pipe: Connection, hub: str, nbytes: int, device: str) -> None:
 
 
 def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
-    """Fetch at each request until the pipe is closed: a receiver's process."""
+    """Fetch at each request until the pipe is closed, in a receiver's process."""
     import penstock
 
     place = _device(device, number)
@@ -425,7 +423,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
                 pipe.recv()
             except EOFError:
                 return
-            # A new member for each fetch: one that has the weights already would read nothing.
+            # Use a new member for each fetch, because one that has the weights would read nothing.
             with penstock.join(MODEL, connection=hub) as fleet:
                 tensors: dict[str, torch.Tensor] = {}
                 report = fleet.fetch(tensors, device=place, progress=False)
@@ -435,7 +433,7 @@ def _receive(pipe: Connection, hub: str, device: str, number: int) -> None:
 
 @contextmanager
 def _reported(pipe: Connection) -> Iterator[None]:
-    """Send an error of the block to the benchmark, unless the benchmark has ended."""
+    """Send an error inside the context to the benchmark, unless the benchmark has ended."""
     try:
         yield
     except BrokenPipeError:
@@ -446,14 +444,14 @@ def _reported(pipe: Connection) -> Iterator[None]:
 
 
 def _device(device: str, number: int) -> str:
-    """Return the device of one of the processes: `cuda` is spread over all there are."""
+    """Return the device for one of the processes. `cuda` is spread over all devices."""
     import torch
 
     return f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device
 
 
 def make_weights(nbytes: int, device: str) -> dict[str, torch.Tensor]:
-    """Return random bytes as bfloat16 tensors in one arena: matrices, each with a small tensor as norms are."""
+    """Return random bytes as bfloat16 tensors in one arena. Each matrix is followed by a small tensor like a norm."""
     import torch
 
     from penstock.memory.arena import Arena, needed_bytes

@@ -1,8 +1,8 @@
-"""Measurement of the rates that a simulation needs, stage by stage of a sync and a fetch, on this machine.
+"""Measure the rates that a simulation needs on this machine, for each stage of a sync and a fetch.
 
-In: nothing. Out: `Rates`, for `penstock simulate --rates` and `penstock convert --rates`. About a minute; memory and
-temporary files of half a GiB, memory of the device.
-Not here: links between GPUs and hosts, which a cluster's description says (`plan.cluster`).
+The resulting `Rates` are for `penstock simulate --rates` and `penstock convert --rates`. Measuring takes about a
+minute, half a GiB of memory, half a GiB of temporary files, and memory on the device. Links between GPUs and hosts are
+not measured. A cluster's description has them (`plan.cluster`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _BYTES = 128 * MIB
 _SOURCE_BYTES, _ROWS = 32 * MIB, 2048
-# The quickest of several runs: other processes of the machine only ever make a run slower.
+# The fastest of several runs counts, because other processes on the machine only make a run slower.
 _REPEAT = 5
 _RUNS = 256
 _SHORT_BYTES = 4096
 _COLUMN_BYTES, _GAPS = 256, 8
-# The rates of copies between two devices of one host.
+# Rates of copies between two devices in the same host.
 _NEAR = (
     "slab_s",
     "near_post_s",
@@ -56,7 +56,7 @@ Timed = Callable[[], object]
 
 
 def calibrate() -> Rates:
-    """Measure on the first CUDA device if there is one, else on the CPU; requests are measured over loopback."""
+    """Measure on the first CUDA device, or on the CPU if there is none. Requests are measured over loopback."""
     on_device = False
     if importable("torch"):
         import torch
@@ -83,8 +83,8 @@ def calibrate() -> Rates:
     operations = _operations("cuda:0" if on_device else "cpu") if quantise is not None else {}
     how = f"{where}, conversions of {_SOURCE_BYTES >> 20} MiB a source; copies compute nothing: their busiest stage"
     source.append(("operation_gb_per_s", how if operations else "assumed: torch is not installed; as the transform"))
-    # One process with one device cannot measure these: they are of two devices, or of several processes. What of them
-    # is Python takes as much longer here as a step does: a guess, since the step of the rates is of another call.
+    # One process with one device cannot measure these rates, because they need two devices or several processes. Their
+    # Python part is scaled like a step. This is a guess, because a step makes different calls.
     # Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
     there = H200_RATES.slowed(times)
@@ -108,7 +108,7 @@ def calibrate() -> Rates:
 
 
 def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
-    """Return the quickest of some runs, after one that warms up."""
+    """Return the time of the fastest run, after one run to warm up."""
     work()
     best = float("inf")
     for _ in range(repeat):
@@ -119,7 +119,7 @@ def _best_s(work: Timed, *, repeat: int = _REPEAT) -> float:
 
 
 def _host_stages() -> dict[str, float]:
-    """Measure copying and digesting by one core."""
+    """Measure copying and digesting with one core."""
     source, target = np.ones(_BYTES, np.uint8), np.empty(_BYTES, np.uint8)
     leaves = np.zeros(_BYTES // LEAF_BYTES, np.uint64)
     view = source.data
@@ -132,7 +132,7 @@ def _host_stages() -> dict[str, float]:
 
 
 def _columns() -> Strips:
-    """Return one column of many rows: runs as short as a receiver's eighth of a tensor."""
+    """Return one column of many rows. Its runs are as short as a receiver's eighth of a tensor."""
     num_rows = _BYTES // (_GAPS * _COLUMN_BYTES)
     at, run, rows, pitch = (np.array([value]) for value in (0, _COLUMN_BYTES, num_rows, _GAPS * _COLUMN_BYTES))
     return Strips(at=at, run_bytes=run, num_rows=rows, pitch=pitch)
@@ -161,7 +161,7 @@ def _device_stages() -> dict[str, float]:
         device,
     )
 
-    # Each ends with a wait for the device: kernels and copies only begin in the call.
+    # Each function waits for the device at the end, because a call only starts kernels and copies.
     def pack() -> None:
         packing.run()
         torch.cuda.synchronize(device)
@@ -183,7 +183,7 @@ def _device_stages() -> dict[str, float]:
 
 
 def _quantise(on_device: bool) -> float | None:
-    """Return the GB/s of BF16 that the transform reads; None without torch."""
+    """Return the GB/s of BF16 that the transform reads, or None without torch."""
     if not importable("torch"):
         return None
     import torch
@@ -218,11 +218,11 @@ _CONVERSIONS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
     ("slerp", "source", 2, {"operations": {"op": "slerp", "t": 0.3}}),
     ("ties", "source", 3, {"operations": {"op": "ties", "density": 0.5}}),
 )
-"""Beginning of an operation's name, what its sources are, how many it has, and the arguments of `convert`."""
+"""The beginning of an operation's name, the kind and number of its sources, and the arguments for `convert`."""
 
 
 def _operations(device: str) -> dict[str, float]:
-    """Return the GB/s that each operation reads in its decisive stage, by real conversions of small checkpoints."""
+    """Return the GB/s that each operation reads in its decisive stage, from real conversions of small checkpoints."""
     import penstock
 
     found: dict[str, float] = {}
@@ -234,7 +234,7 @@ def _operations(device: str) -> dict[str, float]:
         sources["fp8-block128"] = [into]
         for operation, kind, count, arguments in _CONVERSIONS:
             into = directory / "result"
-            # Twice: the first time torch compiles or allocates, which a large conversion does once in its whole time.
+            # Run it twice. In the first run torch compiles or allocates, which a large conversion does only once.
             for _ in range(2):
                 report = penstock.convert(
                     sources[kind][:count],
@@ -246,21 +246,21 @@ def _operations(device: str) -> dict[str, float]:
                 )
                 shutil.rmtree(into)
                 found[operation] = max(operation_gb_per_s(report), found.get(operation, 0.0))
-    # Small checkpoints have too few heads for it, and it copies too.
+    # Small checkpoints have too few heads for `reshard`, which copies too.
     return {**found, "reshard": found["copy"]}
 
 
 def operation_gb_per_s(report: ConvertReport) -> float:
-    """Return the GB/s that a conversion read where it computed; of its busiest stage if it computed nothing.
+    """Return the GB/s that a conversion read while it computed, or in its busiest stage if it computed nothing.
 
-    A copy or a rename is done where files are read, with no step of computing: bytes by no time would be any rate.
+    A copy or a rename happens where files are read and computes nothing, so its computing time would give no rate.
     """
     busy_s = report.busy_s["compute"] or max(report.busy_s.values()) or report.moving_s
     return report.read_bytes / GB / busy_s
 
 
 def _checkpoint(directory: Path, number: int) -> Path:
-    """Write a checkpoint of linear weights in BF16."""
+    """Write a checkpoint with linear weights in BF16."""
     import torch
 
     nbytes = 2 * _ROWS * _ROWS
@@ -277,7 +277,7 @@ def _checkpoint(directory: Path, number: int) -> Path:
 
 
 def _posting() -> tuple[float, float, float]:
-    """Return the seconds of a read apart from its bytes, of each further long run, and of each further short run."""
+    """Return the seconds for a read without its bytes, for each further long run, and for each further short run."""
     from penstock.segments import Segments
     from penstock.transport.loopback import LoopbackTransport
     from penstock.transport.protocol import Memory
@@ -292,34 +292,34 @@ def _posting() -> tuple[float, float, float]:
         transport.wait(transport.post_read(ends[1], ends[0].descriptor, segments), stall_s=60.0)
 
     try:
-        # Runs that cost next to no copying, then runs whose bytes are subtracted by copying them as one run.
+        # Measure runs with hardly any bytes. Then measure long runs, and subtract a copy of the same bytes as one run.
         one_s = _best_s(lambda: read(1, _SHORT_BYTES))
         short_s = (_best_s(lambda: read(_RUNS, _SHORT_BYTES)) - one_s) / (_RUNS - 1)
         joined_s = _best_s(lambda: read(1, room))
         long_s = (_best_s(lambda: read(_RUNS, SHORT_RUN_BYTES)) - joined_s) / (_RUNS - 1)
     finally:
         transport.close()
-    # The difference of two measured times may come out below zero, and a long run costs no less than a short one.
+    # The difference of two measured times may be negative, and a long run costs at least as much as a short one.
     return one_s, max(long_s, short_s), short_s
 
 
 def _answer() -> float:
-    """Return the seconds of a small request over a connection that is open already."""
-    # The client that members use for their requests to the hub and to each other.
+    """Return the seconds for a small request over an open connection."""
+    # Members use this client for their requests to the hub and to each other.
     with _answering() as port, ControlConnection(over_tcp("127.0.0.1", port), "127.0.0.1") as connection:
         return _best_s(lambda: connection.request("POST", "/", b"x" * 512, timeout_s=10.0), repeat=50)
 
 
 class _Echo(http.server.BaseHTTPRequestHandler):
-    """A handler that answers a request with its own body."""
+    """A handler that answers a request with the request's body."""
 
-    # HTTP/1.0 would close the connection after each answer. Nagle's algorithm would hold back the body, which is
-    # written after the headers.
+    # HTTP/1.0 would close the connection after each answer. Nagle's algorithm would delay the body, which is written
+    # after the headers.
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
     def do_POST(self) -> None:
-        """Answer with the body of the request."""
+        """Answer with the request's body."""
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
@@ -327,7 +327,7 @@ class _Echo(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Write no log: the default goes to stderr, a line for each of the requests."""
+        """Write no log. The default writes a line for each request to stderr."""
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""`penstock calibrate`: measure on this machine the rates that simulations need, and write them to a file.
+"""`penstock calibrate`: measure the rates that simulations need on this machine, and write them to a file.
 
-In: a file's name. Out: the file, for `penstock simulate --rates` and `penstock convert --rates`; the rates on stdout.
-Not here: the measurements (`calibrate`).
+The file is for `penstock simulate --rates` and `penstock convert --rates`. `calibrate` does the measurements.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from penstock.errors import ConfigError
 
 
 def calibrate(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where the rates are written.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="File for the rates.")],
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Measure the stages that a simulation needs.

@@ -1,10 +1,8 @@
-"""`penstock plan` and `penstock simulate`: show plans, and predict their times on a described cluster.
+"""`penstock plan` and `penstock simulate`: show plans, and predict their duration on a described cluster.
 
-In: a weight set, or a model and how both sides hold it; a cluster. Out: the plan in numbers, with `--explain` in words;
-the prediction, and its picture.
-Not here: planning (`plan.schedule`, `plan.sync`), simulations (`plan.simulate_*`), measuring rates (`calibrate`).
-
-Nothing is read but headers, and nothing is moved: the cluster need not exist.
+They show the plan in numbers, or in words with `--explain`, and the prediction with a picture. Only headers are read,
+and nothing is moved, so the cluster need not exist. `plan.schedule` and `plan.sync` make the plans, and `calibrate`
+measures rates.
 """
 
 from __future__ import annotations
@@ -46,44 +44,46 @@ if TYPE_CHECKING:
     from penstock_tools.shapes import Shape
 
 app = typer.Typer(help="Show a plan.", no_args_is_help=True, rich_markup_mode=None)
-simulate_app = typer.Typer(help="Predict, on a described cluster.", no_args_is_help=True, rich_markup_mode=None)
+simulate_app = typer.Typer(
+    help="Predict a duration on a described cluster.", no_args_is_help=True, rich_markup_mode=None
+)
 
 Explain = Annotated[
-    bool, typer.Option("--explain", help="Also list the plan: every read, or what each rank sends to which.")
+    bool, typer.Option("--explain", help="Also list the plan: every read, or what each rank sends to each other rank.")
 ]
 ClusterOption = Annotated[
     str,
-    typer.Option("--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a file of JSON."),
+    typer.Option("--cluster", metavar="NAME|FILE", help=f"{', '.join(CLUSTERS)}, or a JSON file."),
 ]
 PythonOption = Annotated[
     float,
     typer.Option(
         "--python-slowdown",
         metavar="TIMES",
-        help="Python takes so many times as long on these hosts as on the host of the rates.",
+        help="How many times slower Python is on these hosts than on the host where the rates were measured.",
     ),
 ]
 SeedOption = Annotated[
-    int, typer.Option("--seed", min=0, help="Seed of random choices: slow and failing nodes, order.")
+    int, typer.Option("--seed", min=0, help="Seed for random choices: slow and failing nodes, and the order.")
 ]
-PictureOption = Annotated[Path | None, option("--picture", "FILE", "Write the timeline and the links' load as SVG.")]
+PictureOption = Annotated[Path | None, option("--picture", "FILE", "Write the timeline and the link loads as SVG.")]
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="kimi-k2, or a weight set whose headers are read.", show_default=False),
 ]
-Trainers = Annotated[int, typer.Option("--trainers", min=1, help="Ranks that publish.")]
-Receivers = Annotated[int, typer.Option("--receivers", min=1, help="Ranks that receive.")]
+Trainers = Annotated[int, typer.Option("--trainers", min=1, help="Number of ranks that publish.")]
+Receivers = Annotated[int, typer.Option("--receivers", min=1, help="Number of ranks that receive.")]
 Shards = Annotated[
-    int, typer.Option("--shards", min=1, help="Trainer ranks that rows are cut over; the rest are replicas.")
+    int, typer.Option("--shards", min=1, help="Number of trainer ranks that rows are cut over. The rest are replicas.")
 ]
-Tp = Annotated[int, typer.Option("--tp", min=1, help="Receivers in a tensor-parallel group.")]
+Tp = Annotated[int, typer.Option("--tp", min=1, help="Number of receivers in a tensor-parallel group.")]
 WholeExperts = Annotated[
     bool,
-    typer.Option("--whole-experts", help="Spread whole experts over all receivers; default: cut each over a group."),
+    typer.Option("--whole-experts", help="Spread whole experts over all receivers. Default: cut each over a group."),
 ]
 Fp8 = Annotated[bool, typer.Option("--fp8", help="Send projections as FP8 in blocks of 128, quantised at the source.")]
 BucketBytes = Annotated[
-    str, typer.Option("--bucket-bytes", metavar="BYTES", help="Most bytes of a receiver in a bucket.")
+    str, typer.Option("--bucket-bytes", metavar="BYTES", help="Maximum bytes for one receiver in a bucket.")
 ]
 
 
@@ -100,11 +100,11 @@ def plan_load(
     explain: Explain = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Show the reads of a load, from the headers."""
+    """Show the reads of a load, based on the headers."""
     from penstock.plan import schedule
     from penstock.storage.weight_set import open_weights
 
-    # The settings of a real load: a smaller budget makes smaller reads.
+    # Use the settings of a real load, because a smaller budget makes smaller reads.
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     settings = Settings.read(memory_bytes=budget)
     with open_weights(uri, settings=settings, names=names) as weights:
@@ -171,12 +171,12 @@ def plan_sync(
 
 @app.command("convert", epilog=examples("penstock plan convert llama --to fp8-block128 --workers 8"))
 def plan_convert(
-    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Sources.")],
+    sources: Annotated[list[str], typer.Argument(metavar="SRC...", help="Sources of the conversion.")],
     to: To = None,
     op: Operations = None,
     task_bytes: TaskBytes = None,
     workers: Annotated[
-        int, typer.Option("--workers", min=1, help="Workers, one for each GPU of as many nodes as they need.")
+        int, typer.Option("--workers", min=1, help="Number of workers, one for each GPU on as many nodes as needed.")
     ] = 1,
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
@@ -184,9 +184,9 @@ def plan_convert(
     picture: PictureOption = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Predict a conversion from its headers.
+    """Predict the duration of a conversion from the headers.
 
-    Its own tasks, by stage, on a described cluster.
+    It places the conversion's tasks on a described cluster, stage by stage.
     """
     from penstock.jobs.report import compute_gb_per_s
     from penstock.jobs.request import plan
@@ -194,7 +194,7 @@ def plan_convert(
 
     job = plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
-    # Fewer workers than a node has GPUs still have the whole node's links and disks.
+    # With fewer workers than GPUs in a node, they still have the node's links and disks for themselves.
     if workers < described.gpus_per_node:
         described = msgspec.structs.replace(described, num_nodes=1, gpus_per_node=workers)
     else:
@@ -221,7 +221,7 @@ def _write(facts: dict[str, object], human: dict[str, object], explained: str, f
 
 @simulate_app.callback()
 def simulate() -> None:
-    """Predict, on a described cluster."""
+    """Predict a duration on a described cluster."""
 
 
 @simulate_app.command("sync", epilog=examples("penstock simulate sync kimi-k2 --cluster h200 --picture sync.svg"))
@@ -238,19 +238,19 @@ def simulate_sync(
         bool, typer.Option("--direct", help="Receive into live memory, without a flip at the end.")
     ] = False,
     arena: Annotated[
-        bool, typer.Option("--arena", help="Targets lie in arenas: a flip exchanges memory in place of a copy.")
+        bool, typer.Option("--arena", help="Targets are in arenas, so a flip exchanges memory instead of copying.")
     ] = False,
     one_node: Annotated[
         bool,
         typer.Option(
-            "--one-node", help="Put receivers on the GPUs next to the trainers, on the same nodes where they fit."
+            "--one-node", help="Put receivers on the GPUs next to the trainers, on the same nodes if they fit."
         ),
     ] = False,
     bucket_bytes: BucketBytes = "256M",
     watermark_bytes: Annotated[
         str,
         typer.Option(
-            "--watermark-bytes", metavar="BYTES", help="Most bytes that a receiver has requested and not verified."
+            "--watermark-bytes", metavar="BYTES", help="Maximum bytes that a receiver has requested but not verified."
         ),
     ] = "16G",
     cluster: ClusterOption = "h200",
@@ -260,9 +260,9 @@ def simulate_sync(
     picture: PictureOption = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Predict a sync of described ranks.
+    """Predict the duration of a sync for described ranks.
 
-    The planner's own plan, run over the cluster.
+    It runs the planner's own plan on the cluster.
     """
     from penstock.plan.sync import plan_sync
     from penstock_tools import simulate_sync as simulation
@@ -270,7 +270,7 @@ def simulate_sync(
 
     watermark = parse_bytes(watermark_bytes)
     if watermark < MIB:
-        raise ConfigError(f"--watermark-bytes {watermark_bytes} is too small", hint="give 1M or more")
+        raise ConfigError(f"--watermark-bytes {watermark_bytes} is too small", hint="use 1M or more")
     described, speeds = read_cluster(cluster, rates)
     speeds = speeds.slowed(python_slowdown)
     _check_groups(context, receivers, tp)
@@ -294,16 +294,16 @@ def simulate_sync(
 def simulate_fetch(
     total_bytes: Annotated[str, typer.Option("--bytes", metavar="BYTES", help="Size of the weights.")] = "128G",
     nodes: Annotated[
-        int, typer.Option("--nodes", min=1, help="Nodes of the cluster; all of their GPUs take part.")
+        int, typer.Option("--nodes", min=1, help="Number of nodes in the cluster. All their GPUs take part.")
     ] = 1,
     parts: Annotated[
         int,
         typer.Option(
-            "--parts", min=1, help="Ranks of a replica, each with a part of the weights: 8 is TP8; 1: all on each GPU."
+            "--parts", min=1, help="Ranks in a replica, each with a part of the weights. 8 is TP8. 1: all on each GPU."
         ),
     ] = 1,
     holders: Annotated[
-        int, typer.Option("--holders", min=0, help="Replicas that are complete at the start; 0: storage is read.")
+        int, typer.Option("--holders", min=0, help="Replicas that are complete at the start. With 0, storage is read.")
     ] = 1,
     storage_gb_per_s: Annotated[
         float | None,
@@ -322,9 +322,9 @@ def simulate_fetch(
     picture: PictureOption = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Predict how long a fleet takes to fill.
+    """Predict how long it takes to fill a fleet.
 
-    The relay's own chains over the cluster, from holders or from storage.
+    It runs the relay's own chains on the cluster, from holders or from storage.
     """
     from penstock_tools import simulate_fetch as simulation
 
@@ -337,7 +337,7 @@ def simulate_fetch(
         described = msgspec.structs.replace(described, node_storage_gb_per_s=storage_gb_per_s or STORAGE_GB_PER_S)
     prediction = simulation.simulate_fetch(fleet, described, speeds, seed=seed)
     if is_assumed and not holders:
-        note = f"node_storage_gb_per_s: assumed {STORAGE_GB_PER_S}, a local disk; --storage-gb-per-s sets it"
+        note = f"node_storage_gb_per_s: assumed {STORAGE_GB_PER_S}, a local disk. Set it with --storage-gb-per-s"
         prediction = dataclasses.replace(prediction, assumed=(*prediction.assumed, note))
     write_prediction(prediction, described.name, format, picture)
 
@@ -345,13 +345,13 @@ def simulate_fetch(
 @simulate_app.command("convert", epilog=examples("penstock simulate convert --tasks 1000 --nodes 2"))
 def simulate_convert(
     num_tasks: Annotated[
-        int, typer.Option("--tasks", min=1, help="Number of tasks, of up to --task-bytes in and out.")
+        int, typer.Option("--tasks", min=1, help="Number of tasks. Each has up to --task-bytes in and out.")
     ] = 10000,
     task_bytes: Annotated[
-        str, typer.Option("--task-bytes", metavar="BYTES", help="Bytes in and out of one task.")
+        str, typer.Option("--task-bytes", metavar="BYTES", help="Number of bytes in and out of one task.")
     ] = "64M",
-    shrink: Annotated[float, typer.Option("--shrink", help="Bytes in for one out: 2 is BF16 to FP8.")] = 2.0,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Nodes of the cluster; a worker for each GPU.")] = 1,
+    shrink: Annotated[float, typer.Option("--shrink", help="Input bytes per output byte. 2 is BF16 to FP8.")] = 2.0,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of nodes, with one worker for each GPU.")] = 1,
     cluster: ClusterOption = "h200",
     rates: RatesOption = None,
     seed: SeedOption = 0,
@@ -360,23 +360,23 @@ def simulate_convert(
 ) -> None:
     """Predict how long a conversion takes.
 
-    The scheduler's own placement of tasks over the cluster's workers.
+    It uses the scheduler's own placement of tasks on the cluster's workers.
     """
     import numpy as np
 
     from penstock.plan import simulate_convert as simulation
 
-    # NaN fails this, too.
+    # This check also refuses NaN.
     if not 0 < shrink < math.inf:
-        raise ConfigError(f"--shrink is {shrink}", hint="give a finite number above 0: bytes in for one byte out")
+        raise ConfigError(f"--shrink is {shrink}", hint="use a finite number above 0, the input bytes per output byte")
     described, speeds = read_cluster(cluster, rates)
     described = msgspec.structs.replace(described, num_nodes=nodes)
     whole = parse_bytes(task_bytes)
     if whole < 2:
         raise ConfigError(
-            f"--task-bytes {task_bytes} is too small", hint="a task has a byte in and one out: give 2 or more"
+            f"--task-bytes {task_bytes} is too small", hint="use 2 or more, because a task has an input and an output"
         )
-    # Real tasks are cut at tensors, so that few are of the full size.
+    # Real tasks end at tensor boundaries, so few of them have the full size.
     size = np.random.default_rng(seed).integers(max(1, whole // 2), whole, num_tasks, endpoint=True)
     out_bytes = np.maximum(1, size / (1 + shrink)).astype(np.int64)
     prediction = simulation.simulate_convert(size - out_bytes, out_bytes, described, speeds, seed=seed)
@@ -384,18 +384,18 @@ def simulate_convert(
 
 
 def _check_groups(context: typer.Context, receivers: int, tp: int) -> None:
-    """Raise ConfigError if the user asks for larger groups than there are receivers."""
+    """Raise ConfigError if the user asks for groups that are larger than the number of receivers."""
     source = context.get_parameter_source("tp")
-    # The default is for large fleets: fewer receivers are one group.
+    # The default is for large fleets. With fewer receivers there is one group.
     if tp > receivers and source is not None and source.name == "COMMANDLINE":
-        message = f"--tp {tp}, but there are {receivers} receivers: a group cannot have more"
-        raise ConfigError(message, hint=f"give --tp {receivers} or a divisor of it, or more receivers")
+        message = f"--tp {tp} is more than the {receivers} receivers"
+        raise ConfigError(message, hint=f"use --tp {receivers} or a divisor of it, or more receivers")
 
 
 def both_sides(
     model: str, trainers: int, receivers: int, *, shards: int, tp: int, whole_experts: bool, fp8: bool
 ) -> tuple[list[Layout], list[Layout]]:
-    """Return the layouts of both sides of a sync as the options describe them: publishers', then subscribers'."""
+    """Return the layouts of both sides of a sync for the options. The publishers' come first, then the subscribers'."""
     from penstock_tools.shapes import receiver_layouts, trainer_layouts
 
     shapes = read_shapes(model)
@@ -407,20 +407,20 @@ def read_cluster(cluster: str, rates: Path | None) -> tuple[Cluster, Rates]:
     """Return a described cluster by name or from a file, and the rates of its stages.
 
     Raises:
-        ConfigError: it is neither a known name nor a file that can be read.
+        ConfigError: It is neither a known name nor a readable file.
     """
     known = CLUSTERS.get(cluster)
-    hint = f"names known: {', '.join(CLUSTERS)}"
+    hint = f"known names: {', '.join(CLUSTERS)}"
     described = known[0] if known else from_json(read_file(Path(cluster), hint=hint), Cluster)
     described.check()
-    # A cluster of a file has no rates of its own: those of the H200 are the best measured ones.
+    # A cluster from a file has no rates. Use the rates of the H200, which are measured best.
     if rates is None:
         return described, known[1] if known else CLUSTERS["h200"][1]
     return described, read_rates(rates)
 
 
 def read_shapes(model: str) -> list[Shape]:
-    """Return the tensors of a model known by name, or of a weight set's headers."""
+    """Return the tensors of a model that is known by name, or from a weight set's headers."""
     from penstock_tools.shapes import kimi_k2, shape_of
 
     if model == "kimi-k2":
@@ -431,7 +431,7 @@ def read_shapes(model: str) -> list[Shape]:
     return [shape_of(name, shape) for name, shape in zip(table.names, table.shapes, strict=True)]
 
 
-# Lines shown of what failed and what is assumed: both have a line for each rank of a large cluster.
+# Maximum number of lines for failures and for assumptions. A large cluster has one of each for every rank.
 _LISTED = 8
 
 
@@ -443,7 +443,7 @@ def write_prediction(prediction: Prediction, cluster: str, format: OutputFormat,
         try:
             picture.write_text(svg(prediction), encoding="utf-8")
         except OSError as error:
-            raise DestinationError(f"the picture cannot be written: {error.strerror}", uri=str(picture)) from error
+            raise DestinationError(f"cannot write the picture: {error.strerror}", uri=str(picture)) from error
     if format is OutputFormat.json:
         write_json({**plain(prediction), "of_limit": prediction.of_limit, "cluster": cluster})
         return

@@ -1,10 +1,12 @@
-"""Layouts of both sides of a sync, from names and shapes alone: for models that no rank holds yet.
+"""Build the layouts of both sides of a sync from names and shapes, for models that no rank holds yet.
 
-In: tensors by name and shape, how each side splits them. Out: `Layout`s, as ranks would declare and record them.
-Not here: layouts of live models (`sync.shards`, `sync.recording.requirements`).
+    trainer:  distributes experts over groups, and an expert's rows over its group. Rows of other tensors are
+              distributed over `shards` ranks, with replicas
+    receiver: distributes experts over groups of `tp`, each cut by tensor parallelism or whole. Other tensors are cut by
+              tensor parallelism
 
-    trainer:  experts over groups, an expert's rows over its group; the rest, rows over `shards` ranks, in replicas
-    receiver: experts over groups of `tp`, each cut as tensor parallelism does, or whole; the rest tensor parallel
+The `Layout`s are the same as ranks would declare and record. `sync.shards` and `sync.recording.requirements` make
+layouts of live models.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from penstock.plan.layout import Form, Layout
 from penstock.types import Box, DType
 
 FP8 = "fp8-block128"
-"""The tag of weights quantised in blocks of 128 x 128, with scales of their own."""
+"""Tag for weights that are quantised in blocks of 128 x 128, with separate scales."""
 _BLOCK = 128
 _ALIGN_BYTES = 256
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -34,7 +36,7 @@ _ROWS = re.compile(
 _PROJECTION = re.compile(r"_proj(_with_mqa)?\.weight$")
 
 Cut = tuple[int | None, int, int]
-"""(dim, part, of): a part along a dim; of one, or of no dim, all of it."""
+"""A tuple (dim, part, of): one of `of` parts along a dim. If `of` is 1 or the dim is None, it is the whole tensor."""
 
 
 class Shape(NamedTuple):
@@ -43,28 +45,28 @@ class Shape(NamedTuple):
     name: str
     shape: tuple[int, ...]
     dim: int | None
-    """The dim that tensor parallelism splits; None: every rank has all of it."""
+    """Dim that tensor parallelism splits. None means that every rank has the whole tensor."""
     expert: int
-    """Number of the expert that it is of; -1: of none."""
+    """Number of the tensor's expert, or -1."""
 
 
 def shape_of(name: str, shape: tuple[int, ...]) -> Shape:
-    """Return a tensor's shape by the names that transformers uses; a tensor of another name is whole on each rank."""
+    """Return a tensor's shape by transformers' names. A tensor with another name is whole on each rank."""
     expert = _EXPERT.search(name)
     dim = 1 if _COLUMNS.search(name) else 0 if _ROWS.search(name) else None
-    # A tensor of one dim cannot be split along the second.
+    # A 1-D tensor cannot be split along the second dim.
     return Shape(name, shape, dim if dim is None or dim < len(shape) else None, int(expert[1]) if expert else -1)
 
 
 def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
-    """Yield the shapes of Kimi-K2: latent attention, experts in all but the first layer. A trillion parameters.
+    """Yield the shapes of Kimi-K2. It has latent attention, experts in all but the first layer, and 10^12 parameters.
 
     Source: its config.json (hidden 7168, 64 heads, q rank 1536, kv rank 512, 384 experts of 2048).
     """
     hidden, heads, q_rank, kv_rank, rope, nope, expert, dense, vocab = 7168, 64, 1536, 512, 64, 128, 2048, 18432, 163840
 
     def layer_of(p: str, rows: int, mlp: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield names and shapes of what every layer has, with a dense or shared feed-forward part of `rows` rows."""
+        """Yield names and shapes that every layer has, with a dense or shared feed-forward part of `rows` rows."""
         yield p + "input_layernorm.weight", (hidden,)
         yield p + "post_attention_layernorm.weight", (hidden,)
         yield p + "self_attn.q_a_proj.weight", (q_rank, hidden)
@@ -96,10 +98,10 @@ def kimi_k2(num_layers: int = 61, num_experts: int = 384) -> Iterator[Shape]:
     yield shape_of("lm_head.weight", (vocab, hidden))
 
 
-# 70,000 tensors have a few hundred forms: each is made once, and equal ones are one object.
+# 70,000 tensors have a few hundred forms. Each form is created once, and equal ones are the same object.
 @cache
 def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part: int, of: int) -> Form | None:
-    """Return the part-th of `of` along a dim, as torch's chunk cuts it; None where that is nothing."""
+    """Return part `part` of `of` along a dim, cut like torch's chunk, or None if it is empty."""
     if dim is None or of == 1:
         return Form(dtype=dtype, shape=shape, box=Box.full(shape), tag=tag)
     step = -(-shape[dim] // of)
@@ -112,8 +114,8 @@ def _form(dtype: DType, tag: str, shape: tuple[int, ...], dim: int | None, part:
 
 
 def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
-    """Yield what a rank has of a tensor: its part, or the part quantised with its scales."""
-    # As quantisers do: projections alone; embeddings, norms, routers and the head stay as they are.
+    """Yield a rank's part of a tensor, quantised with its scales if it has a tag."""
+    # Quantisers convert only projections. Embeddings, norms, routers and the head stay unchanged.
     tagged = fp8 and _PROJECTION.search(tensor.name) is not None
     form = _form(DType.F8_E4M3 if tagged else DType.BF16, FP8 if tagged else "", tensor.shape, *cut)
     if form is None:
@@ -127,11 +129,11 @@ def _rows(tensor: Shape, cut: Cut, fp8: bool) -> Iterator[tuple[str, Form]]:
 
 
 def _layout(member: str, rows: Sequence[tuple[str, Form]]) -> Layout:
-    """Return the layout of these rows, one after the other in one region."""
+    """Return the layout with these rows, one after the other in one region."""
     forms = {form: i for i, form in enumerate({form: None for _, form in rows})}
     sizes = np.array([form.span_bytes for form in forms], np.int64)
     index = np.array([forms[form] for _, form in rows], np.int64)
-    # Padded as an allocator does: the runs of neighbours must not join here where those of a live model would not.
+    # Pad like an allocator, so that neighbouring runs join only if they would join in a live model too.
     aligned = -(-sizes[index] // _ALIGN_BYTES) * _ALIGN_BYTES
     return Layout(
         member=member,
@@ -152,15 +154,15 @@ def _side(
     cut_of: Callable[[int, Shape], Cut],
     has: Callable[[int, int, int], bool],
 ) -> list[Layout]:
-    """Return the layout of each rank of one side.
+    """Return the layout of each rank on one side.
 
     Args:
-        word: first part of the members' names.
-        model: its tensors.
-        num_ranks: of this side.
-        fp8: projections are quantised.
-        cut_of: how a rank's part is cut of a tensor.
-        has: whether a rank has an expert, by `(rank, expert, num_experts)`.
+        word: First part of the members' names.
+        model: The model's tensors.
+        num_ranks: Number of ranks on this side.
+        fp8: Whether projections are quantised.
+        cut_of: Returns how a rank's part of a tensor is cut.
+        has: Returns whether a rank has an expert, for `(rank, expert, num_experts)`.
     """
     experts: dict[int, list[Shape]] = defaultdict(list)
     for tensor in model:
@@ -177,14 +179,14 @@ def _side(
 def trainer_layouts(
     model: Iterable[Shape], num_ranks: int, *, shards: int = 32, expert_groups: int = 0, fp8: bool = False
 ) -> list[Layout]:
-    """Return rows over ranks, as FSDP2 cuts them.
+    """Return layouts of rows over ranks, as FSDP2 cuts them.
 
     Args:
-        model: its tensors.
-        num_ranks: of the trainer.
-        shards: ranks over which what is of no expert is cut; as many replicas as there are ranks for (HSDP).
-        expert_groups: groups that each hold some experts; 0: groups of four ranks.
-        fp8: what is a projection is held quantised.
+        model: The model's tensors.
+        num_ranks: Number of the trainer's ranks.
+        shards: Number of ranks over which tensors outside experts are cut. Further ranks are replicas (HSDP).
+        expert_groups: Number of groups that each hold some experts. 0 means groups of four ranks.
+        fp8: Whether projections are held quantised.
     """
     groups = expert_groups or max(num_ranks // 4, 1)
     if groups > num_ranks or num_ranks % groups:
@@ -198,7 +200,7 @@ def trainer_layouts(
 
     def has(rank: int, expert: int, num_experts: int) -> bool:
         """Return whether the rank's group has the expert."""
-        # Multiplied before divided: experts that do not divide by the groups are spread as evenly as they can be.
+        # Multiply before dividing, so that experts are spread evenly even if their number is not a multiple.
         return expert * groups // num_experts == rank // per_group
 
     return _side("trainer", model, num_ranks, fp8, cut_of, has)
@@ -207,13 +209,13 @@ def trainer_layouts(
 def receiver_layouts(
     model: Iterable[Shape], num_ranks: int, *, tp: int = 8, whole_experts: bool = False, fp8: bool = False
 ) -> list[Layout]:
-    """Return layouts tensor parallel in groups of `tp`, experts over the groups; or each expert whole, over ranks."""
+    """Return tensor-parallel layouts in groups of `tp`. Experts are cut over the groups, or whole on single ranks."""
     tp = min(tp, num_ranks)
     if num_ranks % tp:
         raise PlanError(f"{num_ranks} ranks cannot be divided into groups of {tp}")
 
     def cut_of(rank: int, tensor: Shape) -> Cut:
-        """Return the tensor parallel part; an expert that is held whole is not cut."""
+        """Return the tensor-parallel part. An expert that is held whole is not cut."""
         return (0, 0, 1) if tensor.expert >= 0 and whole_experts else (tensor.dim, rank % tp, tp)
 
     def has(rank: int, expert: int, num_experts: int) -> bool:

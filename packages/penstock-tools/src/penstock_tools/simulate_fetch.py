@@ -1,15 +1,14 @@
-"""Simulation of a fetch: the project's relay over a described cluster, as streams that follow each other.
+"""Simulate a fetch: Penstock's relay on a described cluster, with members as streams that follow each other.
 
-In: a weight set's bytes, the members that hold all of it, a cluster, rates. Out: a `Prediction`.
-Not here: the choice of upstreams (`relay`), the sharing of links (`simulate`).
+A member is a stream from its parent. If the relay has two trees, it is two streams with half of the chunks each. A
+stream begins a hop after its parent, stays at least a hop behind it, and catches up as fast as its links allow. Chunks
+are small compared with the weights, so they are treated as a continuous flow. A hop is one step of verified and
+announced bytes, which a child can then read.
 
-A member is a stream from its parent; where the relay has two trees it is two, each of half of the chunks. A stream
-begins a hop after its parent did, is never nearer than a hop behind it, and catches up when its links let it: chunks
-are small beside a line, so the line flows like water. A hop is a step: its child can read what a parent has read at
-once, verified and announced.
-
-    holder ==> a ==> b          no holder: a ring; each reads its part of storage, the rest comes round
+    holder ==> a ==> b          without a holder: a ring. Each member reads its part from storage and passes it on
                  ==> c (far)
+
+`relay` chooses upstreams, and `simulate` shares the links.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from penstock.plan.simulate import F64, Meter, Prediction, Span, Stage, assumed,
 from penstock.types import GB, I64
 
 PATIENCE_S = 0.5
-"""Seconds that a silent member holds its readers back. Source: `fetch.upstream.PATIENCE_S`."""
+"""Seconds that a silent member delays its readers. Source: `fetch.upstream.PATIENCE_S`."""
 READS_OF_ONE = 3
-"""Reads of one upstream under way, which share its link. Source: `fetch.run.READS_OF_ONE`."""
+"""Number of reads in flight from one upstream, which share its link. Source: `fetch.run.READS_OF_ONE`."""
 STEP_S = 0.02
-"""Reads grow until one of them takes this long. Source: `fetch.upstream.STEP_S`."""
+"""Reads grow until one of them takes this many seconds. Source: `fetch.upstream.STEP_S`."""
 MAX_STEP_CHUNKS = 128
-"""Chunks of the largest read. Source: `fetch.upstream.MAX_STEP_CHUNKS`."""
+"""Number of chunks in the largest read. Source: `fetch.upstream.MAX_STEP_CHUNKS`."""
 _STEPS = 4000
-"""Moments at which a copy is looked at: events within one of this many parts are taken together."""
+"""Number of time steps in a copy. Events within one step are handled together."""
 _ROUNDS = 16
 _NEAR_ENOUGH = 1e-6
 _UNBOUND = np.finfo(np.float64).max
@@ -43,44 +42,44 @@ _UNBOUND = np.finfo(np.float64).max
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedFleet:
-    """The members and their wants: GPU g of every node has part `g % parts`, and exchanges with those of its part."""
+    """The members and what they need. GPU g of every node has part `g % parts`, and exchanges it with its peers."""
 
     nbytes: int
-    """Of all parts together."""
+    """Number of bytes in all parts together."""
     parts: int = 1
-    """Ranks of a replica: 8 is tensor parallelism over a node's GPUs; 1: each GPU has all of it."""
+    """Number of ranks in a replica. 8 is tensor parallelism over a node's GPUs. With 1, each GPU has all weights."""
     holders: int = 1
-    """Replicas that are whole at the start, on the first GPUs; 0: all read storage, each a part."""
+    """Number of replicas that are complete at the start, on the first GPUs. With 0, each member reads from storage."""
 
 
 def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, seed: int = 0) -> Prediction:
     """Fill every GPU of the cluster.
 
     Args:
-        fleet: the weights, their parts and the holders at the start.
-        cluster: all of its GPUs take part.
-        rates: of the stages.
-        seed: chooses the order in which members came, the slow ones, and those that die and when.
+        fleet: The weights, their parts, and the holders at the start.
+        cluster: The cluster. All its GPUs take part.
+        rates: Rates of the stages.
+        seed: Seed for the order in which members join, the slow members, and the members that die.
 
     Raises:
-        PlanError: no replica fits, or there is neither a holder nor storage.
+        PlanError: The GPUs cannot be divided into replicas, or there is neither a holder nor storage.
     """
     cluster.check()
     rates.check()
     if fleet.nbytes < 1:
-        raise PlanError(f"the weights have {fleet.nbytes} bytes: there is nothing to fetch")
+        raise PlanError(f"the weights have {fleet.nbytes} bytes, so there is nothing to fetch")
     if fleet.parts < 1 or cluster.num_gpus % fleet.parts:
         raise PlanError(f"{cluster.num_gpus} GPUs cannot be divided into replicas of {fleet.parts}")
     if not 0 <= fleet.holders <= cluster.num_gpus // fleet.parts:
-        raise PlanError(f"{fleet.holders} holders: the cluster has {cluster.num_gpus // fleet.parts} replicas")
+        raise PlanError(f"{fleet.holders} holders, but the cluster has {cluster.num_gpus // fleet.parts} replicas")
     run = _Run(fleet, cluster, rates, seed)
     run.go()
     return run.prediction()
 
 
 def step_bytes(bytes_per_s: F64) -> F64:
-    """Return the bytes of one read of a stream of this rate: reads double until one takes `STEP_S`."""
-    # Those of one upstream share its link, so each takes as long as all of them.
+    """Return the number of bytes in one read of a stream with this rate. Reads double until one takes `STEP_S`."""
+    # The reads from one upstream share its link, so each takes as long as all of them.
     chunks = np.maximum(bytes_per_s * STEP_S / READS_OF_ONE / CHUNK_BYTES, 1.0)
     least: F64 = np.minimum(2.0 ** np.ceil(np.log2(chunks)), MAX_STEP_CHUNKS) * CHUNK_BYTES
     return least
@@ -89,7 +88,7 @@ def step_bytes(bytes_per_s: F64) -> F64:
 class _Run:
     """The events of one fetch.
 
-    Arrays of streams have one row for each GPU, then one for each again if there are two trees.
+    Arrays of streams have one row for each GPU. With two trees, a second row for each GPU follows.
     """
 
     def __init__(self, fleet: SimulatedFleet, cluster: Cluster, rates: Rates, seed: int) -> None:
@@ -107,7 +106,7 @@ class _Run:
         self.is_holder = self.gpu < fleet.holders * fleet.parts
         self.dead = np.zeros(count, bool)
         self.joined = np.random.default_rng((seed, 2)).permutation(count)
-        # Of streams from here on. Infinite until it happens.
+        # The arrays below are for streams. Times are infinite until they happen.
         self.have = np.where(self.is_holder, float(self.line), 0.0)
         self.start = np.where(self.is_holder, 0.0, np.inf)
         self.done = self.start.copy()
@@ -117,7 +116,7 @@ class _Run:
         self.relinked: list[str] = []
         self._plan_relay()
         slowest = min(cluster.nic_gb_per_s, cluster.nvlink_gb_per_s) * GB
-        # Of the slowest link, so that the steps are fine enough wherever the bottleneck is.
+        # Use the slowest link, so that the steps are small enough wherever the bottleneck is.
         copy_s = self.line / slowest
         self.quantum = copy_s / _STEPS
         self.deaths = self._deaths(copy_s, seed)
@@ -125,7 +124,7 @@ class _Run:
         self.from_storage = np.zeros(count)
 
     def _deaths(self, copy_s: float, seed: int) -> list[tuple[float, int]]:
-        """Return the members that die within the time of one copy, and when, in order."""
+        """Return the members that die during one copy, with their times, in order."""
         chance = np.random.default_rng((seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * self.cluster.num_gpus * copy_s / 3600)
         who = chance.permutation(np.flatnonzero(~self.is_holder))[:count]
@@ -133,19 +132,19 @@ class _Run:
 
     @property
     def part_line(self) -> float:
-        """Bytes of one stream in all."""
+        """Number of bytes in one stream."""
         return self.line / self.num_trees
 
     def _of_gpus(self, of_streams: F64) -> F64:
-        """Return the values of streams as [num_trees, num_gpus]."""
+        """Return values of streams as [num_trees, num_gpus]."""
         return of_streams.reshape(self.num_trees, len(self.gpu))
 
     def _is_filled(self) -> np.ndarray:
-        """Return whether each stream's member needs it no more: it was whole at the start, or is dead."""
+        """Return whether each stream's member needs no more data, because it was complete at the start or is dead."""
         return np.tile(self.is_holder | self.dead, self.num_trees)
 
     def _split(self) -> None:
-        """Go on with two streams for each member, of half of what is left and half of what it has."""
+        """Continue with two streams for each member, with half of the remaining and half of the received bytes each."""
         count, self.num_trees = len(self.gpu), NUM_TREES
         self.have, self.rate_of = np.tile(self.have / NUM_TREES, NUM_TREES), np.zeros(NUM_TREES * count)
         self.start, self.done = np.tile(self.start, NUM_TREES), np.tile(self.done, NUM_TREES)
@@ -154,7 +153,7 @@ class _Run:
         )
 
     def _plan_relay(self) -> None:
-        """Ask the project's relay, the same question for each part."""
+        """Ask Penstock's relay for the parents in each part."""
         parts, per_node, count = self.fleet.parts, self.cluster.gpus_per_node, len(self.gpu)
         all_have = self._of_gpus(self.have).sum(axis=0)
         upstream = np.where(self.parent >= 0, self.parent % count, -1).reshape(self.num_trees, count)
@@ -164,7 +163,7 @@ class _Run:
             mine = mine[~self.dead[mine]]
             chunks = np.minimum(all_have[mine] / self.line * self.num_chunks, self.num_chunks).astype(np.int64)
             whole = all_have[mine] >= self.line * (1 - 1e-12)
-            # One chunk less than whole until it is whole: rounding must not make it a holder in the relay's eyes.
+            # Count at most one chunk less than all, because a rounding error must not turn it into a holder.
             chunks = np.where(whole, self.num_chunks, np.minimum(chunks, self.num_chunks - 1))
             columns = (mine.tolist(), chunks.tolist(), self.joined[mine].tolist(), upstream[:, mine].T.tolist())
             nodes = [
@@ -189,13 +188,13 @@ class _Run:
         self.parent[:] = -1
         for relay in relays:
             for tree in range(self.num_trees):
-                # A part whose relay has one tree reads all chunks along that.
+                # If a part's relay has one tree, all chunks use this tree.
                 for child, parent in relay.trees[min(tree, len(relay.trees) - 1)].items():
                     self.parent[tree * count + int(child)] = tree * count + int(parent)
         self._measure()
 
     def _measure(self) -> None:
-        """Compute depths, and what a hop takes over each link."""
+        """Compute the depths, and the duration of a hop over each link."""
         count = len(self.gpu)
         self.streams = np.flatnonzero((self.parent >= 0) & ~self._is_filled())
         parent = self.parent[self.streams]
@@ -203,7 +202,7 @@ class _Run:
         self.links = np.zeros((len(self.parent), links.shape[1]), np.int64)
         self.links[self.streams] = links
         at, self.depth = self.parent.copy(), (self.parent >= 0).astype(np.int64)
-        # Not in a ring, where following the parents has no end.
+        # A ring is left out, because following the parents would not end.
         while self.fleet.holders and (at >= 0).any():
             at = np.where(at >= 0, self.parent[at], -1)
             self.depth += at >= 0
@@ -211,10 +210,10 @@ class _Run:
             np.bincount(links.reshape(-1), minlength=len(self._links.capacity)), 1
         )
         rate = share[links].min(axis=1)
-        # Of a ring, which storage paces, each chunk by itself.
+        # In a ring, each chunk is a step, because storage sets the pace.
         step = np.full(len(self.parent), float(min(CHUNK_BYTES, self.line)))
         if self.fleet.holders:
-            # No larger than the parent's: what that one announces at once is what there is to read.
+            # A step is not larger than the parent's, because the parent announces this many bytes at a time.
             step[:] = np.inf
             step[self.streams] = np.minimum(step_bytes(rate), self.part_line)
             for depth in range(1, int(self.depth.max(initial=0)) + 1):
@@ -222,22 +221,22 @@ class _Run:
                 step[some] = np.minimum(step[some], step[self.parent[some]])
         self.digest_s = np.where(np.isfinite(step), step / self.rates.digest_gb_per_s / GB + self.rates.step_s, 0.0)
         self.hop = np.zeros(len(self.parent))
-        # A whole holder has all of it verified and announced; a relay's step arrives first.
+        # A holder has verified and announced everything. A relay has to receive the step first.
         waits = ~self._is_filled()[parent] if self.fleet.holders else np.ones(len(parent), bool)
         self.hop[self.streams] = self.rates.hop_s + np.where(
             waits, step[self.streams] / rate + self.digest_s[self.streams], 0.0
         )
 
     def go(self) -> None:
-        """Run until every member that is alive has everything."""
-        # Without a holder every member reads a part of storage, and all of them end together: there are no events.
+        """Run until every member that is alive has all data."""
+        # Without a holder, every member reads a part of storage and all of them end together, so there are no events.
         if self.fleet.holders:
             self._flow()
         else:
             self._ring()
 
     def _flow(self) -> None:
-        """Move from event to event: a stream begins, ends, or catches up; a member dies; its readers find others."""
+        """Move from event to event: streams begin, end and catch up, members die, and readers find new parents."""
         now, deaths = 0.0, list(self.deaths)
         relink_s = np.inf
         while True:
@@ -255,8 +254,8 @@ class _Run:
             until = min(until, float(waits[waits > now].min(initial=np.inf)), relink_s)
             until = min(until, deaths[0][0]) if deaths else until
             assert np.isfinite(until), "a fetch that does not end"
-            # A quantum more, so that events close together are one step: their number, not the cluster's size, bounds
-            # the run.
+            # Add a quantum, so that close events are one step. The number of steps then limits the simulation's time,
+            # and not the size of the cluster.
             until = max(until, now) + self.quantum
             self._move(now, until, ready, rate)
             now = until
@@ -268,7 +267,7 @@ class _Run:
                 self._plan_relay()
 
     def _begin(self, now: float) -> None:
-        """Start streams whose parents have begun a hop ago, each by its parent's own beginning."""
+        """Start the streams whose parents began at least a hop ago, at a time that depends on their parent's start."""
         waiting = self.streams[~np.isfinite(self.start[self.streams])]
         while len(waiting):
             parent = self.parent[waiting]
@@ -280,7 +279,7 @@ class _Run:
             waiting = waiting[~known]
 
     def _rates(self, ready: I64) -> F64:
-        """Return each stream's rate now: its links' share, and its parent's rate where it has caught up with it."""
+        """Return each stream's current rate: its share of the links, limited by its parent if it has caught up."""
         if not len(ready):
             return np.zeros(0)
         links, parent = self.links[ready], self.parent[ready]
@@ -289,12 +288,12 @@ class _Run:
         place[ready] = np.arange(len(ready))
         bound = np.full(len(ready), _UNBOUND)
         rate = np.zeros(len(ready))
-        # A bound on one stream frees its links for others, which may then catch up: repeated until nothing changes.
+        # A limit for one stream frees its links for others, which may then catch up. Repeat until nothing changes.
         for _ in range(_ROUNDS):
             rate = fair_rates(links, self._links.capacity, bound)
             theirs = np.where(place[parent] >= 0, rate[place[parent]], 0.0)
             behind = self.have[parent] - self.have[ready]
-            # Behind by a hop's worth of bytes is as near as a stream gets; a byte is added for rounding.
+            # A stream can come as near as one hop's bytes. One byte is added for rounding.
             near = follows & (behind <= theirs * self.hop[ready] * (1 + _NEAR_ENOUGH) + 1.0)
             limit = np.where(near, self._least_above(rate, near, place[parent]), _UNBOUND)
             if np.array_equal(limit, bound) or np.allclose(limit, bound, rtol=_NEAR_ENOUGH):
@@ -306,7 +305,7 @@ class _Run:
 
     @staticmethod
     def _least_above(rate: F64, near: np.ndarray, parent: I64) -> F64:
-        """Return per stream the least rate of those above it, as far up as each follows the next."""
+        """Return each stream's minimum over the rates of the streams above it, as far up as each follows the next."""
         own = np.append(rate, 0.0)
         above = np.append(np.where(near, parent, -1), -1)
         least = np.where(above >= 0, own[above], np.where(np.append(near, False), 0.0, _UNBOUND))
@@ -316,7 +315,7 @@ class _Run:
         return least[:-1]
 
     def _caught_up_s(self, ready: I64, rate: F64) -> float:
-        """Return when the first stream that is faster than its parent has caught up with it."""
+        """Return the time until the first stream that is faster than its parent has caught up."""
         parent = self.parent[ready]
         theirs = self.rate_of[parent]
         gap = self.have[parent] - self.have[ready] - theirs * self.hop[ready]
@@ -329,25 +328,25 @@ class _Run:
         over = (moved >= left * (1 - 1e-12)) & (rate > 0)
         self.meter.add(now, until, self.links[ready], moved)
         self.have[ready] += moved
-        # Exactly: with the sum's rounding error the stream would never count as whole.
+        # Set the value exactly. With the sum's rounding error the stream would never count as complete.
         self.have[ready[over]] = self.part_line
         self.done[ready[over]] = now + left[over] / rate[over] + self.digest_s[ready[over]]
 
     def _die(self, who: int, now: float) -> None:
-        """Stop a member; those below it find others once they have lost patience."""
+        """Stop a member. Its readers find other parents after their patience has run out."""
         if self.dead[who]:
             return
         reads = (self.parent >= 0) & (self.parent % len(self.gpu) == who)
         below = len(np.unique(np.flatnonzero(reads) % len(self.gpu)))
-        self.relinked.append(f"GPU {who} dies at {now:.3f} s; {below} members that read it read others")
+        self.relinked.append(f"GPU {who} dies at {now:.3f} s; {below} of its readers read from other members")
         self.dead[who] = True
         self._of_gpus(self.rate_of)[:, who] = 0.0
-        # Without an upstream until `PATIENCE_S` has passed, when the relay is asked again.
+        # They have no upstream until `PATIENCE_S` has passed, and then the relay is asked again.
         self.parent[reads] = -1
         self._measure()
 
     def _ring(self) -> None:
-        """Read storage once, each member a part by its speed; then go as fast as the slowest link round the ring."""
+        """Read storage once, each member according to its speed. Then pass parts on at the rate of the slowest link."""
         cluster = self.cluster
         if not (cluster.node_storage_gb_per_s or cluster.storage_gb_per_s):
             hint = "give the cluster node_storage_gb_per_s, or storage_gb_per_s"
@@ -358,13 +357,13 @@ class _Run:
         self.storage_s = float((self.from_storage / read).max())
         self.meter.add(0.0, self.storage_s, self._links.from_storage(self.gpu), self.from_storage)
         if not len(self.streams):
-            # One member for each part: what it has read of storage is all of it.
+            # Each part has one member, and what it has read from storage is complete.
             self.start[:] = self.storage_s
             self.done[:] = self.storage_s
             return
         rate = fair_rates(self.links[self.streams], self._links.capacity)
         part = self.streams % self.fleet.parts
-        # Everything passes every link of its ring once, so the slowest one sets the pace of all.
+        # Everything passes every link of its ring once, so the slowest link sets the pace.
         slowest = np.full(self.fleet.parts, np.inf)
         np.minimum.at(slowest, part, rate)
         wanted = self.line - self.from_storage[self.streams]
@@ -377,7 +376,7 @@ class _Run:
         self.have[:] = self.line
 
     def prediction(self) -> Prediction:
-        """Return the result of the run. Order: after `go`."""
+        """Return the result of the run. Call `go` first."""
         fleet, cluster = self.fleet, self.cluster
         alive = ~self.dead & ~self.is_holder
         all_done = self._of_gpus(self.done)
@@ -386,10 +385,10 @@ class _Run:
         loads = self.meter.loads(total_s)
         limit_s = self.meter.limit_s(self.nominal)
         one_copy_s = self.line / (cluster.nic_gb_per_s if cluster.num_nodes > 1 else cluster.nvlink_gb_per_s) / GB
-        # The stream that ends last; its row is its GPU's in one of the trees.
+        # The stream that ends last. Its row belongs to its GPU in one of the trees.
         last = int(np.where(np.tile(alive, self.num_trees), self.done, -1.0).argmax())
         name = f"GPU {last % len(self.gpu)}"
-        # A stream starts a hop after its upstream's, so the last one's start is the sum of the hops above it.
+        # A stream starts one hop after its upstream, so the last one's start is the sum of the hops above it.
         hops_s = float(self.start[last]) if fleet.holders and np.isfinite(self.start[last]) else 0.0
         stages = [Stage(name="hops", member=name, busy_s=hops_s, detail=f"{int(self.depth[last])} deep")]
         if self.storage_s:
@@ -422,7 +421,7 @@ class _Run:
         )
 
     def _timeline(self, last: int) -> tuple[Span, ...]:
-        """Return the chain of the last member: its upstream, that one's upstream, and so on."""
+        """Return the chain of the last member: its upstream, the upstream's upstream, and so on."""
         spans: list[Span] = []
         at = last
         while at >= 0 and not self.is_holder[at % len(self.gpu)] and len(spans) < 64:

@@ -1,13 +1,11 @@
-"""Simulation of a sync: a `SyncPlan` over a described cluster, read by read.
+"""Simulate a sync: a `SyncPlan` on a described cluster, read by read.
 
-In: the plan, what each source transforms in which bucket, a cluster, rates. Out: a `Prediction`.
-Not here: the plan (`sync`), the sharing of links (`simulate`).
+    source:    transforms b0 | b1 | b2 ... one after the other. Digests that are requested go first, in order
+    receiver:  gets its part and the maps, then for each read: post -> wire -> digest, compare -> done
 
-    source:    transform b0 | b1 | b2 ...                  one after the other; requested digests, in turn, before it
-    receiver:  part, maps -> post -> wire -> digest, compare -> done   windows in order, two at a time, below a
-                               '<- next buffer <-'         watermark, as `sync.receive.transfer` does: sources of its
-                                                           node one after the other, others in parallel; their work
-                                                           in Python one after the other
+A receiver takes its windows in order, two at a time, below a watermark, as in `sync.receive.transfer`. Sources in its
+node come one after the other, and others in parallel. Its work in Python is sequential. `sync` makes the plan, and
+`simulate` shares the links.
 """
 
 from __future__ import annotations
@@ -41,52 +39,54 @@ from penstock.segments import Rectangles, spread
 from penstock.types import GB, I64, MIB
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
-"""Questions of an update whose answers it waits for: its part, the sources' maps; that it has the version. The first
-two are counted one after the other, as measured; receivers request them at once since, not measured on four GPUs."""
+"""Number of answers that an update waits for. Before the reads: its part and the sources' maps. After them: that it has
+the version. The first two are counted one after the other, as they were measured on four GPUs. Receivers have since
+changed to request both at once."""
 
 BUFFER_BYTES = PACK_BYTES // NUM_BUFFERS
 BATCH_BYTES = 1024 * MIB
-"""BF16 that a source transforms at once. Source: `sync.publish.transformed.BATCH_BYTES`, of codes."""
+"""Bytes of BF16 that a source transforms at once. Source: `sync.publish.transformed.BATCH_BYTES`, in codes."""
 
 _STEPS = 4000
-"""Least number of steps: reads that begin or end within one of this many parts of a run are taken together."""
+"""Minimum number of time steps. Reads that begin or end within the same step are handled together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWork:
-    """The reads of a sync as its receivers make them, in columns: by receiver, then by window; within a window the
-    sources take turns.
+    """The reads of a sync as its receivers make them, in columns.
+
+    They are sorted by receiver and by window. Within a window the sources take turns.
     """
 
     receiver: I64
     window: I64
-    """Number of the joined buckets that it belongs to, counted over all receivers."""
+    """Number of the read's window of joined buckets, counted over all receivers."""
     source: I64
     turn: I64
-    """Place of the source in the receiver's order."""
+    """Position of the source in the receiver's order."""
     bucket: I64
-    """The last bucket that it has bytes of: it can begin when the source has made that one."""
+    """Last bucket with bytes of the read. The read can begin when the source has made this bucket."""
     nbytes: I64
     far_s: F64
-    """Seconds that its runs cost beyond the node, where each is requested by itself; posting it is not included. Runs
-    that the source packs are left out."""
+    """Seconds for the read's runs outside the node, where each run is requested separately. It excludes posting, and
+    runs that the source packs."""
     packed_bytes: I64
-    """Beyond the node: bytes that the source packs, to be read from its buffers one after the other."""
+    """Number of bytes that the source packs for reads outside the node. They are read from its buffers in order."""
     packed_s: F64
-    """Seconds that requesting these costs then, run by run; posting the reads of buffers is not included."""
+    """Seconds to request these, run by run. It excludes posting the reads of buffers."""
     num_copies: I64
-    """Within the node: long runs, each of which is a copy of its own."""
+    """Number of long runs inside the node. Each of them is a separate copy."""
     short_bytes: I64
-    """Within the node: bytes of short runs, which a kernel of the reader copies."""
+    """Number of bytes in short runs inside the node, which a kernel of the reader copies."""
 
     @classmethod
     def of(cls, plan: SyncPlan, rates: Rates, *, watermark_bytes: int = WATERMARK_BYTES) -> StageWork:
-        """Return the steps into which each receiver cuts its part. Cost: that of all parts."""
+        """Return the steps into which each receiver cuts its part. This computes all parts."""
         names = ("window", "source", "turn", "bucket", "nbytes", "packed_bytes", "num_copies", "short_bytes")
         collected: dict[str, list[np.ndarray]] = {name: [np.zeros(0, np.int64)] for name in (*names, "receiver")}
         collected |= {"far_s": [np.zeros(0)], "packed_s": [np.zeros(0)]}
         num_windows = 0
-        # One part after the other: all parts of a trillion parameters at once would need gigabytes.
+        # Compute one part after the other, because all parts of a trillion parameters would need gigabytes.
         for r in range(len(plan.receivers)):
             part = plan.part(r)
             if not len(part.source):
@@ -107,17 +107,17 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     window = np.searchsorted(edges, bucket, side="right") - 1
     nbytes = part.run_bytes * part.num_rows
     far_s = np.where(part.run_bytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s) * part.num_rows
-    # Packed, a strip is one run. All strips of the part are judged at once, where a receiver judges read by read.
+    # A packed strip is one run. Here all strips of the part are decided at once, but a receiver decides for each read.
     is_packed = packable(_rectangles(part), BUFFER_BYTES if rates.pack_gb_per_s else 0)
     packed_bytes = np.where(is_packed, nbytes, 0)
     packed_s = np.where(is_packed, np.where(nbytes < SHORT_RUN_BYTES, rates.short_run_s, rates.run_s), 0.0)
     far_s = np.where(is_packed, 0.0, far_s)
-    # As `transport.Rectangles.longest_runs` has it: what lies in one piece at both ends is one run.
+    # Contiguous memory at both ends counts as one run, as in `transport.Rectangles.longest_runs`.
     is_whole = (part.src_pitch == part.run_bytes) & (part.dst_pitch == part.run_bytes)
     is_short = np.where(is_whole, nbytes, part.run_bytes) < SHORT_RUN_BYTES
     num_copies = np.where(is_short, 0, np.where(is_whole, 1, part.num_rows))
     short_bytes = np.where(is_short, nbytes, 0)
-    # By window and source, then cut where a step would be too large.
+    # Sort by window and source, then cut steps that would be too large.
     turn = part.turn_of(part.source)
     order = np.lexsort((bucket, turn, window))
     piece_bytes = step_bytes(watermark_bytes)
@@ -126,14 +126,14 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     piece, of = spread(np.zeros(len(cuts), np.int64), cuts), np.repeat(cuts, cuts)
 
     def share(column: np.ndarray) -> np.ndarray:
-        """Return what each piece has of a strip's bytes or copies."""
+        """Return each piece's share of a strip's bytes or copies."""
         each = np.repeat(column[order], cuts)
-        # As differences of rounded sums, so that the pieces add up to the whole exactly.
+        # Use differences of rounded sums, so that the pieces add up to exactly the whole.
         return each * (piece + 1) // of - each * piece // of
 
     amounts = {"nbytes": share(nbytes), "num_copies": share(num_copies), "short_bytes": share(short_bytes)}
     amounts["packed_bytes"] = share(packed_bytes)
-    # A piece of a strip with a long run is at least part of one copy; rounding down would make it free.
+    # A piece of a strip with a long run is at least part of one copy. Rounding down would make it free.
     amounts["num_copies"] = np.maximum(amounts["num_copies"], np.repeat((num_copies > 0)[order], cuts))
     amounts["far_s"] = np.repeat(far_s[order] / cuts, cuts)
     amounts["packed_s"] = np.repeat(packed_s[order] / cuts, cuts)
@@ -146,7 +146,7 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
     last = np.append(head[1:], len(window)) - 1
     pair = window[head] * (int(turn.max()) + 1) + turn[head]
     number = np.arange(len(head)) - np.searchsorted(pair, pair)
-    # The first read of every source, then the second of each, as `sync.receive.steps.cut` orders them.
+    # The first read of every source comes first, then the second of each, as `sync.receive.steps.cut` orders them.
     order = np.lexsort((number, window[head]))
     columns = {"window": window[head], "source": source[head], "turn": turn[head], "bucket": bucket[last]}
     columns |= {name: np.add.reduceat(column, head) for name, column in amounts.items()}
@@ -154,7 +154,7 @@ def _steps(part: ReceiverPlan, rates: Rates, watermark_bytes: int) -> dict[str, 
 
 
 def _rectangles(part: ReceiverPlan) -> Rectangles:
-    """Return the segments of a part, of all sources, as one table."""
+    """Return the segments of a part, from all sources, as one table."""
     return Rectangles(
         src=part.src,
         dst=part.dst,
@@ -166,7 +166,7 @@ def _rectangles(part: ReceiverPlan) -> Rectangles:
 
 
 def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequence[Layout]) -> I64:
-    """Return [num_sources, num_buckets]: bytes of BF16 that each source reads for the tensors it holds under a tag."""
+    """Return [num_sources, num_buckets]: bytes of BF16 that each source reads for its tensors with a tag."""
     bucket_of: dict[str, int] = {}
     for r, want in enumerate(wants):
         rows = slice(int(plan.want_first[r]), int(plan.want_first[r + 1]))
@@ -177,7 +177,7 @@ def transformed_bytes(plan: SyncPlan, holdings: Sequence[Layout], wants: Sequenc
         elements = np.array([f.box.num_elements if f.tag and f.dtype.bits <= 8 else 0 for f in holding.forms], np.int64)
         bucket = np.array([bucket_of.get(name, -1) for name in holding.names], np.int64)
         wanted = bucket >= 0
-        # Two bytes an element: a quantised tensor is made from its BF16 original.
+        # Count two bytes per element, because a quantised tensor is made from its BF16 original.
         np.add.at(nbytes[s], bucket[wanted], 2 * elements[holding.form[wanted]])
     return nbytes
 
@@ -195,22 +195,22 @@ def simulate_sync(
     one_node: bool = False,
     seed: int = 0,
 ) -> Prediction:
-    """Run the plan over the cluster; it grows to as many nodes as both sides need.
+    """Run the plan on the cluster, which gets as many nodes as both sides need.
 
     Args:
-        plan: of `plan_sync`.
-        cluster: sources take its first GPUs, receivers those from the next node on.
-        rates: of the stages.
-        transformed: bytes each source transforms in each bucket (`transformed_bytes`); None: nothing is.
-        watermark_bytes: most that a receiver has asked for and not verified.
-        reads_of_one: reads of one source under way; sources of the receiver's node count as one.
-        staged: the flip at the end counts: a copy of all bytes on the device.
-        in_arenas: staged targets lie in arenas (`subscriber(arena=True)`): the flip exchanges memory.
-        one_node: receivers take the next GPUs, be they of the sources' node.
-        seed: chooses the slow members and those that fail.
+        plan: Result of `plan_sync`.
+        cluster: Sources take its first GPUs, and receivers start on the next node.
+        rates: Rates of the stages.
+        transformed: Bytes that each source transforms in each bucket (`transformed_bytes`). None means no transforms.
+        watermark_bytes: Maximum number of bytes that a receiver has requested but not verified.
+        reads_of_one: Number of reads in flight from one source. Sources in the receiver's node count as one.
+        staged: Whether to count the flip at the end, which copies all bytes on the device.
+        in_arenas: Whether staged targets are in arenas (`subscriber(arena=True)`), so that the flip exchanges memory.
+        one_node: Whether receivers take the GPUs right after the sources', even in the same node.
+        seed: Seed for the slow and the failing members.
     """
     rates.check()
-    # Receivers begin on a node of their own, unless `one_node`: then on the GPU after the last source's.
+    # Receivers begin on a new node, or with `one_node` on the GPU after the last source's.
     per_node = 1 if one_node else cluster.gpus_per_node
     first = -(-len(plan.sources) // per_node) * per_node
     cluster = cluster.with_gpus(first + len(plan.receivers))
@@ -218,7 +218,7 @@ def simulate_sync(
     work = StageWork.of(plan, rates, watermark_bytes=watermark_bytes)
     ready = _ready(plan, rates, transformed)
     run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
-    # Nothing is transformed: all digests are there from the start, and are requested ahead of the reads.
+    # Without transforms, all digests exist from the start and are requested ahead of the reads.
     if transformed is None or not transformed.any():
         run.answered = _answered(work, rates)
     run.go()
@@ -267,13 +267,13 @@ _USED = (
 
 
 def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
-    """Return [num_sources, num_buckets + 1] when each source begins, and when readers may have each of its buckets.
+    """Return [num_sources, num_buckets + 1]: when each source begins, and when readers may have each of its buckets.
 
-    Digests that are asked for meanwhile are not in it: see `_Run._answer`.
+    This does not include digests that are requested during the transform. See `_Run._answer`.
     """
     ready = np.full((len(plan.sources), plan.num_buckets + 1), ANSWERS_BEFORE * rates.answer_s)
     if transformed is not None:
-        # One bucket after the other, in the order in which receivers read them, in batches.
+        # Buckets are transformed one after the other in batches, in the order in which receivers read them.
         nbytes = np.cumsum(transformed, axis=1)
         made = np.minimum(-(-nbytes // BATCH_BYTES) * BATCH_BYTES, nbytes[:, -1:])
         ready[:, 1:] += np.where(nbytes > 0, rates.step_s + made / rates.quantise_gb_per_s / GB, 0.0)
@@ -281,30 +281,30 @@ def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
 
 
 def _answered(work: StageWork, rates: Rates) -> F64:
-    """Return [num_reads] when digests arrive from sources that are ready: requested for many reads at once."""
+    """Return [num_reads]: when digests arrive from ready sources, if they are requested for many reads at once."""
     pair = work.source * (int(work.receiver.max(initial=0)) + 1) + work.receiver
     order = np.argsort(pair, kind="stable")
     begin = np.cumsum(work.nbytes[order]) - work.nbytes[order]
     turn = np.zeros(len(order), np.int64)
     turn[order] = (begin - begin[np.searchsorted(pair[order], pair[order])]) // ASK_BYTES
-    # Each source answers in turn: the first question of every receiver, then the second ...
+    # Each source answers the first question from every receiver, then the second ones, and so on.
     questions, which = np.unique(np.stack((work.source, turn, work.receiver)), axis=1, return_inverse=True)
     which = which.reshape(-1)
     took = np.bincount(which, weights=work.nbytes) / rates.digest_gb_per_s / GB + rates.step_s
     done = np.cumsum(took)
-    # The running sum is over all sources: what the sources before one took is subtracted.
+    # The running sum covers all sources, so subtract the time of the sources before this one.
     done -= (done - took)[np.searchsorted(questions[0], questions[0])]
     answered_s: F64 = (ANSWERS_BEFORE + 1) * rates.answer_s + done[which]
     return answered_s
 
 
 def queued(work: StageWork, near: npt.NDArray[np.bool_], num_receivers: int) -> list[tuple[deque[int], deque[int]]]:
-    """Return each receiver's reads within the node and those from beyond, in the order in which it asks for them.
+    """Return each receiver's reads inside the node and those from outside, in the order of its requests.
 
     Args:
-        near: whether each read is within the node.
+        near: Whether each read is inside the node.
     """
-    # As `sync.receive.transfer` has them: those within the node window after window, one source after the other.
+    # The order is that of `sync.receive.transfer`. Inside the node it is by window, then one source after the other.
     queues: list[tuple[deque[int], deque[int]]] = [(deque(), deque()) for _ in range(num_receivers)]
     order = np.lexsort((np.arange(len(near)), np.where(near, work.turn, 0), work.window))
     for read, r, is_near in zip(order.tolist(), work.receiver[order].tolist(), near[order].tolist(), strict=True):
@@ -336,7 +336,7 @@ class _Run:
         self._flow_links = links.between(work.source, first + work.receiver)
         self.first = np.searchsorted(work.receiver, np.arange(num_receivers + 1))
         count = len(work.receiver)
-        # When each read went through its stages, for the timeline.
+        # Times at which each read went through its stages, for the timeline.
         self.asked = np.zeros(count)
         self.posted = np.zeros(count)
         self.begun = np.zeros(count)
@@ -345,44 +345,44 @@ class _Run:
         self.done = np.zeros(num_receivers)
         self.nbytes_of = np.bincount(work.receiver, weights=work.nbytes, minlength=num_receivers)
         self.moved = 0.0
-        # Plain lists: they are read one number at a time, which costs several times as much of a numpy array.
+        # Use plain lists, because they are read one number at a time, which is several times slower with NumPy.
         self._receiver = work.receiver.tolist()
         self._source = work.source.tolist()
         self._nbytes = work.nbytes.tolist()
         self._window = work.window.tolist()
         near = links.near(work.source, first + work.receiver)
-        # Over NVLink short runs cost nothing each: a kernel copies those of a group.
+        # Over NVLink single short runs cost nothing, because a kernel copies a group of them.
         gathers = -(-work.short_bytes // GROUP_BYTES)
         near_s = (rates.near_post_s or rates.post_s) + work.num_copies * rates.copy_s + gathers * rates.gather_s
         cost_s = np.where(near, near_s, rates.post_s + work.far_s)
         self._cost_s = cost_s.tolist()
-        # The buffers that each read is read from, one after the other; the rest of it comes before them.
+        # Buffers that each read uses, one after the other. The rest of the read comes before them.
         packed_bytes = np.where(near, 0, work.packed_bytes)
         num_batches = -(-packed_bytes // BUFFER_BYTES)
         self._batch_bytes = (packed_bytes / np.maximum(num_batches, 1)).tolist()
         self._batch_s = (rates.post_s + work.packed_s / np.maximum(num_batches, 1)).tolist()
         self._batches_left = num_batches.tolist()
         self.cost_s = cost_s + num_batches * rates.post_s + np.where(near, 0.0, work.packed_s)
-        """Seconds of the receiver's host that posting each read takes, its buffers included."""
+        """Seconds for the receiver's host to post each read, including its buffers."""
         self._flow_bytes: list[float] = (work.nbytes - packed_bytes).tolist()
-        """What of each read goes over the wire next."""
+        """Number of bytes that each read sends over the wire next."""
         self._is_packed = [False] * count
-        """Whether that comes from a buffer."""
+        """Whether these bytes come from a buffer."""
         self._free_buffers: dict[int, int] = {}
         self._wait_buffer: dict[int, deque[int]] = {}
-        # When the source's device has packed what it was asked to so far.
+        # Time at which each source's device has packed everything that was requested so far.
         self._packer_free: dict[int, float] = {}
         stretch = links.stretch(work.nbytes, work.num_copies, work.short_bytes, rates)
         self._stretch = np.where(near, stretch, 1.0)
         self._ready: list[float] = ready[work.source, work.bucket + 1].tolist()
         self._transformed: list[float] = ready[:, -1].tolist()
-        """When each source has transformed all, undisturbed."""
-        # How long digests have held up each source's transform, and when its device has made those asked for so far.
+        """Time at which each source has transformed everything if nothing delays it."""
+        # How long digests have delayed each source's transform, and when its device has finished the requested digests.
         self._delay = [0.0] * len(ready)
         self._digest_free = [0.0] * len(ready)
         self.answered: F64 | None = None
-        """Of each read, when its digests come, of sources that are ready; None: they are asked for before each."""
-        # Reads that are not verified yet, by window; a receiver's windows are whole up to `_whole`.
+        """Time at which each read's digests arrive from ready sources. None means a request before each read."""
+        # Number of unverified reads for each window. A receiver's windows before `_whole` are complete.
         windows = int(work.window[-1]) + 1 if count else 0
         self._left = np.bincount(work.window, minlength=windows).tolist()
         self._window_stop = np.searchsorted(work.receiver, np.arange(1, num_receivers + 1)).tolist()
@@ -390,20 +390,20 @@ class _Run:
         self._whole = [self._window[start] if start < count else windows for start in self.first[:-1].tolist()]
         self._near = near.tolist()
         self._queues = queued(work, near, num_receivers)
-        # Reads within the node that may begin at once, and those that wait for it.
+        # Number of reads inside the node that may begin now, and the reads that wait for a turn.
         self._turns = [NEAR_READS] * num_receivers
         self._wait_turn: list[deque[int]] = [deque() for _ in range(num_receivers)]
-        # Reads and bytes under way, which the limits of a receiver are held to. Sources of the node count as one: -1.
+        # Reads and bytes in flight, for a receiver's limits. Sources in its node count as one, with number -1.
         self._flying = [0] * num_receivers
         self._of_one: dict[tuple[int, int], int] = {}
         self._unverified = [0] * num_receivers
-        # When the receiver's Python thread and its device have done what was given to them so far.
+        # Time at which the receiver's Python thread and its device have finished the work they were given.
         self._host_free = [0.0] * num_receivers
         self._device_free = [0.0] * num_receivers
         self._events: list[tuple[float, int, int]] = []
-        """Heap of the time, the read, and its next stage: see `_happen`."""
+        """Heap of the time, the read, and its next stage. See `_happen`."""
         self._new: list[int] = []
-        """Reads that were posted since the last step, and now take part in the sharing of links."""
+        """Reads that were posted since the last step, and take part in sharing the links from now on."""
 
     def go(self) -> None:
         """Run until every read is verified."""
@@ -413,7 +413,7 @@ class _Run:
             for column in self._flow_links.T
         )
         quantum = busiest / _STEPS
-        # Reads on the wire, and the bytes that each has left.
+        # Reads on the wire, and each one's remaining bytes.
         active: I64 = np.zeros(0, np.int64)
         left = np.zeros(0)
         for r in range(self.num):
@@ -423,13 +423,13 @@ class _Run:
             rates = fair_rates(self._flow_links[active], links.capacity) if len(active) else left
             ends = now + left / rates if len(active) else left
             first = min(float(ends.min(initial=np.inf)), self._events[0][0] if self._events else np.inf)
-            # Beyond the first event by a quantum: thousands of reads that end together are one step.
+            # Go one quantum beyond the first event, so that thousands of reads that end together are one step.
             until = first + quantum
             moved = np.minimum(rates * (until - now), left)
             over = ends <= until
-            # Exactly, and not by the product of rate and time, which leaves a rounding error under way.
+            # Set it exactly. The product of rate and time has a rounding error and would leave some bytes in flight.
             moved[over] = left[over]
-            # A stretched read holds its link for longer than its bytes need: only its bytes are counted as moved.
+            # A stretched read holds its link longer than its bytes need. Only its bytes count as moved.
             carried = moved / self._stretch[active]
             self.meter.add(now, until, self._flow_links[active], carried)
             self.moved += float(carried.sum())
@@ -448,13 +448,13 @@ class _Run:
                 left = np.concatenate((left, sent * self._stretch[fresh]))
 
     def _ask(self, r: int, at: float) -> None:
-        """Have a receiver ask for the reads that it may."""
+        """Make a receiver request the reads that its limits allow."""
         for queue in self._queues[r]:
             while queue and self._flying[r] < READS_AT_ONCE:
                 read = queue[0]
                 pair = self._pair(read)
                 room = self._watermark - self._unverified[r]
-                # A read larger than the watermark alone may go when nothing else is under way, or it never would.
+                # A read larger than the watermark may go when nothing else is in flight. Otherwise it never could.
                 late = self._window[read] >= self._whole[r] + AHEAD_WINDOWS or (
                     self._unverified[r] and self._nbytes[read] > room
                 )
@@ -468,14 +468,14 @@ class _Run:
                 heapq.heappush(self._events, (at, read, 0 if self.answered is not None else 7))
 
     def _pair(self, read: int) -> tuple[int, int]:
-        """Return what the limit of reads of one source is counted by."""
+        """Return the key for counting the reads from one source."""
         return self._receiver[read], -1 if self._near[read] else self._source[read]
 
     def _happen(self, at: float, read: int, what: int) -> None:
-        """Handle an event. 0: may be posted, 1: posted, 2: here, and so are its digests, 3: verified.
+        """Handle an event. 0: the read may be posted. 1: it is posted. 2: bytes and digests are here. 3: verified.
 
-        Of a read from buffers: 4: one of them is packed, 5: it is posted, 6: one is free again, after this read.
-        Of a read from a source that transforms: 7: its digests are asked for.
+        For reads from buffers, 4: a buffer is packed. 5: its read is posted. 6: a buffer is free after the read.
+        For reads from a source that transforms, 7: digests are requested.
         """
         r = self._receiver[read]
         if what == 0:
@@ -492,7 +492,7 @@ class _Run:
         elif what == 7:
             self._answer(read, at)
         elif what == 2:
-            # The host starts a kernel a slab, so a long read costs it more than a short one.
+            # The host starts a kernel for each slab, so a long read costs it more than a short one.
             slabs = self._nbytes[read] // SLAB_BYTES
             self._host_free[r] = max(self._host_free[r], at) + self.rates.step_s + slabs * self.rates.slab_s
             took = self._nbytes[read] / self.rates.digest_gb_per_s / GB
@@ -502,23 +502,23 @@ class _Run:
             self._check(r, read, at)
 
     def _answer(self, read: int, at: float) -> None:
-        """Have a source digest what a read will bring, once it is transformed."""
+        """Make a source digest the bytes of a read, once they are transformed."""
         source = self._source[read]
         ready_s = self._ready[read] + self._delay[source]
         if at < ready_s:
-            # Looked at again then: digests that others ask for meanwhile hold the transform up.
+            # Check again at that time, because digests for other readers may delay the transform.
             heapq.heappush(self._events, (ready_s, read, 7))
             return
         begun = max(at, self._digest_free[source])
         took = self.rates.step_s + self._nbytes[read] / self.rates.digest_gb_per_s / GB
         self._digest_free[source] = begun + took
-        # On a stream of a higher priority than the transform's.
+        # Digests run on a stream with higher priority than the transform, so they delay it.
         if begun < self._transformed[source] + self._delay[source]:
             self._delay[source] += took
         heapq.heappush(self._events, (begun + took + self.rates.answer_s, read, 0))
 
     def _post(self, read: int, at: float) -> None:
-        """Post a read; within the node, once fewer than `NEAR_READS` others are under way."""
+        """Post a read. Inside the node, wait until fewer than `NEAR_READS` others are in flight."""
         r = self._receiver[read]
         if self._near[read]:
             if not self._turns[r]:
@@ -526,12 +526,12 @@ class _Run:
                 return
             self._turns[r] -= 1
         self.posted[read] = start = max(self._host_free[r], at)
-        # Python posts one read at a time: reads share the wire, not the host.
+        # Python posts one read at a time. Reads share the wire, but not the host.
         self._host_free[r] = start + self._cost_s[read]
         heapq.heappush(self._events, (self._host_free[r], read, 1))
 
     def _sent(self, read: int, at: float) -> None:
-        """Note that what a read had on the wire is there: the rest, from buffers of the source, or all of it."""
+        """Handle the arrival of a read's bytes from the wire. It may continue with buffers from the source."""
         if self._is_packed[read]:
             self._batches_left[read] -= 1
             heapq.heappush(self._events, (at + self.rates.answer_s, read, 6))
@@ -541,7 +541,7 @@ class _Run:
             self._land(read, at)
 
     def _ask_packed(self, read: int, at: float) -> None:
-        """Have a read ask its source for the next buffer, or wait for one."""
+        """Make a read request the next buffer from its source, or wait for a free one."""
         source = self._source[read]
         self._flow_bytes[read], self._is_packed[read] = self._batch_bytes[read], True
         free = self._free_buffers.setdefault(source, NUM_BUFFERS)
@@ -552,7 +552,7 @@ class _Run:
         self._pack(read, at)
 
     def _give_buffer(self, source: int, at: float) -> None:
-        """Give a buffer that is free again to the read that waits longest."""
+        """Give a free buffer to the read that has waited longest."""
         waiting = self._wait_buffer.get(source)
         if waiting:
             self._pack(waiting.popleft(), at)
@@ -566,7 +566,7 @@ class _Run:
         heapq.heappush(self._events, (begun + took + self.rates.answer_s, read, 4))
 
     def _land(self, read: int, at: float) -> None:
-        """Note that a read's bytes are there: digested after those before them, compared with the source's."""
+        """Handle a complete read. It is digested after earlier reads, and compared with the source's digests."""
         r = self._receiver[read]
         self.landed[read] = at
         self._flying[r] -= 1
@@ -580,7 +580,7 @@ class _Run:
         self._ask(r, at)
 
     def _check(self, r: int, read: int, at: float) -> None:
-        """Note that a read is verified; if its window is whole, another one may begin."""
+        """Handle a verified read. If its window is complete, another window may begin."""
         self.verified[read] = at
         self.done[r] = max(self.done[r], at)
         self._unverified[r] -= self._nbytes[read]
@@ -591,7 +591,7 @@ class _Run:
 
 
 def _stages(run: _Run, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
-    """Return the time that the busiest member of each stage spent on it."""
+    """Return the time of each stage for its busiest member."""
     work = run.work
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
     reads = np.bincount(work.receiver, minlength=run.num)
@@ -613,7 +613,7 @@ def _stages(run: _Run, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[S
 
 
 def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
-    """Return the buckets of the source that gives most, and the windows of the receiver that was last."""
+    """Return the buckets of the source that sends most, and the windows of the receiver that finished last."""
     if not len(run.done) or not len(run.work.receiver):
         return ()
     last = int((run.done + flip_s).argmax())
@@ -643,20 +643,20 @@ def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span,
 
 
 def _failures(run: _Run, plan: SyncPlan, cluster: Cluster, total_s: float, seed: int) -> tuple[str, ...]:
-    """Return the members that die meanwhile, by the seed, and how many receivers stay on the version before."""
+    """Return the members that die according to the seed, and how many receivers stay on the previous version."""
     chance = np.random.default_rng((seed, 1))
     sides = len(plan.sources) + len(plan.receivers)
     count = int(chance.poisson(cluster.failures_per_gpu_hour * sides * total_s / 3600))
     texts = []
     for member in chance.choice(sides, min(count, sides), replace=False).tolist():
         at = float(chance.uniform(0.0, total_s))
-        # A receiver that dies takes nothing from the others; a source leaves those short that were not done with it.
+        # A receiver that dies does not affect others. A source that dies leaves receivers with incomplete versions.
         if member >= len(plan.sources):
             texts.append(f"{plan.receivers[member - len(plan.sources)]} dies at {at:.3f} s; it delays nobody")
             continue
         short = np.unique(run.work.receiver[(run.work.source == member) & (run.landed > at)])
         texts.append(
-            f"{plan.sources[member]} dies at {at:.3f} s; {len(short)} receivers stay on the version before until "
-            "another source, or a receiver that has it, gives the rest"
+            f"{plan.sources[member]} dies at {at:.3f} s; {len(short)} receivers stay on the previous version until "
+            "another source, or a receiver that has it, sends the rest"
         )
     return tuple(texts)
