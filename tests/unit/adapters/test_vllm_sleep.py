@@ -112,7 +112,7 @@ def test_engine_without_weight_versions_sleeps(load_format: str) -> None:
     core = Core()
     core.sleep(1)
     if load_format == "penstock":
-        with pytest.raises(RuntimeError, match="engine sleeps"):
+        with pytest.raises(RuntimeError, match="engine is asleep"):
             core.resume_scheduler()
     core.model_executor.sleeping_tags = set()
     assert core.resume_scheduler() == "resumed"

@@ -115,7 +115,10 @@ def save(
     sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM).")] = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Write compiled code to a signed bundle next to the model."""
+    """Write compiled code to a signed bundle.
+
+    The bundle is stored next to the model.
+    """
     import penstock_compile_cache
 
     saved = penstock_compile_cache.save(uri, key, at=at, private_key=sign)
@@ -135,9 +138,9 @@ def list_all(
     ] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """List the bundles next to a model, with their keys.
+    """List the bundles next to a model.
 
-    With a public key, also check their signatures.
+    Each line has the key of a bundle. With a public key, it also says whether the signature is valid.
     """
     import penstock_compile_cache
     from penstock.storage.locate import display

@@ -231,9 +231,9 @@ def bench_fetch(
     repeat: Annotated[int, typer.Option("--repeat", min=1, help="Number of fetches by each receiver.")] = 3,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Measure fetches of generated weights between processes on this host.
+    """Measure fetches between processes on this host.
 
-    Prints the seconds, GB/s and path of each receiver, and those of a plain copy, which is the limit.
+    The weights are generated. Prints the seconds, GB/s and path of each receiver, and those of a plain copy, which is the limit.
     """
     from penstock.loader.progress import Progress
     from penstock.loader.session import resolve_device

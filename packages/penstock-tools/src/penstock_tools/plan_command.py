@@ -184,7 +184,7 @@ def plan_convert(
     picture: PictureOption = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Predict the duration of a conversion from the headers.
+    """Predict a conversion from its headers.
 
     It places the conversion's tasks on a described cluster, stage by stage.
     """
@@ -260,7 +260,7 @@ def simulate_sync(
     picture: PictureOption = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Predict the duration of a sync for described ranks.
+    """Predict a sync for described ranks.
 
     It runs the planner's own plan on the cluster.
     """
