@@ -399,9 +399,9 @@ def test_installed_format_is_stored_and_dequantised(installed: Path, tmp_path: P
     ("change", "why"),
     [
         ({"tag": "nvfp4"}, "there is one"),
-        ({"tag": "a tag"}, "a tag is"),
+        ({"tag": "a tag"}, "a tag must be"),
         ({"block": (96, 64)}, "powers of two"),
-        ({"block": (64, 0)}, "has one row"),
+        ({"block": (64, 0)}, "must have one row"),
         ({"block": (256, 256)}, "powers of two"),
         ({"scaling": "nv"}, "F4 values"),
         ({"values": DType.BF16}, "F8_E4M3 or F4"),

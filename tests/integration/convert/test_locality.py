@@ -9,7 +9,7 @@ import pytest
 from benchmarks.bench_locality import rows
 
 from penstock.jobs.convert import convert
-from penstock.plan.placement import Given, Placement
+from penstock.plan.placement import Assignment, Placement
 from penstock.storage.cache import CACHE_CHUNK_BYTES
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
@@ -40,8 +40,8 @@ class Watched(Placement):
         self.holds[worker] = set(holds)
         super().join(worker, now, holds=self.holds[worker], at=at)
 
-    def next(self, worker: str, now: float) -> Given:
-        given = super().next(worker, now) if len(self.holds) == 2 else Given()
+    def next(self, worker: str, now: float) -> Assignment:
+        given = super().next(worker, now) if len(self.holds) == 2 else Assignment()
         for task in given.tasks:
             is_here = task in self.holds[worker] or not self.holds[worker] - self.begun
             assert is_here, f"{worker} runs {task}, and has the bytes of {self.holds[worker] - self.begun}"

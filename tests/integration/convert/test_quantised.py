@@ -189,7 +189,7 @@ def test_unknown_quantisation_is_refused_before_writing(llama: Path, tmp_path: P
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
     (source / "config.json").write_text(json.dumps(config))
-    with pytest.raises(PlanError, match="not there, or in no known layout"):
+    with pytest.raises(PlanError, match="missing or have an unknown layout"):
         made(source, tmp_path / "out", {"op": "dequantise"})
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 

@@ -60,7 +60,7 @@ def test_fetch_refuses_overlap_and_records_writes(host: Host, tmp_path: Path) ->
     loss = (weight * weight).sum()
     with ps.join("m") as fleet:
         for fallback in (tmp_path, None):
-            with pytest.raises(PlanError, match="share a part of their memory"):
+            with pytest.raises(PlanError, match="share part of their memory"):
                 fleet.fetch({"a": memory[:48], "b": memory[45:51]}, fallback=fallback)
         assert not memory.any()
         fleet.fetch({"a": weight, "b": memory[:6]}, fallback=tmp_path)

@@ -50,7 +50,7 @@ def test_runs_are_views_with_and_without_gaps() -> None:
         assert arena.bytes_at(offset, length).tolist() == [number + 1] * length
         assert not length or run.data_ptr() == arena.address + offset
     assert arena.runs_at([], []) == []
-    with pytest.raises(ConfigError, match="outside of an arena"):
+    with pytest.raises(ConfigError, match="outside an arena"):
         arena.runs_at([0, 2048], [100, 1000])
 
 

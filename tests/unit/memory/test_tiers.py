@@ -363,7 +363,7 @@ def test_full_disk_falls_back_to_source(caplog) -> None:
         tiers.put(block(0), source.of(block(0)))
         tiers.put(block(1), source.of(block(1)))
         assert tiers.where([block(0)]) == [SOURCE]
-        assert "does not go from gpu to disk: no room on the device" in caplog.text
+        assert "from gpu to disk: no room on the device" in caplog.text
         with tiers.pin(block(0)) as room:
             assert seen(room) == bytes(content(block(0)))
         assert source.reads[block(0)] == 2
@@ -406,7 +406,7 @@ def test_corrupt_disk_block_is_read_from_source(tmp_path: Path, caplog) -> None:
         tiers.drop(block(0))
         tiers.put(block(1), source.of(block(1)), again=False)
         tiers.demote(block(1))
-        with pytest.raises(IntegrityError, match="cannot use spilled bytes"):
+        with pytest.raises(IntegrityError, match="spilled bytes are damaged"):
             tiers.promote(block(1))
         assert tiers.where([block(1)]) == ["disk"]
     assert not list(tmp_path.iterdir())

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from penstock.errors import ConfigError, PlanError
-from penstock.plan.cluster import CLUSTERS, Cluster, ClusterLinks, Rates, from_json, slowdowns, to_json
+from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json, slowdowns, to_json
 from penstock.types import GB
+from penstock_tools.links import ClusterLinks
 
 H200 = CLUSTERS["h200"][0]
 

@@ -104,7 +104,7 @@ def test_coverage_proof_matches_counting(shape: tuple[int, ...], chance: random.
     [
         ([((0, 0), (4, 1)), ((0, 2), (4, 4))], r"no piece covers \[0:4, 1:2\)"),
         ([((0, 0), (4, 3)), ((0, 2), (4, 4))], r"two pieces cover \[0:4, 2:3\)"),
-        ([((0, 0), (4, 4)), ((0, 3), (4, 5))], r"a piece lies outside of it at \[0:4, 4:5\)"),
+        ([((0, 0), (4, 4)), ((0, 3), (4, 5))], r"a piece lies outside the box at \[0:4, 4:5\)"),
         ([((0, 0), (2, 4)), ((0, 0), (2, 4))], r"two pieces cover \[0:2, 0:4\)"),
         ([], r"no piece covers \[0:4, 0:4\)"),
     ],

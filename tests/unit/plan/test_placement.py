@@ -75,7 +75,7 @@ def play(
         if name not in queue or (task >= 0 and at_turn != turn[name]):
             continue
         if task < 0:
-            placement.lost(name)
+            placement.remove(name)
             del queue[name]
         else:
             queue[name].remove(task)
@@ -154,7 +154,7 @@ def test_workers_on_host_share_reserved_tasks():
     assert placement.next("a", 0.0).tasks == (12, 13, 14, 15)
     assert placement.next("c", 0.0).tasks == (0, 1, 2, 3)
     assert placement.next("b", 0.0).tasks == (16, 17, 18, 19)
-    placement.lost("a")  # its host is still there, and what is kept there
+    placement.remove("a")  # its host is still there, and what is kept there
     for task in (0, 1, 2, 3):
         placement.done("c", task, 1.0)
     assert placement.next("c", 1.0).tasks == (12, 13, 14, 15)
@@ -162,7 +162,7 @@ def test_workers_on_host_share_reserved_tasks():
     for task in (16, 17, 18, 19):
         placement.done("b", task, 1.0)
     assert placement.next("b", 1.0).tasks == (20, 21, 22, 23)
-    placement.lost("b")  # the last of the host: what was kept there is anybody's
+    placement.remove("b")  # the last of the host: what was kept there is anybody's
     for task in (12, 13, 14, 15):
         placement.done("c", task, 2.0)
     assert placement.next("c", 2.0).tasks == (20, 21, 22, 23)
@@ -192,7 +192,7 @@ def test_busy_hosts_do_not_steal_remote_tasks():
             given[name] += placement.next(name, now).tasks
         now += 1.0
         for name in pace:
-            placement.done(name, placement.given(name)[0], now)
+            placement.done(name, placement.assigned(name)[0], now)
     assert now == pytest.approx(100.0)
     assert all(where[task] == f"host {i // 2}" for i, name in enumerate(pace) for task in given[name])
 
@@ -215,7 +215,7 @@ def test_completion_from_lost_worker_counts():
     placement = Placement([10, 10])
     placement.join("a", 0.0)
     placement.next("a", 0.0)
-    placement.lost("a")
+    placement.remove("a")
     assert placement.done("a", 0, 1.0).first
     placement.join("b", 1.0)
     assert placement.next("b", 1.0).tasks == (1,)
@@ -233,7 +233,7 @@ def test_worker_queue_is_limited_and_joins_once():
     placement.join("a", 0.0)
     assert len(placement.next("a", 0.0).tasks) == DEPTH
     assert placement.next("a", 0.0).tasks == ()
-    assert len(placement.given("a")) == DEPTH
+    assert len(placement.assigned("a")) == DEPTH
     with pytest.raises(PlanError, match="joined twice"):
         placement.join("a", 1.0)
 
@@ -273,7 +273,7 @@ def test_random_call_order_completes_every_task(seed):
         elif what < 0.25 and len(here) > 1:
             name = here.pop(chance.randrange(len(here)))
             gone += [(name, task) for task in given_to.pop(name)]
-            placement.lost(name)
+            placement.remove(name)
         elif what < 0.6:
             name = chance.choice(here)
             got = placement.next(name, now)
@@ -291,7 +291,7 @@ def test_random_call_order_completes_every_task(seed):
         now += 100.0
         for name in here:
             placement.next(name, now)
-            for task in placement.given(name):
+            for task in placement.assigned(name):
                 firsts.add(task)
                 placement.done(name, task, now)
     assert firsts == set(range(count))

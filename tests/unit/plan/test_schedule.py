@@ -162,7 +162,7 @@ def test_only_small_rows_share_slabs() -> None:
 def test_box_outside_tensor_raises_plan_error() -> None:
     with pytest.raises(PlanError, match="outside"):
         box_runs((2, 3), Box(start=(0, 0), stop=(2, 4)), 8)
-    with pytest.raises(PlanError, match="inside a byte"):
+    with pytest.raises(PlanError, match="through a byte"):
         box_runs((4, 4), Box(start=(0, 1), stop=(4, 2)), 4)
     with pytest.raises(PlanError, match="multiple"):
         plan_load(_empty(), file_nbytes=[], chunk_bytes=5, align_bytes=2)

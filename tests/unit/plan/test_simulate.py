@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.simulate import fair_rates
+from penstock_tools.links import fair_rates
 
 
 def rates(links: list[list[int]], capacity: list[float], bound: list[float] | None = None) -> list[float]:

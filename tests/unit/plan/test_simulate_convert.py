@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import PlanError
 from penstock.plan.cluster import CLUSTERS, H200_RATES, Cluster, Rates
-from penstock.plan.simulate import svg
 from penstock.plan.simulate_convert import SILENCE_S, simulate_convert
 from penstock.types import GB
+from penstock_tools.picture import svg
 
 RATES = msgspec.structs.replace(H200_RATES, quantise_gb_per_s=100.0, worker_gb_per_s=0.0, host_gb_per_s=0.0)
 
@@ -94,7 +94,7 @@ def test_tasks_of_dead_worker_are_repeated() -> None:
 def test_empty_job_takes_no_time() -> None:
     found = run(0, cluster(2))
     assert (found.predicted_s, found.moved_bytes, found.links) == (0.0, 0, ())
-    with pytest.raises(PlanError, match="in_bytes has 2 tasks, and out_bytes 1"):
+    with pytest.raises(PlanError, match="in_bytes has 2 tasks, but out_bytes has 1"):
         simulate_convert(np.ones(2, np.int64), np.ones(1, np.int64), cluster(1), RATES)
 
 

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
-from penstock.plan.simulate import fair_rates, svg
 from penstock.plan.sync import AHEAD_WINDOWS, NEAR_READS, READS_OF_ONE, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
+from penstock_tools.links import fair_rates
+from penstock_tools.picture import svg
 from penstock_tools.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
 from penstock_tools.simulate_sync import BATCH_BYTES, StageWork, queued, simulate_sync, transformed_bytes
 

@@ -152,7 +152,7 @@ def test_wide_tensors_are_laid_out_first():
 
 
 def test_duplicate_tensor_name_is_refused():
-    with pytest.raises(PlanError, match="one name") as caught:
+    with pytest.raises(PlanError, match="same name") as caught:
         lay_out([spec("a", (1,)), spec("b", (1,)), spec("a", (2,))], shard_bytes=100)
     assert caught.value.tensor == "a"
 

@@ -25,7 +25,7 @@ def test_unaligned_shard_owns_whole_blocks() -> None:
     assert (codes.name, codes.dtype, codes.box) == ("a.weight", DType.F8_E4M3, mine)
     assert (scales.name, scales.shape) == ("a.weight_scale_inv", (8, 4))
     assert scales.box == Box(start=(1, 0), stop=(3, 4))
-    with pytest.raises(PlanError, match=r"widen it to \[\(0, 0\), \(384, 512\)\)"):
+    with pytest.raises(PlanError, match=r"widen the box to \[\(0, 0\), \(384, 512\)\)"):
         outputs(form, "a.weight", DType.BF16, (1000, 512), held)
 
 
@@ -73,13 +73,13 @@ def test_channel_and_tensor_scales_need_whole_rows() -> None:
 @pytest.mark.parametrize(
     ("tag", "dtype", "shape", "says"),
     [
-        ("fp8-block128", DType.I32, (4, 4), "not quantised"),
-        ("fp8-block128", DType.F8_E4M3, (4, 4), "not quantised"),
+        ("fp8-block128", DType.I32, (4, 4), "cannot be quantised"),
+        ("fp8-block128", DType.F8_E4M3, (4, 4), "cannot be quantised"),
         ("fp8-channel", DType.BF16, (4,), "2 or more dims"),
         ("mxfp8", DType.BF16, (4, 33), "divisible by 32"),
         ("nvfp4", DType.BF16, (4, 24), "divisible by 16"),
         ("nvfp4", DType.BF16, (2, 4, 16), "needs 2 dims"),
-        ("cast:F32", DType.I64, (4,), "not cast"),
+        ("cast:F32", DType.I64, (4,), "cannot be cast"),
     ],
 )
 def test_unsupported_input_raises(tag: str, dtype: DType, shape: tuple[int, ...], says: str) -> None:

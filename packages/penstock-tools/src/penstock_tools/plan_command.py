@@ -438,7 +438,7 @@ _LISTED = 8
 def write_prediction(prediction: Prediction, cluster: str, format: OutputFormat, picture: Path | None) -> None:
     """Write a prediction to stdout, and its picture to a file."""
     if picture is not None:
-        from penstock.plan.simulate import svg
+        from penstock_tools.picture import svg
 
         try:
             picture.write_text(svg(prediction), encoding="utf-8")

@@ -234,7 +234,7 @@ def test_modelopt_nvfp4_matches_its_library(second):
 
 
 def test_unknown_modelopt_formats_are_refused():
-    with pytest.raises(PlanError, match="'W4A16_AWQ' is none of FP8, NVFP4"):
+    with pytest.raises(PlanError, match="'W4A16_AWQ' is not one of FP8, NVFP4"):
         Dequantise("BF16", NVFP4 | {"quant_algo": "W4A16_AWQ"}).recipes([table_of(modelopt())])
 
 

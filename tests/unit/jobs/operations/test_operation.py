@@ -80,7 +80,7 @@ def test_rename_applies_first_rule_and_drops_empty():
 
 def test_rename_to_duplicate_name_is_refused_at_layout():
     recipes = Rename((("[ab]", "c"),)).recipes([table(a=(1,), b=(1,))])
-    with pytest.raises(PlanError, match="one name"):
+    with pytest.raises(PlanError, match="same name"):
         lay_out([recipe.outputs[0].spec for recipe in recipes], shard_bytes=1000)
 
 

@@ -124,7 +124,7 @@ def test_user_rules_come_first():
 def test_tensors_without_rule_are_listed():
     with pytest.raises(PlanError, match=r"no rule says how to split 2 tensors: a, b"):
         Reshard(2).recipes([table_of({"a": torch.zeros(4), "b": torch.zeros(4), "c.norm": torch.zeros(4)})])
-    with pytest.raises(PlanError, match="the number of heads is not known"):
+    with pytest.raises(PlanError, match="the number of heads is unknown"):
         Reshard(2).recipes([table_of({"a.qkv_proj.weight": torch.zeros(16, 2)})])
 
 
@@ -216,7 +216,7 @@ def test_differing_head_copies_are_refused(name, want):
 
 def test_heads_in_another_module_are_not_repeated():
     encoder = {"vision.q_proj.weight": torch.zeros(64, 2), "vision.k_proj.weight": torch.zeros(64, 2)}
-    with pytest.raises(PlanError, match="are not 2 and 8 heads") as caught:
+    with pytest.raises(PlanError, match="do not match 2 and 8 heads") as caught:
         Reshard(4, heads=(8, 2)).recipes([table_of(encoder)])
     assert caught.value.tensor == "vision.k_proj.weight"
     assert len(Reshard(4, heads=(8, 2), rules=(("vision", "0"),)).recipes([table_of(encoder)])) == 2
@@ -266,7 +266,7 @@ def test_heads_are_found_in_every_configuration(config, heads):
 def test_unknown_key_heads_are_refused(sources):
     # Sixteen rows of keys may be one head, two or more.
     one = {"a.q_proj.weight": torch.zeros(64, 2), "a.k_proj.weight": torch.zeros(16, 2)}
-    with pytest.raises(PlanError, match="their numbers are not known") as caught:
+    with pytest.raises(PlanError, match="their numbers are unknown") as caught:
         Reshard(2 if sources == 1 else 1).recipes([table_of(one)] * sources)
     assert caught.value.tensor == "a.k_proj.weight"
     assert len(Reshard(2, heads=(8, 2)).recipes([table_of(one)])) == 2

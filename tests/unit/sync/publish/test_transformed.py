@@ -133,7 +133,7 @@ def test_several_formats_select_tensors_by_pattern() -> None:
         ("layers.1.w.weight", "fp8-block128"),
         ("layers.1.w.weight", "mxfp8"),
     ]
-    with pytest.raises(ConfigError, match="no transform is called"):
+    with pytest.raises(ConfigError, match="there is no transform"):
         choose("fp9", rows)
 
 

@@ -192,7 +192,7 @@ def test_part_from_older_release_has_default_first_source() -> None:
     holdings, wants = sharded("p", SHAPES, 0, 2, 1), sharded("s", SHAPES, 1, 2, 1)
     part = parts(holdings, wants, 4096)[1]
     for wrong in (-1, 2, 1 << 63):
-        with pytest.raises(PlanError, match="begins with source"):
+        with pytest.raises(PlanError, match="first_source is"):
             replace(part, first_source=wrong).check(src_nbytes=[1 << 30] * 2, dst_nbytes=1 << 30)
     known = msgspec.msgpack.decode(encode(part))
     assert known.pop("first_source") == 1

@@ -1,11 +1,8 @@
-"""The CUDA driver by ctypes, without torch: its calls and their errors, and streams and events that are used again.
+"""The CUDA driver through ctypes, without torch: its calls, typed errors, and pools of streams and events.
 
-In: addresses, handles, streams and events as numbers. Out: the same; a refusal of the driver is a typed error.
-Not here: the use of the calls (`transport.cuda_ipc`, `transport.into_device`, `engine.place`), allocation
-(`memory.arena`, torch), kernels for short copies (`gather`, `pack`).
-
-Every call but the first acts in the calling thread's current context: `with driver.entered(device)`. Not by torch: it
-lets go of the interpreter's lock in each copy, and has no call for another process's memory behind a file descriptor.
+Addresses, handles, streams and events are numbers. Every call except the first acts in the current context of the
+calling thread: `with driver.entered(device)`. Torch is not used, since it releases the interpreter's lock in each copy
+and cannot map another process's memory from a file descriptor.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ from penstock.types import U64
 IPC_HANDLE_BYTES = 64
 """Source: CUDA driver API, CU_IPC_HANDLE_SIZE."""
 
-_NO_PEER = (ConfigError, "these devices cannot reach each other's memory; use another transport")
-_NO_DEVICE = (ConfigError, "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
-_NO_SUPPORT = (ConfigError, "this driver or this memory does not do it; use another transport")
+_NO_PEER = (ConfigError, "these devices cannot reach each other's memory, so use a different transport")
+_NO_DEVICE = (ConfigError, "check CUDA_VISIBLE_DEVICES and nvidia-smi")
+_NO_SUPPORT = (ConfigError, "this driver or memory does not support it, so use a different transport")
 ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
     2: (DeviceOutOfMemory, "free memory on the device"),
     36: _NO_SUPPORT,
@@ -43,7 +40,7 @@ ERRORS: Mapping[int, tuple[type[PenstockError], str]] = {
     803: _NO_SUPPORT,
     804: _NO_SUPPORT,
 }
-"""The error and hint of each CUresult; any other code is a DestinationError, since our own device failed."""
+"""Error and hint of each CUresult. Any other code is a DestinationError, since our device failed."""
 
 
 class IpcHandle(ctypes.Structure):
@@ -150,12 +147,12 @@ QUICK = frozenset(
     {"cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuEventRecord", "cuEventQuery"}
     | {"cuMemcpyAsync", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"}
 )
-"""Calls of a microsecond or two. They keep the interpreter's lock: after letting go of it a thread waits 5 ms for it
-where another thread has Python to run. A copy on a stream that has `QUEUE_DEPTH` waiting lasts until the device goes
-on: where so many may wait, `CudaDriver.copy` lets go of the lock."""
+"""Calls of a microsecond or two, which keep the interpreter's lock. After releasing it a thread may wait 5 ms for it
+while another thread runs Python. A copy on a stream with `QUEUE_DEPTH` waiting copies blocks until the device
+continues. `CudaDriver.copy` releases the lock where so many may wait."""
 
 QUEUE_DEPTH = 1000
-"""Copies that wait on a stream before the next call waits too. Source: measured on one H200, at copy 1,021."""
+"""Waiting copies on a stream after which the next call blocks. Source: measured on one H200, at copy 1,021."""
 
 NOT_READY = 600
 _LAZY_PEER_ACCESS = _PORTABLE = _STREAM_NON_BLOCKING = _SRC_ORDER_STREAM = _POSIX_FD = _ON_DEVICE = 1
@@ -176,32 +173,32 @@ _PEER_ACCESS_ALREADY_ENABLED = 704
 """Source: CUDA 13.0, cuda.h."""
 
 PITCHED_BYTES = 4 << 10
-"""Bytes of a run from which on a rectangle may go by the copy engines."""
+"""Minimum size of a run for a rectangle to be copied by the copy engines."""
 
 PITCHED_LEAST_BYTES = 1 << 20
-"""Bytes of a rectangle from which on it is one copy of the copy engines, if its runs are `PITCHED_BYTES` long: no
-faster than a kernel (benchmarks/results/h200x4_202611/sync.md), but no processor of the device takes part. Of smaller
-rectangles there are too many for a call each."""
+"""Minimum size of a rectangle to be one copy of the copy engines, if its runs are `PITCHED_BYTES` long. It is no faster
+than a kernel (benchmarks/results/h200x4_202611/sync.md), but uses no processor of the device. Smaller rectangles are
+too many for one call each."""
 
 PITCH_LIMIT = 1 << 31
 """Source: CU_DEVICE_ATTRIBUTE_MAX_PITCH of these devices, 2^31 - 1."""
 
 _FEW = 8
-"""Copies up to which they are queued one by one, each by a call that keeps the interpreter's lock."""
+"""Maximum number of copies that are queued one by one, each by a call that keeps the interpreter's lock."""
 
 
 @functools.cache
 def load_driver() -> CudaDriver:
-    """Return the driver of this process, initialised. ConfigError where there is none, or no device."""
+    """Return the initialised driver of this process. Raises ConfigError if there is no driver or no device."""
     return CudaDriver()
 
 
 _NVML_TEXT_BYTES = 80
-"""Room for the driver's version. Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
+"""Size of the buffer for the driver's version. Source: NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
 
 
 def installed_version() -> str:
-    """Return the version of NVIDIA's driver, as `580.95.05`, by NVML; empty: NVML is not there."""
+    """Return the version of NVIDIA's driver from NVML, such as `580.95.05`, or an empty string without NVML."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -216,49 +213,51 @@ def installed_version() -> str:
 
 
 def ordinal(device: str) -> int:
-    """Return the number of a CUDA device. ConfigError for a device of another kind, or without a number."""
+    """Return the number of a CUDA device. Raises ConfigError for other devices, and for a device without a number."""
     kind, _, index = device.partition(":")
     if kind != "cuda" or not index.isdecimal():
-        raise ConfigError(f"CUDA memory is required, not {device}", hint="name a device with its number, as cuda:0")
+        raise ConfigError(
+            f"CUDA memory is required, not {device}", hint="name a device with its number, such as cuda:0"
+        )
     return int(index)
 
 
 class CudaDriver:
-    """The driver's calls; one object for the process, made by `load_driver`."""
+    """Calls of the driver. `load_driver` returns the one object of the process."""
 
     def __init__(self) -> None:
         try:
-            waiting, quick = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
+            releasing, holding = ctypes.CDLL("libcuda.so.1"), ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise ConfigError(f"no CUDA driver: {error}") from error
-        # Two views of one library: calls by CDLL let go of the interpreter's lock, those by PyDLL keep it (`QUICK`).
+        # Calls through CDLL release the interpreter's lock, and calls through PyDLL hold it (`QUICK`).
         self._calls: dict[str, Any] = {}
         for name, signature in SIGNATURES.items():
-            call = getattr(quick if name in QUICK else waiting, name)
+            call = getattr(holding if name in QUICK else releasing, name)
             call.argtypes = signature
             self._calls[name] = call
-        self._batch = getattr(waiting, "cuMemcpyBatchAsync_v2", None)
+        self._batch = getattr(releasing, "cuMemcpyBatchAsync_v2", None)
         self._batch_names_failed = False
         if self._batch is None:
-            # The driver of CUDA 12.8 and 12.9 has one argument more, for the number of the copy that failed.
-            self._batch = getattr(waiting, "cuMemcpyBatchAsync", None)
+            # The drivers of CUDA 12.8 and 12.9 have one more argument, for the number of the copy that failed.
+            self._batch = getattr(releasing, "cuMemcpyBatchAsync", None)
             self._batch_names_failed = True
-        # Called for every chunk of a load, by a thread that nothing else may hold up.
+        # Looked up once, since a thread that must not be delayed calls it for every chunk of a load.
         self._copy_to_device = self._calls["cuMemcpyHtoDAsync_v2"]
-        self._waiting_copy = waiting.cuMemcpyAsync
-        self._waiting_copy.argtypes = SIGNATURES["cuMemcpyAsync"]
+        self._releasing_copy = releasing.cuMemcpyAsync
+        self._releasing_copy.argtypes = SIGNATURES["cuMemcpyAsync"]
         self._record, self._query = self._calls["cuEventRecord"], self._calls["cuEventQuery"]
         self._contexts: dict[int, int] = {}
         self._do("cuInit", 0)
 
     def _do(self, name: str, *arguments: Any) -> None:
-        """Make a call; raise the error of its code."""
+        """Make a call, and raise the error for its code."""
         code = self._calls[name](*arguments)
         if code:
             self.fail(name, code)
 
     def fail(self, name: str, code: int) -> None:
-        """Raise the error that this code stands for; see `ERRORS`."""
+        """Raise the error for this code; see `ERRORS`."""
         text = ctypes.c_char_p()
         self._calls["cuGetErrorName"](code, ctypes.byref(text))
         kind, hint = ERRORS.get(code, (DestinationError, "see CUresult in the CUDA driver API"))
@@ -276,7 +275,7 @@ class CudaDriver:
 
     @contextmanager
     def entered(self, device: int) -> Iterator[None]:
-        """Make the device's primary context, which torch uses too, that of this thread, for a `with` block."""
+        """Make the device's primary context, which torch uses too, current in this thread for a `with` block."""
         self._do("cuCtxPushCurrent_v2", self._context(device))
         try:
             yield
@@ -284,7 +283,7 @@ class CudaDriver:
             self._do("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _context(self, device: int) -> int:
-        # Retained once and never released: torch uses the same context until the process ends.
+        # Retain the context once and never release it, since torch uses it until the process ends.
         if device not in self._contexts:
             self._contexts[device] = self._get("cuDevicePrimaryCtxRetain", self._ordinal(device))
         return self._contexts[device]
@@ -293,35 +292,36 @@ class CudaDriver:
         return self._get("cuDeviceGet", device) & 0x7FFFFFFF
 
     def enable_peer(self, device: int) -> None:
-        """Let the current context reach memory of another device of this process, if it can."""
-        # Codes of `ERRORS`, as that these devices cannot reach each other, are left to the copies that need it.
+        """Let the current context reach memory of another device of this process, if possible."""
+        # Codes of `ERRORS`, such as devices that cannot reach each other, are left to the copies that need the access.
         code = self._calls["cuCtxEnablePeerAccess"](self._context(device), 0)
         if code not in (0, _PEER_ACCESS_ALREADY_ENABLED) and code not in ERRORS:
             self.fail("cuCtxEnablePeerAccess", code)
 
     def address_range(self, address: int) -> tuple[int, int]:
-        """Return start and length of the allocation behind an address; of virtual memory, of the piece behind it."""
+        """Return start and length of the allocation at an address. For virtual memory it is one mapped piece."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         self._do("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(nbytes), address)
         return base.value, nbytes.value
 
     def ipc_handle(self, base: int) -> bytes | None:
-        """Return the handle by which another process opens the allocation; None: its kind has none."""
-        # Any error means that there is no handle: the caller tries file descriptors next, and those say why not.
+        """Return the handle by which another process opens the allocation, or None if this kind of memory has no
+        handle."""
+        # Any error means that there is no handle. The caller tries file descriptors next, and those report the reason.
         handle = IpcHandle()
         return None if self._calls["cuIpcGetMemHandle"](ctypes.byref(handle), base) else bytes(handle.reserved)
 
     def ipc_open(self, handle: bytes) -> int:
-        """Return the local address of another process's allocation, valid until `ipc_close`."""
+        """Return the local address of another process's allocation, which is valid until `ipc_close`."""
         return self._get("cuIpcOpenMemHandle_v2", IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
 
     def ipc_close(self, address: int) -> None:
-        """Undo `ipc_open`; ignore errors."""
-        # Called by finalizers, which have no caller to raise to. A device that failed reports it at the next call.
+        """Undo `ipc_open`, and ignore errors."""
+        # Finalizers call this and have no caller to raise to. A device that failed reports it at the next call.
         self._calls["cuIpcCloseMemHandle"](address)
 
     def export_fd(self, address: int) -> int | None:
-        """Return a file descriptor of the physical memory behind an address; None: it was not made to be shared."""
+        """Return a file descriptor of the physical memory at an address, or None if it cannot be shared."""
         value = ctypes.c_uint64()
         if self._calls["cuMemRetainAllocationHandle"](ctypes.byref(value), address):
             return None
@@ -337,20 +337,20 @@ class CudaDriver:
             self._do("cuMemRelease", value.value)
 
     def reserve(self, nbytes: int) -> int:
-        """Reserve a range of addresses without memory behind it."""
+        """Reserve a range of addresses without memory."""
         return self._get("cuMemAddressReserve", nbytes, 0, 0, 0)
 
     def map_fd(self, address: int, nbytes: int, fd: int) -> None:
-        """Map a piece of another process's memory at reserved addresses. The descriptor stays the caller's."""
+        """Map a piece of another process's memory at reserved addresses. The caller still owns the descriptor."""
         handle = self._get("cuMemImportFromShareableHandle", fd, _POSIX_FD)
         try:
             self.map_handle(address, nbytes, handle)
         finally:
-            # The mapping keeps the memory: without the handle it is freed by `unmap` alone.
+            # The mapping keeps the memory. Without the handle, `unmap` frees it.
             self.release(handle)
 
     def has_virtual_memory(self, device: int) -> bool:
-        """Return whether the device has physical memory that is apart from addresses, and shared by descriptors."""
+        """Return whether physical memory of the device can be separate from addresses and shared by descriptors."""
         return all(self._attribute(what, device) for what in (_VIRTUAL_MEMORY, _POSIX_FD_HANDLES))
 
     def virtual_unit(self, device: int) -> int:
@@ -360,31 +360,31 @@ class CudaDriver:
         return unit.value
 
     def create(self, nbytes: int, device: int) -> int:
-        """Return a handle of new physical memory of a device; it is freed with its handles and mappings."""
+        """Return a handle of new physical memory of a device, which is freed with its last handle and mapping."""
         return self._get("cuMemCreate", nbytes, ctypes.byref(self._properties(device)), 0)
 
     def _properties(self, device: int) -> AllocationProp:
         properties = AllocationProp(
             type=_PINNED, handle_types=_POSIX_FD, location=DeviceLocation(_ON_DEVICE, self._ordinal(device))
         )
-        # Else no network adapter can be given the memory.
+        # Without this flag, network adapters cannot use the memory.
         properties.flags[_RDMA_FLAG] = bool(self._attribute(_RDMA_OF_VIRTUAL, device))
         return properties
 
     def retain(self, address: int) -> int:
-        """Return one more handle of the physical memory behind an address."""
+        """Return a further handle of the physical memory at an address."""
         return self._get("cuMemRetainAllocationHandle", address)
 
     def release(self, handle: int) -> None:
-        """Give a handle up."""
+        """Release a handle."""
         self._do("cuMemRelease", handle)
 
     def map_handle(self, address: int, nbytes: int, handle: int) -> None:
-        """Map all of a handle's memory at reserved addresses; `allow` makes it usable."""
+        """Map all memory of a handle at reserved addresses. `allow` makes it usable."""
         self._do("cuMemMap", address, nbytes, 0, handle, 0)
 
     def unmap_handle(self, address: int, nbytes: int) -> None:
-        """Undo `map_handle`; the addresses stay reserved. Order: after the device's work with them."""
+        """Undo `map_handle`, after the device's work with the addresses. They stay reserved."""
         self._do("cuMemUnmap", address, nbytes)
 
     def synchronize(self) -> None:
@@ -397,30 +397,31 @@ class CudaDriver:
         self._do("cuMemSetAccess", address, nbytes, ctypes.byref(access), 1)
 
     def unmap(self, address: int, mapped_nbytes: int, nbytes: int) -> None:
-        """Undo `map_fd` of the first `mapped_nbytes`, and `reserve`; ignore errors."""
-        # Unmap before the addresses are freed: the driver refuses to free a range with mappings.
+        """Undo `map_fd` for the first `mapped_nbytes` and `reserve`, and ignore errors."""
+        # Unmap first, since the driver refuses to free a range with mappings.
         if mapped_nbytes:
             self._calls["cuMemUnmap"](address, mapped_nbytes)
         self._calls["cuMemAddressFree"](address, nbytes)
 
     def sees_host(self, device: int) -> bool:
-        """Return whether kernels of the device read pinned memory at the host's own addresses."""
+        """Return whether kernels of the device can read pinned memory at host addresses."""
         return bool(self._attribute(_HOST_POINTER, device))
 
     def _attribute(self, what: int, device: int) -> int:
         return self._get("cuDeviceGetAttribute", what, self._ordinal(device)) & 0x7FFFFFFF
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
-        """Page-lock host memory, for copy engines and kernels of every device; `is_read_only` for read-only mappings.
+        """Page-lock host memory for copy engines and kernels of every device. Use `is_read_only` for read-only
+        mappings.
 
-        See `sees_host` for whether kernels find it at the host's addresses.
+        `sees_host` says whether kernels find it at host addresses.
         """
         flags = _PORTABLE | _MAPPED | (_READ_ONLY if is_read_only else 0)
         self._do("cuMemHostRegister_v2", address, nbytes, flags)
 
     def unpin(self, address: int) -> None:
-        """Undo `pin`; ignore errors."""
-        # Called by finalizers, which have no caller to raise to.
+        """Undo `pin`, and ignore errors."""
+        # Finalizers call this and have no caller to raise to.
         self._calls["cuMemHostUnregister"](address)
 
     def make_stream(self) -> int:
@@ -432,41 +433,43 @@ class CudaDriver:
         return self._get("cuEventCreate", _EVENT_DISABLE_TIMING)
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        """Destroy streams and events; ignore errors."""
-        # Called on close, possibly after the device failed: every call then fails, and there is nothing left to free.
+        """Destroy streams and events, and ignore errors."""
+        # If the device failed before, every call fails and there is nothing left to free.
         for event in events:
             self._calls["cuEventDestroy_v2"](event)
         for stream in streams:
             self._calls["cuStreamDestroy_v2"](stream)
 
     def record(self, event: int, stream: int) -> None:
-        """Set the event behind what is queued on the stream (0: the default one)."""
+        """Record the event after the work that is queued on the stream (0 is the default stream)."""
         if code := self._record(event, stream):
             self.fail("cuEventRecord", code)
 
     def is_done(self, event: int) -> bool:
-        """Return whether the device has passed the event. Raises the error of the work before it."""
+        """Return whether the device has passed the event. Raises the error of work before it."""
         code = self._query(event)
-        # An error here is of any work before the event: the driver reports it at the next call.
+        # The driver reports an error of any earlier work at the next call.
         if code not in (0, NOT_READY):
             self.fail("work queued before cuEventQuery", code)
         return bool(code == 0)
 
     def gather(self, dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
-        """Queue many short copies by a kernel of the reader's device; without Triton one by one, with a warning."""
+        """Queue many short copies by a kernel on the reader's device. Without Triton, warn and queue
+        them one by one."""
         try:
             from penstock.cuda.gather import gather
         except ModuleNotFoundError as error:
-            message = f"{len(nbytes)} short copies are queued one by one, not by one kernel: {error}"
+            message = f"queueing {len(nbytes)} short copies one by one and not by one kernel: {error}"
             warnings.warn(message, RuntimeWarning, stacklevel=2)
             self.copy(dst, src, nbytes, stream)
         else:
             gather(dst, src, nbytes, device, stream)
 
     def lay_out_rectangles(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Lay out copies whose `src` and `dst` are addresses; return a function that queues them, any number of times.
+        """Lay out copies whose `src` and `dst` are addresses. Return a function that queues them, any number of times.
 
-        Large rectangles of runs of `PITCHED_BYTES` go by copy engines, a call for each; the others by a kernel.
+        Large rectangles with runs of at least `PITCHED_BYTES` use the copy engines, with one call each. A kernel copies
+        the others.
         """
         pitched = (rows.run_bytes >= PITCHED_BYTES) & (rows.nbytes >= PITCHED_LEAST_BYTES)
         # The driver refuses larger pitches.
@@ -507,7 +510,7 @@ class CudaDriver:
         return queue
 
     def _gathered(self, rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-        """Lay out rectangles for the kernel, or as single runs where there is no Triton."""
+        """Lay out rectangles for the kernel, or as single runs without Triton."""
         try:
             from penstock.cuda.gather import lay_out_rectangles
         except ModuleNotFoundError:
@@ -517,32 +520,32 @@ class CudaDriver:
         return lay_out_rectangles(rows, device, stream)
 
     def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Queue a copy of pinned host bytes."""
+        """Queue a copy from pinned host memory."""
         if code := self._copy_to_device(dst, src, nbytes, stream):
             self.fail("cuMemcpyHtoDAsync_v2", code)
 
     def copy_to_host(self, dst: int, src: int, nbytes: int, stream: int) -> None:
-        """Queue a copy to pinned host bytes."""
+        """Queue a copy to pinned host memory."""
         self._do("cuMemcpyDtoHAsync_v2", dst, src, nbytes, stream)
 
     def copy(self, dst: U64, src: U64, nbytes: U64, stream: int, *, may_wait: bool | None = None) -> None:
-        """Queue copies between devices' addresses, in no particular order.
+        """Queue copies between device addresses, in no particular order.
 
         Args:
-            may_wait: whether `QUEUE_DEPTH` copies may be waiting on the stream, so that the calls let go of the
-                interpreter's lock; None: where there are more than a few of these.
+            may_wait: whether `QUEUE_DEPTH` copies may be waiting on the stream. Then the calls release the
+                interpreter's lock. None means that they may if there are more than a few copies.
         """
-        # A batch is one call for all copies, which lets go of the lock; a driver before CUDA 12.8 has none, and is
-        # called for each. The legacy stream takes no batch.
+        # A batch is one call for all copies, and releases the lock. Drivers before CUDA 12.8 have no batch and need one
+        # call per copy. The legacy stream takes no batch.
         if len(nbytes) <= _FEW or self._batch is None or not stream:
-            lets_go = len(nbytes) > _FEW if may_wait is None else may_wait
-            queue = self._waiting_copy if lets_go else self._calls["cuMemcpyAsync"]
-            for to, of, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
-                if code := queue(to, of, length, stream):
+            releases_lock = len(nbytes) > _FEW if may_wait is None else may_wait
+            queue = self._releasing_copy if releases_lock else self._calls["cuMemcpyAsync"]
+            for target, source, length in zip(dst.tolist(), src.tolist(), nbytes.tolist(), strict=True):
+                if code := queue(target, source, length, stream):
                     self.fail("cuMemcpyAsync", code)
             return
         columns = [np.ascontiguousarray(column, np.uint64) for column in (dst, src, nbytes)]
-        # Sources are read in stream order, not during the call: they are device memory that kernels may still write.
+        # Sources are read in stream order and not during the call, since kernels may still write them.
         attributes, first = CopyAttributes(order=_SRC_ORDER_STREAM), ctypes.c_size_t(0)
         failed = [ctypes.byref(ctypes.c_size_t())] if self._batch_names_failed else []
         code = self._batch(
@@ -559,11 +562,12 @@ class CudaDriver:
 
 
 never_freed: list[tuple[object, ...]] = []
-"""Objects whose memory a device that hangs may still use: kept for the process's life, as no call cancels a copy."""
+"""Objects whose memory a hanging device may still use. They are kept until the process ends, since no call cancels a
+copy."""
 
 
 class StreamPool:
-    """Streams and spare events of one device. One thread at a time uses it."""
+    """Streams and spare events of one device. Only one thread at a time may use it."""
 
     def __init__(self, driver: CudaDriver, device: int, num_streams: int) -> None:
         self._driver = driver
@@ -574,7 +578,7 @@ class StreamPool:
         self._turn = 0
 
     def take_stream(self) -> int:
-        """Return the next stream, in turns."""
+        """Return the streams in turns."""
         self._turn += 1
         return self.streams[self._turn % len(self.streams)]
 
@@ -583,19 +587,18 @@ class StreamPool:
         return self._spare.pop() if self._spare else self._driver.make_event()
 
     def give_event(self, event: int) -> None:
-        """Return an event that has passed to the spare ones."""
-        # Only after it has passed: an event that is recorded again loses its first position, and a waiter would wait
-        # for later work.
+        """Return a passed event for reuse."""
+        # Reuse an event only after it has passed. Recording it again would make a waiter wait for later work.
         self._spare.append(event)
 
     def close(self) -> None:
-        """Free streams and events; nothing may be queued any more."""
+        """Free streams and events, which must be idle."""
         with self._driver.entered(self._device):
             self._driver.free(self.streams, self._spare)
 
 
 class StreamPools:
-    """The stream pool of each device, made when it is first used. One thread at a time uses them."""
+    """Stream pools of all devices, each created on first use. Only one thread at a time may use it."""
 
     def __init__(self, driver: CudaDriver, *, num_streams: int) -> None:
         self._driver = driver
@@ -604,13 +607,14 @@ class StreamPools:
 
     def of(self, device: int) -> StreamPool:
         """Return the pool of a device."""
-        # At first use: creating a stream makes a context on the device, which takes hundreds of MB of its memory.
+        # Create it on first use, since a stream creates a context on the device, which takes hundreds of MB of its
+        # memory.
         if device not in self._pools:
             self._pools[device] = StreamPool(self._driver, device, self._num_streams)
         return self._pools[device]
 
     def close(self) -> None:
-        """Free streams and events of all devices; nothing may be queued any more. Idempotent."""
+        """Free streams and events of all devices, which must be idle. Idempotent."""
         pools, self._pools = self._pools, {}
         for pool in pools.values():
             pool.close()

@@ -1,7 +1,6 @@
-"""CUDA streams and events as torch's objects: streams made one by one, and waits with a deadline.
+"""CUDA streams and events as torch objects: streams that are created one by one, and waits with a deadline.
 
-In: devices, or events of torch that were recorded. Out: streams, events; whether the device has passed them.
-Not here: streams and events as numbers (`driver`).
+`driver` has the raw integer handles of streams and events.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from penstock.cuda.driver import CudaDriver, load_driver
 from penstock.errors import DestinationError, PenstockError
 
-# A flip or a batch takes milliseconds or less, while the engine is paused or the device has nothing else queued: a
+# A flip or a batch takes at most milliseconds while the engine is paused or the device has nothing else queued. A
 # longer sleep would be a measurable part of it.
 _NAP_S = 0.0001
 
@@ -25,27 +24,29 @@ _NAP_S = 0.0001
 def make_stream(device: torch.device, owner: object = None) -> torch.cuda.Stream:
     """Return a new stream of a device, which does not wait for the default stream.
 
-    Not by torch, whose first stream in a process comes with a pool of others, in 3 to 5 ms.
-    Source: benchmarks/results/h200x1_202611/load-history.md.
+    Torch would create a pool of streams with the first one, in 3 to 5 ms. Source:
+    benchmarks/results/h200x1_202611/load-history.md.
 
     Args:
-        device: with an index.
-        owner: the stream is destroyed with it, once its work is done; None: it lives as long as the process.
+        device: device with an index.
+        owner: object with which the stream is destroyed after its work is done. None means that the stream exists as
+            long as the process.
 
     Raises:
-        ConfigError: there is no driver or no such device. DeviceOutOfMemory, DestinationError: the driver refuses.
+        ConfigError: there is no driver or no such device.
+        DeviceOutOfMemory, DestinationError: the driver refused.
     """
     driver, index = load_driver(), device.index
     with driver.entered(index):
         handle = driver.make_stream()
     if owner is not None:
-        # Not at the end of the process, where the driver frees everything.
+        # At the end of the process the driver frees everything.
         weakref.finalize(owner, _destroy, driver, index, handle, os.getpid()).atexit = False
     return torch.cuda.ExternalStream(handle, device=device)
 
 
 def _destroy(driver: CudaDriver, device: int, stream: int, pid: int) -> None:
-    # A forked child inherits the finalizer, and not the driver's state.
+    # A forked child inherits the finalizer but not the driver's state.
     if os.getpid() != pid:
         return
     # A finalizer has no caller to raise to. A device that failed reports it at the next call.
@@ -54,7 +55,7 @@ def _destroy(driver: CudaDriver, device: int, stream: int, pid: int) -> None:
 
 
 def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Event]:
-    """Return an event for each device, recorded on its current stream: passed after the work queued there so far."""
+    """Return an event for each device, recorded on its current stream after the work that is queued so far."""
     events = []
     for device in devices:
         event = torch.cuda.Event()
@@ -64,7 +65,7 @@ def record_events(devices: Iterable[str | torch.device]) -> list[torch.cuda.Even
 
 
 def is_passed(event: torch.cuda.Event, timeout_s: float) -> bool:
-    """Wait until the device has passed an event; return False if it has not within `timeout_s`."""
+    """Wait until the device has passed an event. Return False if it has not done so within `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not event.query():
         if time.monotonic() > deadline:
@@ -77,10 +78,10 @@ def wait_events(events: Iterable[torch.cuda.Event], stall_s: float, *, work: str
     """Wait until the device has passed all events.
 
     Args:
-        events: in the order in which they were recorded.
-        stall_s: the deadline for progress: for each event after the one before.
-        work: what the device does before an event, for the error.
-        mutated: whether the target is a mix of two versions when this fails.
+        events: events in the order in which they were recorded.
+        stall_s: seconds to wait for each event after the previous one.
+        work: name of the device's work before an event, for the error.
+        mutated: whether the target is a mix of two versions if this fails.
 
     Raises:
         DestinationError: the device passed no event for `stall_s`.

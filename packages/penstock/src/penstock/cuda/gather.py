@@ -1,10 +1,7 @@
-"""Many short runs of device memory copied by one kernel, where the copy engines would spend their time on starting.
+"""Copy many short runs of device memory by one kernel, where copy engines would spend their time on starting copies.
 
-In: addresses and lengths of runs, or rectangles. Out: the bytes at the reader's addresses, when the stream has passed.
-Not here: rectangles' own kernel (`pack`), long runs, which the copy engines move (`transport.cuda_ipc`).
-
-The kernel runs on the reader's device and loads the holder's memory over NVLink; nothing runs on the holder's. The
-module imports Triton: `driver` imports it at the first use, and copies run by run where Triton is not installed.
+The kernel runs on the reader's device and loads the holder's memory over NVLink. Nothing runs on the holder's device.
+This module imports Triton. `driver` imports it on first use, and copies run by run if Triton is not installed.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -22,7 +19,7 @@ from penstock.segments import Rectangles, Segments
 from penstock.types import I64, U64
 
 TILE_BYTES = tl.constexpr(16 << 10)
-"""Bytes of a program: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
+"""Bytes per program. 128 threads with eight 16-byte loads each in flight hide the microsecond of NVLink."""
 
 _WIDTH = 16
 """Bytes of the widest load."""
@@ -32,7 +29,8 @@ _WIDTH = 16
 def _copy_tiles(table: tl.tensor, num_tiles: tl.tensor, WIDE: tl.constexpr) -> None:
     """Copy a tile.
 
-    table: int64 [3, num_tiles]: destination, source, length of at most TILE_BYTES; all multiples of 16 if WIDE.
+    table: int64 [3, num_tiles]: destination, source and length, which is at most TILE_BYTES. With WIDE all are
+    multiples of 16.
     """
     tile = tl.program_id(0).to(tl.int64)
     dst, src = tl.load(table + tile), tl.load(table + num_tiles + tile)
@@ -52,8 +50,8 @@ def _copy_tiles(table: tl.tensor, num_tiles: tl.tensor, WIDE: tl.constexpr) -> N
 def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
     """Queue the copies on a stream of this device.
 
-    Cost: one or two launches and a table of 24 bytes for each 16 KiB. Runs of which source and destination lie
-        differently within 16 bytes are copied byte by byte, which is slower.
+    Cost: one or two launches and a table of 24 bytes for each 16 KiB. Runs whose source and destination differ in
+    alignment to 16 bytes are copied byte by byte, which is slower.
     """
     wide, narrow = tiles(dst.astype(np.int64), src.astype(np.int64), nbytes.astype(np.int64))
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.ExternalStream(stream, device)):
@@ -63,12 +61,12 @@ def gather(dst: U64, src: U64, nbytes: U64, device: int, stream: int) -> None:
 
 
 def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[], None]:
-    """Lay out the copies of rectangles, whose `src` and `dst` are addresses, for a stream of this device.
+    """Lay out copies of rectangles, whose `src` and `dst` are addresses, for a stream of this device.
 
     Returns:
-        A function that queues them on that stream; it may be called any number of times.
+        A function that queues them on that stream. It may be called any number of times.
 
-    Cost: see `plan_copy`; a call is up to three launches, and nothing for each run.
+    Cost: see `plan_copy`. A call takes up to three launches, and nothing per run.
     """
     on = torch.cuda.ExternalStream(stream, device)
     columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
@@ -88,9 +86,9 @@ def run(table: torch.Tensor, is_wide: bool) -> None:
 
 
 def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
-    """Return the runs as two tables of tiles: of 16-byte words, and of the bytes before and after those."""
-    # Words of 16 bytes only where both ends lie alike within 16 bytes; then the bytes before the first whole word and
-    # after the last are copied singly.
+    """Return the runs as two tables of tiles: one of 16-byte words, and one of the bytes before and after the words."""
+    # Words of 16 bytes are possible only if both ends have the same alignment. The bytes before the first and after the
+    # last word are then copied singly.
     alike = (dst ^ src) % _WIDTH == 0
     head = np.where(alike, np.minimum(-dst % _WIDTH, nbytes), nbytes)
     body = (nbytes - head) // _WIDTH * _WIDTH

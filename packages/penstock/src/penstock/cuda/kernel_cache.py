@@ -1,14 +1,10 @@
-"""Launches of Triton kernels: by Triton, or from a compiled copy that an earlier process left.
-
-In: a kernel's module and name, its arguments. Out: the kernel is queued on the current stream.
-Not here: the kernels, each in the room that it works for (`digest.xxh3_triton`, `transform.quantize_triton`).
+"""Launches of Triton kernels, by Triton or from a compiled copy that an earlier process stored.
 
     launch --copy in ~/.cache/penstock/kernels--> CUDA driver
-           `--no copy, or arguments for which it was not made--> Triton, which compiles (and a copy is left)
+           `--no copy for these arguments--> Triton, which compiles, and a copy is stored
 
-Reason: a fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its own cached kernels, since it
-hashes all its sources first; a copy is loaded in some milliseconds.
-Source: benchmarks/results/h200x1_202611/load-history.md.
+A fresh process spends 0.15 s to import Triton and 0.37 s until Triton finds its cached kernels, since Triton hashes all
+its sources first. A copy is loaded in a few milliseconds. Source: benchmarks/results/h200x1_202611/load-history.md.
 """
 
 from __future__ import annotations
@@ -35,13 +31,13 @@ from penstock.config import home_cache
 from penstock.errors import MALFORMED, ConfigError, DestinationError, MissingExtra
 
 _ALIGNMENT = 16
-"""Bytes to which all pointers must be aligned for a copy: Triton may have compiled for pointers that are.
+"""Required alignment in bytes of all pointers for a copy, since Triton may have compiled for aligned pointers.
 
 Source: Triton's argument specialisation.
 """
 
 _INT32_STOP = 1 << 31
-"""Integers from here on have 64 bits, for which Triton compiles another kernel."""
+"""Larger integers have 64 bits, for which Triton compiles a different kernel."""
 
 _MAX_SHARED_BYTES = 48 << 10
 """More shared memory needs an opt-in. Source: CUDA programming guide, "Shared Memory"."""
@@ -51,19 +47,19 @@ _BLOCK = re.compile(r"\.(?:reqntid|maxntid)\s+(\d+)")
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a device is torch's current one; the CPU needs none."""
-    # By number: torch looks up a device object in 1.2 us, and a number in 0.07.
+    """Return a context in which a device is torch's current device. The CPU needs no context."""
+    # Use the number, since torch looks up a device object in 1.2 us and a number in 0.07 us.
     return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class _Copy(msgspec.Struct, frozen=True):
-    """A compiled kernel in the form in which it is stored."""
+    """A compiled kernel in its stored form."""
 
     file: str
-    """Name of its file, which is a digest of everything that the kernel depends on."""
+    """Name of its file, which is a digest of everything on which the kernel depends."""
     symbol: str
     parameter_bits: tuple[int, ...]
-    """Bits of every parameter: the kernel's, then Triton's own (scratch pointers, null here)."""
+    """Bits of every parameter: those of the kernel, then those of Triton (scratch pointers, which are null here)."""
     num_threads: int
     shared_bytes: int
     cubin: bytes
@@ -83,20 +79,20 @@ def launch(
 
 
 class Launch:
-    """A launch of a kernel that is queued as often as its memory is refilled.
+    """A launch of a kernel that can be queued again each time its memory is refilled.
 
-    Its arguments are laid out for the driver once: while other threads compete for the interpreter's lock, each launch
-    that was laid out anew took 0.25 ms, and a digest of 1 GB with ten of them 2.6 ms instead of 0.5.
+    Its arguments are laid out for the driver only once. While other threads compete for the interpreter's lock, laying
+    them out for each launch took 0.25 ms, and a digest of 1 GB with ten launches 2.6 ms instead of 0.5.
 
     Args:
-        module: where the kernel is, alone in it with what it calls: a copy is of the module's text.
-        name: of the kernel, whose integers Triton does not specialise.
-        num_programs: programs of a launch that is not given another number; 0: nothing is done.
-        arguments: the first ones, in order; integers below 2^31, or no copy is used.
-        constants: the kernel's constants.
-        num_warps: of each program.
+        module: module with the kernel and everything that it calls. A copy is valid for the text of this module.
+        name: name of the kernel, whose integers Triton must not specialise.
+        num_programs: default number of programs in a launch. With 0 nothing is launched.
+        arguments: the first arguments, in order. A copy is used only if integers are below 2^31.
+        constants: constants of the kernel.
+        num_warps: warps of each program.
 
-    Ownership: keeps the tensors alive. Used by one thread at a time.
+    Ownership: keeps the tensors alive. Only one thread at a time may use it.
     """
 
     def __init__(
@@ -114,8 +110,8 @@ class Launch:
         self._arguments = tuple(arguments)
         self._constants = constants
         self._device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
-        # A copy holds one of the kernels that Triton compiles: for aligned pointers and 32-bit integers.
-        self._suits = self._device.type == "cuda" and all(map(_suits, self._arguments))
+        # A copy is a kernel that Triton compiled for aligned pointers and 32-bit integers.
+        self._can_use_copy = self._device.type == "cuda" and all(map(_fits_copy, self._arguments))
         self._shape = (module, name, tuple(sorted(constants.items())), num_warps)
         self._queued: _Queued | None = None
 
@@ -123,26 +119,26 @@ class Launch:
         """Queue the kernel on the current stream of its first argument's device.
 
         Args:
-            more: the arguments after those that were given before; always as many, of the same kinds.
-            num_programs: of this launch; None: as many as the launch was made with.
+            more: arguments after those of the constructor. Their number and types must be the same in every call.
+            num_programs: number of programs. None means the number given to the constructor.
 
         Raises:
             MissingExtra: Triton is needed and not installed.
-            DestinationError: the driver refuses the kernel.
+            DestinationError: the driver refused the kernel.
         """
         if num_programs is None:
             num_programs = self._num_programs
         # The driver refuses an empty grid.
         if not num_programs:
             return
-        suits = self._suits and all(map(_suits, more))
-        if suits and self._queued is None and (kernel := _loaded(self._shape, self._device)) is not None:
+        can_use_copy = self._can_use_copy and all(map(_fits_copy, more))
+        if can_use_copy and self._queued is None and (kernel := _loaded(self._shape, self._device)) is not None:
             self._queued = _Queued(kernel, self._arguments, len(more))
-        if suits and self._queued is not None:
-            # By number, as in `device_context`.
+        if can_use_copy and self._queued is not None:
+            # Use the number of the device, as in `device_context`.
             stream = torch.cuda.current_stream(self._device.index)
             if not _thread.has_context:
-                # A call of torch's makes the device's context that of a thread which has none yet.
+                # This call of torch makes the device's context current in a thread that has no context yet.
                 stream.query()
                 _thread.has_context = True
             self._queued.run(more, stream.cuda_stream, num_programs)
@@ -150,9 +146,9 @@ class Launch:
         kernel_of_triton = getattr(_imported(self._module), self._name)[(num_programs,)]
         compiled = kernel_of_triton(*self._arguments, *more, **self._constants, num_warps=self._num_warps)
         key = self._shape, self._device
-        if suits and key not in _compiled:
-            # The next launch looks for the copy, once, be it this process's or another rank's: Triton takes ten times
-            # as long for each launch.
+        if can_use_copy and key not in _compiled:
+            # The next launch looks once for the copy of this process or of another rank, since a launch by Triton takes
+            # ten times as long.
             _compiled.add(key)
             _store(compiled, _path(*key))
             _kernels.pop(key, None)
@@ -165,13 +161,13 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def _suits(argument: torch.Tensor | int) -> bool:
+def _fits_copy(argument: torch.Tensor | int) -> bool:
     """Return whether a copy was compiled for such an argument."""
     return argument.data_ptr() % _ALIGNMENT == 0 if isinstance(argument, torch.Tensor) else argument < _INT32_STOP
 
 
 def _imported(module: str) -> Any:
-    """Import a kernel's module. MissingExtra: Triton is not installed."""
+    """Import the module of a kernel. Raises MissingExtra if Triton is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -186,9 +182,9 @@ _Shape = tuple[str, str, object, int]
 
 @functools.cache
 def _path(shape: _Shape, device: torch.device) -> Path | None:
-    """Return the path of this kernel's copy; None where there is no home directory."""
+    """Return the path of this kernel's copy, or None without a home directory."""
     module, name, _, _ = shape
-    # By the module's text: a kernel that was edited is another one, and no version number need be kept.
+    # The key contains the text of the module, so that an edited kernel is a new one without a version number.
     key = blake3(_text(module))
     key.update(repr((shape, torch.__version__, torch.cuda.get_device_capability(device))).encode())
     try:
@@ -199,20 +195,20 @@ def _path(shape: _Shape, device: torch.device) -> Path | None:
 
 @functools.cache
 def _text(module: str) -> bytes:
-    """Return the source of a module that need not be importable."""
+    """Return the source of a module, which need not be importable."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None
     return Path(spec.origin).read_bytes()
 
 
 _kernels: dict[tuple[_Shape, torch.device], _Kernel | None] = {}
-"""What `_loaded` found."""
+"""Results of `_loaded`."""
 _compiled: set[tuple[_Shape, torch.device]] = set()
-"""Kernels that this process compiled, and of which it stored a copy if it could."""
+"""Kernels that this process compiled and tried to store."""
 
 
 def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
-    """Return the stored copy of a kernel, loaded once; None: there is none that can be used."""
+    """Return the stored copy of a kernel, loaded once, or None if no copy can be used."""
     key = shape, device
     kernel = _kernels.get(key)
     if kernel is None and key not in _kernels:
@@ -221,32 +217,32 @@ def _loaded(shape: _Shape, device: torch.device) -> _Kernel | None:
 
 
 def _load(path: Path | None) -> _Kernel | None:
-    """Load a stored copy; None: there is none that can be used."""
+    """Load a stored copy, or return None if it cannot be used."""
     if path is None:
         return None
     try:
-        # A link is not followed, and a pipe is not waited for.
+        # Do not follow a link, and do not wait for a pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            # The copy runs on the device: it must be this user's own, and writable by no other user.
+            # The copy runs on the device, so only this user may own it and write to it.
             if not is_own or stat.S_IMODE(status.st_mode) & 0o022:
                 return None
             copy = msgspec.msgpack.decode(file.read(), type=_Copy)
-        # A kernel of the same parameters under another kernel's name would compute something else.
+        # A kernel with the same parameters but a different name would compute something else.
         return _Kernel(copy) if copy.file == path.name else None
     except OSError:
         return None
     except (*MALFORMED, DestinationError):
-        # Damaged: without the file it is compiled and stored anew.
+        # Remove a damaged file, so that the kernel is compiled and stored again.
         path.unlink(missing_ok=True)
         return None
 
 
 def _store(compiled: Any, path: Path | None) -> None:
-    """Store a copy for later launches, if it can be launched without Triton; a full or read-only disk is no fault."""
+    """Store a copy for later launches if it can be launched without Triton. Ignore a full or read-only disk."""
     metadata = compiled.metadata
-    # Kernels that need more than a plain launch, such as scratch memory or clusters, are left to Triton.
+    # Triton launches kernels that need more than a plain launch, such as scratch memory or clusters.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
     plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
     ptx: str = compiled.asm["ptx"]
@@ -262,7 +258,8 @@ def _store(compiled: Any, path: Path | None) -> None:
         shared_bytes=metadata.shared,
         cubin=compiled.asm["cubin"],
     )
-    # Complete or absent: written under a random name, and renamed. Process 1 of two containers may share the cache.
+    # Write to a random name and rename it, so that the file is complete or absent. Two containers may share the cache
+    # and both have a process 1.
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -272,37 +269,37 @@ def _store(compiled: Any, path: Path | None) -> None:
 
 
 class _Kernel:
-    """A copy loaded into the current context. It stays loaded, since a process uses it again."""
+    """A copy that is loaded into the current context. It stays loaded, since a process uses it again."""
 
     def __init__(self, copy: _Copy) -> None:
         self.copy = copy
         self.function = ctypes.c_void_p()
         module = ctypes.c_void_p()
-        # A call of torch's makes the device's context that of this thread.
+        # This call of torch makes the device's context current in this thread.
         torch.cuda.current_stream().query()
         _check(_driver().cuModuleLoadData(ctypes.byref(module), copy.cubin))
         _check(_driver().cuModuleGetFunction(ctypes.byref(self.function), module, copy.symbol.encode()))
 
 
 class _Queued:
-    """Arguments of a loaded kernel as the driver takes them; the last `num_more` are set at each launch."""
+    """Arguments of a loaded kernel in the form that the driver takes. The last `num_more` are set at each launch."""
 
     def __init__(self, kernel: _Kernel, arguments: Sequence[torch.Tensor | int], num_more: int) -> None:
         self._function = kernel.function
         copy = kernel.copy
         values = list(map(_value, arguments))
-        # After them Triton's own parameters: pointers to scratch memory, which these kernels do not have.
+        # Triton's parameters follow. They are pointers to scratch memory, which these kernels do not use.
         values += [0] * (len(copy.parameter_bits) - len(values))
         pairs = zip(values, copy.parameter_bits, strict=True)
         self._boxed = [ctypes.c_uint64(v) if n == 64 else ctypes.c_uint32(v) for v, n in pairs]
         self._more = slice(len(arguments), len(arguments) + num_more)
-        # Addresses alone, which do not keep the boxes alive.
+        # The addresses do not keep the boxes alive.
         self._pointers = (ctypes.c_void_p * len(self._boxed))(*map(ctypes.addressof, self._boxed))
         self._shape = (1, 1, copy.num_threads, 1, 1, copy.shared_bytes)
         self._launcher = _launcher()
 
     def run(self, more: Sequence[torch.Tensor | int], stream: int, num_programs: int) -> None:
-        """Queue a launch on a stream. DestinationError: the driver refuses it."""
+        """Queue a launch on a stream. Raises DestinationError if the driver refuses it."""
         for box, argument in zip(self._boxed[self._more], more, strict=True):
             box.value = _value(argument)
         grid = (num_programs, *self._shape)
@@ -310,7 +307,7 @@ class _Queued:
 
 
 def _value(argument: torch.Tensor | int) -> int:
-    """Return an argument as the driver takes it."""
+    """Return an argument as the number that the driver takes."""
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
@@ -322,7 +319,8 @@ def _driver() -> Any:
 @functools.cache
 def _launcher() -> Any:
     """Return the driver's launch call."""
-    # By PyDLL, which keeps the interpreter's lock: a launch takes microseconds, getting the lock back milliseconds.
+    # Use PyDLL, which keeps the interpreter's lock. A launch takes microseconds, and getting the lock back can take
+    # milliseconds.
     return ctypes.PyDLL("libcuda.so.1").cuLaunchKernel
 
 

@@ -1,9 +1,7 @@
-"""Rectangles of device memory, of which neither end need lie in one piece, copied by one kernel.
+"""Copy rectangles of device memory by one kernel. Source and destination may both have gaps.
 
-In: addresses and pitches, in memory that the device reaches (its own, a peer's). Out: the bytes, in stream order.
-Not here: the kernel (`pack_triton`); long runs, which copy engines move without one.
-
-A table holds a rectangle in 72 bytes, however many runs it has; `gather` has an entry for each run.
+A table holds a rectangle in 72 bytes, however many runs it has, while `gather` has an entry for each run. The memory
+must be reachable from the device (its own or a peer's).
 """
 
 from __future__ import annotations
@@ -17,25 +15,25 @@ from penstock.cuda.kernel_cache import Launch
 from penstock.types import I64
 
 TILE_BYTES = 16 << 10
-"""Bytes of a program: 128 threads with eight 16-byte loads each in flight, which hide NVLink's microsecond."""
+"""Bytes per program. 128 threads with eight 16-byte loads each in flight hide the microsecond of NVLink."""
 
 WIDTHS = (16, 4, 1)
-"""Bytes of a load: the widest of which all of a rectangle's numbers are multiples."""
+"""Bytes of a load. The kernel uses the widest one that divides all numbers of a rectangle."""
 
 _LONGEST_RUN = 1 << 30
-"""A longer run is copied as several: units within a row are counted in 32 bits."""
+"""A longer run is copied as several runs, since units within a row are counted in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackTable:
-    """Rectangles laid out for the kernel, to be copied any number of times. Made by `plan_pack` or `plan_copy`."""
+    """Rectangles laid out for the kernel, to be copied any number of times. `plan_pack` and `plan_copy` create it."""
 
     launches: tuple[Launch, ...]
 
     def run(self) -> None:
-        """Queue the copies on the device's current stream: the one it was planned on, or one that waits for it.
+        """Queue the copies on the device's current stream, which must be the planning stream or one that waits for it.
 
-        One thread at a time.
+        Only one thread at a time may call it.
         """
         for part in self.launches:
             part.run()
@@ -44,26 +42,27 @@ class PackTable:
 def plan_pack(
     dst: I64, src: I64, run_bytes: I64, src_pitch: I64, start: I64, nbytes: I64, device: torch.device
 ) -> PackTable:
-    """Plan copies of `nbytes` of each strip, from its packed byte `start` on, into one piece; see `plan_copy`."""
+    """Plan to copy `nbytes` of each strip, starting at its packed byte `start`, into one contiguous piece; see
+    `plan_copy`."""
     return _plan(dst - start, src, run_bytes, run_bytes, src_pitch, start, nbytes, device)
 
 
 def plan_copy(
     dst: I64, src: I64, run_bytes: I64, num_rows: I64, dst_pitch: I64, src_pitch: I64, device: torch.device
 ) -> PackTable:
-    """Plan copies of rectangles from one place to another.
+    """Plan to copy rectangles.
 
     Args:
         dst, src: addresses of the first run.
         run_bytes: bytes of a run, at least 1.
         num_rows: number of runs, at least 1.
         dst_pitch, src_pitch: bytes from the start of a run to the start of the next.
-        device: runs the kernel; the CPU only under Triton's interpreter.
+        device: device that runs the kernel. The CPU works only under Triton's interpreter.
 
-    Cost: tables of 72 bytes a rectangle, and 4 a tile of 16 KiB that are made on the device; up to three launches when
-        run; no synchronisation.
+    Cost: tables of 72 bytes per rectangle, and 4 bytes per tile of 16 KiB, which are created on the device. Up to three
+    launches when run. No synchronisation.
     """
-    # Each long run becomes several rectangles, side by side, of the same rows.
+    # Split each long run into several adjacent rectangles with the same rows.
     parts = -(-run_bytes // _LONGEST_RUN)
     at = np.repeat(np.arange(len(parts)), parts)
     skipped = (np.arange(len(at)) - np.repeat(np.cumsum(parts) - parts, parts)) * _LONGEST_RUN
@@ -82,11 +81,11 @@ def _plan(
     nbytes: I64,
     device: torch.device,
 ) -> PackTable:
-    # The pitches of a single run mean nothing: as 0 they do not keep it from the widest loads.
+    # A single run has no pitch. With 0 it does not prevent the widest loads.
     one_row = start + nbytes <= run_bytes
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
-    # The OR of all numbers of a rectangle: a power of two divides each of them where it divides this.
+    # A power of two divides all numbers of a rectangle if it divides their bitwise OR.
     odd = np.bitwise_or.reduce(table, axis=0)
     launches = []
     left = np.arange(len(dst))
@@ -98,9 +97,9 @@ def _plan(
         counts = -(-nbytes[mine] // (TILE_BYTES * width // 16))
         columns = np.concatenate([table[:, mine], (np.cumsum(counts) - counts)[None], counts[None]])
         host = torch.from_numpy(np.ascontiguousarray(columns))
-        # Pinned: a copy from pageable memory would make the call wait for the device.
+        # Pin the table, since a copy from pageable memory would make the call wait for the device.
         on = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
-        # Made on the device: a tile for each 16 KiB is many times the table.
+        # Create the tiles on the device, since one for each 16 KiB is many times larger than the table.
         which = torch.arange(len(mine), dtype=torch.int32, device=device)
         tiles = torch.repeat_interleave(which, on[8], output_size=int(counts.sum()))
         constants = {"TILE_BYTES": TILE_BYTES * width // 16, "WIDTH": width}

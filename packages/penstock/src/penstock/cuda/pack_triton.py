@@ -1,7 +1,6 @@
-"""Runs at a pitch copied to runs at another, as one Triton kernel: a program a tile of a rectangle's packed bytes.
+"""Triton kernel that copies rectangles between two pitches. Each program copies one tile of a rectangle's packed bytes.
 
-In: rectangles as columns of one int64 table, and which of them each tile is of. Out: their bytes at the other end.
-Not here: tables and launches (`cuda.pack`).
+`cuda.pack` builds the tables and launches the kernel.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -19,10 +18,11 @@ def copy_tiles(
     """Copy a tile of a rectangle.
 
     table: int64, columns of `columns` rectangles: dst, src, run_bytes, dst_pitch, src_pitch, first packed byte, number
-        of packed bytes, first tile. All bytes are multiples of WIDTH.
+    of packed bytes, first tile. All bytes are multiples of WIDTH.
+
     tiles: int32, the rectangle of each tile.
 
-    Packed byte p is byte p % run of row p // run; runs have less than 2^31 units of WIDTH.
+    Packed byte p is byte p % run of row p // run. A run has less than 2^31 units of WIDTH.
     """
     tile = tl.program_id(0)
     at = table + tl.load(tiles + tile).to(tl.int64)
@@ -34,7 +34,7 @@ def copy_tiles(
     left = ((tl.load(at + 6 * columns) - skipped) // WIDTH).to(tl.int32)
     row = first // run
     unit = tl.arange(0, TILE_BYTES // WIDTH)
-    # Counted from this tile's first row, in 32 bits: a division of 64 is several times slower.
+    # Count from this tile's first row in 32 bits, since a 64-bit division is several times slower.
     p = (first - row * run).to(tl.uint32) + unit.to(tl.uint32)
     turn = p // run.to(tl.uint32)
     column = (p - turn * run.to(tl.uint32)).to(tl.int64) * WIDTH

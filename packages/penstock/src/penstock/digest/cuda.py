@@ -1,13 +1,10 @@
-"""XXH3-64 digests of device memory at memory speed, of leaves and of strips, with the same bits as the CPU's.
-
-In: addresses and lengths of leaves, or strips from an address on, in a CUDA device's memory. Out: one digest each, in
-an int64 tensor on that device, as often as the memory is refilled.
-Not here: the kernels (`digest.xxh3_triton`), the CPU references (`digest.leaf`, `digest.strip`), the meaning of leaves
-(`types.Manifest`), the packing kernel (`cuda.pack`).
+"""XXH3-64 digests of leaves and strips in device memory at memory speed, with the same bits as on the CPU.
 
     leaves ---------------------------------------------------> leaf digests
-    strips in one piece --------------------------------------> leaves in place --.
+    contiguous strips ----------------------------------------> leaves in place --.
     strips with gaps --packed into scratch, a slab at a time--> leaves of it -----'--> leaf digests --> strip digests
+
+The kernels are in `digest.xxh3_triton`, and the references on the CPU in `digest.leaf` and `digest.strip`.
 """
 
 from __future__ import annotations
@@ -33,26 +30,27 @@ _BLOCK_BYTES = xxh3_constants.BLOCK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """Shapes of the launches; all give the same digests.
+    """Shapes of the launches, which do not change the digests.
 
     Source of the defaults: benchmarks/results/h100_202611/digest.md, by `benchmarks/bench_digest.py --sweep`.
     """
 
     tile_blocks: int = 8
-    """1024-byte blocks that a program of the parallel pass reads; a power of two."""
+    """1024-byte blocks that a program of the parallel pass reads. It must be a power of two."""
     tile_warps: int = 1
-    """Warps of such a program; 8 blocks a warp keep sixteen 16-byte loads a thread in flight."""
+    """Warps of such a program. With 8 blocks a warp, each thread keeps sixteen 16-byte loads in flight."""
     run_stripes: int = 8
-    """Stripes of 64 bytes that one load takes of a block; 8 are a warp's 512 contiguous bytes. Aligned leaves only."""
+    """Stripes of 64 bytes that one load reads from a block of an aligned leaf. Eight are 512 contiguous
+    bytes per warp."""
     finish_leaves: int = 4
-    """Leaves that a program of the serial pass chains; 4 leaves of 8 lanes fill its one warp."""
+    """Leaves that a program of the serial pass chains. Four leaves with 8 lanes fill its one warp."""
     finish_unroll: int = 16
-    """Blocks whose sums the serial pass loads ahead of those it chains."""
+    """Blocks whose sums the serial pass loads ahead."""
     slab_blocks: int = 1024 * 1024
-    """Blocks of a slab: 1 GiB of equally long leaves, with 64 MiB of sums. As fast as slabs of 256 MiB, whose sums stay
-    in the L2 cache (50 MB), with a quarter of the launches."""
+    """Blocks of a slab: 1 GiB of equally long leaves, with 64 MiB of sums. It is as fast as slabs of 256 MiB, whose
+    sums fit the L2 cache (50 MB), and needs a quarter of the launches."""
     short_warps: int = 4
-    """Warps of a program of the short kernel; a thread a leaf."""
+    """Warps of a program of the short kernel, which handles one leaf per thread."""
 
 
 DEFAULT_TUNING = Tuning()
@@ -60,25 +58,25 @@ DEFAULT_TUNING = Tuning()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Slab:
-    """Leaves whose block sums are computed by one launch and used by the next."""
+    """Leaves whose block sums one launch computes and the next one uses."""
 
     first_leaf: int
     stop_leaf: int
     tiles: int
-    """Tiles that each leaf is given: as many as the longest of the slab needs."""
+    """Number of tiles of each leaf, which is that of the longest leaf in the slab."""
     aligned: bool
 
     @property
     def num_tiles(self) -> int:
-        """Return the programs of the parallel pass."""
+        """Return the number of programs of the parallel pass."""
         return (self.stop_leaf - self.first_leaf) * self.tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeafTable:
-    """Leaves laid out for the kernels, to be digested as often as their memory is refilled.
+    """Leaves laid out for the kernels. They can be digested each time their memory is refilled.
 
-    Ownership: holds its own small device table, not the leaves' memory, which must outlive every digest of it.
+    Ownership: holds a small device table. The caller must keep the memory of the leaves until every digest is done.
     """
 
     device: torch.device
@@ -86,30 +84,32 @@ class LeafTable:
     kernels: _Kernels
     slabs: tuple[_Slab, ...]
     first_short: int
-    """The first of the leaves that take the short algorithms; `num_leaves` where there are none."""
+    """First leaf that uses the short algorithms, or `num_leaves`."""
     num_sums: int
     """Rows of the sums of the largest slab."""
 
     def digest(self, *, out: torch.Tensor | None = None, sums: torch.Tensor | None = None) -> torch.Tensor:
-        """Digest every leaf from its current bytes. One thread at a time.
+        """Digest the current bytes of every leaf. Only one thread at a time may call it.
+
+        It is asynchronous on the device's current stream, which must be the planning stream or one that waits for it.
 
         Args:
-            out: [num_leaves] int64, or as many as the rows planned, on the table's device, contiguous; made if None.
-            sums: scratch, uint64 [at least num_sums, 8], shared with what the stream digests before and after.
+            out: [num_leaves] int64 on the table's device, contiguous, or with as many rows as were planned. None means
+                to allocate it.
+            sums: scratch, uint64 [at least num_sums, 8], which earlier and later digests of the stream may share.
 
         Returns:
             [num_leaves] int64: the uint64 bits of each leaf's XXH3-64, in the order of the planned rows.
 
-        Order: asynchronous on the device's current stream: the one the table was planned on, or one that waits for it.
-        Cost: two launches for each slab plus one for short leaves; scratch of 1/16 of a slab's tiles, at most 64 MiB
-            unless one leaf alone needs more; no synchronisation.
+        Cost: two launches for each slab and one for short leaves. Scratch of 1/16 of a slab, at most 64 MiB unless a
+        single leaf needs more. No synchronisation.
         """
         if out is None:
             out = torch.empty(self.num_leaves, dtype=torch.int64, device=self.device)
         if self.num_leaves == 0:
             return out
-        # One scratch for all slabs: the launches of a stream run in order, so a slab's sums are used before the next
-        # slab overwrites them.
+        # All slabs share one scratch. The launches of a stream run in order, so the sums of a slab are used before the
+        # next slab overwrites them.
         if sums is None:
             sums = _scratch(self.num_sums, self.device)
         with device_context(self.device):
@@ -126,26 +126,26 @@ def plan_leaves(
     """Lay out leaves for the kernels.
 
     Args:
-        addresses: [num_leaves] first byte of each leaf, in `device`'s memory; any alignment, by 16 is fastest.
+        addresses: [num_leaves] address of each leaf in the memory of `device`. An alignment of 16 is fastest.
         nbytes: [num_leaves] bytes of each leaf, at least 1.
-        device: the CUDA device; the CPU only under Triton's interpreter.
-        into: [num_leaves] the row of the result for each, in a result that `digest` is given; None: their order.
-        tuning: launch shapes, for benchmarks.
+        device: CUDA device. The CPU works only under Triton's interpreter.
+        into: [num_leaves] row of the result for each leaf, if `digest` is given a result. None means their order.
+        tuning: shapes of the launches, for benchmarks.
 
     Raises:
         ValueError: the columns differ in length, or a leaf is empty.
 
-    Cost: numpy over the leaves; one copy of 24 bytes a leaf from pinned memory, on the current stream; no
-        synchronisation.
+    Cost: numpy over the leaves, and one copy of 24 bytes per leaf from pinned memory on the current stream. No
+    synchronisation.
     """
     _require_columns(addresses, nbytes)
     num_leaves = len(nbytes)
     rows = np.arange(num_leaves) if into is None else into
-    # In groups, since a launch takes one path: aligned leaves load 16 bytes at once, short leaves have algorithms of
-    # their own.
+    # Group the leaves, since a launch follows one path. Aligned leaves load 16 bytes at once, and short leaves have
+    # separate algorithms.
     kind = np.where(nbytes > xxh3_constants.SHORT_BYTES, addresses & 15 != 0, _SHORT)
     tiles = -(-nbytes // (tuning.tile_blocks * _BLOCK_BYTES))
-    # By length, too, where lengths differ much: leaves of a slab get equally many tiles, used or not.
+    # Also sort by length if lengths differ much, since all leaves of a slab get the same number of tiles.
     if kind.any() or num_leaves * tiles.max(initial=0) > 2 * tiles.sum():
         order = np.lexsort((tiles, kind))
         addresses, nbytes, rows = addresses[order], nbytes[order], rows[order]
@@ -168,21 +168,20 @@ def plan_leaves(
 
 
 class OrderedLeaves:
-    """Leaves laid out for the kernels in their own order, to be digested a range at a time while others are filled.
+    """Leaves laid out for the kernels in their order, so that ranges can be digested while other leaves are filled.
 
-    A range costs some launches and no planning. Leaves of one range may differ in kind and length, at the cost of
-    programs that find nothing to do; leaves that are digested all at once are faster by `plan_leaves`.
+    A range costs a few launches and no planning. If leaves of one range differ in kind or length, some programs find
+    nothing to do. Leaves that are digested all at once are faster with `plan_leaves`.
 
     Args:
-        addresses, nbytes, device: as `plan_leaves`.
-        tuning: as `plan_leaves`.
+        addresses, nbytes, device, tuning: see `plan_leaves`.
 
     Raises:
         ValueError: the columns differ in length, or a leaf is empty.
 
-    Cost: numpy over the leaves; one copy of 24 bytes a leaf from pinned memory, on the current stream; scratch of 1/16
-        of the longest slab, at most 64 MiB unless one leaf alone needs more.
-    Ownership: holds its tables and the scratch; the leaves' memory must outlive every digest of it.
+    Cost: numpy over the leaves, and one copy of 24 bytes per leaf from pinned memory on the current stream. Scratch of
+    1/16 of the longest slab, at most 64 MiB unless a single leaf needs more. Ownership: holds its tables and the
+    scratch. The caller must keep the memory of the leaves until every digest is done.
     """
 
     def __init__(self, addresses: I64, nbytes: I64, device: torch.device, *, tuning: Tuning = DEFAULT_TUNING) -> None:
@@ -200,12 +199,12 @@ class OrderedLeaves:
         self._sums = _scratch(num_tiles * tuning.tile_blocks, device)
 
     def digest(self, first: int, stop: int, *, out: torch.Tensor) -> None:
-        """Digest the leaves `[first, stop)` from their current bytes. One thread at a time.
+        """Digest the current bytes of the leaves `[first, stop)`. Only one thread at a time may call it.
+
+        It is asynchronous on the current stream, which must always be the same or wait for the previous one.
 
         Args:
-            out: [num_leaves] int64 on the device; the rows of these leaves are written.
-
-        Order: asynchronous on the current stream, always the same one, or one that waits for it.
+            out: [num_leaves] int64 on the device. The rows of these leaves are written.
         """
         with device_context(self.device):
             for slab in _slabs(self._tiles, first, stop, True, self._slab_tiles):
@@ -216,49 +215,49 @@ class OrderedLeaves:
                 self._kernels.run_short(first, stop, out)
 
     def warm_up(self, *, out: torch.Tensor) -> None:
-        """Compile or load the kernels that these leaves need, by digests of a leaf of each kind; `out` as `digest`."""
+        """Compile or load the kernels that these leaves need, by digesting one leaf of each kind into `out`."""
         for leaves in (self._aligned, self._unaligned, self._short):
             for leaf in leaves[:1].tolist():
                 self.digest(leaf, leaf + 1, out=out)
 
 
 def _has(leaves: I64, first: int, stop: int) -> bool:
-    """Return whether one of these leaves, ascending, is among `[first, stop)`."""
+    """Return whether any of these ascending leaves is in `[first, stop)`."""
     return len(leaves) > 0 and bool(np.searchsorted(leaves, first) < np.searchsorted(leaves, stop))
 
 
 def _scratch(num_sums: int, device: torch.device) -> torch.Tensor:
-    """Return memory for the sums of as many blocks."""
+    """Return memory for the sums of this number of blocks."""
     return torch.empty((num_sums, 8), dtype=torch.uint64, device=device)
 
 
 def _require_columns(addresses: I64, nbytes: I64) -> None:
-    """Raise ValueError unless these are columns of one table, of leaves with bytes."""
+    """Raise ValueError unless these are columns of one table whose leaves all have bytes."""
     if addresses.shape != nbytes.shape or addresses.ndim != 1:
         raise ValueError(f"addresses {addresses.shape} and nbytes {nbytes.shape} are not columns of one table")
     if nbytes.size and int(nbytes.min()) < 1:
-        raise ValueError(f"leaf {int(nbytes.argmin())} is empty; a digest needs at least one byte")
+        raise ValueError(f"leaf {int(nbytes.argmin())} is empty, but a digest needs at least one byte")
 
 
 def _columns(addresses: I64, nbytes: I64, rows: I64, device: torch.device) -> torch.Tensor:
-    """Return the kernels' table, int64 [3, num_leaves], on its way to the device."""
-    # Pinned: a copy from pageable memory would make the call wait for the device.
+    """Return the kernels' table, int64 [3, num_leaves], whose copy to the device is queued."""
+    # Pin the table, since a copy from pageable memory would make the call wait for the device.
     host = torch.empty((3, len(nbytes)), dtype=torch.int64, pin_memory=device.type == "cuda")
     host.numpy()[:] = addresses, nbytes, rows
     return host.to(device, non_blocking=True)
 
 
 _SHORT = 2
-"""The kind of leaves for the short kernel, after the aligned ones (0) and the others (1)."""
+"""Kind of the leaves for the short kernel. Aligned leaves have kind 0 and other leaves kind 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Kernels:
-    """The launches over a table of leaves; each takes its range, then what it writes to."""
+    """Launches over a table of leaves. Each takes a range of leaves and the buffers to which it writes."""
 
     tuning: Tuning
     add_blocks: tuple[Launch, Launch]
-    """The parallel pass: over leaves at any address, and over aligned ones."""
+    """Parallel pass over leaves at any address, and over aligned leaves."""
     finish: Launch
     short: Launch
 
@@ -269,13 +268,13 @@ class _Kernels:
         self.finish.run(slab.first_leaf, slab.stop_leaf, slab.tiles, sums, out, num_programs=num_programs)
 
     def run_short(self, first_leaf: int, stop_leaf: int, out: torch.Tensor) -> None:
-        """Queue the pass over the short leaves among `[first_leaf, stop_leaf)`."""
+        """Queue the pass over the short leaves in `[first_leaf, stop_leaf)`."""
         num_programs = -(-(stop_leaf - first_leaf) // (32 * self.tuning.short_warps))
         self.short.run(first_leaf, stop_leaf, out, num_programs=num_programs)
 
 
 def _kernels(columns: torch.Tensor, tuning: Tuning) -> _Kernels:
-    """Return the launches over a table, int64 [3, num_leaves] on the device: address, length, result row."""
+    """Return the launches over a table, int64 [3, num_leaves] on the device with address, length and result row."""
     arguments = (columns, columns.shape[1], _constants(columns.device))
 
     def launch(name: str, constants: dict[str, int | str], num_warps: int = 1) -> Launch:
@@ -294,21 +293,22 @@ def _kernels(columns: torch.Tensor, tuning: Tuning) -> _Kernels:
 
 
 def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tiles: int) -> list[_Slab]:
-    """Cut leaves `[first_leaf, stop_leaf)` so that a slab has at most `slab_tiles` tiles, or one leaf.
+    """Cut leaves `[first_leaf, stop_leaf)` into slabs of at most `slab_tiles` tiles or one leaf.
 
-    Each leaf of a slab gets as many tiles as its longest, so that a program finds its leaf by a division: a table of
-    tiles was eight times as large as that of leaves.
+    Each leaf of a slab gets as many tiles as its longest leaf, so that a program finds its leaf by a division. A table
+    of tiles would be eight times as large as the table of leaves.
     """
     slabs = []
     while first_leaf < stop_leaf:
-        # The most that can fit, which is what does fit where no leaf is longer than the first.
+        # This is the maximum that can fit. It does fit if no leaf is longer than the first.
         stop = min(stop_leaf, first_leaf + max(1, slab_tiles // int(tiles[first_leaf])))
         candidates = tiles[first_leaf:stop]
         max_tiles = int(candidates.max())
         if max_tiles > candidates[0]:
             longest = np.maximum.accumulate(candidates)
             fits = np.searchsorted(longest * np.arange(1, len(longest) + 1), slab_tiles, side="right")
-            # A leaf of more tiles than a slab is a slab of its own: the serial pass needs all sums of a leaf at once.
+            # A leaf with more tiles than a slab gets a separate slab, since the serial pass needs all sums of a leaf at
+            # once.
             stop = first_leaf + max(1, int(fits))
             max_tiles = int(longest[stop - first_leaf - 1])
         slabs.append(_Slab(first_leaf=first_leaf, stop_leaf=stop, tiles=max_tiles, aligned=aligned))
@@ -318,9 +318,9 @@ def _slabs(tiles: I64, first_leaf: int, stop_leaf: int, aligned: bool, slab_tile
 
 @functools.lru_cache(maxsize=64)
 def _constants(device: torch.device) -> torch.Tensor:
-    """Return the kernels' constants on a device, where they stay for the life of the process."""
-    # In a thread of its own: while an engine with a sleep mode loads a model, what the calling thread allocates goes to
-    # a pool whose memory is taken away. Constants in it would be garbage after the sleep, and all digests wrong.
+    """Return the kernels' constants on a device, where they stay until the process ends."""
+    # Allocate in a separate thread. While an engine with a sleep mode loads a model, allocations of the calling thread
+    # go to a pool whose memory is removed later. Constants in it would then be garbage and all digests wrong.
     with Threads(1, "penstock-constants") as pool:
         return pool.submit(_place, xxh3_constants.constants(), device).result()
 
@@ -330,61 +330,64 @@ def _place(values: U64, device: torch.device) -> torch.Tensor:
 
 
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:
-    """Return the XXH3-64 of each leaf, for leaves that are digested once; else see `plan_leaves`.
+    """Return the XXH3-64 of each leaf. For leaves that are digested more than once, use `plan_leaves`.
+
+    It is asynchronous on the device's current stream. The memory of the leaves must stay unchanged until the stream has
+    passed.
 
     Returns:
         [num_leaves] int64 on `device`: the uint64 bits, in the order of the rows.
 
     Raises:
         ValueError: the columns differ in length, or a leaf is empty.
-
-    Order: asynchronous on the device's current stream.
-    Ownership: the leaves' memory must live, unchanged, until the stream has passed.
     """
     return plan_leaves(addresses, nbytes, device).digest()
 
 
 def warm_up(device: torch.device) -> None:
-    """Compile the kernels for `device`, or read them from Triton's cache: seconds, once a process; any thread.
+    """Compile the kernels for `device` or read them from Triton's cache, which takes seconds once per process.
+    Thread-safe.
 
-    Order: while the first reads are under way, so that the first digest does not wait for the compiler.
+    Call it while the first reads are in progress, so that the first digest does not wait for the compiler.
     """
-    # One leaf for each kernel: aligned, not aligned, and short.
+    # Digest one leaf for each kernel: aligned, unaligned and short.
     data = torch.zeros(2048, dtype=torch.uint8, device=device)
     at = data.data_ptr()
     plan_leaves(np.array([at, at + 1, at]), np.array([1024, 1024, 4]), device).digest()
 
 
 SCRATCH_BYTES = 256 * MIB
-"""Bytes into which strips with gaps are packed at once: enough leaves to fill a device several times over."""
+"""Scratch into which strips with gaps are packed, enough for leaves that fill a device several times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StripTable:
-    """Strips laid out for the kernels, to be digested as often as their memory is refilled. Made by `plan_strips`.
+    """Strips laid out for the kernels by `plan_strips`. They can be digested each time their memory is refilled.
 
-    Ownership: holds its own tables and results on the device, 0.02 % of the bytes, and the scratch it was given.
+    Ownership: holds its tables and results on the device (0.02 % of the bytes) and the given scratch.
     """
 
     leaves: torch.Tensor
-    """Digests: of every strip, then of the leaves of strips that have several."""
+    """Digests of every strip, then of the leaves of strips with several leaves."""
     num_strips: int
     whole: LeafTable
     slabs: tuple[tuple[PackTable, LeafTable], ...]
     tops: LeafTable
-    """Strips of several leaves, digested over their leaves' digests."""
+    """Strips of several leaves, digested over the digests of their leaves."""
     scratch: torch.Tensor
 
     def digest(self) -> torch.Tensor:
-        """Digest every strip from its current bytes.
+        """Digest the current bytes of every strip.
+
+        It is asynchronous on the device's current stream, which must be the planning stream.
 
         Returns:
-            [num_strips] int64 on the device, the uint64 bits; overwritten by the next call.
+            [num_strips] int64 on the device, the uint64 bits. The next call overwrites them.
 
-        Order: asynchronous on the device's current stream: the one the table was planned on. Cost: reads the bytes
-            once, and writes and reads once more what has gaps; some launches a slab, no synchronisation.
+        Cost: reads the bytes once, and writes and reads strips with gaps once more. A few launches per slab, no
+        synchronisation.
         """
-        # Made once: each call of torch's lets go of the GIL, and to get it back takes up to a millisecond.
+        # Allocate the scratch once. Each call of torch releases the GIL, and getting it back takes up to a millisecond.
         tables = (self.whole, *(leaves for _, leaves in self.slabs), self.tops)
         sums = _scratch(max(table.num_sums for table in tables), self.leaves.device)
         self.whole.digest(out=self.leaves, sums=sums)
@@ -398,14 +401,14 @@ class StripTable:
 def plan_strips(
     address: int, strips: Strips, device: torch.device, scratch: torch.Tensor, *, leaf_bytes: int = LEAF_BYTES
 ) -> StripTable:
-    """Lay out strips of a device's memory for the kernels.
+    """Lay out strips of device memory for the kernels.
 
     Args:
-        address: the address from which the strips' offsets count; they were checked.
-        strips: any number, of any lengths.
-        device: of the memory; the CPU only under Triton's interpreter.
-        scratch: flat uint8 on it, at least a leaf, if a strip has gaps; tables that share it are used in turns.
-        leaf_bytes: bytes of a leaf; both ends of a sync use the default.
+        address: address from which the offsets of the strips count. They must have been checked.
+        device: device of the memory. The CPU works only under Triton's interpreter.
+        scratch: flat uint8 on the device, at least one leaf if a strip has gaps. Tables that share it must be used in
+            turns.
+        leaf_bytes: bytes of a leaf. Both ends of a sync use the default.
 
     Cost: numpy over strips and leaves, never over runs.
     """
@@ -414,13 +417,13 @@ def plan_strips(
     strip = np.repeat(np.arange(len(counts)), counts)
     start = (np.arange(len(strip)) - first[strip]) * leaf_bytes
     nbytes = np.minimum(strips.nbytes[strip] - start, leaf_bytes)
-    # The digest of a strip of one leaf is the leaf's: it goes straight to the strip's row.
+    # The digest of a strip with one leaf is that of the leaf, so it goes directly to the strip's row.
     is_one_of_many = counts[strip] > 1
     row = np.where(is_one_of_many, len(strips) + np.cumsum(is_one_of_many) - 1, strip)
     leaves = torch.empty(len(strips) + int(is_one_of_many.sum()), dtype=torch.int64, device=device)
     packed = strips.is_packed()[strip]
     whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
-    # Packed slab by slab, since scratch for all strips with gaps would be as large as the weights.
+    # Pack slab by slab, since scratch for all strips with gaps would be as large as the weights.
     slabs = []
     for some, at in _row_slabs(gapped, nbytes[gapped], scratch):
         mine = strips[strip[some]]
@@ -437,15 +440,15 @@ def plan_strips(
 
 
 def _row_slabs(rows: I64, nbytes: I64, scratch: torch.Tensor) -> list[tuple[I64, I64]]:
-    """Return batches of leaves, each as many as fit the scratch, and where each leaf lies in it."""
-    # At multiples of 16, where the kernels are fastest.
-    room = -(-nbytes // 16) * 16
-    stop = np.cumsum(room)
+    """Return batches of leaves that fit the scratch, and the address of each leaf in it."""
+    # Align to 16, where the kernels are fastest.
+    padded = -(-nbytes // 16) * 16
+    stop = np.cumsum(padded)
     batches, begin = [], 0
     while begin < len(rows):
-        base = int(stop[begin] - room[begin])
+        base = int(stop[begin] - padded[begin])
         end = int(np.searchsorted(stop, base + scratch.numel(), side="right"))
         assert end > begin, "the scratch is smaller than a leaf"
-        batches.append((rows[begin:end], scratch.data_ptr() + (stop - room)[begin:end] - base))
+        batches.append((rows[begin:end], scratch.data_ptr() + (stop - padded)[begin:end] - base))
         begin = end
     return batches

@@ -1,10 +1,7 @@
-"""Leaf digests on the CPU, and the root over them that is a weight set's revision.
+"""Leaf digests on the CPU, and the root over them, which is the revision of a weight set: `w1-` and 64 hex digits.
 
-In: tensor bytes; a tensor table with its leaves. Out: XXH3-64 a leaf; `w1-` and 64 hex digits.
-Not here: the same leaves on a device (`digest.cuda`), manifests as files (`storage.manifest`).
-
-XXH3 finds faults, not forgeries: an author of the bytes can make two leaves collide. Against forgery the manifest is
-signed, and the weights come from a place to which only its signer writes.
+XXH3 finds faults but not forgeries, since an author of the bytes can make two leaves collide. Against forgery the
+manifest is signed, and only its signer can write to the place of the weights.
 """
 
 from __future__ import annotations
@@ -23,27 +20,26 @@ from penstock.types import I64, U64, TensorTable
 T = TypeVar("T")
 
 LEAF_BYTES = 256 * 1024
-"""Bytes under one digest. Small enough that a device digests thousands at once and that a fault is found near where it
-is; large enough that the leaves of 1 TB are 32 MB. Source: docs/design/load.md."""
+"""Bytes per digest. It is small enough that a device digests thousands of leaves at once and that a fault is located
+closely. It is large enough that the leaves of 1 TB are 32 MB. Source: docs/design/load.md."""
 
 _MAGIC = b"penstock weights 1\0"
 _HEADERS_MAGIC = b"penstock headers 1\0"
 
 
 def num_leaves(nbytes: I64, leaf_bytes: int) -> I64:
-    """Return the number of leaves of tensors of `nbytes`; 0 for a tensor of no bytes."""
+    """Return the number of leaves of tensors of `nbytes`, which is 0 for an empty tensor."""
     return -(-nbytes // leaf_bytes)
 
 
 def leaf_digests(data: memoryview, leaf_bytes: int, out: U64) -> None:
-    """Compute the XXH3-64, with seed 0, of every run of `leaf_bytes` in `data`.
+    """Compute the XXH3-64 with seed 0 of every `leaf_bytes` in `data`.
 
     Args:
-        data: contiguous bytes; the last leaf may be shorter.
-        leaf_bytes: bytes of a leaf.
-        out: [num_leaves] uint64, to be filled.
+        data: contiguous bytes. The last leaf may be shorter.
+        out: [num_leaves] uint64 to fill.
 
-    Cost: no copy; the library releases the GIL during each leaf.
+    It makes no copy. The library releases the GIL during each leaf.
     """
     digest = xxhash.xxh3_64_intdigest
     for row, start in enumerate(range(0, data.nbytes, leaf_bytes)):
@@ -51,7 +47,7 @@ def leaf_digests(data: memoryview, leaf_bytes: int, out: U64) -> None:
 
 
 def name_order(table: TensorTable) -> list[int]:
-    """Return rows sorted by name: the order of the root, whatever the files are."""
+    """Return the rows sorted by name, which is the order of the root and does not depend on the files."""
     return sorted(range(len(table)), key=table.names.__getitem__)
 
 
@@ -59,9 +55,8 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
     """Return the leaves of `rows`, in that order.
 
     Args:
-        leaves: [counts.sum()] row after row.
-        counts: leaves of each row.
-        rows: rows to take.
+        leaves: [counts.sum()] leaves, row after row.
+        counts: number of leaves of each row.
     """
     taken = counts[rows]
     before = np.cumsum(taken) - taken
@@ -70,18 +65,18 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
 
 
 def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
-    """Return names, dtypes and shapes of these rows, in this order, as one unambiguous run of bytes.
+    """Return names, dtypes and shapes of these rows, in this order, as unambiguous bytes.
 
-    There are six blocks, little-endian, each after its own length (uint64): the dtypes that occur (sorted ASCII,
-    newline between); then for each row the dtype's place among them (uint8), its rank (uint8), its dims (int64 each),
-    the bytes of its name (uint32), and its name (UTF-8).
+    There are six little-endian blocks, each after its length (uint64). The first has the dtypes that occur (sorted
+    ASCII, separated by newlines). The others have, for each row, the index of its dtype (uint8), its rank (uint8), its
+    dims (int64 each), the length of its name in bytes (uint32), and its name (UTF-8).
     """
     names = _pick(table.names, rows)
     dtypes = _pick(table.dtypes, rows)
     shapes = _pick(table.shapes, rows)
     used = sorted(set(dtypes))
     codes = {dtype: code for code, dtype in enumerate(used)}
-    # Encoded once, joined: nearly all names are ASCII, where a name has as many bytes as characters.
+    # Join before encoding. Nearly all names are ASCII, and then have as many bytes as characters.
     text = "".join(names).encode()
     ascii_only = text.isascii()
     lengths = map(len, names) if ascii_only else (len(name.encode()) for name in names)
@@ -97,7 +92,7 @@ def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:
 
 
 def _pick(column: tuple[T, ...], rows: Sequence[int]) -> tuple[T, ...]:
-    # itemgetter picks 60,000 values in a fifth of a comprehension's time, but returns a bare value for one row.
+    # itemgetter takes a fifth of the time of a comprehension for 60,000 values, but returns a bare value for one row.
     return itemgetter(*rows)(column) if len(rows) > 1 else tuple(column[row] for row in rows)
 
 
@@ -109,7 +104,7 @@ def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
         leaf_bytes: bytes of a leaf.
         leaves: all leaves, in the order of the rows.
     """
-    # Each part after its length, so that no two weight sets have the same bytes here.
+    # Each part follows its length, so that no two weight sets have the same bytes here.
     hasher = blake3(_MAGIC)
     hasher.update(leaf_bytes.to_bytes(8, "little"))
     hasher.update(len(body).to_bytes(8, "little"))
@@ -119,25 +114,22 @@ def root(body: bytes, leaf_bytes: int, leaves: U64) -> str:
 
 
 def revision(table: TensorTable, leaf_bytes: int, leaves: U64) -> str:
-    """Return the revision `w1-...` of the weights, whatever their packing into files.
+    """Return the revision `w1-...` of the weights, which does not depend on the files and offsets.
 
     Args:
-        table: any order; files and offsets do not count.
+        table: rows in any order.
         leaf_bytes: bytes of a leaf.
         leaves: [num_leaves.sum()] in the order of `table`.
     """
     rows = name_order(table)
-    # A fetch's layout is in order, and its 230,000 leaves for 60 GB take 3 ms to pick.
+    # The layout of a fetch is sorted. Picking its 230,000 leaves for 60 GB would take 3 ms.
     if rows != list(range(len(table))):
         leaves = take_leaves(leaves, num_leaves(table.nbytes, leaf_bytes), np.asarray(rows, np.int64))
     return root(canonical(table, rows), leaf_bytes, leaves)
 
 
 def headers_revision(headers: list[bytes]) -> str:
-    """Return the revision `h1-...` of files by their headers alone, which does not depend on the bodies.
-
-    It changes with the packing into files.
-
+    """Return the revision `h1-...` of files from their headers alone. It changes with the packing into files.
 
     Args:
         headers: BLAKE3 of each file's header, in any order.

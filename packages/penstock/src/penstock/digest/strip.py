@@ -1,13 +1,11 @@
-"""Digests of strips: equal runs of bytes at a pitch, as a tensor's shard lies in memory, digested as if packed.
-
-In: memory, and strips as columns. Out: one XXH3-64 for each strip, which does not depend on the pitch; packed bytes.
-Not here: the same bits on a device (`digest.cuda`), the comparison of digests (`sync.receive.transfer`).
+"""Digests of strips, which are equal runs of bytes at a pitch, such as a tensor's shard in memory.
 
     strip, as if packed --> leaves of LEAF_BYTES --XXH3-64 each--> one leaf: its digest
                                                                    more: XXH3-64 of their digests, as <u8 in order
 
-Digests are of the packed bytes because the two ends of a read have the same runs at other pitches: where one end lies
-in one piece, its leaves are as few and as large as they can be, and nothing is copied.
+Digests are computed as if the strip were packed, because the two ends of a read have the same runs at different
+pitches. An end whose strip is contiguous then has few and large leaves, and copies nothing. `digest.cuda` gives the
+same digests on a device.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Strips:
-    """Strips as columns: strip i is `num_rows[i]` runs of `run_bytes[i]` bytes from `at[i]` on, `pitch[i]` apart."""
+    """Strips as columns. Strip i has `num_rows[i]` runs of `run_bytes[i]` bytes from `at[i]`, `pitch[i]` apart."""
 
     at: I64
     run_bytes: I64
@@ -46,64 +44,64 @@ class Strips:
 
     @property
     def nbytes(self) -> I64:
-        """Return the bytes of each strip."""
+        """Return the number of bytes of each strip."""
         return self.run_bytes * self.num_rows
 
     @property
     def stop(self) -> I64:
-        """Return the offset past the last byte of each strip."""
+        """Return the offset after the last byte of each strip."""
         return self.at + (self.num_rows - 1) * self.pitch + self.run_bytes
 
     def is_packed(self) -> npt.NDArray[np.bool_]:
-        """Return a mask of the strips that lie in one piece."""
+        """Return a mask of the strips that are contiguous."""
         packed: npt.NDArray[np.bool_] = (self.num_rows == 1) | (self.pitch == self.run_bytes)
         return packed
 
     def check(self, nbytes: int) -> None:
-        """Raise PlanError, naming the first offender, unless all lie in memory of `nbytes`: a peer may send them."""
+        """Raise PlanError with the first fault unless all strips are inside memory of `nbytes`. A peer
+        may send them."""
         num = len(self.at)
         if not num == len(self.run_bytes) == len(self.num_rows) == len(self.pitch):
             raise PlanError("the columns of a table of strips differ in length")
         room = nbytes - self.at - self.run_bytes
         wrong = (self.at < 0) | (self.run_bytes < 1) | (self.num_rows < 1) | (self.pitch < 0)
         wrong |= (self.run_bytes > nbytes) | (self.at > nbytes) | (room < 0)
-        # By division: the product of a hostile pitch and rows could wrap. No overlaps: by a pitch of 0 a few bytes of
-        # memory would make a strip of any length, and days of work.
+        # Divide, since the product of a hostile pitch and number of rows could overflow. Overlaps are refused, since
+        # with a pitch of 0 a few bytes of memory would be a strip of any length and days of work.
         wrong |= (self.num_rows > 1) & (
             (self.pitch < self.run_bytes) | (self.num_rows - 1 > room // np.maximum(self.pitch, 1))
         )
         if wrong.any():
             i = int(wrong.argmax())
             extent = f"{self.num_rows[i]} runs of {self.run_bytes[i]} from {self.at[i]}, {self.pitch[i]} apart"
-            raise PlanError(f"strip {i} lies outside of {nbytes} bytes: {extent}")
+            raise PlanError(f"strip {i} is outside {nbytes} bytes: {extent}")
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:
-    """Return host memory as an array; the caller keeps it alive."""
+    """Return host memory as an array. The caller keeps it alive."""
     if not nbytes:
         return np.zeros(0, np.uint8)
     return np.frombuffer(memoryview((ctypes.c_uint8 * nbytes).from_address(address)), np.uint8)
 
 
 def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES) -> U64:
-    """Return the digest of each strip of host memory.
+    """Return the digest of each strip in host memory.
 
     Args:
-        memory: the memory in which the strips' offsets count; they were checked.
-        strips: any number, of any lengths.
-        leaf_bytes: bytes of a leaf; both ends of a sync use the default.
+        memory: memory in which the offsets of the strips count. They must have been checked.
+        leaf_bytes: bytes of a leaf. Both ends of a sync use the default.
 
-    Cost: a strip in one piece is not copied, another is packed a leaf at a time; no Python for each run.
+    Cost: a contiguous strip is not copied. Other strips are packed leaf by leaf, without Python for each run.
     """
     out = np.empty(len(strips), np.uint64)
     counts = num_leaves(strips.nbytes, leaf_bytes)
-    # Buffers for the longest strip, allocated once and used for each.
+    # Allocate the buffers once, for the longest strip.
     leaves = np.empty(int(counts.max(initial=0)), np.uint64)
     packed = strips.is_packed().tolist()
     buffer = np.empty(leaf_bytes, np.uint8)
     columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch, counts)
     for i, (at, run, rows, pitch, count) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
-        # In one piece: digested in place, without a copy.
+        # Digest a contiguous strip in place.
         if packed[i]:
             leaf_digests(memory[at : at + run * rows].data, leaf_bytes, leaves)
         else:
@@ -116,7 +114,7 @@ def strip_digests(memory: Bytes, strips: Strips, *, leaf_bytes: int = LEAF_BYTES
 
 
 def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
-    """Copy strips of host memory to the start of `out`, one after the other; no Python for each run."""
+    """Copy strips of host memory to `out`, one after the other, without Python for each run."""
     done = 0
     columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
     for at, run, rows, pitch in zip(*(column.tolist() for column in columns), strict=True):
@@ -125,17 +123,17 @@ def pack_strips(memory: Bytes, strips: Strips, out: Bytes) -> None:
 
 
 def _pack(memory: Bytes, run: int, pitch: int, start: int, out: Bytes) -> None:
-    """Copy bytes `[start, start + len(out))` of the packed form of the strip that begins with the memory."""
-    # The end of a run, then whole runs by one strided copy, then the start of a run.
+    """Copy bytes `[start, start + len(out))` of the packed form of the strip at the start of `memory`."""
+    # Copy the end of a run, then whole runs by one strided copy, then the start of a run.
     row, skipped = divmod(start, run)
     head = min(run - skipped, len(out)) if skipped else 0
     out[:head] = memory[row * pitch + skipped :][:head]
     row += bool(skipped)
-    whole = (len(out) - head) // run
-    if whole:
-        # A run is one element of numpy's copy: byte by byte it spends most of its time on starting short runs.
+    num_whole = (len(out) - head) // run
+    if num_whole:
+        # Copy a run as one numpy element. Copied byte by byte, short runs would cost mostly overhead.
         kind = np.dtype((np.void, run))
-        rows = np.ndarray((whole,), kind, memory[row * pitch :].data, strides=(pitch,))
-        out[head : head + whole * run].view(kind)[...] = rows
-    done = head + whole * run
-    out[done:] = memory[(row + whole) * pitch :][: len(out) - done]
+        rows = np.ndarray((num_whole,), kind, memory[row * pitch :].data, strides=(pitch,))
+        out[head : head + num_whole * run].view(kind)[...] = rows
+    done = head + num_whole * run
+    out[done:] = memory[(row + num_whole) * pitch :][: len(out) - done]

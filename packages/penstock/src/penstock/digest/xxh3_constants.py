@@ -1,7 +1,6 @@
-"""Numbers of XXH3-64 (seed 0, default secret) that the kernels share with the code that lays out their work.
+"""Constants of XXH3-64 (seed 0, default secret) for the kernels and for the code that lays out their work.
 
-In: nothing. Out: block and length bounds, the table of constants that every kernel reads.
-Not here: the kernels (`digest.xxh3_triton`), which need Triton; this module does not.
+Unlike the kernels (`digest.xxh3_triton`), this module does not need Triton.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ BLOCK_BYTES = 1024
 """Bytes between two scrambles: (192 - 64) / 8 = 16 stripes of 64 bytes. Source: XXH3 spec, "Step 2: process blocks"."""
 
 SHORT_BYTES = 240
-"""Longest input of the short algorithms, bytes. Source: XXH3 spec, "XXH3 algorithm overview"."""
+"""Longest input of the short algorithms in bytes. Source: XXH3 spec, "XXH3 algorithm overview"."""
 
 INIT_AT = 192
-"""Index of the accumulators' first values in `constants`."""
+"""Index in `constants` of the initial values of the accumulators."""
 
 KEYS_AT = 200
-"""Index of the stripes' keys in `constants`."""
+"""Index in `constants` of the keys of the stripes."""
 
 # The 192-byte default secret. Source: XXH3 spec, "defaultSecret".
 _SECRET = bytes.fromhex(
@@ -28,7 +27,7 @@ _SECRET = bytes.fromhex(
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
 
-# First values of the eight accumulators. Source: XXH3 spec, "Step 1: initialize internal accumulators".
+# Initial values of the eight accumulators. Source: XXH3 spec, "Step 1: initialize internal accumulators".
 _ACCUMULATORS = (
     0xC2B2AE3D,
     0x9E3779B185EBCA87,
@@ -44,10 +43,10 @@ _ACCUMULATORS = (
 def constants() -> npt.NDArray[np.uint64]:
     """Return the table that every kernel reads: [328] uint64.
 
-    At o in 0..184 the secret's eight bytes from byte o; at INIT_AT the accumulators' first values; at KEYS_AT the keys
-    of the sixteen stripes of a block, eight each.
+    Entry o, for o from 0 to 184, has eight bytes of the secret from byte o. INIT_AT has the initial values of the
+    accumulators. KEYS_AT has the keys of the sixteen stripes of a block, eight each.
     """
-    # In words at every byte offset: the algorithm takes its secret at odd places too.
+    # Store a word for every byte offset, since the algorithm also reads its secret at odd offsets.
     words = [int.from_bytes(_SECRET[offset : offset + 8], "little") for offset in range(len(_SECRET) - 7)]
     keys = [words[8 * (stripe + lane)] for stripe in range(16) for lane in range(8)]
     return np.array([*words, *[0] * 7, *_ACCUMULATORS, *keys], dtype=np.uint64)

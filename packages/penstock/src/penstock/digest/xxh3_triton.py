@@ -1,14 +1,12 @@
-"""XXH3-64 (seed 0, default secret) as three Triton kernels; the bits of `xxhash.xxh3_64_intdigest`.
-
-In: raw device addresses and lengths of leaves, in one int64 table. Out: one uint64 digest a leaf.
-Not here: which leaf goes to which kernel, tables and launches (`digest.cuda`); the CPU reference (`digest.leaf`).
+"""XXH3-64 (seed 0, default secret) as three Triton kernels, with the bits of `xxhash.xxh3_64_intdigest`.
 
     leaf > 240 bytes   1024-byte blocks --block_sums (parallel, reads all bytes)--> 64 bytes a block
                        --finish_leaves (serial over blocks, 8 lanes a leaf)--> digest
     leaf <= 240 bytes  --short_leaves (a thread a leaf)--> digest
 
-Only the scramble between two blocks is serial: what a block adds to the eight accumulators does not depend on what they
-hold. So the length of a leaf limits parallelism only in `finish_leaves`, which reads 1/16 of the bytes.
+Only the scramble between two blocks is serial. The numbers that a block adds to the eight accumulators do not depend on
+their values. So the length of a leaf limits parallelism only in `finish_leaves`, which reads 1/16 of the bytes.
+`digest.cuda` builds the tables and launches the kernels.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -22,7 +20,7 @@ from penstock.digest import xxh3_constants
 
 BLOCK_BYTES = tl.constexpr(xxh3_constants.BLOCK_BYTES)
 
-# Multipliers and finishers, unitless. Source: XXH3 spec, "Final mixing step", "XXH3 algorithm (small inputs)".
+# Multipliers and finishers, without unit. Source: XXH3 spec, "Final mixing step", "XXH3 algorithm (small inputs)".
 PRIME32_1 = tl.constexpr(0x9E3779B1)
 PRIME64_1 = tl.constexpr(0x9E3779B185EBCA87)
 PRIME64_2 = tl.constexpr(0xC2B2AE3D27D4EB4F)
@@ -42,7 +40,7 @@ def _pointer(address: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _word(address: tl.tensor, num_bytes: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """`num_bytes` (1..8) from any address, in the low bytes; loads only the aligned words that hold them."""
+    """Return `num_bytes` (1..8) from any address in the low bytes. Load only the aligned words that contain them."""
     shift = ((address & 7) * 8).to(tl.uint64)
     low = tl.load(_pointer(address & -8), mask=mask, other=0)
     high = tl.load(_pointer((address + num_bytes - 1) & -8), mask=mask, other=0)
@@ -56,7 +54,7 @@ def _low_times_high(key: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _fold(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """Low half XOR high half of the 128-bit product."""
+    """Return the low half XOR the high half of the 128-bit product."""
     return (a * b) ^ tl.umulhi(a, b)
 
 
@@ -68,9 +66,10 @@ def _avalanche(h: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _load_u64(address: tl.tensor, at: tl.tensor, mask: tl.tensor, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Load uint64 values `at` from `address`: one load if the address is a multiple of 16, else two and a shift.
+    """Load uint64 values `at` from `address`, by one load if the address is a multiple of 16, or by two and a shift.
 
-    One load reads its bytes once: evicted first, they leave the L2 cache to the sums. Two loads share theirs in L1.
+    One load reads its bytes once. It evicts them first, which leaves the L2 cache to the sums. Two loads share bytes in
+    L1.
     """
     if ALIGNED:
         source = tl.multiple_of(_pointer(address) + at, (16, 16))
@@ -93,12 +92,17 @@ def block_sums(
     ALIGNED: tl.constexpr,
     RUN: tl.constexpr,
 ) -> None:
-    """Compute what each 1024-byte block adds to the accumulators; a program is a tile of TILE_BLOCKS blocks of a leaf.
+    """Compute the sums that each 1024-byte block adds to the accumulators. A program handles TILE_BLOCKS blocks of a
+    leaf.
 
-    table: int64; columns address and nbytes, each `columns` long.
-    tiles: tiles of each leaf in this launch; those past a leaf's last block do nothing, nor do those of a short leaf.
-    sums: uint64 [num_leaves * tiles * TILE_BLOCKS, 8], rows past a leaf's last block left unwritten.
-    ALIGNED: every address is a multiple of 16. RUN: stripes a load, a power of two up to 16.
+    table: int64 columns address and nbytes, each `columns` long.
+
+    tiles: number of tiles of each leaf in this launch. Tiles after a leaf's last block and tiles of short leaves do
+    nothing.
+
+    sums: uint64 [num_leaves * tiles * TILE_BLOCKS, 8]. Rows after a leaf's last block are not written.
+
+    ALIGNED: every address is a multiple of 16. RUN: stripes per load, a power of two up to 16.
     """
     tile = tl.program_id(0)
     leaf = first_leaf + tile // tiles
@@ -108,12 +112,12 @@ def block_sums(
         return
     address = tl.load(table + leaf) + first_block * BLOCK_BYTES
 
-    # A load takes RUN stripes of each block, 16 bytes a thread so that a warp reads whole lines; even and odd lanes are
-    # kept apart, for each lane also adds its neighbour's words.
+    # A load reads RUN stripes of each block, 16 bytes per thread, so that a warp reads whole lines. Even and odd lanes
+    # are separate, since each lane also adds its neighbour's words.
     block = tl.arange(0, TILE_BLOCKS)
     word = tl.arange(0, 8 * RUN)
     at = block[:, None] * 128 + word[None, :]
-    # The last stripe of a leaf, whole or not, has its own key and is left to finish_leaves.
+    # The last stripe of a leaf has a different key, even if it is whole. finish_leaves handles it.
     num_stripes = (nbytes - 1) // 64 - (first_block + block) * 16
     even_sum = tl.zeros((TILE_BLOCKS, RUN, 4), dtype=tl.uint64)
     odd_sum = even_sum
@@ -134,7 +138,7 @@ def block_sums(
 
 @triton.jit
 def _rows(source: tl.tensor, start: tl.tensor, stop: tl.tensor, ROWS: tl.constexpr) -> tl.tuple:
-    """ROWS rows of eight words from row `start`; 0 from row `stop` on."""
+    """Return ROWS rows of eight words from row `start`, with 0 from row `stop`."""
     rows = ()
     for step in tl.static_range(ROWS):
         row = tl.load(source + (start + step) * 8, mask=(start + step < stop)[:, None], other=0)
@@ -156,10 +160,13 @@ def finish_leaves(
     LEAVES: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> None:
-    """Chain a leaf's block sums through the scramble, add its last stripe, merge; LEAVES leaves a program.
+    """Chain the block sums of LEAVES leaves through the scramble, add the last stripe of each, and merge.
 
-    table: int64; columns address, nbytes, row of `out`, each `columns` long. tiles, sums: as `block_sums` had them.
-    out: int64 [num_leaves]; rows of short leaves are left as they are.
+    table: int64 columns address, nbytes and row of `out`, each `columns` long.
+
+    tiles, sums: the same as in `block_sums`.
+
+    out: int64 [num_leaves]. Rows of short leaves are not written.
     """
     place = tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     leaf = first_leaf + place
@@ -188,7 +195,8 @@ def finish_leaves(
         start += UNROLL
     acc += tl.load(source + num_scrambles[:, None] * 8, mask=live[:, None], other=0)
 
-    # The last stripe is the last 64 bytes, at any alignment; each word is read for its own lane and for its neighbour.
+    # The last stripe is the last 64 bytes, with any alignment. Each word is read for its lane and for the neighbouring
+    # lane.
     end = (address + nbytes - 64)[:, None]
     mask = tl.broadcast_to(live[:, None], (LEAVES, 8))
     acc += _word(end + (lane ^ 1) * 8, 8, mask)
@@ -203,7 +211,7 @@ def finish_leaves(
 
 @triton.jit
 def _mix16(address: tl.tensor, constants: tl.tensor, secret: tl.constexpr, mask: tl.tensor) -> tl.tensor:
-    """16 bytes folded with the secret's 16 from byte `secret`; 0 where masked."""
+    """Return 16 bytes folded with 16 bytes of the secret from byte `secret`, or 0 where masked."""
     low = _word(address, 8, mask) ^ tl.load(constants + secret)
     high = _word(address + 8, 8, mask) ^ tl.load(constants + secret + 8)
     return tl.where(mask, _fold(low, high), 0)
@@ -211,9 +219,9 @@ def _mix16(address: tl.tensor, constants: tl.tensor, secret: tl.constexpr, mask:
 
 @triton.jit
 def _up_to_16(address: tl.tensor, n: tl.tensor, constants: tl.tensor, live: tl.tensor) -> tl.tensor:
-    """Digest of 1 to 16 bytes; anything for other lengths."""
+    """Return the digest of 1 to 16 bytes. For other lengths the result is undefined."""
     length = n.to(tl.uint64)
-    # 1 to 3: first, middle and last byte, and the length.
+    # For 1 to 3 bytes, use the first, middle and last byte and the length.
     is_3 = live & (n <= 3)
     first = _word(address, 1, is_3) & 0xFF
     middle = _word(address + (n >> 1), 1, is_3) & 0xFF
@@ -224,7 +232,7 @@ def _up_to_16(address: tl.tensor, n: tl.tensor, constants: tl.tensor, live: tl.t
     h = (h ^ (h >> 33)) * PRIME64_2
     h = (h ^ (h >> 29)) * PRIME64_3
     h3 = h ^ (h >> 32)
-    # 4 to 8: two overlapping 32-bit words.
+    # For 4 to 8 bytes, use two overlapping 32-bit words.
     is_8 = live & (n >= 4) & (n <= 8)
     h = (_word(address + n - 4, 4, is_8) & 0xFFFFFFFF) + (_word(address, 4, is_8) << 32)
     h ^= tl.load(constants + 8) ^ tl.load(constants + 16)
@@ -233,7 +241,7 @@ def _up_to_16(address: tl.tensor, n: tl.tensor, constants: tl.tensor, live: tl.t
     h ^= (h >> 35) + length
     h *= RRMXMX
     h8 = h ^ (h >> 28)
-    # 9 to 16: two overlapping 64-bit words.
+    # For 9 to 16 bytes, use two overlapping 64-bit words.
     is_16 = live & (n >= 9) & (n <= 16)
     low = _word(address, 8, is_16) ^ tl.load(constants + 24) ^ tl.load(constants + 32)
     high = _word(address + n - 8, 8, is_16) ^ tl.load(constants + 40) ^ tl.load(constants + 48)
@@ -246,7 +254,7 @@ def _up_to_16(address: tl.tensor, n: tl.tensor, constants: tl.tensor, live: tl.t
 
 @triton.jit
 def _up_to_240(address: tl.tensor, n: tl.tensor, constants: tl.tensor, live: tl.tensor) -> tl.tensor:
-    """Digest of 17 to 240 bytes; anything for other lengths."""
+    """Return the digest of 17 to 240 bytes. For other lengths the result is undefined."""
     is_128 = live & (n > 16) & (n <= 128)
     is_240 = live & (n > 128)
     near = n.to(tl.uint64) * PRIME64_1
@@ -274,7 +282,8 @@ def short_leaves(
     out: tl.tensor,
     LEAVES: tl.constexpr,
 ) -> None:
-    """Digest leaves of 1 to 240 bytes, a thread a leaf; longer ones are left out. table, out: as `finish_leaves`."""
+    """Digest leaves of 1 to 240 bytes, one per thread, and skip longer leaves. `table` and `out` are those of
+    `finish_leaves`."""
     leaf = first_leaf + tl.program_id(0).to(tl.int64) * LEAVES + tl.arange(0, LEAVES)
     live = leaf < stop_leaf
     n = tl.load(table + columns + leaf, mask=live, other=1)

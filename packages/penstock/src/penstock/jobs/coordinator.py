@@ -4,7 +4,7 @@ In: a job spec, a journal, devices. Out: every task done, and statistics of each
 Not here: which worker gets a task (`plan.placement`), the work (`jobs.workers.worker`), publishing (`convert`).
 
     spawn --> Hello, JobSpec, Ready --> placement.join --> Work ... Done --> journal --> Stop
-                silent or dead: placement.lost, killed, replaced
+                silent or dead: placement.remove, killed, replaced
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class Coordinator(Closeable):
         states = []
         for stats in self.stats:
             place = self._places.get(stats.worker)
-            standing = self.placement.standing(stats.worker, now) if place is not None and place.is_ready else None
+            standing = self.placement.progress(stats.worker, now) if place is not None and place.is_ready else None
             task, task_s, expected_s = standing or (-1, 0.0, 0.0)
             is_lost = place is None or place.stats is not stats
             states.append(
@@ -395,7 +395,7 @@ class Coordinator(Closeable):
             self._lose(name, None)
 
     def _assigned(self, name: str) -> tuple[int, ...]:
-        return self.placement.given(name) if self._places[name].is_ready else ()
+        return self.placement.assigned(name) if self._places[name].is_ready else ()
 
     # -- lost workers
 
@@ -421,9 +421,9 @@ class Coordinator(Closeable):
     def _lose(self, name: str, why: str | None) -> None:
         """Remove a worker that ended or hangs, return its tasks, start another. `why` None: as the launcher says."""
         place = self._places.pop(name)
-        assigned = self.placement.given(name) if place.is_ready else ()
+        assigned = self.placement.assigned(name) if place.is_ready else ()
         if place.is_ready:
-            self.placement.lost(name)
+            self.placement.remove(name)
         if place.wire is not None:
             self._select.unregister(place.wire)
             place.wire.close()

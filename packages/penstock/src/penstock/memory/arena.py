@@ -1,12 +1,9 @@
-"""A region of memory for many tensors, so that peers reach all of them by one registration.
+"""A region of memory for many tensors, so that peers reach all of them with one registration.
 
-In: lengths and a device. Out: offsets, and flat views that keep the memory alive.
-Not here: moving live tensors into an arena (`rehome`), registering it (`transport`), staging buffers (`staging`).
-
-Host arenas are memfds mapped shared, which other processes of the host can map once they are registered; device arenas
-are one allocation of torch's. The first touch of shared memory costs 0.7 s a GB where the kernel gives it no huge pages
-(`/sys/kernel/mm/transparent_hugepage/shmem_enabled`; the arena asks for them), so `populate` touches it in bulk and
-outside the GIL, ahead of the bytes that arrive. Arenas of staged updates on a device are `cuda.device_memory`.
+Host arenas are shared memfds, which other processes on the host can map once they are registered. A device arena is one
+torch allocation, or `cuda.device_memory` if its physical memory can be exchanged. The first touch of shared memory
+costs 0.7 s per GB if the kernel gives it no huge pages (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`, which the
+arena asks for). `populate` therefore touches it in bulk, without the GIL and before the bytes arrive.
 """
 
 from __future__ import annotations
@@ -28,43 +25,45 @@ if TYPE_CHECKING:
     from penstock.cuda.device_memory import DeviceMemory
 
 _MADV_POPULATE_WRITE = 23
-"""Fault the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
+"""Faults the pages in one call. Source: Linux 5.14, include/uapi/asm-generic/mman-common.h."""
 
 STEP_BYTES = 1 << 20
-"""Bytes of one call, which takes about 0.1 ms and holds the address space's lock, which others need to allocate."""
+"""Bytes per call. A call takes about 0.1 ms and holds the lock of the address space, which others need to allocate."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def populate(address: int, nbytes: int, *, is_over: Callable[[], bool] | None = None) -> None:
-    """Make `nbytes` of writable memory from `address` present, until `is_over` returns True.
+    """Fault in `nbytes` of writable memory from `address`, until `is_over` returns True.
 
-    Cost: a GB of shared memory 0.6 s, of which two threads take 0.37; faulting it page by page 0.85 to 1.5 s.
+    Cost: 0.6 s per GB of shared memory, or 0.37 s with two threads. Faulting page by page takes 0.85 to 1.5 s.
     """
     for at in range(address, address + nbytes, STEP_BYTES):
         if is_over is not None and is_over():
             return
-        # The result is ignored. A kernel without MADV_POPULATE_WRITE answers EINVAL, and there may be no memory left:
-        # pages that stay absent are made by their first use, or fail there where a caller can be told.
+        # Ignore the result. A kernel without MADV_POPULATE_WRITE answers EINVAL, and memory may have run out. The first
+        # use then faults the pages, or fails where a caller can handle it.
         _libc.madvise(
             ctypes.c_void_p(at), ctypes.c_size_t(min(STEP_BYTES, address + nbytes - at)), _MADV_POPULATE_WRITE
         )
 
 
 ALIGN_BYTES = 512
-"""Alignment of each tensor's start. Source: torch's CUDA caching allocator rounds to 512 bytes; kernels rely on it."""
+"""Alignment of each tensor. Source: torch's CUDA caching allocator rounds to 512 bytes, and kernels rely on it."""
 
 WARM_STEPS = 16
-"""Steps that a thread of `Arena.warm` takes in a row: 16 MiB, a chunk of a fetch."""
+"""Consecutive steps of a thread in `Arena.warm`: 16 MiB, which is a chunk of a fetch."""
 
 
 class Arena:
-    """A region of memory in which tensors are placed one after the other. Made by `allocate`, freed only as a whole.
+    """A region of memory in which tensors are placed one after the other. `allocate` creates it. It is only freed as a
+    whole.
 
     Attributes:
-        address, nbytes, device: the region; `device` is `"cpu"` or `"cuda:N"`.
+        address, nbytes: the region.
+        device: `"cpu"` or `"cuda:N"`.
 
-    Ownership: the memory lives as long as the arena or any tensor in it, and can be registered for as long.
+    Ownership: the memory stays valid, and can be registered, as long as the arena or any tensor in it exists.
     """
 
     def __init__(self, device: str, address: int, nbytes: int, owner: MappedMemfd | torch.Tensor) -> None:
@@ -77,32 +76,32 @@ class Arena:
 
     @classmethod
     def allocate(cls, nbytes: int, device: str | torch.device = "cpu", *, is_remappable: bool = False) -> Arena:
-        """Allocate an arena of `nbytes`, untouched.
+        """Allocate an arena of `nbytes` without touching it.
 
         Args:
-            is_remappable: on a device: let its physical memory be exchanged; see `cuda.device_memory`. Torch's memory,
-                whose cannot, where the device has no memory of that kind.
+            is_remappable: whether the physical memory of a device arena can be exchanged; see `cuda.device_memory`.
+                Devices without that ability get torch's memory.
 
         Raises:
-            ConfigError: no arenas on this kind of device.
-            DestinationError: the host cannot map that much; no file descriptor is left.
-            DeviceOutOfMemory: the device has no room.
+            ConfigError: this kind of device has no arenas.
+            DestinationError: the host cannot map this much, or no file descriptor is left.
+            DeviceOutOfMemory: the device does not have enough free memory.
         """
         name = str(device)
         if nbytes < 0:
-            raise ConfigError(f"cannot make an arena of {nbytes} bytes: the length is negative")
+            raise ConfigError(f"cannot create an arena of {nbytes} bytes, since the length is negative")
         if name == "cpu":
             return cls._on_host(nbytes)
         if name.partition(":")[0] == "cuda":
             return cls._remappable(nbytes, name) if is_remappable else cls._on_cuda(nbytes, name)
-        raise ConfigError(f"cannot make an arena on {name}", hint="use cpu or cuda")
+        raise ConfigError(f"cannot create an arena on {name}", hint="use cpu or cuda")
 
     @classmethod
     def _on_host(cls, nbytes: int) -> Arena:
-        _check_room(nbytes)
-        # Sealed at its registration: until then the workers of a conversion write to it by its path.
+        _check_available(nbytes)
+        # The registration seals it. Until then the workers of a conversion write to it through its path.
         mapped = create_memfd("penstock-arena", nbytes, sealed=False)
-        # Advice only: many systems allow no huge pages for shared memory, and the first touch is slower there.
+        # This is only advice. Many systems allow no huge pages for shared memory, where the first touch is slower.
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         return cls("cpu", mapped.address, nbytes, mapped)
@@ -113,12 +112,13 @@ class Arena:
 
         device = torch.device(name)
         try:
-            # At least one tensor's bytes: torch gives an empty allocation no address, and peers register this one.
+            # Allocate at least one tensor's bytes, since torch gives an empty allocation no address and peers register
+            # it.
             region = torch.empty(max(nbytes, ALIGN_BYTES), dtype=torch.uint8, device=device)
         except torch.cuda.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(device)
-            message = f"{device} has {free} of {total} bytes free; {nbytes} contiguous bytes are needed"
-            raise DeviceOutOfMemory(message, hint="free memory there, or go without an arena") from error
+            message = f"{device} has {free} of {total} bytes free, but {nbytes} contiguous bytes are needed"
+            raise DeviceOutOfMemory(message, hint="free memory on the device, or do without an arena") from error
         return cls(str(region.device), region.data_ptr(), nbytes, region)
 
     @classmethod
@@ -135,14 +135,14 @@ class Arena:
         try:
             memory = DeviceMemory(nbytes, number)
         except DeviceOutOfMemory:
-            # What torch has kept of freed tensors is of use here too.
+            # Memory that torch keeps for reuse can serve this arena too.
             torch.cuda.empty_cache()
             memory = DeviceMemory(nbytes, number)
         return cls.over(memory)
 
     @classmethod
     def over(cls, memory: DeviceMemory) -> Arena:
-        """Return an arena of all of a device's memory, which it keeps."""
+        """Return an arena of all of a device memory, which it keeps."""
         import torch
 
         region = torch.as_tensor(memory, device=f"cuda:{memory.device}")
@@ -150,47 +150,47 @@ class Arena:
 
     @property
     def path(self) -> str:
-        """Return a host arena's path, for processes of this user that write to it, until it is registered."""
+        """Return the path of a host arena, through which processes of this user can write until it is registered."""
         assert isinstance(self._owner, MappedMemfd)
-        # By /proc: the memfd has no path of its own, and this one ends with the process.
+        # Use /proc, since a memfd has no path. This one is valid until the process ends.
         return f"/proc/{os.getpid()}/fd/{self._owner.fd}"
 
     def warm(self, is_over: Callable[[], bool], num_threads: int = 2) -> None:
-        """Begin to make a host arena's pages present, from its start on, before they are written; returns at once.
+        """Start to fault in a host arena from its start, before it is written, and return.
 
         Args:
-            is_over: called often by the threads, which keep the memory alive until it returns True or they are done.
-            num_threads: threads at once; more than two wait for each other in the kernel.
+            is_over: called often by the threads. They keep the memory alive until it returns True or they are done.
+            num_threads: number of threads. More than two wait for each other in the kernel.
         """
         if self.device != "cpu":
             return
         step = STEP_BYTES * WARM_STEPS
 
         def work(first: int, owner: object) -> None:
-            # Threads take steps in turns, not halves of the arena: arriving bytes fill it from the start on, and both
-            # threads must stay ahead of them.
+            # The threads alternate between steps, since arriving bytes fill the arena from the start and both threads
+            # must stay ahead.
             for at in range(first * step, self.nbytes, num_threads * step):
                 populate(self.address + at, min(step, self.nbytes - at), is_over=is_over)
 
         for first in range(num_threads):
             args = (first, self._owner)
-            # Without it, the first write to a page makes that page present.
+            # If a thread cannot start, the first write to each page faults it in.
             start_thread(
                 threading.Thread(target=work, args=args, name=f"penstock-warm-{first}", daemon=True), is_needed=False
             )
 
     @property
     def free_bytes(self) -> int:
-        """Return the bytes left for `place`."""
+        """Return the bytes that are left for `place`."""
         return self.nbytes - self._used_bytes
 
     def place(self, nbytes: Iterable[int]) -> list[int]:
         """Return offsets for runs of these lengths, in this order, each aligned to `ALIGN_BYTES`.
 
         Raises:
-            BudgetTooSmall: they do not fit; nothing was placed. `needed_bytes` says what would do.
+            BudgetTooSmall: they do not fit, and nothing was placed. `needed_bytes` gives the size that is needed.
         """
-        # All or nothing: a model that fits in part is of no use, and runs are never given back one by one.
+        # Place all or nothing. A part of a model is useless, and runs are never freed one by one.
         with self._lock:
             offsets, at = offsets_of(nbytes, self._used_bytes)
             if at > self.nbytes:
@@ -200,25 +200,25 @@ class Arena:
         return offsets
 
     def bytes_at(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a run as a tensor: flat uint8 `[nbytes]`, a view that keeps the memory alive."""
+        """Return a run as a flat uint8 tensor `[nbytes]`, a view that keeps the memory alive."""
         import torch
 
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
-            message = f"bytes [{offset}, {offset + nbytes}) lie outside of an arena of {self.nbytes} bytes"
+            message = f"bytes [{offset}, {offset + nbytes}) are outside an arena of {self.nbytes} bytes"
             raise ConfigError(message)
-        # Made anew each time: the garbage collector cannot see torch's reference to the mapping, so a tensor kept here
-        # would be a cycle that is never freed.
+        # Create the tensor each time. The garbage collector cannot see torch's reference to the mapping, so a tensor
+        # kept here would be a cycle that is never freed.
         whole = (
             torch.frombuffer(self._owner, dtype=torch.uint8) if isinstance(self._owner, MappedMemfd) else self._owner
         )
         return whole[offset : offset + nbytes]
 
     def runs_at(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Return runs as tensors, each as `bytes_at` returns one; `offsets` ascend, as those of `place` do.
+        """Return runs as tensors, each as in `bytes_at`. `offsets` must ascend, like those of `place`.
 
-        Cost: 0.5 us each, where `bytes_at` takes 1.5 us.
+        Cost: 0.5 us each, while `bytes_at` takes 1.5 us.
         """
-        # One call of torch cuts them all apart, with the gaps between them.
+        # One call of torch splits the memory into all runs and the gaps between them.
         cuts, numbers, at = list[int](), list[int](), 0
         for offset, length in zip(offsets, lengths, strict=True):
             if offset > at:
@@ -231,12 +231,12 @@ class Arena:
 
 
 def needed_bytes(nbytes: Iterable[int]) -> int:
-    """Return the bytes that an arena needs for runs of these lengths."""
+    """Return the size that an arena needs for runs of these lengths."""
     return offsets_of(nbytes)[1]
 
 
 def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
-    """Return where `Arena.place` puts runs of these lengths after `start` bytes, and where the last ends."""
+    """Return where `Arena.place` puts runs of these lengths after `start` bytes, and where the last one ends."""
     offsets, at = [], start
     for length in nbytes:
         at = -(-at // ALIGN_BYTES) * ALIGN_BYTES
@@ -245,12 +245,12 @@ def offsets_of(nbytes: Iterable[int], start: int = 0) -> tuple[list[int], int]:
     return offsets, at
 
 
-def _check_room(nbytes: int) -> None:
-    """Raise DestinationError if the host has less memory free: shared memory that runs out ends in SIGBUS."""
+def _check_available(nbytes: int) -> None:
+    """Raise DestinationError if the host has less free memory, since running out of shared memory ends in SIGBUS."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            room = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
+            available = next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)
     except OSError:
-        room = None
-    if room is not None and nbytes > room:
-        raise DestinationError(f"an arena of {nbytes} bytes does not fit the host's {room} that are available")
+        return
+    if available is not None and nbytes > available:
+        raise DestinationError(f"an arena of {nbytes} bytes is larger than the host's {available} available bytes")

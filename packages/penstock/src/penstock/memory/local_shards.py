@@ -1,9 +1,6 @@
-"""The part of a DTensor that this rank has: boxes of the whole tensor, as views of the rank's local tensor.
+"""The part of a DTensor on this rank, as boxes of the whole tensor and views of the rank's local tensor.
 
-In: a DTensor of any mesh and placements. Out: its boxes in this rank's memory. Not here: what a rank declares of a sync
-(`sync.shards`), which bytes of a file a box has (`plan.layout`).
-
-    DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> rows 0..2 and 5..6 of it, two boxes
+DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> rows 0..2 and 5..6 of it, two boxes
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from penstock.errors import PlanError
 from penstock.types import Box
 
 Runs = list[tuple[int, int]]
-"""The index ranges `[start, stop)` of one dim that a rank has, in the order in which they lie in its memory."""
+"""Index ranges `[start, stop)` of one dim that a rank has, in the order in which its memory holds them."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -39,45 +36,47 @@ def local_parts(name: str, value: Any) -> Iterator[tuple[Box, torch.Tensor]]:
         local: torch.Tensor = value.detach().to_local()
     shape = tuple(value.shape)
     coordinate = value.device_mesh.get_coordinate()
-    # This rank is not in the mesh: other ranks have the tensor.
+    # If this rank is not in the mesh, other ranks have the tensor.
     if coordinate is None:
         return
-    # For each dim, the mesh axes that shard it: size, this rank's coordinate, split factor.
+    # Collect the mesh axes that shard each dim, as size, coordinate of this rank and split factor.
     cuts: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     for axis, placement in enumerate(value.placements):
         if placement.is_replicate():
             continue
         if placement.is_partial() or not hasattr(placement, "dim"):
-            hint = "reduce it first: tensor.redistribute(placements=...)"
-            raise PlanError(f"it is {placement} on mesh axis {axis}: no rank has its values", tensor=name, hint=hint)
-        # Only strided shards have a split factor; torch keeps the class private, so ask for the attribute.
+            hint = "reduce the tensor first: tensor.redistribute(placements=...)"
+            raise PlanError(
+                f"the tensor is {placement} on mesh axis {axis}, so no rank has its values", tensor=name, hint=hint
+            )
+        # Only strided shards have a split factor. Their class is private in torch, so check the attribute.
         cuts[placement.dim].append(
             (value.device_mesh.size(axis), coordinate[axis], int(getattr(placement, "split_factor", 1)))
         )
     runs = [local_runs(num, cut) for num, cut in zip(shape, cuts, strict=True)]
     extent = tuple(sum(stop - start for start, stop in dim) for dim in runs)
-    # Torch's own rule for uneven shards is repeated above: where the two differ, a declared box would be wrong.
+    # The code above repeats torch's rule for uneven shards. If the two differ, a declared box would be wrong.
     if extent != tuple(local.shape):
         raise PlanError(
-            f"its local tensor has shape {list(local.shape)}, and its placements say {list(extent)}", tensor=name
+            f"the local tensor has shape {list(local.shape)}, but its placements give {list(extent)}", tensor=name
         )
     for box in product(*(_placed(dim) for dim in runs)):
         part = local[tuple(slice(at, at + stop - start) for start, stop, at in box)] if box else local
-        # A rank without elements has nothing to declare; but a tensor that is empty everywhere keeps its name.
+        # A rank without elements has nothing to declare, but a tensor that is empty everywhere keeps its name.
         if part.numel() or 0 in shape:
             start = tuple(start for start, _, _ in box)
             yield Box(start=start, stop=tuple(at + n for at, n in zip(start, part.shape, strict=True))), part
 
 
 def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
-    """Return the index ranges of a dim of `num` that a rank has after repeated cuts, as by DTensor's placements.
+    """Return the index ranges of a dim of size `num` that a rank has after repeated splits, as in DTensor's placements.
 
     Args:
-        parts: for each mesh axis that shards the dim, in the mesh's order: its size, this rank's coordinate, and the
-            split factor: 1 for a plain shard; with factor k the dim is cut into k pieces, and the shard is this rank's
-            chunk of each, joined.
+        parts: size, coordinate of this rank and split factor of each mesh axis that shards the dim, in the mesh's
+            order. The split factor is 1 for a plain shard. With factor k the dim is split into k pieces, and the shard
+            is this rank's chunk of each piece, joined.
     """
-    # Each mesh axis cuts what the axes before it have left, as DTensor applies its placements.
+    # Each mesh axis splits the result of the axes before it, as in DTensor.
     runs: Runs = [(0, num)]
     for size, coordinate, split_factor in parts:
         total = sum(stop - start for start, stop in runs)
@@ -90,8 +89,8 @@ def local_runs(num: int, parts: Iterable[tuple[int, int, int]]) -> Runs:
 
 
 def _placed(runs: Runs) -> list[tuple[int, int, int]]:
-    """Return each run and its start in memory; one empty run where there are no runs."""
-    # The empty run keeps the product over dims from vanishing: a tensor without elements still has a row.
+    """Return each run and its start in memory, or one empty run if there are no runs."""
+    # The empty run keeps the product over dims from vanishing. A tensor without elements still has a row.
     placed, at = [], 0
     for start, stop in runs or [(0, 0)]:
         placed.append((start, stop, at))
@@ -100,7 +99,7 @@ def _placed(runs: Runs) -> list[tuple[int, int, int]]:
 
 
 def _chunks(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """Cut `[start, stop)` as `torch.chunk` does, with empty chunks after the last."""
+    """Split `[start, stop)` like `torch.chunk`, with empty chunks at the end."""
     width = -(-(stop - start) // count)
     return [(min(start + i * width, stop), min(start + (i + 1) * width, stop)) for i in range(count)]
 

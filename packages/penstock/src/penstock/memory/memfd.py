@@ -1,11 +1,7 @@
-"""Shared memory without a name: sealed memfds of this process, and those of another process of the same user.
+"""Shared memory without a name: sealed memfds of this process and of other processes of the same user.
 
-In: a length, or a file descriptor that a peer sent. Out: a mapping whose memory can neither shrink nor be written to
-through a later opening; the proof that a peer's descriptor is one.
-Not here: what the bytes are (`arena`, `transport.host_endpoint`), sending descriptors (`transport.fd_server`).
-
-The owner sends readers a read-only opening of the memfd. Nothing is left behind when both are gone. The seals prove
-that the file cannot shrink, so reading the mapping cannot end in SIGBUS.
+The owner sends readers a read-only opening of the memfd. The seals prove that the file cannot shrink, so reading the
+mapping cannot end in SIGBUS. Nothing is left behind when both processes are gone.
 """
 
 from __future__ import annotations
@@ -23,22 +19,23 @@ from penstock import descriptors
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, PermissionDenied
 
 _SEAL_FUTURE_WRITE = 0x10
-"""No new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h; `fcntl` has no name for it before 3.13."""
+"""Forbids new writable mappings. Source: Linux 5.1, include/uapi/linux/fcntl.h. `fcntl` has no name for
+it before 3.13."""
 
 _NEEDED_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-"""Seals without which a peer's memory is not mapped: it keeps its length, and nobody can add a seal later."""
+"""Seals that a peer's memory needs to be mapped. It keeps its length, and nobody can add a seal later."""
 
 _shared: weakref.WeakValueDictionary[int, MappedMemfd] = weakref.WeakValueDictionary()
-"""Every mapping of this process, by its address."""
+"""All mappings of this process, by address."""
 
 
 class MappedMemfd(mmap.mmap):
-    """The writable mapping of a memfd of this process, made by `create_memfd`. Views keep it and the memfd alive.
+    """Writable mapping of a memfd of this process, created by `create_memfd`. Views keep it and the memfd alive.
 
     Attributes:
-        fd: the memfd, open for as long as the mapping lives.
-        inode: unlike that of any other memfd of this boot.
-        address, nbytes: the mapping, of whole pages.
+        fd: the memfd, which is open as long as the mapping exists.
+        inode: number that no other memfd has until the host reboots.
+        address, nbytes: the mapping, in whole pages.
         close_fd: closes the memfd, once.
     """
 
@@ -49,8 +46,8 @@ class MappedMemfd(mmap.mmap):
     close_fd: Callable[[], object]
 
     def close(self) -> None:
-        """Unmap it and close its descriptors. BufferError: there are views of it. Idempotent."""
-        # Before it is unmapped: from then on the kernel may give the address to another mapping of another thread.
+        """Unmap the memory and close its descriptors. Idempotent. Raises BufferError if it has views."""
+        # Forget the address before unmapping, since the kernel may then give it to a mapping of another thread.
         known = _shared.pop(self.address, None)
         try:
             super().close()
@@ -61,34 +58,35 @@ class MappedMemfd(mmap.mmap):
         self.close_fd()
 
     def readable(self) -> int:
-        """Return a new descriptor for a peer, which can only read; the caller closes it."""
-        # An opening of its own, not a duplicate: a duplicate could write, and would share our locks.
+        """Return a new read-only descriptor for a peer. The caller closes it."""
+        # Open the file again. A duplicate could write and would share this process's locks.
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def export(self) -> Iterator[int]:
-        """Yield its one descriptor for a peer; see `transport.host_endpoint.Exportable`."""
+        """Yield the one descriptor for a peer; see `transport.host_endpoint.Exportable`."""
         yield self.readable()
 
     def seal(self) -> None:
-        """Forbid writing to all others, so that processes of the host may map it. Idempotent."""
+        """Forbid all others to write, so that other processes may map the memory. Idempotent."""
         if _is_sealed(self.fd):
             return
         try:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED_SEALS | _SEAL_FUTURE_WRITE)
         except OSError:
-            # Another thread sealed it first; or the kernel is older than 5.1, where readers map it read-only all the
-            # same, but a process of this user could map it writable.
+            # Another thread sealed it first, or the kernel is older than 5.1. There readers still map it read-only, but
+            # a process of this user could map it writable.
             if not _is_sealed(self.fd):
                 fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _NEEDED_SEALS)
 
 
 def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
-    """Create a memfd of `nbytes` (at least one page), mapped; no pages are touched.
+    """Create and map a memfd of `nbytes` (at least one page) without touching its pages.
 
     Args:
-        name: shown in `/proc/PID/maps`, for people only.
-        nbytes: its length; it never changes.
-        sealed: see `MappedMemfd.seal`; until then processes of the same user can write to it, and none reads it.
+        name: label in `/proc/PID/maps`.
+        nbytes: its length, which never changes.
+        sealed: whether to seal it; see `MappedMemfd.seal`. Until it is sealed, processes of the same user can write to
+            it, and no process reads it.
 
     Raises:
         ConfigError: this system has no memfds.
@@ -101,11 +99,11 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
     except OSError as error:
         raise DestinationError(f"cannot create shared memory: {error}", hint=descriptors.hint_of(error)) from error
     try:
-        # Memfds are made with mode 0777: without this any user who receives a descriptor could open it again to write.
+        # Memfds are created with mode 0777. Any user who receives a descriptor could open it again to write.
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, max(nbytes, mmap.PAGESIZE))
         mapped = MappedMemfd(fd, max(nbytes, mmap.PAGESIZE))
-        # No F_SEAL_WRITE: the kernel refuses it while a writable mapping exists, and ours is to stay.
+        # F_SEAL_WRITE is not possible, since the kernel refuses it while this writable mapping exists.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         mapped.fd = fd
         mapped.inode = os.fstat(fd).st_ino
@@ -114,21 +112,21 @@ def create_memfd(name: str, nbytes: int, *, sealed: bool = True) -> MappedMemfd:
             mapped.seal()
     except (OSError, ValueError, OverflowError) as error:
         os.close(fd)
-        raise DestinationError(f"cannot make {nbytes} bytes of shared memory: {error}") from error
+        raise DestinationError(f"cannot create {nbytes} bytes of shared memory: {error}") from error
     mapped.address = int(np.frombuffer(mapped, np.uint8).ctypes.data)
-    # A finalizer, so that the descriptor is closed once, whether by `close` or with the last reference.
+    # A finalizer closes the descriptor once, by `close` or with the last reference.
     mapped.close_fd = weakref.finalize(mapped, os.close, fd)
-    # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+    # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
     mapped.close_fd.atexit = False
-    # By address: a registration knows only where its memory is, and asks `shared_at` for the memfd behind it.
+    # A registration only knows the address of its memory, and asks `shared_at` for the memfd.
     _shared[mapped.address] = mapped
     return mapped
 
 
 def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
-    """Return the mapping of this process in which these bytes lie; None: they lie in none."""
-    # `valuerefs` copies the dictionary in one step. `values` iterates over it, and fails with RuntimeError where
-    # another thread creates a mapping meanwhile.
+    """Return the mapping of this process that contains these bytes, or None."""
+    # `valuerefs` copies the dictionary in one step. Iterating over `values` raises RuntimeError if another thread
+    # creates a mapping.
     for reference in _shared.valuerefs():
         mapped = reference()
         if mapped is not None and mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
@@ -137,61 +135,60 @@ def shared_at(address: int, nbytes: int) -> MappedMemfd | None:
 
 
 def check_peer_memfd(fd: int, min_nbytes: int, uri: str) -> None:
-    """Check that a descriptor from a peer is a sealed memfd of this user that can be mapped.
+    """Check that a peer's descriptor is a sealed memfd of this user that can be mapped.
 
     Args:
-        fd: the descriptor.
-        min_nbytes: bytes it must have.
-        uri: the peer's name in errors.
+        min_nbytes: minimum length of the memfd.
+        uri: name of the peer in errors.
 
     Raises:
-        PeerLost: it is something else, or too short.
+        PeerLost: it is a different kind of file, or too short.
     """
     state = os.fstat(fd)
     _check_kind(state, uri)
     if not _is_sealed(fd) or state.st_size < min_nbytes:
-        raise PeerLost(f"the file of the peer is not sealed memory of {min_nbytes} bytes", uri=uri)
+        raise PeerLost(f"the peer's file is not a sealed memfd of at least {min_nbytes} bytes", uri=uri)
 
 
 def open_memfd_of_process(pid: int, fd: int, uri: str) -> int:
-    """Open a memfd of a process of the previous release, which sends no descriptors; the caller closes it.
+    """Open a memfd of a process of the previous release, which sends no descriptors. The caller closes it.
 
     Raises:
-        PeerLost: there is no such process, or the number is of no shared memory of this user.
-        PermissionDenied: the kernel does not let us look into that process.
+        PeerLost: the process does not exist, or the number is not shared memory of this user.
+        PermissionDenied: the kernel does not allow access to that process.
         DestinationError: no file descriptor is left here.
     """
-    # O_PATH first: it has no effect on whatever the number stands for, and fstat can tell what that is.
+    # Open with O_PATH first, which has no effect on the file, and check with fstat what it is.
     try:
-        looked_at = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
+        path_fd = os.open(f"/proc/{pid:d}/fd/{fd:d}", os.O_PATH | os.O_CLOEXEC)
     except (FileNotFoundError, ProcessLookupError) as error:
         raise PeerLost(f"descriptor {fd} of process {pid} is gone", uri=uri) from error
     except PermissionError as error:
-        hint = "run both as one user, in one container, and dumpable"
+        hint = "run both processes as one user, in one container, and dumpable"
         raise PermissionDenied(f"descriptor {fd} of process {pid} may not be opened", uri=uri, hint=hint) from error
     except OSError as error:
         raise DestinationError(f"cannot open descriptor {fd} of process {pid}: {error}", uri=uri) from error
     try:
-        _check_kind(os.fstat(looked_at), uri)
-        # Through the descriptor that was looked at: by the peer's path it could be another file by now.
-        return os.open(f"/proc/self/fd/{looked_at:d}", os.O_RDONLY | os.O_CLOEXEC)
+        _check_kind(os.fstat(path_fd), uri)
+        # Open through the checked descriptor, since the peer's path could be a different file by now.
+        return os.open(f"/proc/self/fd/{path_fd:d}", os.O_RDONLY | os.O_CLOEXEC)
     except PenstockError:
         raise
     except OSError as error:
         raise DestinationError(f"cannot open descriptor {fd} of process {pid}: {error}", uri=uri) from error
     finally:
-        os.close(looked_at)
+        os.close(path_fd)
 
 
 def _check_kind(state: os.stat_result, uri: str) -> None:
-    # A memfd has no name, thus no links: a file of the user's that has one is not what a peer can have meant.
+    # A memfd has no name and thus no links. A file of the user with a link cannot be what the peer meant.
     if not stat.S_ISREG(state.st_mode) or state.st_uid != os.geteuid() or state.st_nlink:
-        raise PeerLost("the file of the peer is not shared memory of this user", uri=uri)
+        raise PeerLost("the peer's file is not shared memory of this user", uri=uri)
 
 
 def _is_sealed(fd: int) -> bool:
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _NEEDED_SEALS == _NEEDED_SEALS
     except OSError:
-        # EINVAL: a file that is no memfd.
+        # EINVAL means that the file is not a memfd.
         return False

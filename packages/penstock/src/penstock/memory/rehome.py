@@ -1,8 +1,4 @@
-"""Moves of live parameters into arenas, one for each device, so that a whole model is one registration.
-
-In: a module or tensors by name. Out: the arenas; the tensors are the same objects with the same values, elsewhere.
-Not here: the arena itself (`arena`), filling it from storage (`loader.into`).
-"""
+"""Move live parameters into one arena per device, so that a whole model is one registration."""
 
 from __future__ import annotations
 
@@ -17,35 +13,35 @@ from penstock.memory.arena import Arena, needed_bytes
 def rehome(
     target: torch.nn.Module | Mapping[str, torch.Tensor], *, copy: bool = True, is_remappable: bool = False
 ) -> tuple[Arena, ...]:
-    """Move a module's parameters and buffers, or tensors by name, into one arena for each device.
+    """Move a module's parameters and buffers, or tensors by name, into one arena per device.
 
     Objects, dtypes, shapes, strides, hooks and gradients stay. Tensors that shared memory still do: tied weights, and
-    views of one tensor such as fused projections. Values are copied, device by device, unless `copy` is False.
+    views of one tensor such as fused projections. An optimizer that flattens parameters, or a captured CUDA graph, must
+    come later, since addresses change.
 
     Args:
-        copy: copy the values; else the tensors have any.
+        copy: copy the values, device by device. If False, the values are undefined.
         is_remappable: see `Arena.allocate`.
 
     Raises:
-        PlanError: a tensor is on the meta device, or not a plain strided one; nothing was moved.
-        DestinationError, DeviceOutOfMemory: as `Arena.allocate`; devices before this one were moved.
+        PlanError: a tensor is on the meta device or not a plain strided tensor. Nothing was moved.
+        DestinationError, DeviceOutOfMemory: see `Arena.allocate`. Earlier devices were moved.
 
-    Ownership: the tensors keep the arenas' memory alive; keep the arenas for as long as they are to be registered.
-    Order: before an optimizer flattens parameters or a CUDA graph is captured: their addresses change.
-    Cost: one copy on the device, and twice its weights' memory until the last tensor is moved.
+    Ownership: the tensors keep the memory of the arenas alive. Keep the arenas while they are registered. Cost: one
+    copy on the device, and twice the memory of the weights until the last tensor is moved.
     """
-    # By name, the order in which a fleet reads: bytes that peers read together lie together.
+    # A fleet reads in the order of names, so bytes that peers read together are adjacent.
     tensors = sorted(_all_of(target), key=lambda named: named[0])
     for name, tensor in tensors:
         if tensor.is_meta:
             hint = "materialise it: module.to_empty(device=...)"
-            raise PlanError("cannot move a tensor of the meta device", tensor=name, hint=hint)
+            raise PlanError("cannot move a tensor on the meta device", tensor=name, hint=hint)
         if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-            # A tensor that flattens (a DTensor, a quantised wrapper) wraps others, and has no memory of its own.
-            raise PlanError(f"cannot move a {type(tensor).__name__} of layout {tensor.layout}", tensor=name)
+            # A tensor that flattens (a DTensor, a quantised wrapper) consists of other tensors.
+            raise PlanError(f"cannot move a {type(tensor).__name__} with layout {tensor.layout}", tensor=name)
     devices: dict[torch.device, dict[int, list[torch.Tensor]]] = {}
     for _, tensor in tensors:
-        # By storage: tensors that share one must share it after the move.
+        # Group by storage, since tensors that share a storage must share it after the move.
         if tensor.untyped_storage().nbytes():
             storages = devices.setdefault(tensor.device, {})
             storages.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
@@ -61,7 +57,8 @@ def _all_of(target: torch.nn.Module | Mapping[str, torch.Tensor]) -> Iterable[tu
 
 
 def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is_remappable: bool) -> Arena:
-    """Move tensors by storage: each group shares one, and the part of it that the group covers is moved as one run."""
+    """Move groups of tensors. Each group shares a storage, and the part of it that the group covers is moved as one
+    run."""
     spans = [_span(group) for group in groups]
     nbytes = needed_bytes(stop - start for start, stop in spans)
     arena = Arena.allocate(nbytes, device, is_remappable=is_remappable)
@@ -73,20 +70,20 @@ def _move(device: torch.device, groups: list[list[torch.Tensor]], copy: bool, is
                 storage = torch.empty(0, dtype=torch.uint8, device=device).set_(group[0].untyped_storage())
                 run.copy_(storage[start:stop])
             for tensor in group:
-                # Counted in bytes, since tensors of different dtypes may share a storage.
+                # Count in bytes, since tensors of different dtypes may share a storage.
                 first = run[tensor.storage_offset() * tensor.element_size() - start :]
                 whole = first[: first.numel() // tensor.element_size() * tensor.element_size()].view(tensor.dtype)
-                # `.data` swaps the memory under the same object: optimizers and hooks hold the object, not the address.
+                # `.data` replaces the memory of the same object, which optimizers and hooks refer to.
                 tensor.data = whole.as_strided(tensor.shape, tensor.stride())
     return arena
 
 
 def _span(group: list[torch.Tensor]) -> tuple[int, int]:
-    """Return bytes `[start, stop)` of their storage that these tensors cover, the start at a multiple of 16."""
+    """Return the bytes `[start, stop)` of the storage that these tensors cover. The start is a multiple of 16."""
     starts, stops = [], []
     for tensor in group:
         reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
         starts.append(int(tensor.storage_offset()) * tensor.element_size())
         stops.append(starts[-1] + (int(reach + 1) * tensor.element_size() if tensor.numel() else 0))
-    # 16: the alignment within the storage stays as it was for the vector loads of kernels.
+    # This keeps the alignment within the storage for the vector loads of kernels.
     return min(starts) // 16 * 16, max(stops)

@@ -1,10 +1,7 @@
-"""The staging pool: page-aligned buffers of one size, pinned on request, bounded by `memory_bytes`.
+"""The staging pool: page-aligned buffers of one size, pinned on request, limited by `memory_bytes`.
 
-In: a budget. Out: `StagingBuffer`s, each owned by the caller that acquired it until it is released.
-Not here: memory that stays (`arena`), the bytes in the buffers (`engine`).
-
-Buffers are touched and pinned by the thread that first needs them, so set-up is spread over the reading threads, and a
-small load never pays for the whole pool; released buffers are reused last-in first-out.
+The thread that first needs a buffer touches and pins it, so that the reading threads share the set-up and a small load
+does not pay for the whole pool. The buffer that was released last is reused first.
 """
 
 from __future__ import annotations
@@ -23,22 +20,22 @@ from penstock.waits import start_thread
 
 
 class Registrar(Protocol):
-    """Page-locking of host memory, so that a device's copy engine reaches it."""
+    """Page-locking of host memory, so that a device's copy engine can reach it."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin `nbytes` from `address`. DestinationError if the device refuses."""
+        """Pin `nbytes` from `address`. Raises DestinationError if the device refuses."""
         ...
 
     def unregister(self, address: int) -> None:
-        """Undo `register`; never raises for memory that is registered."""
+        """Undo `register`. It never raises for memory that is registered."""
         ...
 
 
 class StagingBuffer:
-    """A buffer of the pool: `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes.
+    """A buffer of the pool. `view` (memoryview) and `array` (numpy) are the same `nbytes` bytes.
 
     Attributes:
-        is_ready: its pages are present and pinned.
+        is_ready: whether its pages are present and pinned.
     """
 
     __slots__ = ("address", "array", "is_ready", "nbytes", "view")
@@ -54,9 +51,9 @@ class StagingBuffer:
         """Touch every page and pin it, once."""
         if self.is_ready:
             return
-        # Before pinning: the driver would fault the pages one by one, under its own lock. Written, and not populated by
-        # madvise, which holds the lock of the address space: other threads, which map memory and start threads
-        # meanwhile, wait for it. Page faults hold only the lock of their own mapping (since Linux 6.4).
+        # Fault the pages before pinning, since the driver would fault them one by one under its lock. Writing holds
+        # only the lock of this mapping (since Linux 6.4). madvise would hold the lock of the address space and block
+        # threads that map memory or start.
         ctypes.memset(self.address, 0, self.nbytes)
         if registrar is not None:
             registrar.register(self.address, self.nbytes)
@@ -70,15 +67,15 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """A pool of `memory_bytes // buffer_bytes` buffers, handed out one at a time.
+    """A pool of `memory_bytes // buffer_bytes` buffers.
 
     Args:
-        memory_bytes: bound of the pool, in bytes.
+        memory_bytes: limit of the pool in bytes.
         buffer_bytes: size of a buffer, rounded up to a page.
-        registrar: pins the buffers; None leaves them pageable.
+        registrar: pins the buffers. None leaves them pageable.
 
     Raises:
-        BudgetTooSmall: `memory_bytes` holds fewer than two buffers (one filling while one drains).
+        BudgetTooSmall: `memory_bytes` is too small for two buffers (one that fills while one drains).
     """
 
     def __init__(
@@ -88,27 +85,28 @@ class StagingPool:
         *,
         registrar: Registrar | None = None,
     ) -> None:
-        # Whole pages: pinning works on pages, and direct I/O needs buffers that begin at one.
+        # Pinning works on pages, and direct I/O needs buffers that begin at one.
         size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         num_buffers = memory_bytes // size
         if num_buffers < 2:
             raise BudgetTooSmall(
-                f"memory_bytes={memory_bytes} holds {num_buffers} buffers of {size} bytes, two are needed",
+                f"memory_bytes={memory_bytes} holds {num_buffers} buffers of {size} bytes, but two are needed",
                 minimum_bytes=2 * size,
             )
         self.buffer_bytes = size
         self.num_buffers = num_buffers
-        # One mapping for all buffers, of which no page exists before its first touch: an unused buffer costs nothing.
-        # Private: shared anonymous memory is tmpfs underneath and gets no huge pages.
+        # Use one mapping for all buffers. Its pages do not exist before their first touch, so an unused buffer costs
+        # nothing. It is private, since shared anonymous memory is tmpfs and gets no huge pages.
         self._memory = mmap.mmap(-1, num_buffers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         if hasattr(mmap, "MADV_DONTFORK"):
-            # A fork makes pages copy-on-write: the next write would move ours away from the pages that a device knows.
+            # A fork makes pages copy-on-write, and the next write would move ours away from the pages that a device
+            # knows.
             self._memory.madvise(mmap.MADV_DONTFORK)
         self._registrar = registrar
         self._all = [StagingBuffer(self._memory, i * size, size) for i in range(num_buffers)]
-        # The first buffers on top: a small load then touches the start of the memory only.
+        # The first buffers are on top, so that a small load only touches the start of the memory.
         self._free = self._all[::-1]
         self._lock = threading.Lock()
         self._state = threading.Condition(self._lock)
@@ -122,13 +120,13 @@ class StagingPool:
 
     @property
     def num_free(self) -> int:
-        """Buffers that nobody holds."""
+        """Number of buffers that are not in use."""
         return len(self._free)
 
     def warm(self, num_threads: int) -> None:
-        """Begin to touch and pin every buffer with `num_threads` threads; return at once. Costs no Python per page.
+        """Start `num_threads` threads that touch and pin every buffer, and return.
 
-        A buffer being warmed counts as in use. `close` waits for the threads.
+        A buffer counts as in use while it is warmed. `close` waits for the threads.
         """
         share = -(-self.num_buffers // num_threads)
         for index in range(min(num_threads, self.num_buffers)):
@@ -136,11 +134,11 @@ class StagingPool:
             with self._lock:
                 self._num_warming += 1
             if not start_thread(thread, is_needed=False):
-                # The buffers that nobody warms are prepared on their first use.
+                # Buffers that are not warmed are prepared on their first use.
                 with self._lock:
                     self._num_warming -= 1
                 return
-            # Stored once it runs: `close` joins only threads that were started.
+            # Store the thread only when it runs, since `close` joins these threads.
             self._warmers.append(thread)
 
     def _warm(self, share: int) -> None:
@@ -161,21 +159,21 @@ class StagingPool:
             try:
                 cold.prepare(self._registrar)
             except DestinationError:
-                # The next `acquire` of this buffer meets the same error, and has a caller to raise it to.
+                # The next `acquire` of this buffer meets the same error and can raise it to its caller.
                 return
             finally:
                 self.release(cold)
 
     def acquire(self, *, stall_s: float) -> StagingBuffer:
-        """Wait for a buffer; it is the caller's until `release`.
+        """Wait for a buffer. It belongs to the caller until `release`.
 
         Raises:
-            SourceStalled: nothing was released for `stall_s` seconds: the thread that drains the pool is stuck.
-            Cancelled: the pool was cancelled while waiting.
+            SourceStalled: nothing was released for `stall_s` seconds, so the thread that drains the pool is stuck.
+            Cancelled: the pool was cancelled during the wait.
             DestinationError: the buffer could not be pinned.
         """
         with self._state:
-            # Counted before the wait: `try_acquire` leaves this thread the buffer that is released next.
+            # Count this thread before it waits, so that `try_acquire` leaves it the next released buffer.
             self._num_waiting += 1
             try:
                 self._wait_for_free(stall_s)
@@ -185,27 +183,30 @@ class StagingPool:
         return self._prepared(buffer)
 
     def _wait_for_free(self, stall_s: float) -> None:
-        """Wait until a buffer is free; the lock is held. Raises as `acquire`."""
+        """Wait until a buffer is free. The lock is held. Raises like `acquire`."""
         deadline, num_released = time.monotonic() + stall_s, self._num_released
         while not self._free and not self._cancelled:
             self._state.wait(max(0.0, deadline - time.monotonic()))
-            # A count, not the buffers in use: another thread may have taken a released buffer before this one woke.
+            # Compare a count of releases, since another thread may have taken a released buffer before this one woke
+            # up.
             if self._num_released != num_released:
                 deadline, num_released = time.monotonic() + stall_s, self._num_released
             elif time.monotonic() >= deadline and not self._cancelled:
-                raise SourceStalled(f"no staging buffer came free in {stall_s} s", hint="raise memory_bytes or stall_s")
+                raise SourceStalled(
+                    f"no staging buffer was released in {stall_s} s", hint="raise memory_bytes or stall_s"
+                )
         if self._cancelled:
             raise Cancelled("staging pool cancelled")
 
     def _take(self) -> StagingBuffer:
-        """Return a free buffer; the lock is held."""
+        """Return a free buffer. The lock is held."""
         buffer = self._free.pop()
         self._in_use += 1
         self.peak_bytes = max(self.peak_bytes, self._in_use * self.buffer_bytes)
         return buffer
 
     def _prepared(self, buffer: StagingBuffer) -> StagingBuffer:
-        # Without the lock: to touch and pin a cold buffer takes milliseconds, which other threads need not wait.
+        # Prepare a cold buffer without the lock, since it takes milliseconds.
         try:
             buffer.prepare(self._registrar)
         except DestinationError:
@@ -214,46 +215,46 @@ class StagingPool:
         return buffer
 
     def try_acquire(self) -> StagingBuffer | None:
-        """Return a buffer if one is free now and no thread waits for it, else None. Raises as `acquire`.
+        """Return a buffer if one is free and no thread waits for it, or None. Raises like `acquire`.
 
-        While the pool is being warmed it returns no cold one: to prepare it would take the caller milliseconds.
+        While the pool is being warmed, it returns no cold buffer, whose preparation would take milliseconds.
         """
         with self._lock:
-            # A free buffer for each waiting thread: a caller that releases a buffer and takes it back at once would
-            # keep the GIL, and with it the buffer, from a thread that was notified.
+            # Keep one free buffer for each waiting thread. A caller that releases a buffer and takes it back
+            # immediately would keep the GIL, and with it the buffer, from a notified thread.
             if len(self._free) <= self._num_waiting or self._cancelled:
                 return None
-            # The buffer on top is the warmest: it was released last.
+            # The buffer on top was released last and is the warmest.
             if self._num_warming and not self._free[-1].is_ready:
                 return None
             buffer = self._take()
         return self._prepared(buffer)
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Return a buffer to the pool; no copy of it may be under way."""
+        """Return a buffer to the pool. No copy from or to it may be in progress."""
         with self._lock:
-            # On top: the buffer released last is in the processor's cache, and pinned.
+            # Put it on top, since it is pinned and in the processor's cache.
             self._free.append(buffer)
             self._in_use -= 1
             self._num_released += 1
-            # All waiters, not one: each counts a release as progress, and its stall deadline starts again.
+            # Wake all waiting threads. Each counts a release as progress and restarts its stall deadline.
             self._state.notify_all()
 
     @property
     def num_in_use(self) -> int:
-        """Return the number of buffers acquired and not released."""
+        """Return the number of buffers in use."""
         with self._lock:
             return self._in_use
 
     def cancel(self) -> None:
-        """Make every wait, present and future, raise `Cancelled`."""
+        """Make all current and future waits raise `Cancelled`."""
         with self._state:
             self._cancelled = True
             self._state.notify_all()
 
     def close(self) -> None:
-        """Unpin and free. Every buffer must have been released. Idempotent."""
-        # A warming thread may be in the driver with a buffer: it must not pin memory that is freed meanwhile.
+        """Unpin and free all buffers, which must have been released. Idempotent."""
+        # A warming thread may be in the driver with a buffer, and must not pin memory that is already freed.
         for thread in self._warmers:
             thread.join()
         for buffer in self._all:

@@ -1,8 +1,7 @@
-"""Tensors that a caller gives to be filled: the checks before the first byte, and the mark for autograd afterwards.
+"""Check tensors that a caller wants to fill, and mark them for autograd after they are filled.
 
-In: names and tensors. Out: the groups of tensors that share one place; a PlanError for tensors that cannot be filled.
-Not here: names, shapes and dtypes (`loader.into`, `sync`). Whether the sources of one group are equal is decided by the
-verb that reads them; it raises `sources_differ` if they are not.
+Tensors that are one memory under several names need equal sources. The verb that reads the sources decides that, and
+raises `sources_differ` otherwise.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 _Extent = tuple[int, int, tuple[int, ...], tuple[int, ...], int]
-"""The memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes of an element.
-A contiguous tensor has no shape or strides here, because its dtype does not matter."""
+"""Memory of one tensor: address, bytes up to the end of the last element, shape, strides, and bytes of an element. A
+contiguous tensor has no shape or strides here, because its dtype does not matter."""
 
 
 class _Described:
-    """Memory described to numpy, which then computes with its addresses and never reads it."""
+    """Memory described to numpy, which computes with its addresses and never reads it."""
 
     def __init__(self, extent: _Extent) -> None:
         address, nbytes, shape, strides, itemsize = extent
@@ -45,34 +44,36 @@ def require_initialised(name: str, tensor: torch.Tensor) -> None:
     """Raise PlanError if a parameter or buffer has no shape yet, as in `torch.nn.LazyLinear`."""
     if is_lazy(tensor):
         hint = "run one forward pass, which gives it its shape, or build the module with its sizes"
-        raise PlanError("it is not initialised: it has no shape yet", tensor=name, hint=hint)
+        raise PlanError("the tensor is not initialised and has no shape yet", tensor=name, hint=hint)
 
 
 def require_memory(name: str, tensor: torch.Tensor) -> None:
     """Raise PlanError unless the values of a tensor are the bytes at its address.
 
-    Subclasses that wrap other tensors (DTensor, quantised, nested), sparse tensors, tensors on the meta device, lazily
-    conjugated ones and tensors whose storage was freed are refused.
+    This refuses subclasses that wrap other tensors (DTensor, quantised, nested), sparse tensors, tensors on the meta
+    device, lazily conjugated tensors, and tensors whose storage was freed.
     """
     require_initialised(name, tensor)
     if tensor.is_meta:
         hint = "materialise it first: module.to_empty(device=...)"
-        raise PlanError("it is on the meta device and has no memory", tensor=name, hint=hint)
-    # Wrappers have several memories, or one that is not the values.
+        raise PlanError("the tensor is on the meta device and has no memory", tensor=name, hint=hint)
+    # Wrappers have several memories, or a memory that does not hold the values.
     if tensor.layout is not torch.strided or (
         type(tensor) not in _PLAIN and (is_traceable_wrapper_subclass(tensor) or not _has_storage(tensor))
     ):
-        raise PlanError(f"a {type(tensor).__name__} has no memory of its own", tensor=name, hint="give its parts")
-    # Torch conjugates and negates lazily, by a bit on the tensor: whoever reads or writes the bytes would miss it.
+        raise PlanError(f"a {type(tensor).__name__} has no memory itself", tensor=name, hint="pass its parts")
+    # Torch conjugates and negates lazily with a bit on the tensor, which is lost when the bytes are read or written.
     if tensor.is_conj() or tensor.is_neg():
-        raise PlanError("its values differ from its memory", tensor=name, hint="give tensor.resolve_conj()")
+        raise PlanError(
+            "the values of the tensor differ from its memory", tensor=name, hint="pass tensor.resolve_conj()"
+        )
 
 
 def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = None) -> None:
-    """Raise PlanError if the storage of a strided tensor ends before its last element: an access ends the process.
+    """Raise PlanError if the storage of a strided tensor ends before its last element, which an access would crash on.
 
     Args:
-        span_bytes: bytes from the first to the last element, if they are known.
+        span_bytes: bytes from the first to the last element, if known.
     """
     if not tensor.numel():
         return
@@ -81,8 +82,8 @@ def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = Non
         dims = zip(tensor.shape, tensor.stride(), strict=True)
         span_bytes = (sum((size - 1) * step for size, step in dims) + 1) * itemsize
     if int(tensor.storage_offset()) * itemsize + span_bytes > tensor.untyped_storage().nbytes():
-        hint = "bring it back first, for example from where the memory was offloaded"
-        raise PlanError("its storage was freed or made smaller", tensor=name, hint=hint)
+        hint = "restore the storage first, for example from where it was offloaded"
+        raise PlanError("the storage of the tensor was freed or made smaller", tensor=name, hint=hint)
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -95,19 +96,19 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 
 def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Check tensors that are to be written, and return the groups of them that are one memory under several names.
+    """Check tensors before they are written, and return the groups that are one memory under several names.
 
-    Order: before the first byte is written, with all tensors that are written by one call.
+    Call it before the first byte is written, with all tensors that one call writes.
 
     Returns:
-        Indices of the tensors of each group, in order. Groups of one tensor are left out. The caller must make sure
-        that the tensors of a group have equal sources, and raise `sources_differ` otherwise.
+        Indices of the tensors of each group, in order, without groups of one tensor. The caller must make sure that the
+            tensors of a group have equal sources, and raise `sources_differ` otherwise.
 
     Raises:
-        PlanError: a tensor has no memory (see `require_memory`) or its storage was freed, its elements share memory (an
-            expanded tensor), or it shares a part of its memory with another one.
+        PlanError: a tensor has no memory (see `require_memory`), its storage was freed, its elements share memory (an
+            expanded tensor), or it shares part of its memory with another tensor.
 
-    Cost: 2 us a tensor. Tensors that share no memory are not compared in pairs.
+    Cost: 2 us per tensor. Tensors that share no memory are not compared in pairs.
     """
     places: dict[_Extent, list[int]] = {}
     for index, (name, tensor) in enumerate(zip(names, tensors, strict=True)):
@@ -120,7 +121,7 @@ def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[
     order = np.argsort(start, kind="stable")
     reach = np.maximum.accumulate(stop[order])
     for at in (np.flatnonzero(start[order][1:] < reach[:-1]) + 1).tolist():
-        # Backwards to the first extent that everything before it ends below this start.
+        # Go back to the first extent before which everything ends below this start.
         this = int(order[at])
         before = at - 1
         while before >= 0 and reach[before] > start[this]:
@@ -129,32 +130,34 @@ def tied_targets(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[
             if stop[other] > start[this] and _share(extents[this], extents[other]):
                 first, second = sorted((places[extents[this]][0], places[extents[other]][0]))
                 message = (
-                    f"{names[first]} and {names[second]} share a part of their memory: one would overwrite the other"
+                    f"{names[first]} and {names[second]} share part of their memory, so one would overwrite the other"
                 )
-                raise PlanError(message, hint="give each target memory of its own, or both names the same whole tensor")
+                raise PlanError(
+                    message, hint="give each target separate memory, or give both names the same whole tensor"
+                )
     return [group for group in places.values() if len(group) > 1]
 
 
 def sources_differ(first: str, second: str) -> PlanError:
-    """Return the error for two targets that are one memory, and whose sources have different bytes."""
+    """Return the error for two targets that are one memory but whose sources have different bytes."""
     return PlanError(
-        f"{first} and {second} are one memory (tied), but their sources differ: one would overwrite the other",
-        hint="leave out one of the two names, or untie the targets by giving one of them memory of its own",
+        f"{first} and {second} are one memory (tied), but their sources differ, so one would overwrite the other",
+        hint="leave out one of the two names, or untie the targets by giving one of them separate memory",
     )
 
 
 def note_written(tensors: Iterable[torch.Tensor]) -> None:
     """Tell autograd that these tensors were changed in place, as `copy_` does.
 
-    Bytes that are written by address leave torch's version counter as it was. `backward` would then compute gradients
-    of new values where it should refuse, and caches that compare the counter would keep old values. Views and detached
-    tensors share the counter of their base. Tensors made in inference mode have none.
+    Writing bytes by address leaves torch's version counter unchanged. `backward` would then compute gradients of new
+    values where it should refuse, and caches that compare the counter would keep old values. Views and detached tensors
+    share the counter of their base. Tensors created in inference mode have none.
     """
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def _extent(name: str, tensor: torch.Tensor) -> _Extent:
-    """Return the memory of a tensor. PlanError: its elements share memory, or its storage was freed."""
+    """Return the memory of a tensor. Raises PlanError if its elements share memory or its storage was freed."""
     nbytes, itemsize = tensor.nbytes, tensor.element_size()
     if tensor.is_contiguous():
         extent: _Extent = tensor.data_ptr(), nbytes, (), (), 1
@@ -162,11 +165,11 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
         shape = tuple(tensor.shape)
         dims = [(step, size) for step, size in zip(tensor.stride(), shape, strict=True) if size > 1]
         reach = 0
-        # From the smallest stride up. Each must step over everything that the smaller ones reach.
+        # Go from the smallest stride up. Each must step over everything that the smaller ones reach.
         for step, size in sorted(dims):
             if step <= reach:
                 message = f"elements of shape {list(shape)} with strides {list(tensor.stride())} share memory"
-                hint = "give memory for every element: tensor.contiguous() of an expanded tensor"
+                hint = "pass a tensor with memory for every element, such as tensor.contiguous()"
                 raise PlanError(message, tensor=name, hint=hint)
             reach += (size - 1) * step
         nbytes = (reach + 1) * itemsize
@@ -177,7 +180,7 @@ def _extent(name: str, tensor: torch.Tensor) -> _Extent:
 
 
 def _share(one: _Extent, other: _Extent) -> bool:
-    """Return whether two memories have a byte in common. Their spans overlap."""
+    """Return whether two memories with overlapping spans have a byte in common."""
     if not one[3] and not other[3]:
         return True
     try:

@@ -1,7 +1,6 @@
-"""Tiers of memory: rooms that hold the bytes of one block each, moves between rooms, and statistics of both.
+"""Tiers of memory: rooms, each of which holds the bytes of one block, and moves and statistics of rooms.
 
-In: a block's size. Out: a room of one tier; its bytes, in another's.
-Not here: which block is where, when it moves (`tiers`); the tiers themselves (`tier_host`, `tier_cuda`, `tier_disk`).
+`tiers` decides which block is in which tier.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from penstock.types import GB, MIB
 from penstock.waits import Threads
 
 PIECE_BYTES = 16 * MIB
-"""Bytes moved at once: a chunk of a fetch, enough for every link. Offsets in rooms are multiples of it."""
+"""Bytes moved at once. It is the size of a chunk of a fetch and enough for every link. Offsets in rooms are multiples
+of it."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class TierBlock:
-    """The bytes `[start, stop)` of a content, which is a revision or any other name; not of a place."""
+    """The bytes `[start, stop)` of a content, which is a revision or any other name."""
 
     content: str
     start: int
@@ -28,49 +28,50 @@ class TierBlock:
 
     @property
     def nbytes(self) -> int:
-        """Return the block's length."""
+        """Return the length of the block in bytes."""
         return self.stop - self.start
 
 
 class Room(Protocol):
-    """Memory for one block. One thread at a time uses one range of it; several threads may use several."""
+    """Memory for one block in a tier. Only one thread at a time may use a range of it."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the block."""
+        """Return the size of the block in bytes."""
         ...
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Begin to copy bytes from host memory, which must stay unchanged until `settle` returns."""
+        """Start to copy bytes from host memory, which must stay unchanged until `settle` returns."""
         ...
 
     def read(self, offset: int, into: memoryview) -> None:
-        """Begin to copy bytes to host memory; they are there when `settle` returns.
+        """Start to copy bytes to host memory. They have arrived when `settle` returns.
 
         Raises:
-            IntegrityError: they are not the bytes that were written. SourceError: they cannot be read.
+            IntegrityError: the bytes differ from those that were written.
+            SourceError: the bytes cannot be read.
         """
         ...
 
     def settle(self) -> None:
-        """Wait until all copies that were begun are done.
+        """Wait until all copies have finished.
 
         Raises:
-            DestinationError, DiskFull, SourceStalled: they cannot be done.
+            DestinationError, DiskFull, SourceStalled: a copy failed.
         """
         ...
 
     def close(self) -> None:
-        """Free it; nothing may use it any more. Idempotent."""
+        """Free the room, which must not be in use. Idempotent."""
         ...
 
 
 @runtime_checkable
 class HostRoom(Protocol):
-    """A room whose bytes are in this process's memory: a move to or from it needs no buffer between."""
+    """A room in the memory of this process. A move to or from it needs no buffer in between."""
 
     def views(self) -> Sequence[memoryview]:
-        """Return all of its bytes, in order; each view but the last is a multiple of `PIECE_BYTES` long."""
+        """Return all of its bytes, in order. The length of each view except the last is a multiple of `PIECE_BYTES`."""
         ...
 
 
@@ -84,40 +85,40 @@ class Tier(Protocol):
 
     @property
     def unit_bytes(self) -> int:
-        """Return the unit: a room takes a multiple of it."""
+        """Return the number of bytes of which the size of a room is a multiple."""
         ...
 
     @property
     def num_threads(self) -> int:
-        """Return the number of pieces moved at once that saturates its link."""
+        """Return how many pieces must be moved at once to saturate the tier's link."""
         ...
 
     def open_room(self, nbytes: int) -> Room:
         """Return a new room for a block.
 
         Raises:
-            DiskFull, DeviceOutOfMemory, DestinationError: there is no memory, whatever the budget says.
+            DiskFull, DeviceOutOfMemory, DestinationError: there is not enough memory, whatever the budget says.
         """
         ...
 
     def trim(self) -> None:
-        """Give the memory of closed rooms back to the system; until then a room that is opened may reuse it."""
+        """Return the memory of closed rooms to the system. Until then a new room may reuse it."""
         ...
 
     def close(self) -> None:
-        """Free the tier's own resources, once its rooms are closed. Idempotent."""
+        """Free the tier's resources after its rooms are closed. Idempotent."""
         ...
 
 
 def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -> None:
-    """Copy all bytes from one room to another; call `moved` with the length of each piece.
+    """Copy all bytes from one room to another, and call `moved` with the length of each piece.
 
     Raises:
-        PenstockError: of either room; no copy is under way any more, and the content of `dst` is undefined.
+        PenstockError: a room failed. No copy is in progress, and the content of `dst` is undefined.
 
-    Cost: no copy between, unless neither room is in host memory: then one piece at a time is.
+    If neither room is in host memory, one piece at a time is copied through a buffer.
     """
-    # A room in host memory is itself the buffer of the other room's copies.
+    # A room in host memory is itself the buffer for the other room's copies.
     if isinstance(dst, HostRoom):
         _each(_pieces(dst.views()), src.read, num_threads, moved)
         src.settle()
@@ -131,13 +132,13 @@ def move(src: Room, dst: Room, num_threads: int, moved: Callable[[int], None]) -
             src.read(at, piece)
             src.settle()
             dst.write(at, piece)
-            # Settled before the next read: the piece of memory in between is used again.
+            # Settle before the next read, which uses the buffer again.
             dst.settle()
             moved(len(piece))
 
 
 def _pieces(views: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Yield the views cut to pieces, each with its offset."""
+    """Yield the views cut into pieces, each with its offset."""
     base = 0
     for view in views:
         for at in range(0, len(view), PIECE_BYTES):
@@ -151,18 +152,18 @@ def _each(
     num_threads: int,
     moved: Callable[[int], None],
 ) -> None:
-    """Call `step` with each piece, `num_threads` at once; return when none is under way any more."""
+    """Call `step` with each piece, `num_threads` at once, and return when all have finished."""
 
     def move_piece(piece: tuple[int, memoryview]) -> None:
         step(*piece)
         moved(len(piece[1]))
 
-    # As of a GPU, whose copies are queued on one stream: no threads are needed.
+    # No threads are needed, for example for a GPU, whose copies are queued on one stream.
     if num_threads == 1:
         for piece in pieces:
             move_piece(piece)
         return
-    # After an error too, pieces that run are waited for: they still use both rooms.
+    # After an error, running pieces are waited for too, since they still use both rooms.
     with Threads(num_threads, "penstock-tier", waits_for_calls=True) as pool:
         for begun in [pool.submit(move_piece, piece) for piece in pieces]:
             begun.result()
@@ -170,7 +171,7 @@ def _each(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """The use of one tier now; `used_bytes` are of rooms, rounded up to the tier's unit."""
+    """Use of one tier at present. `used_bytes` counts rooms, rounded up to the tier's unit."""
 
     num_blocks: int
     used_bytes: int
@@ -180,7 +181,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkStats:
-    """The moves in one direction between two tiers, so far."""
+    """Moves so far in one direction between two tiers."""
 
     num_moves: int = 0
     nbytes: int = 0
@@ -188,11 +189,11 @@ class LinkStats:
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate in GB/s; 0 where nothing took time."""
+        """Return the rate in GB/s, or 0 if no move took time."""
         return self.nbytes / GB / self.seconds if self.seconds else 0.0
 
     def plus(self, nbytes: int, seconds: float) -> LinkStats:
-        """Return the same with one more move."""
+        """Return these statistics with one more move."""
         return LinkStats(num_moves=self.num_moves + 1, nbytes=self.nbytes + nbytes, seconds=self.seconds + seconds)
 
 
@@ -201,9 +202,9 @@ class TiersStats:
     """Statistics of all tiers and links."""
 
     tiers: Mapping[str, TierStats]
-    """By name, fastest first."""
+    """Statistics by the name of the tier, fastest first."""
     links: Mapping[tuple[str, str], LinkStats]
-    """By the names of the two tiers, from and to; `source` counts as one."""
+    """Statistics by the names of the tiers from and to which blocks move. `source` counts as a tier."""
     hits: int
-    """Requests for blocks that were in the wanted tier, or a faster one."""
+    """Requests for blocks that were in the wanted tier or a faster one."""
     misses: int

@@ -1,8 +1,4 @@
-"""The tier of one GPU's memory: an arena a block, copied to and from host memory on a stream of its own.
-
-In: sizes; host bytes, pinned if the link is to be filled. Out: rooms.
-Not here: the host's half (`tier_host`), loads (`engine.place`).
-"""
+"""Tier in the memory of one GPU: an arena per block, copied to and from host memory on a separate stream."""
 
 from __future__ import annotations
 
@@ -15,14 +11,14 @@ from penstock.errors import DestinationError, SourceStalled
 from penstock.memory.arena import Arena
 
 _POLL_S = 0.0002
-"""Seconds between looks at an event: a piece of 16 MiB takes 0.3 ms over PCIe 5."""
+"""Seconds between polls of an event. A piece of 16 MiB takes 0.3 ms over PCIe 5."""
 
 
 class CudaRoom:
     """A room in an arena on a device.
 
     Attributes:
-        arena: None once closed.
+        arena: the arena, or None after `close`.
     """
 
     def __init__(self, nbytes: int, tier: CudaTier) -> None:
@@ -30,7 +26,7 @@ class CudaRoom:
         self._tier = tier
         self.arena: Arena | None = Arena.allocate(nbytes, tier.device)
         self._bytes: torch.Tensor | None = self.arena.bytes_at(0, nbytes)
-        # Torch may have given us memory that queued kernels still use: its allocator orders reuse by stream only.
+        # Torch's allocator orders reuse by stream only, so queued kernels may still use this memory.
         tier.stream.wait_stream(torch.cuda.current_stream(tier.device))
         self._begun: deque[torch.cuda.Event] = deque()
 
@@ -47,7 +43,7 @@ class CudaRoom:
         ours = self._bytes[offset : offset + len(data)]
         theirs = torch.frombuffer(data, dtype=torch.uint8)
         event = torch.cuda.Event()
-        # A stream of its own: on the current one a copy would wait for the kernels of the model that runs.
+        # On the current stream a copy would wait for the kernels of the running model.
         with torch.cuda.stream(self._tier.stream):
             if to_device:
                 ours.copy_(theirs, non_blocking=True)
@@ -60,10 +56,10 @@ class CudaRoom:
         """See `Room.settle`."""
         while self._begun:
             event, deadline = self._begun.popleft(), time.monotonic() + self._tier.stall_s
-            # Polled, not synchronised: cudaEventSynchronize has no deadline, and a lost device never answers.
+            # Poll, since cudaEventSynchronize has no deadline and a lost device never answers.
             while not _is_done(event):
                 if time.monotonic() > deadline:
-                    raise SourceStalled(f"no copy of {self._tier.device} ended in {self._tier.stall_s} s")
+                    raise SourceStalled(f"no copy on {self._tier.device} finished in {self._tier.stall_s} s")
                 time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -73,11 +69,11 @@ class CudaRoom:
 
 
 class CudaTier:
-    """The tier of one device's memory.
+    """Tier in the memory of one device.
 
     Args:
-        device: with an index.
-        stall_s: deadline of a copy, by progress.
+        device: device with an index.
+        stall_s: seconds after which a copy without progress fails.
     """
 
     name, unit_bytes, num_threads = "gpu", 1, 1
@@ -94,8 +90,8 @@ class CudaTier:
     def trim(self) -> None:
         """See `Tier.trim`.
 
-        Cost: the driver clears memory that it gets back, by the engines that copy: copies of the next 60 ms are half as
-            fast. Source: benchmarks/results/h200x2_202611/tiers.md.
+        Cost: the driver clears memory that it gets back, using the copy engines, so that copies are half as fast for 60
+        ms. Source: benchmarks/results/h200x2_202611/tiers.md.
         """
         with torch.cuda.device(self.device):
             torch.cuda.empty_cache()
@@ -108,4 +104,4 @@ def _is_done(event: torch.cuda.Event) -> bool:
     try:
         return bool(event.query())
     except RuntimeError as error:
-        raise DestinationError(f"a copy of the device failed: {error}") from error
+        raise DestinationError(f"a copy on the device failed: {error}") from error

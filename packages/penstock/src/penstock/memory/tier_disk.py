@@ -1,8 +1,6 @@
-"""The tier of a local disk: a nameless file a block, its bytes digested on the way out and compared on the way back.
+"""Tier on a local disk: an unnamed file per block, whose bytes are digested when written and verified when read.
 
-In: a directory. Out: rooms that leave nothing behind, however the process ends.
-Not here: which blocks lie there (`tiers`); the cache of remote objects, which outlives a process
-(`storage.cache`).
+The files vanish however the process ends. `storage.cache` keeps remote objects beyond the end of a process.
 """
 
 from __future__ import annotations
@@ -23,15 +21,15 @@ from penstock.storage.write import typed
 from penstock.types import U64
 
 _PAGE_BYTES = 4096
-"""Alignment that direct I/O needs of addresses, offsets and lengths; see `storage.files`."""
+"""Alignment of addresses, offsets and lengths for direct I/O; see `storage.files`."""
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 class SpillRoom:
-    """A room in one file without a name.
+    """A room in an unnamed file.
 
     Attributes:
-        why: the reason why bytes went through the page cache; empty while those of whole pages did not.
+        why: the reason why bytes went through the page cache. It is empty as long as whole pages bypass the cache.
     """
 
     def __init__(self, directory: Path, nbytes: int) -> None:
@@ -45,7 +43,7 @@ class SpillRoom:
         self._direct_fd = -1
         self.why = ""
         try:
-            # Now: a full disk should be found before the block leaves its old tier, not while it is written.
+            # Reserve the space now, so that a full disk is found before the block leaves its old tier.
             with typed(directory):
                 reserve(self._fd, nbytes)
             self._open_direct()
@@ -55,13 +53,13 @@ class SpillRoom:
 
     def _open_direct(self) -> None:
         try:
-            # By /proc: the file has no name to open it by a second time.
+            # Use /proc, since the file has no name by which to open it again.
             self._direct_fd = os.open(f"/proc/self/fd/{self._fd}", os.O_WRONLY | os.O_CLOEXEC | _DIRECT)
         except OSError as error:
             self.why = f"direct I/O refused at open ({error.strerror})"
 
     def write(self, offset: int, data: memoryview) -> None:
-        """See `Room.write`. Done on return, except for pages that the system has not written out yet."""
+        """See `Room.write`. The copy is done on return, except for pages that the system has not written back yet."""
         first = offset // LEAF_BYTES
         leaf_digests(data, LEAF_BYTES, self._leaves[first : first + -(-len(data) // LEAF_BYTES)])
         with typed(self._directory):
@@ -70,13 +68,13 @@ class SpillRoom:
                 done += os.pwrite(self._fd, data[done:], offset + done)
 
     def _write_direct(self, offset: int, data: memoryview) -> int:
-        """Write the whole pages past the page cache; return the bytes written."""
-        whole = len(data) // _PAGE_BYTES * _PAGE_BYTES
-        if self.why or not whole or data.readonly or address_of(data) % _PAGE_BYTES or offset % _PAGE_BYTES:
+        """Write whole pages bypassing the page cache, and return the number of bytes written."""
+        aligned_bytes = len(data) // _PAGE_BYTES * _PAGE_BYTES
+        if self.why or not aligned_bytes or data.readonly or address_of(data) % _PAGE_BYTES or offset % _PAGE_BYTES:
             return 0
         try:
-            # Rounded down: after a short write the rest begins at a page again, or goes through the page cache.
-            return os.pwrite(self._direct_fd, data[:whole], offset) // _PAGE_BYTES * _PAGE_BYTES
+            # Round down, so that the rest after a short write begins at a page or goes through the page cache.
+            return os.pwrite(self._direct_fd, data[:aligned_bytes], offset) // _PAGE_BYTES * _PAGE_BYTES
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -84,7 +82,7 @@ class SpillRoom:
             return 0
 
     def read(self, offset: int, into: memoryview) -> None:
-        """See `Room.read`. Done on return."""
+        """See `Room.read`. The copy is done on return."""
         with self._lock:
             if self._source is None:
                 self._source = FileSource(f"/proc/self/fd/{self._fd}")
@@ -94,15 +92,15 @@ class SpillRoom:
         leaf_digests(into, LEAF_BYTES, leaves)
         # Most file systems have no checksums of data, and a model with damaged weights still answers.
         if not np.array_equal(leaves, self._leaves[first : first + len(leaves)]):
-            message = "cannot use spilled bytes: their digest differs from the one at the time of writing"
+            message = "spilled bytes are damaged: their digest differs from the digest at the time of writing"
             raise IntegrityError(message, uri=str(self._directory), byte_range=(offset, offset + len(into)))
 
     def settle(self) -> None:
         """See `Room.settle`. Bytes that went through the page cache do not stay there."""
         with typed(self._directory):
-            # Before the advice, since the kernel drops only pages that are written out.
+            # Write back first, since the kernel drops only clean pages. The block moved here to free memory, so its
+            # copy in the page cache must go.
             os.fdatasync(self._fd)
-            # The block was moved here to free memory: its copy in the page cache would keep it taken.
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
@@ -110,7 +108,7 @@ class SpillRoom:
         if self._source is not None:
             self._source.close()
         fds = {self._fd, self._direct_fd} - {-1}
-        # Before they are closed: a second call must not close numbers that other files have by then.
+        # Forget the descriptors first, since a second call must not close numbers that are reused by then.
         self._fd = -1
         self._direct_fd = -1
         for fd in fds:
@@ -118,13 +116,13 @@ class SpillRoom:
 
 
 class SpillTier:
-    """The tier of one directory of a local disk: a file without a name for each block.
+    """Tier in one directory on a local disk, with an unnamed file for each block.
 
     Args:
-        directory: made if it is not there.
+        directory: directory that is created if it does not exist.
 
     Raises:
-        ConfigError: the file system has no files without names (O_TMPFILE), or the directory cannot be written to.
+        ConfigError: the file system has no unnamed files (O_TMPFILE), or the directory cannot be written to.
     """
 
     name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
@@ -136,7 +134,7 @@ class SpillTier:
             os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
             message = f"cannot write spilled bytes: {error.strerror}"
-            raise ConfigError(message, uri=str(directory), hint="name a directory of a local disk") from error
+            raise ConfigError(message, uri=str(directory), hint="use a directory on a local disk") from error
 
     def open_room(self, nbytes: int) -> SpillRoom:
         """See `Tier.open_room`."""

@@ -1,8 +1,5 @@
-"""Tiers in host memory: arenas that other processes map, a pool of pinned buffers, and plain memory for reference.
-
-In: sizes. Out: rooms, all of them `HostRoom`s.
-Not here: device memory (`tier_cuda`), files (`tier_disk`).
-"""
+"""Tiers in host memory: arenas that other processes can map, a pool of pinned buffers, and plain memory
+for reference."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from penstock.memory.staging import Registrar, StagingBuffer, StagingPool
 from penstock.types import MIB
 
 POOL_BUFFER_BYTES = 64 * MIB
-"""Bytes of a buffer of the pinned pool: 900 calls pin 60 GB, and the last buffer of a model wastes little."""
+"""Size of a buffer in the pinned pool. 900 calls pin 60 GB, and the last buffer of a model wastes little."""
 
 WARM_THREADS = 4
-"""Threads that pin the pool in the background."""
+"""Number of threads that pin the pool in the background."""
 
 
 class _ViewedRoom(ABC):
-    """A room whose bytes are views of this process's memory; they are copied by memcpy."""
+    """A room whose bytes are views of this process's memory, copied by memcpy."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -34,18 +31,19 @@ class _ViewedRoom(ABC):
         """See `HostRoom.views`."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """See `Room.write`. Done on return."""
-        # By numpy and not by slices of memoryviews: a copy by numpy lets go of the GIL.
+        """See `Room.write`. The copy is done on return."""
+        # Copy by numpy and not by memoryview slices, since numpy releases the GIL.
         for mine, at, run in self._runs(offset, len(data)):
             mine[:] = np.frombuffer(data, np.uint8, run, at)
 
     def read(self, offset: int, into: memoryview) -> None:
-        """See `Room.read`. Done on return."""
+        """See `Room.read`. The copy is done on return."""
         for mine, at, run in self._runs(offset, len(into)):
             np.frombuffer(into, np.uint8, run, at)[:] = mine
 
     def _runs(self, offset: int, nbytes: int) -> list[tuple[npt.NDArray[np.uint8], int, int]]:
-        """Return the bytes `[offset, offset + nbytes)` view by view, each with its place among them and its length."""
+        """Return the bytes `[offset, offset + nbytes)` view by view, each with its offset in the range
+        and its length."""
         runs, base, stop = [], 0, offset + nbytes
         for view in self.views():
             first, last = max(base, offset), min(base + len(view), stop)
@@ -78,7 +76,7 @@ class HeapRoom(_ViewedRoom):
 
 
 class HeapTier:
-    """The reference tier: plain memory, under any name."""
+    """The reference tier in plain memory, with any name."""
 
     num_threads = 1
 
@@ -98,16 +96,16 @@ class HeapTier:
 
 
 class ArenaRoom(_ViewedRoom):
-    """An arena of the host, which other processes can map. Its memory lives as long as any view of it.
+    """A host arena that other processes can map. Its memory exists as long as any view of it.
 
-    Its pages are made present from its opening on, so that arriving bytes need no page faults.
+    Its pages are faulted in from the start, so that arriving bytes need no page faults.
     """
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
-        # An arena for each block, so that its memory goes back to the system when the block leaves.
+        # Use an arena for each block, so that its memory returns to the system when the block leaves.
         self.arena: Arena | None = Arena.allocate(nbytes)
-        # By a look at the room: its close stops the threads, which would otherwise keep the memory alive.
+        # The threads stop when the room is closed. Otherwise they would keep the memory alive.
         self.arena.warm(lambda: self.arena is None)
 
     def views(self) -> Sequence[memoryview]:
@@ -121,7 +119,7 @@ class ArenaRoom(_ViewedRoom):
 
 
 class ArenaTier:
-    """The tier of shared memory of the host: an arena for each block."""
+    """Tier in shared memory of the host, with an arena for each block."""
 
     name, unit_bytes, num_threads = "host", 1, 8
 
@@ -137,7 +135,7 @@ class ArenaTier:
 
 
 class PoolRoom(_ViewedRoom):
-    """A room in buffers of a pool, the last of which may be used in part."""
+    """A room in buffers of a pool. It may use only part of the last buffer."""
 
     def __init__(self, nbytes: int, buffers: list[StagingBuffer], release: Callable[[StagingBuffer], None]) -> None:
         super().__init__(nbytes)
@@ -157,15 +155,15 @@ class PoolRoom(_ViewedRoom):
 
 
 class PoolTier:
-    """The tier of host memory that is pinned once and used again, in buffers: blocks of any size leave no gaps.
+    """Tier in host memory that is pinned once and reused in buffers, so that blocks of any size leave no gaps.
 
     Args:
-        memory_bytes: of all rooms; pages are made present and pinned from now on, in the background.
-        registrar: pins; None: pageable.
+        memory_bytes: total size of the rooms. A background thread faults in and pins the pages.
+        registrar: pins the memory. None leaves it pageable.
         stall_s: seconds to wait for a buffer that is still being pinned.
 
     Raises:
-        BudgetTooSmall: fewer than two buffers.
+        BudgetTooSmall: the memory is too small for two buffers.
     """
 
     name, unit_bytes, num_threads = "host", POOL_BUFFER_BYTES, 8
@@ -177,14 +175,14 @@ class PoolTier:
             self._pool.warm(WARM_THREADS)
 
     def open_room(self, nbytes: int) -> PoolRoom:
-        """See `Tier.open_room`. SourceStalled: the rooms that are open take all of the pool."""
+        """See `Tier.open_room`. Raises SourceStalled if the open rooms use the whole pool."""
         buffers: list[StagingBuffer] = []
         room = PoolRoom(nbytes, buffers, self._pool.release)
         try:
             for _ in range(-(-nbytes // POOL_BUFFER_BYTES)):
                 buffers.append(self._pool.acquire(stall_s=self._stall_s))
         except BaseException:
-            # The buffers acquired so far go back: the caller never gets the room to close it.
+            # Release the buffers acquired so far, since the caller gets no room to close.
             room.close()
             raise
         return room
@@ -194,6 +192,6 @@ class PoolTier:
 
     def close(self) -> None:
         """See `Tier.close`."""
-        # First, so that the threads that still pin stop: `close` waits for them.
+        # Cancel first, so that threads that still pin stop. `close` waits for them.
         self._pool.cancel()
         self._pool.close()

@@ -1,11 +1,4 @@
-"""Description of a cluster and the measured rates of a machine's stages: the hardware model of a simulation.
-
-In: numbers, or the JSON of one. Out: frozen `Cluster` and `Rates`; the links between two of its GPUs.
-Not here: what moves (`sync`, `relay`), how flows share links (`simulate`), measuring (`penstock calibrate`).
-
-    node: gpu 0 --nvlink--> gpu 1     gpu 0 --nic--> fabric --nic--> gpu of another node
-          storage (all) --> storage of the node --> pcie of the gpu
-"""
+"""Description of a cluster and the measured rates of a machine's stages, as a simulation uses them."""
 
 from __future__ import annotations
 
@@ -14,55 +7,52 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from penstock.errors import MALFORMED, ConfigError, PlanError
-from penstock.types import GB, I64
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_GPUS = 100_000
-WIDTH = 3
-"""Most links of one flow: storage of all, storage of the node, PCIe; between GPUs there are two."""
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A cluster of equal nodes. Rates are decimal GB/s one way, each direction by itself; 0: not there."""
+    """A cluster of identical nodes. Rates are in decimal GB/s for one direction. A rate of 0 means that the cluster has
+    no such link."""
 
     name: str
     num_nodes: int = 1
     gpus_per_node: int = 8
     nvlink_gb_per_s: float
-    """From a GPU to others of its node, and the same into it."""
+    """Rate from one GPU to the other GPUs of its node, and the same in the other direction."""
     nics_per_node: int = 8
-    """GPUs of a node share them evenly, neighbours the same one."""
+    """The GPUs of a node share the NICs evenly. Neighbouring GPUs share a NIC."""
     nic_gb_per_s: float
     pcie_gb_per_s: float
     storage_gb_per_s: float = 0.0
-    """Rate of storage to all nodes together; 0: no bound of its own."""
+    """Rate of the storage for all nodes together. 0 means that it is not a limit."""
     node_storage_gb_per_s: float = 0.0
-    """Rate at which one node reads from storage; 0: no bound of its own."""
+    """Rate at which one node reads from storage. 0 means that it is not a limit."""
     straggler_share: float = 0.0
-    """Share of the GPUs whose links are slower, by `straggler_slowdown`."""
+    """Fraction of the GPUs whose links are slower, by a factor of `straggler_slowdown`."""
     straggler_slowdown: float = 2.0
     failures_per_gpu_hour: float = 0.0
     source: str = ""
     """Origin of the numbers."""
 
     def check(self) -> None:
-        """Raise PlanError unless it describes something."""
+        """Raise PlanError if a number is out of range."""
         least = (self.num_nodes, self.gpus_per_node, self.nics_per_node)
         if min(least) < 1 or self.num_nodes * self.gpus_per_node > MAX_GPUS:
-            raise PlanError(f"{self.name}: a cluster has 1 to {MAX_GPUS} GPUs, in nodes of at least one NIC")
+            raise PlanError(f"{self.name}: a cluster must have 1 to {MAX_GPUS} GPUs and at least one NIC in each node")
         rates = (self.nvlink_gb_per_s, self.nic_gb_per_s, self.pcie_gb_per_s)
         if min(rates) <= 0 or min(self.storage_gb_per_s, self.node_storage_gb_per_s, self.failures_per_gpu_hour) < 0:
-            raise PlanError(f"{self.name}: the rates of NVLink, NIC and PCIe must be above 0, the others at least 0")
+            raise PlanError(f"{self.name}: the rates of NVLink, NIC and PCIe must be above 0, others at least 0")
         if not 0 <= self.straggler_share <= 1 or self.straggler_slowdown < 1:
-            raise PlanError(f"{self.name}: stragglers are a share of the GPUs, slower by a factor of at least 1")
+            raise PlanError(f"{self.name}: straggler_share must be from 0 to 1, and straggler_slowdown at least 1")
 
     @property
     def num_gpus(self) -> int:
-        """Return the number of GPUs of all nodes."""
+        """Return the number of GPUs in all nodes."""
         return self.num_nodes * self.gpus_per_node
 
     def with_gpus(self, num_gpus: int) -> Cluster:
@@ -71,55 +61,63 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates and costs of the stages other than the wire, on one machine. Rates are GB/s of one GPU, costs seconds."""
+    """Rates and costs of the stages other than the network, on one machine.
+
+    Rates are in GB/s for one GPU. Costs are in seconds.
+    """
 
     name: str
     quantise_gb_per_s: float
-    """BF16 read by the transform at the source."""
+    """Rate at which the transform reads BF16 at the source."""
     operation_gb_per_s: dict[str, float] = {}
-    """Of a conversion's operations: bytes read by each, by the beginning of its name, as `linear` or `to fp8-block128`.
-    Where it computes; of its busiest stage if it computes nothing, as `copy`. One that is not here is as fast as the
-    transform."""
+    """Bytes that each operation of a conversion reads. A key is the beginning of the operation's name, such as `linear`
+    or `to fp8-block128`.
+
+    The rate is that of the computation, or of the busiest stage for an operation that computes nothing, such as `copy`.
+    An operation that is missing here runs at the rate of the transform.
+    """
     digest_gb_per_s: float
     device_copy_gb_per_s: float
-    """Bytes copied within one device: the flip of a staged update."""
+    """Rate of copies within one device, which the flip of a staged update makes."""
     exchange_gb_per_s: float = 28_000.0
-    """Bytes that the flip of an update into an arena makes live, by an exchange of memory: 30 GiB in 1.1 ms."""
+    """Rate at which the flip of an update makes bytes in an arena live by exchanging memory: 30 GiB in 1.1 ms."""
     step_s: float
-    """Time of one batch of a device's work, from the call on: a digest, a transform, a copy of many runs."""
+    """Duration of one batch of work on a device, including its launch: a digest, a transform, or a copy
+    of many runs."""
     slab_s: float = 0.0
-    """Time of each further `SLAB_BYTES` of a digest."""
+    """Duration of each further `SLAB_BYTES` of a digest."""
     post_s: float
     """Time to post one read of one run."""
     run_s: float
-    """Beyond the node: time of each run of a read from `SHORT_RUN_BYTES` on."""
+    """Duration of each run of at least `SHORT_RUN_BYTES` in a read between nodes."""
     short_run_s: float
-    """Beyond the node: time of each shorter run."""
+    """Duration of each shorter run in a read between nodes."""
     near_post_s: float = 0.0
-    """Within the node: time to post one read of a sync, of one run; 0: as `post_s`."""
+    """Time to post one read of a sync with one run within a node. 0 means the same as `post_s`."""
     copy_s: float = 0.0
-    """Within the node: time that posting a long run takes the reader's host."""
+    """Time that the reader's host spends on posting a long run within a node."""
     gap_s: float = 0.0
-    """Within the node: time that the link is idle after a long run."""
+    """Time for which a link within a node is idle after a long run."""
     gather_s: float = 0.0
-    """Within the node: time to start a kernel that copies short runs."""
+    """Time to start a kernel that copies short runs within a node."""
     gather_gb_per_s: float = 0.0
-    """Rate of that kernel; 0: as much as the link."""
+    """Rate of that kernel. 0 means the rate of the link."""
     pack_gb_per_s: float = 0.0
-    """Beyond the node: bytes of short runs that a source packs for a reader; 0: it packs none."""
+    """Rate at which a source packs short runs for a reader on another node. 0 means that it packs nothing."""
     worker_gb_per_s: float = 0.0
-    """Rate at which a worker of a conversion reads files in the host's memory beside its other stages; 0: no bound."""
+    """Rate at which one worker of a conversion reads files that are in host memory while its other stages run. 0 means
+    that it is not a limit."""
     host_gb_per_s: float = 0.0
-    """The same of all workers of a host together."""
+    """The same rate for all workers of a host together."""
     answer_s: float
-    """Time of a request to another member's server and its answer."""
+    """Duration of a request to another member's server, including the answer."""
     hop_s: float
-    """Time from a chunk's arrival at a relay to the next member's read of it: verified, announced, posted."""
+    """Time from a chunk's arrival at a relay until the next member reads it: verification, announcement and posting."""
     source: tuple[tuple[str, str], ...] = ()
-    """Source of each figure; `assumed: ...` where there is no measurement."""
+    """Source of each figure. A figure without a measurement says `assumed: ...`."""
 
     def check(self) -> None:
-        """Raise PlanError unless every rate and cost can be one."""
+        """Raise PlanError if a rate or a cost is out of range."""
         stages = self.quantise_gb_per_s, self.digest_gb_per_s, self.device_copy_gb_per_s, self.exchange_gb_per_s
         if min(stages) <= 0:
             raise PlanError(f"{self.name}: the rates of stages must be above 0")
@@ -131,21 +129,22 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise PlanError(f"{self.name}: costs must be at least 0 s")
 
     def slowed(self, times: float) -> Rates:
-        """Return the same machine with a processor on which Python takes `times` times as long; see `PYTHON_COSTS`.
+        """Return the same machine with a processor that runs Python `times` times slower. See `PYTHON_COSTS`.
 
         Raises:
-            ConfigError: the number is not above 0, or not finite.
+            ConfigError: `times` is not a finite number above 0.
         """
         if not 0 < times < math.inf:
             raise ConfigError(
-                f"Python cannot take {times} times as long", hint="give a number above 0: 2 is half as fast"
+                f"Python slowdown {times} is not a finite number above 0",
+                hint="2 is half as fast",
             )
         if times == 1:
             return self
-        how = f"Python {times:.3g} times as long"
+        how = f"Python {times:.3g} times slower"
         source = tuple((name, f"{text}; {how}" if name in PYTHON_COSTS else text) for name, text in self.source)
         costs = {name: times * getattr(self, name) for name in PYTHON_COSTS}
-        # In the name too: a saved prediction says what it is of.
+        # The name says so too, so that a saved prediction shows what it is for.
         return msgspec.structs.replace(self, name=f"{self.name}, {how}", source=source, **costs)
 
 
@@ -161,13 +160,13 @@ PYTHON_COSTS = (
     "answer_s",
     "hop_s",
 )
-"""Costs that a host's processor determines: calls of Python, which queue a device's work or send requests."""
+"""Costs that depend on a host's processor: calls in Python that queue work for a device or send requests."""
 
 
 SHORT_RUN_BYTES = 256 << 10
-"""From here on a run is a copy of its own. Source: `transport.cuda_ipc.SHORT_BYTES`."""
+"""A run of at least this size is copied by itself. Source: `transport.cuda_ipc.SHORT_BYTES`."""
 SLAB_BYTES = 1 << 30
-"""Bytes that kernels digest at once. Source: `digest.cuda.Tuning`."""
+"""Bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
 
 H200_RATES = Rates(
     name="h200",
@@ -241,8 +240,8 @@ CPU_RATES = Rates(
 
 _HOPPER = "400 Gb/s a GPU; NVLink and PCIe: benchmarks/results/h200x2_202611/transport.md, h200x1_202611/load.md"
 STORAGE_GB_PER_S = 3.4
-"""Rate at which a node is taken to read storage where a cluster names none. Source: docs/benchmarks.md, 14 GB from a
-cold disk in 4.1 s."""
+"""Assumed rate at which a node reads from storage if the cluster does not name a rate. Source: docs/benchmarks.md, 14
+GB from a cold disk in 4.1 s."""
 
 CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
     "h200": (
@@ -273,7 +272,8 @@ CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
         CPU_RATES,
     ),
 }
-"""Clusters that `--cluster` knows by name, with the rates of their machines; any other is a file of JSON."""
+"""Clusters that `--cluster` knows by name, with the rates of their machines. Any other cluster is read from a JSON
+file."""
 
 
 def to_json(value: Cluster | Rates) -> bytes:
@@ -282,93 +282,14 @@ def to_json(value: Cluster | Rates) -> bytes:
 
 
 def from_json(raw: bytes, kind: type[T]) -> T:
-    """Return a value of `kind`. ConfigError where the bytes are none."""
+    """Decode a value of `kind`. Raises ConfigError if the bytes do not describe one."""
     try:
         return msgspec.json.decode(raw, type=kind)
     except MALFORMED as error:
         raise ConfigError(f"the file does not describe a {kind.__name__}: {error}") from error
 
 
-class ClusterLinks:
-    """The links of a cluster, numbered, with their capacities in bytes per second.
-
-    Attributes:
-        capacity: [num_links]; the last one is no link: what a flow needs nothing of.
-        classes: names of kinds of link, and the numbers `[start, stop)` of each.
-
-    Args:
-        slowdown: per GPU, what its links' rates are divided by.
-    """
-
-    def __init__(self, cluster: Cluster, slowdown: np.ndarray) -> None:
-        cluster.check()
-        self._cluster = cluster
-        gpus, nics = cluster.num_gpus, cluster.num_nodes * cluster.nics_per_node
-        gpu_slow = np.asarray(slowdown, np.float64)
-        nic_slow = np.ones(nics)
-        # A NIC that several GPUs share is as slow as the slowest of them.
-        np.maximum.at(nic_slow, self.nic(np.arange(gpus)), gpu_slow)
-        whole = cluster.storage_gb_per_s or np.inf
-        sizes = (
-            ("nvlink out", cluster.nvlink_gb_per_s / gpu_slow),
-            ("nvlink in", cluster.nvlink_gb_per_s / gpu_slow),
-            ("nic out", cluster.nic_gb_per_s / nic_slow),
-            ("nic in", cluster.nic_gb_per_s / nic_slow),
-            ("pcie in", cluster.pcie_gb_per_s / gpu_slow),
-            ("storage of a node", np.full(cluster.num_nodes, cluster.node_storage_gb_per_s or np.inf)),
-            ("storage", np.full(1, whole)),
-        )
-        # The last, infinite one pads flows of fewer links, so that all have WIDTH columns.
-        self.capacity = np.concatenate([*(rates * GB for _, rates in sizes), [np.inf]])
-        stops = np.cumsum([len(rates) for _, rates in sizes]).tolist()
-        self.classes = {name: (stop - len(rates), stop) for (name, rates), stop in zip(sizes, stops, strict=True)}
-
-    def nic(self, gpu: I64) -> I64:
-        """Return the NIC of each GPU: neighbours share one where a node has fewer NICs than GPUs."""
-        cluster = self._cluster
-        local = gpu % cluster.gpus_per_node * cluster.nics_per_node // cluster.gpus_per_node
-        nic: I64 = gpu // cluster.gpus_per_node * cluster.nics_per_node + local
-        return nic
-
-    def _at(self, name: str, number: I64) -> I64:
-        """Return the numbers of links of one class."""
-        link: I64 = self.classes[name][0] + number
-        return link
-
-    def near(self, source: I64, receiver: I64) -> npt.NDArray[np.bool_]:
-        """Return whether each pair of GPUs is of one node."""
-        is_near: npt.NDArray[np.bool_] = (
-            source // self._cluster.gpus_per_node == receiver // self._cluster.gpus_per_node
-        )
-        return is_near
-
-    def stretch(self, nbytes: I64, num_copies: I64, short_bytes: I64, rates: Rates) -> npt.NDArray[np.float64]:
-        """Return by which factor reads take NVLink longer than their bytes do: gaps between copies, and short runs."""
-        link = self._cluster.nvlink_gb_per_s
-        short_rate = min(rates.gather_gb_per_s or link, link)
-        took = (nbytes - short_bytes) / link + short_bytes / short_rate + num_copies * rates.gap_s * GB
-        factor: npt.NDArray[np.float64] = np.where(nbytes > 0, took * link / np.maximum(nbytes, 1), 1.0)
-        return factor
-
-    def between(self, source: I64, receiver: I64) -> I64:
-        """Return the [num_flows, WIDTH] links from GPUs to GPUs."""
-        near = self.near(source, receiver)
-        # No third link: the padding one bounds nothing.
-        nowhere = np.full(len(source), len(self.capacity) - 1)
-        # Switches and the fabric are taken to carry what all of their links bring: only the ends bound a flow.
-        out = np.where(near, self._at("nvlink out", source), self._at("nic out", self.nic(source)))
-        into = np.where(near, self._at("nvlink in", receiver), self._at("nic in", self.nic(receiver)))
-        return np.stack((out, into, nowhere), axis=1)
-
-    def from_storage(self, receiver: I64) -> I64:
-        """Return the [num_flows, WIDTH] links from storage to GPUs."""
-        node = receiver // self._cluster.gpus_per_node
-        all_of_it = np.full(len(receiver), self.classes["storage"][0])
-        return np.stack((all_of_it, self._at("storage of a node", node), self._at("pcie in", receiver)), axis=1)
-
-
 def slowdowns(cluster: Cluster, seed: int) -> np.ndarray:
-    """Return the slowdown of each GPU: 1, or the straggler's factor for those that the seed chooses."""
-    chance = np.random.default_rng(seed)
-    slow = chance.permutation(cluster.num_gpus) < round(cluster.straggler_share * cluster.num_gpus)
+    """Return the slowdown of each GPU: 1, or the straggler's factor for the GPUs that the seed selects."""
+    slow = np.random.default_rng(seed).permutation(cluster.num_gpus) < round(cluster.straggler_share * cluster.num_gpus)
     return np.where(slow, cluster.straggler_slowdown, 1.0)

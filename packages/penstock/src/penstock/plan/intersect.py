@@ -1,16 +1,18 @@
-"""Both sides of a sync joined by tensor, and each wanted box cut to pieces of held ones, as boxes and then as bytes.
+"""Join both sides of a sync by tensor, and cut each wanted box into pieces of held boxes, first as boxes and then as
+bytes.
 
-In: holdings and wants, as `Layout`s. Out: a `Match`, or PlanError listing what the sides do not agree on; `BoxPieces`,
-each wanted element in exactly one of them; `BoxStrips`.
-Not here: which of several ranks that hold the same gives a piece (`sync`).
+A kind is the set of tensors that the same teams hold in the same forms and that are wanted in the same forms. 70,000
+tensors have a few hundred kinds, and each kind is planned once. A team is the set of ranks that hold the same box of
+the same tensor.
 
-A kind is the tensors that are held in the same forms by the same teams and wanted in the same forms: 70,000 tensors are
-a few hundred kinds, each planned once. A team is the ranks that hold the same box of the same tensor.
+    held      wanted     pieces
+    +--+--+   +-----+   +--+--+
+    |a |b |   |     |   |a |b |
+    +--+--+   +-----+   +--+--+
 
-    held      wanted     pieces    The proof: each box puts signs on its corners, (-1)^(dims at their stop). Where the
-    +--+--+   +-----+   +--+--+    signs of the pieces sum to the wanted box's own at every point and nowhere else,
-    |a |b |   |     |   |a |b |    each of its elements is in one piece and no other is in any: a function is known by
-    +--+--+   +-----+   +--+--+    its mixed differences.
+The proof of coverage puts a sign on each corner of a box: (-1)^(number of dims in which the corner is at `stop`). If
+the signs of all pieces sum to those of the wanted box at every point, each of its elements is in exactly one piece and
+no other element is in any. This holds because mixed differences determine a function.
 """
 
 from __future__ import annotations
@@ -28,19 +30,19 @@ from penstock.segments import spread
 from penstock.types import I64, Box
 
 _PAIRS_AT_ONCE = 1 << 18
-"""Pairs of held and wanted box compared in one go: tens of MiB, however many there are."""
+"""Pairs of a held and a wanted box that are compared in one step. This bounds the memory to tens of MiB."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Boxes:
-    """Boxes as columns [num_boxes, num_dims]; those of fewer dims are padded with `[0, 1)`."""
+    """Boxes as columns [num_boxes, num_dims]. Boxes with fewer dims are padded with `[0, 1)`."""
 
     start: I64
     stop: I64
 
     @classmethod
     def of(cls, boxes: Sequence[Box]) -> Boxes:
-        """Return these boxes as columns, of at least one dim."""
+        """Return these boxes as columns with at least one dim."""
         num_dims = max((len(box.start) for box in boxes), default=1) or 1
         start = np.zeros((len(boxes), num_dims), np.int64)
         stop = np.ones((len(boxes), num_dims), np.int64)
@@ -55,26 +57,26 @@ class Boxes:
         return Boxes(start=self.start[rows], stop=self.stop[rows])
 
     def box(self, i: int) -> Box:
-        """Return box `i`, with its padding."""
+        """Return box `i`, including its padding."""
         return Box(start=tuple(self.start[i].tolist()), stop=tuple(self.stop[i].tolist()))
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Groups:
-    """Runs of values: group g is `values[first[g]:first[g + 1]]`."""
+    """Groups of values. Group g is `values[first[g]:first[g + 1]]`."""
 
     first: I64
     values: I64
 
     @property
     def counts(self) -> I64:
-        """Return the number of values of each group."""
+        """Return the number of values in each group."""
         return np.diff(self.first)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BoxPieces:
-    """The box that each wanted box takes from each held one; sorted by `want`."""
+    """Box that each wanted box takes from each held box, sorted by `want`."""
 
     want: I64
     """Index among all wanted forms of all kinds."""
@@ -85,9 +87,10 @@ class BoxPieces:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class BoxStrips:
-    """Pieces as bytes: strip i is `num_rows` runs of `run_bytes`, `src_pitch` apart there and `dst_pitch` here.
+    """Pieces as bytes. Strip i has `num_rows` runs of `run_bytes`, `src_pitch` apart in the source and `dst_pitch`
+    apart in the destination.
 
-    `src` and `dst` count from where the held and the wanted box begin.
+    `src` and `dst` count from the first byte of the held and of the wanted box.
     """
 
     piece: I64
@@ -100,21 +103,21 @@ class BoxStrips:
 
 
 def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxPieces, dict[int, Box]]:
-    """Return pieces that cover each wanted box, and the first hole of each that the held ones do not cover.
+    """Return pieces that cover each wanted box, and the first hole of each wanted box that the held boxes do not cover.
 
     Args:
-        forms: of both sides.
-        held: per kind the forms it is held in. Where they overlap, the larger gives.
-        wanted: per kind the forms it is wanted in.
+        forms: forms of both sides.
+        held: forms in which each kind is held. Where they overlap, the larger box is used.
+        wanted: forms in which each kind is wanted.
 
-    Cost: held x wanted forms of each kind, in bounded memory.
+    Cost: number of held times wanted forms of each kind, in bounded memory.
     """
     boxes = Boxes.of([form.box for form in forms])
     kind = np.repeat(np.arange(len(wanted.first) - 1), wanted.counts)
     counts = held.counts[kind]
     parts: list[BoxPieces] = []
     holes: dict[int, Box] = {}
-    # In blocks: all pairs of a trillion parameters at once would be gigabytes of boxes.
+    # Work in blocks, since all pairs of a trillion parameters would need gigabytes for their boxes.
     for first, stop in _blocks(counts):
         num = counts[first:stop]
         want = np.repeat(np.arange(first, stop), num)
@@ -129,8 +132,9 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxP
 
 
 def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
-    """Return, sorted, the wanted boxes whose pieces (`of`: each one's box) do not hold each element exactly once."""
-    # One more than the box: its corners are at `stop`, past its last element.
+    """Return, sorted, the wanted boxes that do not have each element in exactly one piece. `of` is the wanted box of
+    each piece."""
+    # The corners are at `stop`, after the last element, so the extent is one more than that of the box.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
     steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)
@@ -145,32 +149,31 @@ def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
         points = np.concatenate((points + low[:, d], points + high[:, d]))
         signs = np.concatenate((signs, -signs))
     owners, flat, sign = np.tile(owner, len(points)), points.reshape(-1), signs.reshape(-1)
-    # Sorted, equal points are neighbours, and a single pass sums their signs.
+    # After sorting, equal points are neighbours and one pass sums their signs.
     order = np.lexsort((flat, owners))
     owners, flat, sign = owners[order], flat[order], sign[order]
     new = np.ones(len(order), bool)
     new[1:] = (owners[1:] != owners[:-1]) | (flat[1:] != flat[:-1])
     heads = np.flatnonzero(new)
-    # A piece outside its box might share a point with one inside, by wrapping round: that is a fault of its own.
+    # Check separately for a piece outside its box, since its points could wrap around to points inside.
     outside = ((pieces.start < wanted.start[of]) | (pieces.stop > wanted.stop[of])).any(axis=1)
     sums = np.add.reduceat(sign, heads) if len(heads) else sign
     return np.unique(np.concatenate((owners[heads[sums != 0]], of[outside])))
 
 
 def prove_coverage(wanted: Boxes, of: I64, pieces: Boxes) -> None:
-    """Raise PlanError, naming the first hole or overlap, unless each element of each wanted box is in one piece."""
+    """Raise PlanError with the first hole or overlap unless each element of each wanted box is in exactly one piece."""
     bad = uncovered(wanted, of, pieces)
     if not len(bad):
         return
-    # The proof only tells which box is wrong; what is wrong with it is found box by box, for the message.
+    # The proof finds the wrong box. Find the fault itself box by box, for the message.
     want = wanted.box(int(bad[0]))
-    mine = [pieces.box(int(i)) for i in np.flatnonzero(of == bad[0])]
-    what, where = _fault(want, mine)
-    raise PlanError(f"wanted box {bad[0]} {show(want)}: {what} {show(where)}")
+    fault, where = _fault(want, [pieces.box(int(i)) for i in np.flatnonzero(of == bad[0])])
+    raise PlanError(f"wanted box {bad[0]} {show(want)}: {fault} {show(where)}")
 
 
 def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) -> BoxStrips:
-    """Return where the bytes of these boxes lie in both memories, in as few strips as dims that do not fold allow.
+    """Return the bytes of these boxes in both memories, in as few strips as the layouts allow.
 
     Raises:
         PlanError: a box cuts a byte that packed elements share.
@@ -181,13 +184,13 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
     for i, form in enumerate(forms):
         assert form.strides is not None
         steps[i, : len(form.strides)] = form.strides
-    # In bits, so that strides of packed four-bit elements are whole numbers too.
+    # Count in bits, so that strides of packed four-bit elements are whole numbers too.
     steps *= bits[:, None]
     theirs, mine = steps[held_form], steps[want_form]
     src = ((boxes.start - all_boxes.start[held_form]) * theirs).sum(axis=1)
     dst = ((boxes.start - all_boxes.start[want_form]) * mine).sum(axis=1)
     extent, near, far = _levels(bits[held_form], boxes.stop - boxes.start, theirs, mine)
-    # Levels beyond a run and its rows are written out.
+    # Write out one strip for each index of the levels above a run and its rows.
     counts = extent[:, 2:].prod(axis=1)
     piece = np.repeat(np.arange(len(src)), counts)
     turn = spread(np.zeros(len(src), np.int64), counts)
@@ -197,11 +200,11 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
         turn //= extent[piece, level]
         src, dst = src + digit * near[piece, level], dst + digit * far[piece, level]
     columns = (src, dst, extent[piece, 0], near[piece, 1], far[piece, 1])
-    # In bits until here: four-bit elements lie two a byte, and a box may begin at the second.
+    # Two four-bit elements share a byte, and a box may begin at the second.
     broken = np.any([column % 8 != 0 for column in columns], axis=0)
     if broken.any():
         i = int(piece[broken.argmax()])
-        raise PlanError(f"{show(boxes.box(i))} of {forms[int(want_form[i])].spec} cuts inside a byte")
+        raise PlanError(f"{show(boxes.box(i))} of {forms[int(want_form[i])].spec} cuts through a byte")
     src, dst, run, src_pitch, dst_pitch = (column // 8 for column in columns)
     rows = extent[piece, 1]
     return BoxStrips(
@@ -210,9 +213,10 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
 
 
 def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]:
-    """Return dims as levels, fastest of the destination first, each folded into the one below where both allow.
+    """Return the dims as levels, fastest of the destination first. A dim is folded into the level below if both
+    memories allow it.
 
-    Level 0 is the run, in bits; levels that are not there have extent 1 and step 0.
+    Level 0 is the run, in bits. Missing levels have extent 1 and step 0.
     """
     order = np.argsort(far, axis=1, kind="stable")
     extent, near, far = (np.take_along_axis(column, order, axis=1) for column in (extent, near, far))
@@ -226,7 +230,7 @@ def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]
     for d in range(num_dims):
         active = extent[:, d] > 1
         length = levels[rows, top]
-        # Folded only where the dim goes on without a gap in both memories: then both are one longer run.
+        # Fold a dim only if it continues without a gap in both memories, so that both are one longer run.
         fold = active & (near[:, d] == length * steps_near[rows, top]) & (far[:, d] == length * steps_far[rows, top])
         top += active & ~fold
         levels[rows, top] = np.where(fold, length * extent[:, d], np.where(active, extent[:, d], length))
@@ -237,7 +241,7 @@ def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]
 
 
 def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows of at most `_PAIRS_AT_ONCE` pairs together, or one row."""
+    """Yield ranges of rows that together have at most `_PAIRS_AT_ONCE` pairs, or a single row."""
     stop = np.cumsum(counts)
     at = 0
     while at < len(counts):
@@ -248,14 +252,15 @@ def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
 
 
 def _untangle(found: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> BoxPieces:
-    """Return the pieces, the bad wants' cut until they do not overlap, the largest first; what is left is a hole."""
+    """Cut the pieces of the bad boxes until they do not overlap, and record what no piece covers in `holes`."""
     keep = np.flatnonzero(~np.isin(found.want, bad))
     want, holders, new = found.want[keep].tolist(), found.held[keep].tolist(), []
     for row, target in enumerate(bad.tolist()):
         mine = np.flatnonzero(found.want == target)
         volume = (found.boxes.stop[mine] - found.boxes.start[mine]).prod(axis=1)
         left = [wanted.box(row)]
-        # The largest first, so that the wanted box is cut to few pieces; stable, so that equal inputs give equal plans.
+        # Take the largest first, so that a wanted box is cut into few pieces. A stable sort gives equal plans for equal
+        # inputs.
         for i in mine[np.argsort(-volume, kind="stable")].tolist():
             piece = found.boxes.box(i)
             new += [common for rest in left if (common := common_box(rest, piece)) is not None]
@@ -274,7 +279,7 @@ def _untangle(found: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) 
 
 
 def common_box(a: Box, b: Box) -> Box | None:
-    """Return the box that two boxes have in common; None: nothing."""
+    """Return the intersection of two boxes, or None if it is empty."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(map(min, a.stop, b.stop))
     return Box(start=start, stop=stop) if all(x < y for x, y in zip(start, stop, strict=True)) else None
@@ -286,7 +291,7 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
     if common is None:
         yield a
         return
-    # Dim by dim: what lies before and after the common part is cut off, and the rest shrinks to it.
+    # Dim by dim, cut off the parts before and after the intersection and shrink the rest to it.
     start, stop = list(a.start), list(a.stop)
     for d in range(len(start)):
         if start[d] < common.start[d]:
@@ -297,22 +302,22 @@ def minus(a: Box, b: Box) -> Iterator[Box]:
 
 
 def _fault(want: Box, pieces: Sequence[Box]) -> tuple[str, Box]:
-    """Return what is wrong with pieces that are known not to be right."""
+    """Return the first fault of pieces that are known to be wrong, and where it is."""
     left = [want]
     for i, piece in enumerate(pieces):
         stray = next(minus(piece, want), None)
         if stray is not None:
-            return "a piece lies outside of it at", stray
+            return "a piece lies outside the box at", stray
         again = next((common for other in pieces[:i] if (common := common_box(piece, other)) is not None), None)
         if again is not None:
             return "two pieces cover", again
         left = [part for rest in left for part in minus(rest, piece)]
-    # Neither a stray piece nor an overlap: then something is missing.
+    # There is no stray piece and no overlap, so something is missing.
     return "no piece covers", left[0]
 
 
 def _joined(parts: Sequence[BoxPieces], num_dims: int) -> BoxPieces:
-    """Return the pieces of all blocks; also of none, with the right number of dims."""
+    """Concatenate the pieces of all blocks. Without blocks, return no pieces with the right number of dims."""
     none = np.zeros((0, num_dims), np.int64)
     return BoxPieces(
         want=np.concatenate([none[:, 0], *(part.want for part in parts)]),
@@ -325,40 +330,41 @@ def _joined(parts: Sequence[BoxPieces], num_dims: int) -> BoxPieces:
 
 
 def show(box: Box) -> str:
-    """Return a box for people, as an index of its tensor."""
+    """Return a box as an index of its tensor, for error messages."""
     return "[" + ", ".join(f"{a}:{b}" for a, b in zip(box.start, box.stop, strict=True)) + ")"
 
 
 MAX_LISTED = 20
-"""Faults that a PlanError lists; the rest are counted."""
+"""Faults that a PlanError lists. Further faults are only counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Match:
-    """Both sides of a sync joined by tensor. Tensors are those wanted, numbered by first mention."""
+    """Both sides of a sync joined by tensor. Wanted tensors are numbered in the order of their first mention."""
 
     forms: tuple[Form, ...]
     names: tuple[str, ...]
-    """Of each tensor."""
+    """Name of each tensor."""
     unwanted: tuple[str, ...]
-    """Tensors that are held and wanted by no receiver."""
+    """Tensors that are held but wanted by no receiver."""
     kind: I64
-    """Of each tensor."""
+    """Kind of each tensor."""
     held: Groups
-    """Per kind the forms it is held in."""
+    """Forms in which each kind is held."""
     held_team: I64
     """The team of each of `held.values`."""
     wanted: Groups
-    """Per kind the forms it is wanted in."""
+    """Forms in which each kind is wanted."""
     team: Groups
-    """Per team its ranks, ascending."""
+    """Ranks of each team, ascending."""
     pair_first: I64
-    """Per tensor the first of its pairs: a pair is a tensor in one of its kind's held forms, in their order."""
+    """First pair of each tensor. A pair is a tensor in one of the held forms of its kind, in their order."""
     pair_row: I64
-    """Per pair its first row: one row for each rank of the team, in its order."""
+    """First row of each pair. A pair has one row for each rank of its team, in the team's order."""
     row_offset: I64
     want_rank: I64
-    """The columns `want_` are the wanted rows, rank after rank, in the order of their layouts."""
+    """Receiver of each wanted row. The `want_` columns list the wanted rows rank by rank, in the order
+    of the layouts."""
     want_tensor: I64
     want_form: I64
     """Index into `wanted.values`."""
@@ -367,7 +373,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Rows:
-    """All rows of the layouts of one side, with names and forms as numbers."""
+    """All rows of the layouts on one side, with names and forms as numbers."""
 
     rank: I64
     name: I64
@@ -379,21 +385,21 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     """Join both sides.
 
     Raises:
-        PlanError: a layout is not sound, or no rank holds a wanted tensor with that dtype, shape and tag.
+        PlanError: a layout is invalid, or no rank holds a wanted tensor with the same dtype, shape and tag.
     """
     for layout in (*holdings, *wants):
         layout.check()
     names: dict[str, int] = defaultdict(count().__next__)
-    # Ordered by spec, so that the pairs of one tensor in one spec are neighbours.
+    # Sort by spec, so that the pairs of one tensor with one spec are neighbours.
     forms = sorted({form for layout in (*holdings, *wants) for form in layout.forms}, key=_order)
     number = {form: i for i, form in enumerate(forms)}
     specs: dict[tuple[object, ...], int] = defaultdict(count().__next__)
     spec = np.array([specs[_spec(form)] for form in forms], np.int64)
-    # Holdings first: names are numbered as they come, and the order is to be the publishers'.
+    # Number the names of holdings first, since names are numbered as they appear and the publishers' order counts.
     theirs, mine = _gather(holdings, names, number), _gather(wants, names, number)
     num_forms, num_specs, num_ranks = max(len(forms), 1), max(len(specs), 1), max(len(holdings), 1)
-    # Held rows by pair, then rank; a rank that holds a box twice gives the first.
-    # Name, form and rank in one number, so that a sort joins the rows: with 256 ranks there are millions of them.
+    # Sort held rows by pair, then by rank. A rank that holds a box twice supplies the first copy. One number encodes
+    # name, form and rank, so that a single sort joins millions of rows from 256 ranks.
     codes, at = np.unique((theirs.name * num_forms + theirs.form) * num_ranks + theirs.rank, return_index=True)
     pair_code, pair_row = _heads(codes // num_ranks)
     want_code, want_pair = np.unique(mine.name * num_forms + mine.form, return_inverse=True)
@@ -402,7 +408,7 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     need, need_first = _heads(want_code // num_forms * num_specs + spec[want_form])
     position = np.searchsorted(have, need)
     known, spare = list(names), have[~np.isin(have, need)]
-    # -1 stands for a position past the end, which searchsorted gives for what is above all of `have`.
+    # searchsorted returns the end for codes above all of `have`. The appended -1 makes these codes count as missing.
     missing = need[np.append(have, -1)[position] != need]
     if len(missing):
         raise _mismatch(known, {spec[i]: form.spec for i, form in enumerate(forms)}, missing, have, spare)
@@ -433,17 +439,17 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
 
 
 def _spec(form: Form) -> tuple[object, ...]:
-    """Return what both sides must agree on."""
+    """Return the parts of a form on which both sides must agree."""
     return str(form.dtype), form.shape, form.tag
 
 
 def _order(form: Form) -> tuple[object, ...]:
-    """Return the sort key of a form: by spec, then by place in the tensor."""
+    """Return the sort key of a form: its spec, then its place in the tensor."""
     return *_spec(form), form.box.start, form.box.stop, form.strides
 
 
 def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form, int]) -> _Rows:
-    """Return all rows of one side, names and forms by number."""
+    """Return all rows of one side, with names and forms as numbers."""
     of: Callable[[str], int] = names.__getitem__
     none = np.zeros(0, np.int64)
     name, form = [none], [none]
@@ -460,7 +466,7 @@ def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form,
 
 
 def _heads(column: I64) -> tuple[I64, I64]:
-    """Return the values of runs of equal neighbours, and [num_runs + 1] where the runs begin."""
+    """Return the value of each run of equal neighbours, and [num_runs + 1] where the runs begin."""
     new = np.ones(len(column), bool)
     new[1:] = column[1:] != column[:-1]
     first = np.flatnonzero(new)
@@ -468,8 +474,8 @@ def _heads(column: I64) -> tuple[I64, I64]:
 
 
 def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
-    """Return teams in the order of their ranks, and each pair's team."""
-    # Big-endian, so that bytes sort as the numbers do, and a team is one value that can be hashed.
+    """Return the teams, sorted by their ranks, and the team of each pair."""
+    # Big-endian bytes sort like the numbers, and make a team one hashable value.
     raw = ranks.astype(">i8").tobytes()
     keys = [raw[8 * a : 8 * b] for a, b in pairwise(first.tolist())]
     number = {key: i for i, key in enumerate(sorted(set(keys)))}
@@ -480,7 +486,8 @@ def _teams(ranks: I64, first: I64) -> tuple[Groups, I64]:
 
 
 def _kinds(*sides: tuple[I64, I64, I64]) -> tuple[I64, I64]:
-    """Return each tensor's kind and each kind's first tensor; a kind has equal runs of rows on every side."""
+    """Return the kind of each tensor and the first tensor of each kind. Tensors of one kind have equal rows on every
+    side."""
     keys: list[Iterable[bytes]] = []
     for rows, first, stop in sides:
         raw = np.ascontiguousarray(rows).tobytes()
@@ -498,7 +505,8 @@ def _groups(column: I64, first: I64, stop: I64) -> Groups:
 
 
 def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I64, spare: I64) -> PlanError:
-    """Return the error that lists tensors wanted in a spec that no rank holds, and those held in a spec not wanted."""
+    """Return the error that lists wanted tensors that no rank holds with the same spec, and held tensors that nobody
+    wants."""
     wanted_as: dict[int, list[str]] = defaultdict(list)
     held_as: dict[int, list[str]] = defaultdict(list)
     concerned = have[np.isin(have // len(words), missing // len(words)) | np.isin(have, spare)]
@@ -512,15 +520,13 @@ def _mismatch(names: Sequence[str], words: dict[int, str], missing: I64, have: I
         lines.append(f"{names[name]}: {', '.join(texts)}")
     if len(wanted_as.keys() | held_as.keys()) > MAX_LISTED:
         lines.append(f"and {len(wanted_as.keys() | held_as.keys()) - MAX_LISTED} more")
-    head = (
-        f"names, dtypes, shapes or tags differ: {len(missing)} wanted tensors and {len(spare)} held ones have no match:"
-    )
+    head = f"names, dtypes, shapes or tags differ: {len(missing)} wanted and {len(spare)} held tensors have no match:"
     hint = prefix_hint([names[name] for name in wanted_as], [names[name] for name in held_as])
     return PlanError(head + "\n  " + "\n  ".join(lines), hint=hint)
 
 
 def prefix_hint(wanted: Sequence[str], held: Sequence[str]) -> str | None:
-    """Return a hint if held names have one prefix that all wanted names lack; None: they have not."""
+    """Return a hint if all held names share a prefix that the wanted names lack, or None."""
     if not wanted:
         return None
     known = set(held)

@@ -1,14 +1,10 @@
-"""Places of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of many boxes on one rank.
-
-In: a shape, a `Box`, an element width; a rank's declarations. Out: `Runs`, the byte runs of the box in the order of its
-own row-major bytes; a `Layout` of what the rank holds or wants, as columns over the few `Form`s that its rows share.
-Not here: files and chunks (`schedule`), what two layouts have in common (`intersect`).
+"""Position of boxes in memory: the byte runs of a box in a row-major tensor, and the layout of many boxes on one rank.
 
     shape (4, 6), box rows 1..3, columns 2..5 of 2-byte elements:
     runs of 6 bytes, 2 rows, pitch 12, from offset 16
 
-Layouts and plans travel between processes as msgpack, each int64 column as its little-endian bytes (`encode`,
-`decode`). Decoding does not check what the numbers must satisfy: each value has a `check` of its own.
+Layouts and plans travel between processes as msgpack, with each int64 column as its little-endian bytes (`encode`,
+`decode`). Decoding does not check the numbers. Each type has a `check` method for that.
 """
 
 from __future__ import annotations
@@ -26,24 +22,30 @@ from penstock.types import I64, Box, DType
 
 T = TypeVar("T")
 
-# One decoder for each class, made when it is registered: see `decodable`.
+# One decoder for each class, created when the class is registered by `decodable`.
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def decodable(kind: type[T]) -> type[T]:
-    """Register a class for `decode`. msgspec sees it now, since it crashes if two threads decode a
-    dataclass that is new to it (0.21)."""
+    """Register a class for `decode`.
+
+    This creates the decoder early, since msgspec 0.21 crashes if two threads decode a dataclass that is new to it.
+    """
     _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_to_column)
     return kind
 
 
 def encode(value: object) -> bytes:
-    """Return the value as bytes; equal values give equal bytes."""
+    """Return the value as bytes. Equal values give equal bytes."""
     return msgspec.msgpack.encode(value, enc_hook=_to_bytes)
 
 
 def decode(raw: bytes, kind: type[T]) -> T:
-    """Return a value of `kind`, a `decodable`. FormatError where the bytes are none; its numbers are not checked."""
+    """Decode a value of a class that was registered by `decodable`. This does not check its numbers.
+
+    Raises:
+        FormatError: the bytes are not such a value.
+    """
     try:
         return cast(T, _decoders[kind].decode(raw))
     except MALFORMED as error:
@@ -52,32 +54,33 @@ def decode(raw: bytes, kind: type[T]) -> T:
 
 def _to_bytes(column: object) -> bytes:
     assert isinstance(column, np.ndarray) and column.dtype == np.int64
-    # Little-endian whatever the machine: equal values must give equal bytes, for plans are compared by digest.
+    # Use little-endian on every machine, since plans are compared by the digest of their bytes.
     return column.astype("<i8", copy=False).tobytes()
 
 
 def _to_column(kind: type, raw: object) -> I64:
     if not isinstance(raw, bytes) or len(raw) % 8:
-        raise ValueError("a column is bytes, eight for each number")
-    # On little-endian machines this copies nothing and is read-only, which suits a frozen value.
+        raise ValueError("a column must be bytes, eight for each number")
+    # On little-endian machines this makes no copy. The result is read-only, which suits a frozen value.
     return np.frombuffer(raw, "<i8").astype(np.int64, copy=False)
 
 
 MAX_DIMS = 8
-"""Most dims of a form. The corners of a box are 2^dims rows of the coverage proof; no checkpoint we know has over 5."""
+"""Maximum number of dims in a form. The corners of a box are 2^dims rows of the coverage proof. No checkpoint that we
+know has over 5."""
 MAX_ELEMENTS = 1 << 48
-"""Most elements of a tensor: with MAX_DIMS and 64-bit elements, every offset in bits stays below 2^62."""
+"""Maximum number of elements in a tensor. With MAX_DIMS and 64-bit elements, every offset in bits stays below 2^62."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Runs:
-    """Equal rectangles of bytes: each is `num_rows` runs of `run_bytes`, `pitch_bytes` apart.
+    """Equal rectangles of bytes, each with `num_rows` runs of `run_bytes`, `pitch_bytes` apart.
 
-    Concatenating the runs of every rectangle in order gives the box's own row-major bytes.
+    The runs of all rectangles, concatenated in order, are the row-major bytes of the box.
     """
 
     offsets: I64
-    """Byte offset of each rectangle's first run, from the tensor's first byte."""
+    """Offset in bytes of the first run in each rectangle, from the tensor's first byte."""
     num_rows: int
     run_bytes: int
     pitch_bytes: int
@@ -89,26 +92,26 @@ class Runs:
 
 
 def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
-    """Return the byte runs of `box` inside a row-major tensor of `shape` with elements of `bits` bits.
+    """Return the byte runs of `box` in a row-major tensor of `shape` with elements of `bits` bits.
 
     Raises:
         PlanError: the box lies outside the shape, or cuts a byte that packed elements share.
     """
     if len(box.start) != len(shape) or any(b > n for b, n in zip(box.stop, shape, strict=True)):
         raise PlanError(f"box [{box.start}, {box.stop}) lies outside shape {shape}")
-    # An empty box has no first byte to count from.
+    # An empty box has no first byte from which to count.
     if box.num_elements == 0:
         return Runs(offsets=np.zeros(0, np.int64), num_rows=0, run_bytes=0, pitch_bytes=0)
-    # After the merge, the last dim is one run, the one before it its rows; those before give more rectangles.
+    # After the merge, the last dim is one run and the dim before it counts its rows. Earlier dims give more rectangles.
     dims = _merge(shape, box)
     inner_start, inner_extent, _ = dims[-1]
     strides = [bits] * len(dims)
     for d in range(len(dims) - 2, -1, -1):
         strides[d] = strides[d + 1] * dims[d + 1][2]
-    whole = [inner_start * bits, inner_extent * bits, *strides[:-1]]
-    # The last stride is the element's own width and not checked: four-bit elements are allowed inside a run.
-    if any(n % 8 for n in whole):
-        raise PlanError(f"box [{box.start}, {box.stop}) of shape {shape} cuts inside a byte of {bits}-bit elements")
+    byte_aligned = [inner_start * bits, inner_extent * bits, *strides[:-1]]
+    # The last stride is the width of an element. It is not checked, since four-bit elements are allowed inside a run.
+    if any(n % 8 for n in byte_aligned):
+        raise PlanError(f"box [{box.start}, {box.stop}) of shape {shape} cuts through a byte of {bits}-bit elements")
     run_bytes = inner_extent * bits // 8
     first = sum(start * stride for (start, _, _), stride in zip(dims, strides, strict=True)) // 8
     if len(dims) == 1:
@@ -121,8 +124,8 @@ def box_runs(shape: tuple[int, ...], box: Box, bits: int) -> Runs:
 
 
 def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
-    """Return dims as (start, extent, size), a dim folded into the one before it wherever the box takes all of it."""
-    # A dim of one element to begin with: a scalar has none, and its box is one run all the same.
+    """Return the dims as (start, extent, size). A dim that the box takes whole is folded into the dim before it."""
+    # Start with a dim of one element. A scalar has no dims, and its box is still one run.
     dims: list[tuple[int, int, int]] = [(0, 1, 1)]
     for start, stop, size in zip(box.start, box.stop, shape, strict=True):
         outer_start, outer_extent, outer_size = dims[-1]
@@ -140,23 +143,24 @@ def _merge(shape: tuple[int, ...], box: Box) -> list[tuple[int, int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """The way a box of some tensor lies in memory: everything about a row of a layout but its name and its place.
+    """Layout of one box of a tensor in memory: all data of a row except its name and offset.
 
     A rank has 70,000 rows and about twenty forms.
     """
 
     dtype: DType
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     strides: tuple[int, ...] | None = None
-    """Elements between neighbours of each dim in the rank's memory; None: the box is packed row-major. Kept as 0 where
-    the box has no neighbours, so that equal memory is an equal form."""
+    """Elements between neighbours in each dim of the rank's memory. None means that the box is packed row-major. The
+    stride is stored as 0 where the box has no neighbours, so that equal memory gives an equal form."""
     tag: str = ""
-    """What was done to the values (`fp8-block128`); only equal tags are exchanged."""
+    """Name of the conversion that was applied to the values, such as `fp8-block128`. Only equal tags are exchanged."""
 
     def __post_init__(self) -> None:
-        # Normalised, so that equal memory is an equal form: forms are compared and hashed, tensor by tensor.
+        # Normalise the strides, so that equal memory gives an equal form. Forms are compared and hashed for every
+        # tensor.
         extents = self.box.shape
         strides = self.strides
         if strides is None:
@@ -168,17 +172,17 @@ class Form:
 
     @property
     def spec(self) -> str:
-        """Return dtype, shape and tag, on which both sides must agree, as text for people."""
+        """Return the dtype, shape and tag as readable text. Both sides must agree on these."""
         return f"{self.dtype} {list(self.shape)}{' ' + self.tag if self.tag else ''}"
 
     @property
     def values(self) -> tuple[DType, tuple[int, ...], Box, str]:
-        """Return everything but the strides: rows with equal `values` hold the same elements."""
+        """Return all fields except the strides. Rows with equal `values` hold the same elements."""
         return self.dtype, self.shape, self.box, self.tag
 
     @property
     def span_bytes(self) -> int:
-        """Return the number of bytes from the first one of the box in memory to past the last."""
+        """Return the number of bytes in memory from the first to the last of the box, including gaps."""
         assert self.strides is not None
         if not self.box.num_elements:
             return 0
@@ -186,8 +190,8 @@ class Form:
         return -(-(last + 1) * self.dtype.bits // 8)
 
     def fault(self) -> str | None:
-        """Return why it is not the form of a box in memory; None where it is."""
-        # No exception in `__post_init__`: a decoded form is part of a layout, whose `check` names the rank.
+        """Return the reason why this cannot be a box in memory, or None if it can."""
+        # This is not in `__post_init__`, since `Layout.check` reports the fault of a decoded form with the rank's name.
         assert self.strides is not None
         box, shape = self.box, self.shape
         if len(shape) > MAX_DIMS or not 0 <= math.prod(shape) <= MAX_ELEMENTS or any(n < 0 for n in shape):
@@ -197,8 +201,8 @@ class Form:
         if len(self.strides) != len(shape):
             return f"{len(self.strides)} strides for {len(shape)} dims"
         reach = 0
-        # From the smallest stride up: each must step over all that the smaller ones reach, or two elements share a
-        # place.
+        # Go from the smallest stride up. Each stride must exceed the reach of the smaller ones, or two elements would
+        # share an address.
         for step, extent in sorted(zip(self.strides, box.shape, strict=True)):
             if extent < 2 or not box.num_elements:
                 continue
@@ -211,35 +215,35 @@ class Form:
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
-    """The boxes that one rank holds or wants: row i is the box `forms[form[i]]` of tensor `names[i]`, at `offset[i]`.
+    """Boxes that one rank holds or wants. Row i is the box `forms[form[i]]` of tensor `names[i]` at `offset[i]`.
 
-    A tensor may have several rows (a strided shard), and a box several places (tied weights made twice).
+    A tensor may have several rows (a strided shard), and a box several places (tied weights with two copies).
     """
 
     member: str
-    """The id of the rank's process; a process started again has a new one."""
+    """Id of the rank's process. A restarted process has a new id."""
     address: str = ""
-    """Stands for its registrations, e.g. a digest of their descriptors: changes whenever they do."""
+    """Identifies the registrations, for example by a digest of their descriptors. It changes whenever they change."""
     regions: tuple[int, ...]
-    """Bytes of each registration; offsets count from the first byte of the first, as if they lay end to end."""
+    """Bytes of each registration. Offsets count as if the registrations were adjacent, in this order."""
     forms: tuple[Form, ...]
     names: tuple[str, ...]
     form: I64
     offset: I64
 
     def check(self) -> None:
-        """Raise PlanError, naming the first offender, unless every row lies in one region and every form is sound."""
+        """Raise PlanError with the first fault unless every row lies in one region and every form is valid."""
         if not len(self.names) == len(self.form) == len(self.offset):
             raise PlanError(
                 f"{self.member}: {len(self.names)} names, {len(self.form)} forms, {len(self.offset)} offsets"
             )
-        # 2^60 and not 2^63: sums of offsets and spans then stay within int64, whatever a peer sent.
+        # The limit is 2^60, so that sums of offsets and spans stay within int64 whatever a peer sent.
         if min(self.regions, default=0) < 0 or sum(self.regions) >= 1 << 60:
             raise PlanError(f"{self.member}: regions of {self.regions} bytes")
         for form in self.forms:
             if fault := form.fault():
                 raise PlanError(f"{self.member}: {fault}")
-        # A rank may hold nothing of a model, and has no forms then either.
+        # A rank may hold nothing of a model. Then it has no forms.
         if not len(self.names):
             return
         outside = (self.form < 0) | (self.form >= len(self.forms)) | (self.offset < 0)
@@ -247,7 +251,7 @@ class Layout:
             span = np.array([form.span_bytes for form in self.forms], np.int64)[self.form]
             stop = np.cumsum(np.array((*self.regions, 0), np.int64))
             region = np.searchsorted(stop[:-1], self.offset, side="right")
-            # Empty boxes are anywhere; the test subtracts, since an offset plus a span could wrap.
+            # An empty box may be anywhere. Compare by subtraction, since an offset plus a span could overflow.
             outside = (span > 0) & ((self.offset >= stop[-1]) | (span > stop[region] - self.offset))
         if outside.any():
             i = int(outside.argmax())
@@ -255,5 +259,5 @@ class Layout:
             raise PlanError(f"{self.member}: {where} lies outside its regions or forms", tensor=self.names[i])
 
     def digest(self) -> str:
-        """Return a digest of everything in it, member and address included: 32 hex digits."""
+        """Return a digest of all fields, including member and address, as 32 hex digits."""
         return str(blake3(encode(self)).hexdigest(length=16))

@@ -1,15 +1,11 @@
-"""The rule by which short runs of a read are packed at their source, and the batches in which they are read then.
+"""Decide which short runs of a read are packed at their source, and cut them into batches that fit a packed buffer.
 
-In: the rectangles of a read; the bytes of a packed buffer of the source. Out: which of them are packed, and
-batches that fit the buffer.
-Not here: the buffers (`sync.packer`), reading from them (`sync.receive.sources`), the simulation (`simulate_sync`).
+    short runs, contiguous at the reader --> batches of at most one buffer --packed in order--> long runs
+    all other rectangles ------------------> read run by run
 
-    rectangles --short, one piece at the reader--> batches of at most a buffer --packed in order--> long runs
-               '-others-------------------------> read run by run, as they are
-
-Tensor parallelism cuts some tensors along their columns: a receiver of an eighth of the columns takes 256 bytes of each
-row. A transport between hosts requests each run by itself, which takes longer than its bytes do. A kernel of the source
-packs such runs at memory speed, and the reader's memory has them in one piece.
+Tensor parallelism splits some tensors by columns. A receiver of an eighth of the columns takes 256 bytes from each row.
+A transport between hosts requests each run separately, which takes longer than transferring its bytes. A kernel at the
+source packs such runs at memory speed, and at the reader they are contiguous.
 """
 
 from __future__ import annotations
@@ -23,35 +19,35 @@ from penstock.segments import Rectangles, Segments
 from penstock.types import I64, MIB
 
 PACK_BYTES = 512 * MIB
-"""Default bound of a publisher's memory for packed runs: two buckets of a sync. It is allocated buffer by buffer, when
-readers ask for it."""
+"""Default limit for a publisher's packed runs: two buckets of a sync. Buffers are allocated one by one when readers ask
+for them."""
 NUM_BUFFERS = 8
-"""Buffers that this memory is divided into: each serves one reader at a time. While one is packed and asked for, which
-takes about 2 ms, the others keep a link of 50 GB/s busy for 9 ms."""
+"""Buffers into which this memory is divided. Each serves one reader at a time. While one buffer is being packed and
+requested, which takes about 2 ms, the others keep a link of 50 GB/s busy for 9 ms."""
 LEAST_PACK_BYTES = NUM_BUFFERS * (64 << 10)
-"""Least memory above 0: with smaller buffers the requests would cost more than the runs."""
+"""Minimum size of this memory if it is not 0. With smaller buffers the requests would cost more than the runs."""
 PACK_RUN_BYTES = 8 << 10
-"""Shorter runs are packed. Reason: a link of 50 GB/s carries 8 KiB in 0.16 us, less than requesting a run costs (0.2
-to 1 us). Source: benchmarks/results/h200x2_202611/transport.md; over `http` and TCP:
+"""Shorter runs are packed. A link of 50 GB/s carries 8 KiB in 0.16 us, which is less than the cost of requesting a run
+(0.2 to 1 us). Source: benchmarks/results/h200x2_202611/transport.md; for `http` over TCP:
 benchmarks/results/cpu2_202611/packing.md."""
 LEAST_GAIN = 4
-"""Packing must join at least this many runs to one: a packed buffer costs its reader a request more."""
+"""Minimum number of runs that packing must join into one, since a packed buffer costs its reader one more request."""
 
 
 def packable(rows: Rectangles, buffer_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return the mask of the rectangles that are to be packed at the source; none where it would not pay.
+    """Return the mask of the rectangles to pack at the source. The mask is empty if packing would not pay off.
 
     Args:
-        rows: one read between a region of the source and one of the reader.
-        buffer_bytes: of the source; 0: it does not pack.
+        rows: one read between a region of the source and a region of the reader.
+        buffer_bytes: size of the source's packed buffers. 0 means that it does not pack.
     """
     run = rows.longest_runs()
-    # A rectangle that has gaps at the reader has short runs there too, however it is packed.
+    # A rectangle with gaps at the reader has short runs there even if it is packed.
     is_whole_here = (rows.num_rows == 1) | (rows.dst_pitch == rows.run_bytes)
     mask: npt.NDArray[np.bool_] = (run < min(PACK_RUN_BYTES, buffer_bytes // 4)) & is_whole_here
     nbytes = rows.nbytes[mask]
     num_before = int((nbytes // run[mask]).sum())
-    # In the order of the reader's memory, neighbours join to one run.
+    # In the order of the reader's memory, adjacent rectangles join into one run.
     begin = np.sort(rows.dst[mask])
     stop = (rows.dst[mask] + nbytes)[np.argsort(rows.dst[mask], kind="stable")]
     num_after = len(begin) - int((begin[1:] == stop[:-1]).sum())
@@ -59,9 +55,9 @@ def packable(rows: Rectangles, buffer_bytes: int) -> npt.NDArray[np.bool_]:
 
 
 def batches(rows: Rectangles, buffer_bytes: int) -> list[Rectangles]:
-    """Return packable rectangles, in the order of the reader's memory, as batches of at most `buffer_bytes`."""
+    """Return packable rectangles as batches of at most `buffer_bytes`, in the order of the reader's memory."""
     rows = rows[np.argsort(rows.dst, kind="stable")]
-    # Cut between rows, so that a batch can fill its buffer: a run is at most a quarter of a buffer.
+    # Cut between rows, so that a batch can fill its buffer. A run is at most a quarter of a buffer.
     rows_each = np.maximum(buffer_bytes // 4 // rows.run_bytes, 1)
     blocks = -(-rows.num_rows // rows_each)
     at = np.repeat(np.arange(len(rows)), blocks)
@@ -83,6 +79,6 @@ def batches(rows: Rectangles, buffer_bytes: int) -> list[Rectangles]:
 
 
 def packed_segments(batch: Rectangles) -> Segments:
-    """Return the reads of a batch from the buffer that it is packed into, from its start."""
+    """Return the reads of a batch from the start of the buffer into which it is packed."""
     nbytes: I64 = batch.nbytes
     return Segments(src=np.cumsum(nbytes) - nbytes, dst=batch.dst, nbytes=nbytes).joined()

@@ -1,14 +1,14 @@
-"""Choice of upstreams: receivers in chains or two trees below the whole holders, or in a ring while none is whole.
+"""Choice of upstreams: receivers form chains or two trees below the complete holders, or a ring if no member is
+complete.
 
-In: what members say of one key. Out: the upstreams of each receiver, parent first, then substitutes.
-Not here: the building of chains and trees (`relay_parents`), which members are alive and complained of
-(`hub.snapshot`), which chunk is read from which (`fetcher.choice`).
+    holder -> a -> b -> c      Chains: one child per link. A member sends a copy once within its host, and once to
+                -> d (far)     other hosts if the host has a link for it. A fleet fills in about the time of one copy.
 
-    whole -> a -> b -> c      chains, one child per link: a copy leaves each member once on its host, and once beyond it
-               -> d (far)     while its host has links for that, so a fleet fills in about the time of one copy
+    holder -> a -> b, c, d     Two trees, for the even and the odd chunks. In one of them a member sends half of a copy
+           -> b -> a, e, f     to each of two other hosts. They replace long chains of hosts.
 
-    whole -> a -> b, c, d     two trees, of the even and the odd chunks: each sends two halves of a copy to other
-          -> b -> a, e, f     hosts, both in one tree. Used where hosts would form a long chain
+`relay_parents` builds the chains and trees. `hub.snapshot` knows which members are alive, and `fetcher.choice` decides
+which chunk to read from which upstream.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from penstock.plan.relay_parents import (
 )
 
 TREE_NAMES = ("even", "odd")
-"""The chunks of each tree, in reports."""
+"""Names of the trees in reports."""
 MIN_HOPS = 8
-"""Trees are begun where they save the time of this many hops, 0.1 s at 50 GB/s: a receiver of two trees keeps two
-leases, and follows two logs. Source: docs/design/fetch.md."""
+"""Trees are used if they save the time of this many hops, 0.1 s at 50 GB/s. They have a price: a receiver of two trees
+keeps two leases and follows two logs. Source: docs/design/fetch.md."""
 
 
 class Relay:
-    """The upstreams of every receiver of one key; once made, a value but for members that `append` adds to a ring.
+    """Upstreams of every receiver of one key. It does not change, except for members that `append` adds to a ring.
 
     Attributes:
-        trees: one or two; each is receiver -> the member it reads from in the first place, for the chunks of that tree
-            (`NUM_TREES`) or, of one, for all chunks. With a whole holder among the nodes, following them from any
-            receiver ends at a whole one; without, they go round in a ring.
+        trees: one or two mappings from a receiver to its parent. With two, each is for the chunks of one tree
+            (`NUM_TREES`). If any node is complete, following the parents ends at a complete one. Otherwise they form a
+            ring.
 
-    Cost: O(n log n) to make, while members complain of few others; `upstreams` looks at a bounded number of members.
-    Order: from several threads, but `append` from one at a time.
+    Cost: O(n log n) to build while members complain about few others. `upstreams` checks a bounded number of members.
+    All methods are thread-safe, except that `append` must not run in two threads at once.
     """
 
     def __init__(self, nodes: Iterable[Node]) -> None:
-        # Sorted, so that hubs that see the same members in another order give the same upstreams.
+        # Sort the nodes, so that hubs that see the members in another order give the same upstreams.
         self._nodes = {node.member: node for node in sorted(nodes, key=lambda node: node.order)}
         self._number = {member: i for i, member in enumerate(self._nodes)}
         has_whole = any(node.whole for node in self._nodes.values())
         self._is_ring = not has_whole
         ring = () if has_whole else _ring_order(self._nodes)
         self.trees: tuple[Parents, ...] = _chains_or_trees(self._nodes) if has_whole else (_ring(ring),)
-        # Place -> the last member of it in the ring. A later one replaces those before it.
+        # Last member of each place in the ring. Later members replace earlier ones.
         self._last = {place: node.member for node in ring for place in _ring_places(node)}
         self._spans = tuple(_spans(parents) if has_whole else {} for parents in self.trees)
         self._choice: dict[tuple[str, ...], list[Node]] = {}
         best = sorted(
             self._nodes.values(), key=lambda node: (node.last_resort, not node.whole, -node.num_have, node.order)
         )
-        # Of the first `SCANNED` of a place, those that are whole, which come first.
+        # Number of complete members among the first `SCANNED` of each place, where complete ones come first.
         self._num_whole: Counter[tuple[str, ...]] = Counter()
         for node in best:
             is_good = node.whole and not node.last_resort
@@ -75,7 +75,7 @@ class Relay:
 
     @property
     def parents(self) -> Parents:
-        """Return the first tree: the only one, unless the chunks are spread over two."""
+        """Return the first tree, which is the only one unless the chunks are spread over two."""
         return self.trees[0]
 
     def __contains__(self, member: str) -> bool:
@@ -83,24 +83,25 @@ class Relay:
         return member in self._nodes
 
     def append(self, node: Node) -> bool:
-        """Add a newcomer to a ring, behind the last member of its host, rack or fleet; return False if this is no ring.
+        """Add a new member to a ring, after the last member of its host, rack or fleet. Return False if this is not a
+        ring.
 
-        No other member's upstreams change. Not for chains and trees: these place all that come within a second
-        together, and built from single members they become deep, for good, since parents are kept.
+        The upstreams of other members do not change. Chains and trees place all members that arrive within a second
+        together. Adding members one by one would make them deep permanently, since parents are kept.
         """
         if not self._is_ring or node.whole:
             return False
         before = [self._last[place] for place in _ring_places(node) if place in self._last]
         if before:
-            # As in the ring: one that serves, if there is one here.
-            keen = (name for name in before if not self._nodes[name].last_resort)
-            parent = next((name for name in keen if node.member not in self._nodes[name].complainers), before[0])
-            # A new dict, since other threads may be reading this one.
+            # Prefer a member that serves, as in the ring.
+            willing = (name for name in before if not self._nodes[name].last_resort)
+            parent = next((name for name in willing if node.member not in self._nodes[name].complainers), before[0])
+            # Create a new dict, since other threads may be reading this one.
             self.trees = ({**self.trees[0], node.member: parent},)
             places_of_both = {*_ring_places(self._nodes[parent]), *_ring_places(node)}
         else:
             parent, places_of_both = "", set(_ring_places(node))
-        # Where its parent was the last one, or nobody was.
+        # Update the places where its parent was the last member, or where there was no member.
         for place in places_of_both:
             if self._last.get(place, parent) == parent:
                 self._last[place] = node.member
@@ -108,37 +109,39 @@ class Relay:
         return True
 
     def upstreams(self, member: str, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
-        """Return the members to read from, in order: parent, its own parent, then the near and the far with most.
+        """Return the members to read from, in order: the parent, its parent, then near and far members with the most
+        chunks.
 
-        Never itself; with a whole holder among the nodes, never one that hangs below it in that tree. Empty for a
-        member that is whole or not among the nodes.
+        The member itself is never among them, nor a member below it in that tree if any node is complete. The result is
+        empty for a member that is complete or not among the nodes.
         """
         receiver = self._nodes.get(member)
         return () if receiver is None or receiver.whole else self.around(receiver, tree=tree, limit=limit)
 
     def around(self, receiver: Node, *, tree: int = 0, limit: int = 4) -> tuple[str, ...]:
-        """Return the same for a node that need not be among the nodes: then it has no parent, and none is below it."""
+        """Return upstreams for a node that need not be among the nodes. Such a node has no parent and no members below
+        it."""
         member = receiver.member
         parent = self.trees[tree].get(member)
         good: dict[str, None] = {}
         bad: dict[str, None] = {}
-        # Those of last resort are kept apart, and only fill what the others leave of the limit.
+        # Members of last resort are collected separately and fill the rest of the limit.
         for name in self._candidates(receiver, tree):
             node = self._nodes[name]
             if name == member or name in good or self._below(name, member, tree):
                 continue
-            # A parent whose readers' places are taken has given one of them to this child.
+            # A parent without free places for readers has given one of them to this child.
             is_poor = node.draining or node.demoted if name == parent else node.last_resort
             (bad if is_poor or member in node.complainers else good)[name] = None
             if len(good) == limit:
                 break
-        # A poor parent still comes first where there is nothing better: its chunks are the ones that this one lacks.
+        # A poor parent still comes first if there is nothing better, since it has the chunks that this member lacks.
         if parent in bad and not good:
             good[parent] = bad.pop(parent)
         return tuple([*good, *(name for name in bad if name not in good)][:limit])
 
     def _candidates(self, receiver: Node, tree: int) -> Iterator[str]:
-        """Yield members in the order in which a receiver should try them; some more than once."""
+        """Yield members in the order in which a receiver should try them. A member may appear more than once."""
         parents = self.trees[tree]
         parent = parents.get(receiver.member)
         if parent is not None:
@@ -148,60 +151,61 @@ class Relay:
         is_new = receiver.member not in self._number
         turn = crc32(receiver.member.encode()) if is_new else self._number[receiver.member]
         for place in places(receiver):
-            # Each begins elsewhere among the equally good, so that not all fall upon one when parents fail.
+            # Start at a different one of the equally good members for each receiver, to spread the load when parents
+            # fail.
             choice = self._choice.get(place, [])
             num_whole = self._num_whole[place]
             yield from _rotated(choice[:num_whole], turn)
-            # To a newcomer, which has nothing yet and no parent, those that are not whole are equally good too.
+            # A new member has no chunks and no parent, so incomplete members are equally good for it.
             yield from _rotated(choice[num_whole : num_whole + SCANNED], turn if is_new else 0)
 
     def _below(self, member: str, above: str, tree: int) -> bool:
-        """Return whether a member hangs below another in a tree: reading from it would close a circle."""
+        """Return whether a member is below another in a tree. Reading from it would close a cycle."""
         spans = self._spans[tree]
         first, last = spans.get(above, (0, -1))
         return first < spans.get(member, (-1, -1))[0] <= last
 
 
 def _rotated(nodes: list[Node], turn: int) -> Iterator[str]:
-    """Yield the names of members from number `turn` (modulo their number) on, then those before it."""
+    """Yield the names of members, rotated to start at number `turn` modulo their count."""
     start = turn % len(nodes) if nodes else 0
     yield from (node.member for node in nodes[start:])
     yield from (node.member for node in nodes[:start])
 
 
 def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
-    """Return chains; or two trees, where these are in use already or chains would take clearly longer."""
+    """Return chains, or two trees if these are in use already or are clearly faster."""
     receivers = [node for node in nodes.values() if not node.whole]
-    # Who reads two trees goes on: relinking everyone costs more than a few hops. So it is where a receiver joins that
-    # cannot follow them: it reads all chunks from its parents, which get all of them.
+    # Keep two trees while a receiver uses them, since relinking all members costs more than a few hops. A joining
+    # receiver that cannot follow trees reads all chunks from its parents, which get all of them.
     if any(node.second_parent in nodes and node.second_parent != node.parent for node in receivers):
         return Trees(nodes).trees
     chains = (Chains(nodes).parents,)
     can_split = all(node.follows_trees for node in receivers)
-    # Towards the end there is too little left for a change of parents to be worth it.
+    # Near the end too little is left for a change of parents to pay off.
     lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
     if not (can_split and lacks_most):
         return chains
-    by_chains = _Estimate(nodes, chains)
-    # About what the best trees take, without building them: one with two children a host, and the longest chain below a
-    # head. This rejects trees for most fleets of some ten hosts, and for large ones of many links.
+    chains_estimate = _Estimate(nodes, chains)
+    # Lower bound for the best trees without building them: two children per host, plus the longest chain within a host.
+    # It rules out trees for most fleets of about ten hosts, and for large fleets with many links.
     per_host = Counter(node.host for node in receivers)
-    least = by_chains.left + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
-    worth = CHUNKS_A_HOP * MIN_HOPS
-    if by_chains.time < least + worth:
+    lower_bound = chains_estimate.left + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
+    gain = CHUNKS_A_HOP * MIN_HOPS
+    if chains_estimate.time < lower_bound + gain:
         return chains
     trees = Trees(nodes).trees
-    return trees if by_chains.time >= _Estimate(nodes, trees).time + worth else chains
+    return trees if chains_estimate.time >= _Estimate(nodes, trees).time + gain else chains
 
 
 class _Estimate:
-    """About how long a fleet takes to fill by these parents.
+    """Estimate of the time in which a fleet fills with these parents.
 
     Attributes:
-        depth: members of the longest way from a whole holder.
+        depth: number of members on the longest path from a complete holder.
         left: chunks that the last receiver lacks.
-        num_copies: most copies that leave a member, or one link of its host, for other hosts.
-        time: until all are complete; the unit is the time of one chunk over a link between hosts.
+        num_copies: maximum number of copies that leave a member, or one link of its host, for other hosts.
+        time: time until all members are complete, in units of one chunk over a link between hosts.
     """
 
     def __init__(self, nodes: dict[str, Node], trees: tuple[Parents, ...]) -> None:
@@ -233,7 +237,7 @@ def _ring_places(node: Node) -> tuple[tuple[str, ...], ...]:
 
 
 def _ring_order(nodes: dict[str, Node]) -> list[Node]:
-    """Return the order of a ring: that in which members came, those of a rack or host together."""
+    """Return members in the order of a ring: by arrival, with the members of a rack or host together."""
     first: dict[tuple[str, ...], int] = {}
     for i, node in enumerate(nodes.values()):
         for place in _ring_places(node):
@@ -242,25 +246,25 @@ def _ring_order(nodes: dict[str, Node]) -> list[Node]:
 
 
 def _ring(order: Sequence[Node]) -> Parents:
-    """Return the parents of a ring in which each member reads from the one before it."""
+    """Return the parents of a ring in which each member reads from the previous one."""
     parents = {}
     for i, node in enumerate(order):
         before = (order[i - k] for k in range(1, min(len(order), SCANNED)))
-        keen = (other for other in before if not other.last_resort and node.member not in other.complainers)
+        willing = (other for other in before if not other.last_resort and node.member not in other.complainers)
         if len(order) > 1:
-            # Better a poor upstream than none: a ring with a gap would stop all members behind it.
-            parents[node.member] = next(keen, order[i - 1]).member
+            # A poor upstream is better than a gap in the ring, which would stop all members behind it.
+            parents[node.member] = next(willing, order[i - 1]).member
     return parents
 
 
 def _spans(parents: Parents) -> dict[str, tuple[int, int]]:
-    """Return per member its number in a walk of the trees, and the last number below it."""
+    """Return the number of each member in a depth-first walk of the tree, and the last number below it."""
     children: dict[str, list[str]] = {}
     for child, parent in parents.items():
         children.setdefault(parent, []).append(child)
     first: dict[str, int] = {}
     spans: dict[str, tuple[int, int]] = {}
-    # A stack and not recursion: a chain of 1,000 members would reach Python's limit.
+    # Use a stack, since recursion over a chain of 1,000 members would reach Python's limit.
     stack = [(root, False) for root in children if root not in parents]
     while stack:
         member, done = stack.pop()

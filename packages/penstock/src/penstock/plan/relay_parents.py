@@ -1,8 +1,4 @@
-"""The parents of receivers: chains below the whole holders, or two trees, and what the choice among them looks at.
-
-In: nodes, which are what members say of one key. Out: receiver -> the member that it reads from in the first place.
-Not here: the choice between chains and trees, substitutes of a parent (`relay`).
-"""
+"""Parents of receivers: chains below the complete holders, or two trees. `relay` chooses between them."""
 
 from __future__ import annotations
 
@@ -14,55 +10,57 @@ from math import sqrt
 import msgspec
 
 MAX_DEPTH = 32
-"""Members of a chain below a whole holder before the holder may get a second one, however little there is to copy: a
-slow member slows all below it. Source: docs/design/fetch.md."""
+"""Depth of a chain below a complete holder from which the holder may get a second chain, even for little data. A slow
+member slows down all members below it. Source: docs/design/fetch.md."""
 CHUNKS_A_HOP = 44
-"""A hop delays by about as many chunks' time at 50 GB/s (15 ms), fewer on slower links; a holder's second child beyond
-its host delays both by a whole copy. Source: benchmarks/results/cpu2_202611/simulate.md."""
+"""Delay of one hop as a number of chunks at 50 GB/s (15 ms). It is fewer chunks on slower links. A second child on
+another host delays both children of a holder by a whole copy. Source: benchmarks/results/cpu2_202611/simulate.md."""
 NUM_TREES = 2
-"""Trees that a relay may have: chunk c travels in tree c % 2. With two, a member that sends two children half of the
-chunks each sends one copy in all."""
+"""Number of trees that a relay may have. Chunk c travels in tree c % 2. With two trees, a member that sends half of the
+chunks to each of two children sends one copy in total."""
 RACK_HOPS = 2
-"""Hops that a place in the own rack may be deeper than the best place elsewhere; more would make a chain of racks."""
+"""A place in the same rack may be this many hops deeper than the best place elsewhere. A larger value would form a
+chain of racks."""
 DEFAULT_CHILDREN = 8
-"""Children of a member that names no `max_readers`."""
+"""Maximum number of children for a member that does not set `max_readers`."""
 DISTRUST = 2
-"""Callers that must complain before a member is demoted for everyone."""
+"""Number of callers that must complain before a member is demoted for all."""
 SCANNED = 64
-"""Candidates looked at for one receiver. A bound, since a key may have thousands of members."""
+"""Maximum number of candidates checked for one receiver, since a key may have thousands of members."""
 
 
 Parents = dict[str, str]
-"""Receiver -> the member it reads from in the first place."""
+"""Receiver -> the member from which it reads first."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True):
-    """A member that has, or is getting, a key."""
+    """A member that has a key or is getting it."""
 
     member: str
     host: str
     rack: str = ""
     device: str = "cpu"
     joined: float = 0.0
-    """Order of coming; only compared."""
+    """Time of joining. It is only compared, to order the members."""
     num_have: int
     num_chunks: int
     draining: bool = False
     num_readers: int = 0
     max_readers: int = 0
-    """0: no cap."""
+    """Maximum number of readers. 0 means no maximum."""
     num_links: int = 0
-    """Links of its host to others, each for one copy at once. 0: not known, each member has its own."""
+    """Links from its host to other hosts, each for one copy at a time. 0 means unknown, and each member counts as
+    having its own link."""
     link: str = ""
-    """Which of them its bytes take; empty: not known."""
+    """Name of the link that its bytes take. Empty means unknown."""
     complainers: frozenset[str] = frozenset()
-    """Members that complain of it, and are not sent there."""
+    """Members that complain about it and are not sent to it."""
     num_complaining: int = 0
-    """Callers that complain, each once by what it authenticated with, however many members it speaks for."""
+    """Number of callers that complain. A caller counts once by its credentials, however many members it speaks for."""
     parent: str = ""
-    """Its upstream so far."""
+    """Its current upstream."""
     second_parent: str = ""
-    """Its upstream so far for the chunks of the second tree; empty: the same."""
+    """Its current upstream for the chunks of the second tree. Empty means the same as `parent`."""
     follows_trees: bool = False
     """Whether it can read the chunks of two trees from two parents."""
 
@@ -73,52 +71,54 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last_resort(self) -> bool:
-        """Return whether it should get no new child while there is another choice."""
+        """Return whether it should get a new child only if there is no other choice."""
         return self.draining or self.demoted or 0 < self.max_readers <= self.num_readers
 
     @property
     def demoted(self) -> bool:
-        """Return whether several complained of it: a single caller may have bad memory or a bad link itself, or lie."""
+        """Return whether several callers complained about it. A single caller may have bad memory or a bad link itself,
+        or lie."""
         return self.num_complaining >= DISTRUST
 
     @property
     def order(self) -> tuple[float, str]:
-        """Return its sort key: the order of coming."""
+        """Return its sort key: the order of joining."""
         return self.joined, self.member
 
 
 def shared_links(node: Node) -> tuple[str, str]:
-    """Return what its readers beyond the host share: its own link if that is known, else all links of its host."""
+    """Return what its readers on other hosts share: its own link if that is known, or all links of its host."""
     return node.host, node.link
 
 
 def num_shared_links(node: Node) -> int:
-    """Return how many copies that carries at once; 0: not known."""
+    """Return how many copies the shared links carry at once. 0 means unknown."""
     return 1 if node.link else node.num_links
 
 
 def places(node: Node) -> tuple[tuple[str, ...], ...]:
-    """Return the places it belongs to, nearest first: host and kind of device, host, rack, anywhere."""
+    """Return its places, nearest first: host and kind of device, host, rack, anywhere."""
     kind = node.device.partition(":")[0]
     rack = (("rack", node.rack),) if node.rack else ()
     return ("kind", node.host, kind), ("host", node.host), *rack, ("any",)
 
 
 def _serves(parent: Node, child: Node) -> bool:
-    """Return whether a parent is worth keeping: not demoted, nor far behind its child."""
+    """Return whether a child should keep this parent: it is not demoted and not far behind the child."""
     if parent.draining or parent.demoted or child.member in parent.complainers:
         return False
-    # A parent may be a little behind: taking its child away for one chunk would change the tree at every beat.
+    # Tolerate a parent that is slightly behind. Moving its child for one chunk would change the tree at every
+    # heartbeat.
     return parent.num_have + max(4, child.num_chunks // 8) >= child.num_have
 
 
 def _furthest(node: Node) -> tuple[object, ...]:
-    """Return a sort key: the member that is furthest ahead comes first."""
+    """Return a sort key that puts the member with the most chunks first."""
     return -node.num_have, node.order
 
 
 def _cycles(parents: Parents) -> Iterator[list[str]]:
-    """Yield the cycles that parents form, each once; the caller may open one before it asks for the next."""
+    """Yield each cycle that parents form once. The caller may open a cycle before it asks for the next."""
     checked: set[str] = set()
     for start in list(parents):
         trail: dict[str, None] = {}
@@ -134,16 +134,17 @@ def _cycles(parents: Parents) -> Iterator[list[str]]:
 
 _WHOLE, _RECEIVER, _EACH_CHILD = 0, 1, 2
 _TOO_DEEP = _EACH_CHILD * DEFAULT_CHILDREN
-"""Ranks in chains: a whole holder without children; a receiver, which takes one child; a whole holder, for each child
-that it has; a receiver so deep that the places directly below the holders come first."""
+"""Ranks of offers in chains, best first: a complete holder without children, a receiver (which takes one child), a
+complete holder (once for each child that it has), and a receiver so deep that places directly below the holders are
+better."""
 _Offer = tuple[int, int, int, tuple[float, str]]
-"""(rank, chunks it has below 0, depth, order): the least is taken first."""
+"""(rank, minus the number of chunks, depth, order). The lowest offer is taken first."""
 _Poor = tuple[bool, bool, int, tuple[float, str]]
-"""(demoted, draining, chunks it has below 0, order) of a member of last resort: the least is taken first."""
+"""(demoted, draining, minus the number of chunks, order) of a member of last resort. The lowest is taken first."""
 
 
 class Chains:
-    """Builder of the chains: keeps parents that serve, then puts each head without one below the best open member."""
+    """Builder of chains. It keeps parents that serve and places each remaining head below the best open member."""
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         self._nodes = nodes
@@ -156,7 +157,7 @@ class Chains:
         self._reserve: dict[tuple[str, ...], list[_Poor]] = {}
         num_chunks = max((node.num_chunks for node in nodes.values()), default=0)
         num_hosts = len({node.host for node in nodes.values()})
-        # k chains below one holder take about k copies and the hops of hosts / k: together least where k is this.
+        # With k chains below a holder, the time is about k copies plus the hops of hosts / k. This k minimises the sum.
         num_chains = max(1, round(sqrt(CHUNKS_A_HOP * num_hosts / max(1, num_chunks))))
         self._max_depth = max(MAX_DEPTH, -(-num_hosts // num_chains))
         self._keep()
@@ -164,7 +165,8 @@ class Chains:
             if node.whole:
                 self._root(node, 0)
         heads = [node for node in nodes.values() if not node.whole and node.member not in self.parents]
-        # Those of a host one after the other: each that hangs near the last gives its own link to another host.
+        # Place the heads of one host together. Each head that joins near the previous one leaves its own link to
+        # another host.
         first = {node.host: node.order for node in reversed(nodes.values())}
         for head in sorted(heads, key=lambda node: (-node.num_have, first[node.host], node.order)):
             parent = self._choose(head)
@@ -173,22 +175,22 @@ class Chains:
             self._root(head, self._depth[parent.member] + 1)
 
     def _keep(self) -> None:
-        """Link members to the parents that they had, where those still serve; open the cycles that this may close."""
-        # Those furthest ahead choose first: they lose most if their parent takes others before them.
+        """Keep the parents of members if they still serve, and open the cycles that this may close."""
+        # Members with the most chunks choose first, since they lose most if their parent takes other children.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)
             if parent is None or parent is child or child.whole or not _serves(parent, child):
                 continue
-            # More may read from it than its cap now allows; the rest get another parent below.
+            # More members may read from it than its cap now allows. The others get a new parent later.
             cap = parent.max_readers or DEFAULT_CHILDREN
             if len(self._children.get(parent.member, ())) < cap:
                 self._attach(child, parent)
-        # The parents that members report are of different moments, so they may form a cycle.
+        # Members report their parents at different times, so the parents may form a cycle.
         for cycle in _cycles(self.parents):
             self._cut(cycle)
 
     def _cut(self, cycle: list[str]) -> None:
-        """Open a cycle of kept parents at the member that is furthest ahead."""
+        """Open a cycle of kept parents at the member with the most chunks."""
         child = min((self._nodes[name] for name in cycle), key=_furthest)
         parent = self._nodes[self.parents.pop(child.member)]
         self._children[parent.member].remove(child.member)
@@ -197,7 +199,8 @@ class Chains:
         self._far[shared_links(parent)] -= not near
 
     def _attach(self, child: Node, parent: Node) -> None:
-        """Make one member the child of another, and count it: near ones by member, far ones by the host's links too."""
+        """Make one member the child of another and count its load, by member within a host and also by link between
+        hosts."""
         self.parents[child.member] = parent.member
         self._children.setdefault(parent.member, []).append(child.member)
         near = parent.host == child.host
@@ -205,7 +208,7 @@ class Chains:
         self._far[shared_links(parent)] = self._far.get(shared_links(parent), 0) + (not near)
 
     def _root(self, top: Node, depth: int) -> None:
-        """Mark `top` as a whole holder or below one: it and all below it may take children."""
+        """Mark `top` as a complete holder or as below one. It and all members below it may take children."""
         stack = [(top, depth)]
         while stack:
             node, at = stack.pop()
@@ -219,7 +222,8 @@ class Chains:
             stack.extend((self._nodes[child], at + 1) for child in self._children.get(node.member, ()))
 
     def _rank(self, node: Node, near: bool) -> int | None:
-        """Return how willingly it takes one more child over a near or a far link; None: not at all."""
+        """Return the rank at which the member takes one more child over a near or far link, or None if
+        it takes none."""
         load = self._load.get((node.member, near), 0)
         if num_shared_links(node) and not near:
             load = max(load, self._far.get(shared_links(node), 0) // num_shared_links(node))
@@ -232,7 +236,7 @@ class Chains:
         return _RECEIVER if self._depth[node.member] < self._max_depth else _TOO_DEEP
 
     def _offer(self, node: Node) -> None:
-        """Put a member among those that take children, at every place where it does."""
+        """Offer a member as a parent at every place where it takes children."""
         if node.last_resort:
             return
         for place in places(node):
@@ -242,7 +246,8 @@ class Chains:
                 heapq.heappush(self._open.setdefault(place, []), offer)
 
     def _choose(self, child: Node) -> Node:
-        """Return the best open parent: one that is ahead, as near as possible; else any; else one of last resort."""
+        """Return the best open parent: one with more chunks and as near as possible, then any, then one
+        of last resort."""
         for must_be_ahead in (True, False):
             for place in places(child):
                 parent = self._first_open(child, place, must_be_ahead=must_be_ahead)
@@ -251,24 +256,25 @@ class Chains:
         return self._last_resort(child)
 
     def _last_resort(self, child: Node) -> Node:
-        """Return the best member of last resort, for a child that no member is open to."""
+        """Return the best member of last resort, for a child without an open member."""
         best = []
         for distance, place in enumerate(places(child)):
             reserve = self._reserve.get(place, [])
             if reserve:
-                # The first one that the child does not complain of: nearly always the first one of all.
+                # Take the first member that the child does not complain about, which is nearly always the first in the
+                # list.
                 willing = (poor for poor in reserve if child.member not in self._nodes[poor[3][1]].complainers)
                 demoted, draining, minus_have, order = next(willing, reserve[0])
                 complains = child.member in self._nodes[order[1]].complainers
                 best.append((complains, demoted, draining, distance, minus_have, order))
         if best:
             return self._nodes[min(best)[-1][1]]
-        # There is none, so the child complains of all that are open.
+        # There is no such member, so the child complains about all open ones.
         usable = (self._nodes[name] for name in self._depth)
         return min(usable, key=lambda node: (child.member in node.complainers, -node.num_have, node.order))
 
     def _first_open(self, child: Node, place: tuple[str, ...], *, must_be_ahead: bool) -> Node | None:
-        """Return the most willing member of a place that this child may read from; None: there is none."""
+        """Return the most willing member of a place from which this child may read, or None."""
         heap = self._open.get(place, [])
         near = place[0] in {"kind", "host"}
         skipped: list[_Offer] = []
@@ -277,8 +283,8 @@ class Chains:
             rank, minus_have, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, near)
-            # It, or its host, has taken a child since: the heap is not searched at that time, so stale offers are found
-            # here.
+            # An offer is stale if the member or its host has taken a child since. Stale offers are corrected when they
+            # are found.
             if rank != now:
                 heapq.heappop(heap)
                 if now is not None:
@@ -288,30 +294,31 @@ class Chains:
                 skipped.append(heapq.heappop(heap))
                 continue
             chosen = node
-        # They are no parents of this child, but they may be of the next one.
+        # Skipped members cannot be the parent of this child, but may be the parent of the next.
         for item in skipped:
             heapq.heappush(heap, item)
         return chosen
 
 
 _Rank = tuple[int, int]
-"""(level, number): how willingly a member takes one more child; the least is taken first."""
+"""(level, number). A member with the lowest rank takes the next child."""
 _WITHIN_COPY, _KEPT_HALF, _OTHER_HALF, _OVER_COPY, _FULL, _DRAINING, _DEMOTED, _UNFIT = range(8)
-"""Levels of ranks in trees: room within the one copy that a member sends; the half that the first head keeps; the half
-meant for the other tree; more than a copy; more readers than it admits; about to leave; demoted; unfit for a child."""
+"""Levels of ranks in trees, best first: capacity within the one copy that a member sends, the half that the first head
+keeps, the half for the other tree, more than one copy, more readers than allowed, draining, demoted, and unsuitable for
+a child."""
 _TreeOffer = tuple[_Rank, int, tuple[float, str]]
-"""(rank, depth, order): the least is taken first."""
+"""(rank, depth, order). The lowest offer is taken first."""
 
 
 class Trees:
     """Builder of two trees, each for half of the chunks.
 
-    One member of each host, its head, reads from other hosts, half of the chunks from each of two parents; the others
-    of the host hang below it in a chain. Heads take turns: one sends two halves beyond its host in the first tree, the
-    next one in the second. So each sends one copy, and both trees are as shallow as trees of two children are.
+    One member of each host, its head, reads from other hosts, half of the chunks from each of two parents. The others
+    on the host form a chain below it. Heads alternate: one sends two halves to other hosts in the first tree, the next
+    one in the second. So each sends one copy in total, and both trees are as shallow as binary trees.
 
-    Parents that serve are kept. A head that came alone gives one half of its copy to each tree: a chain of such heads
-    is a chain as `Chains` makes it.
+    Parents that serve are kept. A head that joins alone gives one half of its copy to each tree. A chain of such heads
+    is the same as a chain by `Chains`.
     """
 
     def __init__(self, nodes: dict[str, Node]) -> None:
@@ -327,7 +334,7 @@ class Trees:
         self._tree_of: dict[str, int | None] = {}
         self._first: list[str | None] = [None] * NUM_TREES
         self._hang_hosts()
-        # Those furthest ahead first: they lose most if others take the places that they could have.
+        # Heads with the most chunks go first, since they lose most if others take their places.
         heads = sorted(self._heads.values(), key=_furthest)
         self._keep(heads)
         self._choose_trees(heads)
@@ -336,13 +343,15 @@ class Trees:
                 if node.whole:
                     self._root(node, tree, 0)
         own = [(self._tree_of.get(head.member), head) for head in heads]
-        # First those that will have children, each in the tree that it sends in, in turns: else the first ones of one
-        # tree would take the places that the other tree grows from. Then everyone where it only receives.
+        # Place heads that will have children first, in the tree in which they send and in turns. Otherwise the first
+        # heads of one tree would take the places from which the other tree grows. Then place all heads where they only
+        # receive.
         self._place((tree, head) for tree, head in own if tree is not None)
         self._place((tree, head) for head in heads for tree in range(NUM_TREES))
 
     def _hang_hosts(self) -> None:
-        """Choose a head for each host without a whole holder, and hang the others below it, or below the holder."""
+        """Choose a head for each host without a complete holder, and place its other members below the head or the
+        holder."""
         by_host: dict[str, list[Node]] = {}
         for node in self._nodes.values():
             by_host.setdefault(node.host, []).append(node)
@@ -355,7 +364,7 @@ class Trees:
                 rest.remove(head)
                 sources = [head]
             if rest:
-                # The chain of the host begins at its head as if it were whole already.
+                # Treat the head as complete, so that the chain of its host begins there.
                 sources = [msgspec.structs.replace(node, num_have=node.num_chunks) for node in sources]
                 near = Chains({node.member: node for node in (*sources, *rest)}).parents
                 for tree in range(NUM_TREES):
@@ -363,13 +372,13 @@ class Trees:
                         self._attach(self._nodes[child], self._nodes[parent], tree)
 
     def _as_head(self, node: Node) -> tuple[object, ...]:
-        """Return what speaks against a member as the head of its host, the gravest first."""
+        """Return the reasons against a member as the head of its host, most serious first."""
         parent = self._nodes.get(node.parent)
         is_head = parent is not None and parent.host != node.host
         return node.draining or node.demoted, not is_head, -node.num_have, node.order
 
     def _keep(self, heads: list[Node]) -> None:
-        """Link heads to the parents that they had, where those still serve; open the cycles that this may close."""
+        """Keep the parents of heads if they still serve, and open the cycles that this may close."""
         for tree, parents in enumerate(self.trees):
             for head in heads:
                 parent = self._nodes.get((tree and head.second_parent) or head.parent)
@@ -378,12 +387,12 @@ class Trees:
                 if not self._is_full(parent) or self._reads(head, parent):
                     self._attach(head, parent, tree)
             for cycle in _cycles(parents):
-                # Only the links of heads: those within a host form no cycle.
+                # Cut only links between heads, since links within a host form no cycle.
                 child = min((self._heads[name] for name in cycle if name in self._heads), key=_furthest)
                 self._detach(child, tree)
 
     def _choose_trees(self, heads: list[Node]) -> None:
-        """Choose the tree in which each head sends: the one where it has children, else those with fewer heads."""
+        """Choose the tree in which each head sends: the tree where it has children, or the tree with fewer heads."""
         count = [0] * NUM_TREES
         undecided = []
         for head in heads:
@@ -399,11 +408,11 @@ class Trees:
             count[tree] += 1
 
     def _place(self, wanted: Iterable[tuple[int, Node]]) -> None:
-        """Link heads that have no parent in a tree to the best open one."""
+        """Give heads without a parent in a tree the best open parent."""
         for tree, head in wanted:
             if head.member not in self.trees[tree]:
                 # The heads of a tree can send one half more than they need. The first one keeps it for members that
-                # come later: their tree then begins near the top, and not below the deepest members.
+                # join later, so that their subtree begins near the top and not below the deepest members.
                 if self._first[tree] is None and self._tree_of.get(head.member) == tree:
                     self._first[tree] = head.member
                 parent = self._choose(head, tree)
@@ -411,8 +420,8 @@ class Trees:
                 self._root(head, tree, self._depth[tree][parent.member] + 1)
 
     def _attach(self, child: Node, parent: Node, tree: int) -> None:
-        """Make one member the child of another in a tree, and count what leaves the parent's host."""
-        # Who reads both trees from it is one reader.
+        """Make one member the child of another in a tree, and count the halves that leave the parent's host."""
+        # A member that reads both trees from the same parent is one reader.
         if not self._reads(child, parent):
             self._num_readers[parent.member] = self._num_readers.get(parent.member, 0) + 1
         self.trees[tree][child.member] = parent.member
@@ -430,7 +439,7 @@ class Trees:
         self._on_links[shared_links(parent)] -= 1
 
     def _root(self, top: Node, tree: int, depth: int) -> None:
-        """Mark `top` as a whole holder or below one in a tree: it and the heads below it may take children."""
+        """Mark `top` as a complete holder or as below one in a tree. It and the heads below it may take children."""
         stack = [(top.member, depth)]
         while stack:
             name, at = stack.pop()
@@ -443,22 +452,22 @@ class Trees:
             stack.extend((child, at + 1) for child in self._children[tree].get(name, ()))
 
     def _reads(self, child: Node, parent: Node) -> bool:
-        """Return whether a member reads from another in at least one tree."""
+        """Return whether a child reads from this parent in at least one tree."""
         return any(parents.get(child.member) == parent.member for parents in self.trees)
 
     def _is_full(self, node: Node) -> bool:
-        """Return whether a member has as many readers as it admits."""
+        """Return whether a member has as many readers as it allows."""
         return self._num_readers.get(node.member, 0) >= (node.max_readers or DEFAULT_CHILDREN)
 
     def _num_halves(self, node: Node) -> int:
-        """Return the halves of a copy that leave its host by its link already."""
+        """Return the number of halves of a copy that already leave its host over its link."""
         first, second = self._halves
         halves = first.get(node.member, 0) + second.get(node.member, 0)
         num_links = num_shared_links(node)
         return max(halves, self._on_links.get(shared_links(node), 0) // num_links) if num_links else halves
 
     def _rank(self, node: Node, tree: int) -> _Rank:
-        """Return how willingly it takes one more child of another host in a tree."""
+        """Return the rank at which the member takes one more child from another host in a tree."""
         halves = self._num_halves(node)
         if node.demoted:
             return _DEMOTED, halves
@@ -467,8 +476,8 @@ class Trees:
         if self._is_full(node):
             return _FULL, halves
         if halves >= NUM_TREES:
-            # All that read such a member, and those below them, take longer; a holder comes last, since everyone is
-            # below it.
+            # All members that read from such a member, and those below them, take longer. A holder comes last, since
+            # all are below it.
             return _OVER_COPY, 2 * halves + node.whole
         if node.whole:
             return (_OTHER_HALF if self._halves[tree].get(node.member) else _WITHIN_COPY), 0
@@ -477,9 +486,10 @@ class Trees:
         return (_KEPT_HALF if halves and node.member == self._first[tree] else _WITHIN_COPY), 0
 
     def _choose(self, child: Node, tree: int) -> Node:
-        """Return the best parent: within its one copy, then shallow, of the own rack if it is not much deeper."""
+        """Return the best parent: within its one copy and shallow. A parent in the same rack may be slightly deeper."""
         best = self._best_offer(child, tree, "")
-        # One that all others find full has a reader's place for the child that reads the other tree from it.
+        # If all offers are full, the parent in the other tree still has a place for this child, which reads from it
+        # already.
         other = self._nodes.get(self.trees[1 - tree].get(child.member, ""))
         if best[0][0] >= _FULL and other is not None and other.member in self._depth[tree] and _serves(other, child):
             return other
@@ -490,7 +500,8 @@ class Trees:
         return self._nodes[best[2][1]]
 
     def _best_offer(self, child: Node, tree: int, place: str) -> _TreeOffer:
-        """Return the best offer of a rack, or of all, for a child; of rank `_UNFIT` if none that was seen serves it."""
+        """Return the best offer of a rack or of the fleet for a child. Its rank is `_UNFIT` if no checked member serves
+        the child."""
         heap = self._open[tree, place]
         skipped: list[_TreeOffer] = []
         chosen = None
@@ -498,14 +509,14 @@ class Trees:
             rank, depth, order = heap[0]
             node = self._nodes[order[1]]
             now = self._rank(node, tree)
-            # It, or its link, has taken a child since, as in the heaps of chains.
+            # The offer is stale if the member or its link has taken a child since.
             if now != rank:
                 heapq.heapreplace(heap, (now, depth, order))
             elif _serves(node, child):
                 chosen = heap[0]
             else:
                 skipped.append(heapq.heappop(heap))
-        # They are no parents of this child, but they may be of the next one.
+        # Skipped members cannot be the parent of this child, but may be the parent of the next.
         for offer in skipped:
             heapq.heappush(heap, offer)
         if chosen is None:

@@ -1,10 +1,7 @@
-"""Plan of a load (the ranges that are read, their order, and the place of each of their bytes); chunks of a fetch.
+"""Plan of a load (which ranges are read, in which order, and where each byte goes), and the chunks of a fetch.
 
-In: the rows wanted of a `TensorTable`, boxes, chunk and gap bounds. Out: a frozen `LoadPlan`; a `ChunkTable`.
-Not here: the reading (`engine`), what a box is in bytes (`layout`), where a member's bytes lie (`peer.local_weights`).
-
-    load:   rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
-    fetch:  rows, sorted by name, are one line --cut--> leaves (at most `leaf_bytes` of a row) --gathered--> chunks
+load:   rows --slabs--> pieces (file range -> slab range) --merge gaps, align, cut--> reads with segments
+fetch:  rows sorted by name form one line --cut--> leaves (at most `leaf_bytes` of a row) --grouped--> chunks
 """
 
 from __future__ import annotations
@@ -24,34 +21,34 @@ from penstock.types import I64, MIB, Box, TensorTable
 Bools = npt.NDArray[np.bool_]
 
 SMALL_BYTES = MIB
-"""Tensors from here on have memory of their own; smaller ones share slabs.
-Source: kSmallSize of torch's CUDA caching allocator, which also packs what is smaller."""
+"""Tensors of at least this size have separate memory. Smaller ones share slabs. Source: kSmallSize of torch's CUDA
+caching allocator, which also packs smaller tensors."""
 
 SLAB_BYTES = 2 * MIB
-"""Rows start a new slab this far from the slab's first byte. Source: kSmallBuffer of the same allocator."""
+"""A row starts a new slab if it is this far from the slab's first byte. Source: kSmallBuffer of the same allocator."""
 
 ALIGN_IN_SLAB = 16
-"""Rows share a slab only while their offsets agree modulo this: vectorised kernels load 16 bytes at a time."""
+"""Rows share a slab only if their offsets agree modulo this, since vectorised kernels load 16 bytes at a time."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class LoadPlan:
-    """The reads of one load, as columns. Offsets and lengths are bytes.
+    """Reads of one load, as columns. Offsets and lengths are in bytes.
 
-    A read is one contiguous file range of at most `chunk_bytes`.
-    Its segments, `seg_first[r]:seg_first[r + 1]`, say where its bytes go: `seg_rows` runs of `seg_run` bytes,
-    `seg_pitch` apart in the read from `seg_src` on, packed at `seg_dst` of slab `seg_slab`.
+    A read is one contiguous file range of at most `chunk_bytes`. Its segments `seg_first[r]:seg_first[r + 1]` say where
+    its bytes go. A segment has `seg_rows` runs of `seg_run` bytes, which start at `seg_src` in the read, `seg_pitch`
+    apart. They are packed at `seg_dst` in slab `seg_slab`.
     """
 
     table: TensorTable
-    """The rows wanted, in file order."""
+    """Wanted rows, in file order."""
     boxes: tuple[Box | None, ...]
     row_slab: I64
-    """Slab of each row; -1 for a row of no bytes."""
+    """Slab of each row, or -1 for a row without bytes."""
     row_offset: I64
-    """Where the row starts in its slab."""
+    """Offset of the row in its slab."""
     row_nbytes: I64
-    """Bytes of the row at the destination: those of its box, where there is one."""
+    """Bytes of the row at the destination, which are those of its box if it has one."""
     slab_nbytes: I64
     read_file: I64
     read_offset: I64
@@ -66,7 +63,7 @@ class LoadPlan:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that end at the destination."""
+        """Return the number of bytes that arrive at the destination."""
         return int(self.slab_nbytes.sum())
 
     @property
@@ -76,26 +73,27 @@ class LoadPlan:
 
     @property
     def max_read_nbytes(self) -> int:
-        """Return the largest read: the least that a staging buffer must hold."""
+        """Return the size of the largest read, which is the minimum size of a staging buffer."""
         return int(self.read_nbytes.max(initial=0))
 
     def covered(self) -> Bools:
-        """Return per read whether its segments, in order, are exactly its bytes: it can be read straight into slabs."""
+        """Return for each read whether its segments, in order, are exactly its bytes, so that it can be read directly
+        into slabs."""
         seg_bytes = np.where(self.seg_rows == 1, self.seg_run, 0)
         sums = np.add.reduceat(np.append(seg_bytes, 0), self.seg_first[:-1]) if self.num_reads else np.zeros(0)
         return np.asarray(sums == self.read_nbytes)
 
     def in_order_of(self, slabs: Sequence[int]) -> LoadPlan:
-        """Return the plan with its reads in the order in which slabs are wanted; the slabs keep their numbers.
+        """Return the plan with its reads in the order in which slabs are wanted. The slabs keep their numbers.
 
         Args:
-            slabs: every slab once, the one that is wanted first at the start.
+            slabs: every slab once, the first wanted slab first.
         """
         rank = np.empty(len(slabs), np.int64)
         rank[np.asarray(slabs, np.int64)] = np.arange(len(slabs))
         if not self.num_reads:
             return self
-        # A read that crosses several tensors is needed for the first of them that is wanted.
+        # A read that crosses several tensors is needed for the first of them.
         first_wanted = np.minimum.reduceat(rank[self.seg_slab], self.seg_first[:-1])
         reads = np.argsort(first_wanted, kind="stable")
         counts = np.diff(self.seg_first)[reads]
@@ -106,11 +104,11 @@ class LoadPlan:
         return replace(self, seg_first=np.concatenate(([0], ends)).astype(np.int64), **by_read, **by_segment)
 
     def explain(self, limit: int = 20) -> str:
-        """Return the plan in words: totals, then the first `limit` reads."""
-        over = int(self.read_nbytes.sum()) - self.nbytes
+        """Return a description of the plan: totals, then the first `limit` reads."""
+        extra = int(self.read_nbytes.sum()) - self.nbytes
         lines = [
             f"{len(self.table)} tensors, {self.nbytes} bytes, {len(self.slab_nbytes)} slabs, "
-            f"{self.num_reads} reads ({over} bytes over-read)"
+            f"{self.num_reads} reads ({extra} bytes over-read)"
         ]
         for r in range(min(limit, self.num_reads)):
             first, last = int(self.seg_first[r]), int(self.seg_first[r + 1])
@@ -128,7 +126,7 @@ _SEGMENT_COLUMNS = ("seg_src", "seg_slab", "seg_dst", "seg_run", "seg_rows", "se
 
 @dataclass(slots=True)
 class _Pieces:
-    """File ranges and where they go; rectangles where rows > 1. Sorted by (file, offset)."""
+    """File ranges and their destinations, sorted by (file, offset). A piece with several rows is a rectangle."""
 
     file: I64
     offset: I64
@@ -140,7 +138,7 @@ class _Pieces:
 
     @property
     def span(self) -> I64:
-        """Return the bytes from each one's first to past its last, gaps between rows included."""
+        """Return the bytes from the first to the last of each piece, including gaps between rows."""
         return (self.rows - 1) * self.pitch + self.run
 
 
@@ -154,25 +152,25 @@ def plan_load(
     align_bytes: int = 1,
     max_gap_bytes: int = 0,
 ) -> LoadPlan:
-    """Plan the reading of every row of `table`.
+    """Plan to read every row of `table`.
 
     Args:
-        table: rows wanted, any order; the plan puts them in file order.
-        file_nbytes: size of each file the table indexes.
-        chunk_bytes: largest read, in bytes, before alignment outward.
-        boxes: per row of `table`, the region wanted; None for all of it.
-        pack: small rows share slabs; False gives every row its own (live parameters are such slabs).
-        align_bytes: reads start and end at multiples of this where the file allows (4096 for direct I/O).
-        max_gap_bytes: unwanted bytes between two wanted ones that are read rather than skipped.
+        table: wanted rows, in any order. The plan sorts them in file order.
+        file_nbytes: size of each file that the table refers to.
+        chunk_bytes: maximum size of a read, before it is aligned outward.
+        boxes: wanted region of each row, or None for the whole row.
+        pack: whether small rows share slabs. If False, every row is a slab (live parameters are such slabs).
+        align_bytes: reads start and end at multiples of this where the file allows it (4096 for direct I/O).
+        max_gap_bytes: a smaller gap between two wanted ranges is read and not skipped.
 
     Raises:
         PlanError: a box does not fit its tensor.
     """
     if chunk_bytes < 1 or align_bytes < 1 or chunk_bytes % align_bytes:
         raise PlanError(f"chunk_bytes {chunk_bytes} must be a positive multiple of align_bytes {align_bytes}")
-    # File order, so that a file is read from its beginning to its end, and neighbours can share a read.
+    # In file order, each file is read from beginning to end, and neighbours can share a read.
     order = np.lexsort((table.offset, table.file_index))
-    # The rows of a safetensors file usually are in order: then the table is not copied.
+    # The rows of a safetensors file are usually in order. Then the table is not copied.
     in_order = bool((order == np.arange(len(order))).all())
     rows = table if in_order else table.take(order.tolist())
     wanted = tuple(boxes[i] for i in order.tolist()) if boxes is not None else (None,) * len(rows)
@@ -182,7 +180,7 @@ def plan_load(
     row_nbytes = rows.nbytes.copy()
     for i, of_box in runs.items():
         row_nbytes[i] = of_box.nbytes
-    # Places first, then reads: memory is allocated by slab before the first read begins.
+    # Choose the slabs before the reads, since slabs are allocated before the first read begins.
     row_slab, row_offset, slab_nbytes = _slabs(rows, row_nbytes, boxed, pack)
     # Rectangles are aligned outward at both ends and must still fit a chunk.
     room_bytes = chunk_bytes - 2 * (align_bytes - 1)
@@ -201,7 +199,7 @@ def plan_load(
 
 
 def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Runs]:
-    """Return the byte runs of each row that has a box. PlanError, naming the tensor, where a box does not fit."""
+    """Return the byte runs of each row with a box. PlanError names the tensor whose box does not fit."""
     runs = {}
     for i, box in enumerate(boxes):
         if box is None:
@@ -209,14 +207,14 @@ def _box_runs_of(rows: TensorTable, boxes: Sequence[Box | None]) -> dict[int, Ru
         try:
             runs[i] = box_runs(rows.shapes[i], box, rows.dtypes[i].bits)
         except PlanError as error:
-            # `box_runs` knows shapes only; a user needs the name.
+            # `box_runs` only knows shapes, and a user needs the name.
             error.tensor = rows.names[i]
             raise
     return runs
 
 
 def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I64, I64, I64]:
-    """Give every row of some bytes a slab and an offset in it."""
+    """Return the slab and the offset of every row with bytes, and the sizes of the slabs."""
     slab = np.full(len(rows), -1, np.int64)
     at = np.zeros(len(rows), np.int64)
     full = np.flatnonzero(nbytes > 0)
@@ -224,7 +222,7 @@ def _slabs(rows: TensorTable, nbytes: I64, boxed: Bools, pack: bool) -> tuple[I6
         return slab, at, np.zeros(0, np.int64)
     file, offset, size = rows.file_index[full], rows.offset[full], nbytes[full]
     small = (size < SMALL_BYTES) & ~boxed[full] & pack
-    # Rows share a slab only where their bytes touch in the file: a gap would be read for nothing.
+    # Rows share a slab only if they are adjacent in the file, since a gap would be read for nothing.
     joins = np.zeros(len(full), bool)
     joins[1:] = (
         small[1:]
@@ -257,7 +255,8 @@ def _pieces(
     room_bytes: int,
     max_gap_bytes: int,
 ) -> _Pieces:
-    """Return one piece for a slab of whole rows; runs or rectangles for boxed rows; sorted by (file, offset)."""
+    """Return one piece for each slab of whole rows, and runs or rectangles for rows with boxes, sorted by (file,
+    offset)."""
     whole = np.flatnonzero((row_slab >= 0) & ~boxed & (row_offset == 0))
     columns: list[tuple[I64, ...]] = [
         (
@@ -271,7 +270,7 @@ def _pieces(
         )
     ]
     for i, box in runs.items():
-        # Rows of no bytes have no slab, and nothing to read.
+        # Rows without bytes have no slab.
         if row_slab[i] >= 0:
             columns.append(_box_pieces(rows, i, int(row_slab[i]), box, room_bytes, max_gap_bytes))
     joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
@@ -282,9 +281,9 @@ def _pieces(
 def _box_pieces(
     rows: TensorTable, i: int, slab: int, runs: Runs, room_bytes: int, max_gap_bytes: int
 ) -> tuple[I64, ...]:
-    """Return rectangles of whole rows that fit a chunk where the gaps are worth reading, single runs where not."""
+    """Return rectangles that fit a chunk if their gaps are worth reading, or single runs."""
     starts, num_rows, run, pitch = runs.offsets + rows.offset[i], runs.num_rows, runs.run_bytes, runs.pitch_bytes
-    # A rectangle is read with its gaps: fewer reads, as long as the gaps are worth reading and a row fits.
+    # A rectangle is read with its gaps, which gives fewer reads.
     tall = num_rows > 1 and pitch - run <= max_gap_bytes and pitch <= room_bytes
     step = min(num_rows, room_bytes // pitch) if tall else 1
     row0 = np.arange(0, num_rows, step, dtype=np.int64)
@@ -304,7 +303,8 @@ def _box_pieces(
 
 @dataclass(slots=True)
 class _Spans:
-    """Runs of pieces read together: `[start, stop)` of a file; a tall one is a rectangle and is never cut."""
+    """Groups of pieces that are read together, as the range `[start, stop)` of a file. A tall span is a rectangle and
+    never cut."""
 
     of_piece: I64
     file: I64
@@ -314,13 +314,14 @@ class _Spans:
 
 
 def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: int) -> _Spans:
-    """Merge pieces whose gap is worth reading, and align the spans outward, within their file."""
+    """Merge pieces whose gap is worth reading, and align the spans outward within their file."""
     start, stop, tall = pieces.offset, pieces.offset + pieces.span, pieces.rows > 1
     breaks = np.ones(len(start), bool)
     breaks[1:] = (
         (pieces.file[1:] != pieces.file[:-1])
         | (start[1:] - stop[:-1] > max_gap_bytes)
-        # Overlapping pieces (two boxes of one tensor) are read apart: a segment's bytes are then of a single read.
+        # Overlapping pieces (two boxes of one tensor) are read separately, so that the bytes of a segment come from a
+        # single read.
         | (start[1:] < stop[:-1])
         | tall[1:]
         | tall[:-1]
@@ -328,7 +329,7 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
     head = np.flatnonzero(breaks)
     tail = np.append(head[1:], len(start))[: len(head)] - 1
     file = pieces.file[head]
-    # The file's end bounds the aligned range, but never cuts a row: a file that is too short fails in the read.
+    # The end of the file limits the aligned range but never cuts a row. If a file is too short, the read fails.
     end = np.maximum(file_nbytes[file], stop[tail])
     return _Spans(
         of_piece=np.cumsum(breaks) - 1,
@@ -340,8 +341,9 @@ def _spans(pieces: _Pieces, file_nbytes: I64, align_bytes: int, max_gap_bytes: i
 
 
 def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
-    """Cut the spans at the grid of `chunk_bytes`, so that neighbours share no page, and place the segments."""
-    # Chunks of each span; a rectangle is one chunk.
+    """Cut the spans at multiples of `chunk_bytes`, so that neighbouring reads share no page, and compute
+    the segments."""
+    # Number the chunks of each span. A rectangle is one chunk.
     grid_first = np.where(spans.tall, 0, spans.start // chunk_bytes)
     grid_last = np.where(spans.tall, 0, (spans.stop - 1) // chunk_bytes)
     per_span = grid_last - grid_first + 1
@@ -350,7 +352,7 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
     grid = grid_first[span] + np.arange(len(span)) - base[span]
     read_start = np.where(spans.tall[span], spans.start[span], np.maximum(grid * chunk_bytes, spans.start[span]))
     read_stop = np.where(spans.tall[span], spans.stop[span], np.minimum((grid + 1) * chunk_bytes, spans.stop[span]))
-    # Segments: each piece over the chunks it crosses.
+    # Compute the segments of each piece over the chunks that it crosses.
     start, stop, tall, own = pieces.offset, pieces.offset + pieces.span, pieces.rows > 1, spans.of_piece
     first = np.where(tall, 0, start // chunk_bytes - grid_first[own]) + base[own]
     last = np.where(tall, 0, (stop - 1) // chunk_bytes - grid_first[own]) + base[own]
@@ -360,9 +362,9 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
     seg_start = np.maximum(start[piece], read_start[chunk])
     seg_stop = np.minimum(stop[piece], read_stop[chunk])
     used = np.bincount(chunk, minlength=len(read_start))
-    # A chunk that holds only gap is not read.
+    # A chunk that contains only a gap is not read.
     keep = used > 0
-    # Stable: within a read the segments stay in file order, which `covered` relies on.
+    # A stable sort keeps the segments of a read in file order, as `covered` requires.
     order = np.argsort(chunk, kind="stable")
     return {
         "read_file": spans.file[span][keep],
@@ -379,13 +381,13 @@ def _cut(pieces: _Pieces, spans: _Spans, chunk_bytes: int) -> dict[str, I64]:
 
 
 CHUNK_BYTES = 16 * MIB
-"""Largest chunk: 60 GB are 3,600 chunks, few enough that their bookkeeping costs 0.03 s of Python in all. A
-receiver has a chunk 3 to 4 ms after its upstream (two processes on two busy cores), most of it the log's answer."""
+"""Maximum size of a chunk. 60 GB are 3,600 chunks, few enough to handle in 0.03 s of Python. A receiver has a chunk 3
+to 4 ms after its upstream (two processes on two busy cores), mostly because of the request for the log."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReadPieces:
-    """Byte ranges of rows, as columns: row `row[i]`, bytes `[start[i], start[i] + nbytes[i])`."""
+    """Byte ranges of rows, as columns: bytes `[start[i], start[i] + nbytes[i])` of row `row[i]`."""
 
     row: I64
     start: I64
@@ -394,32 +396,32 @@ class ReadPieces:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ChunkTable:
-    """Leaves and chunks of a line: the bytes of all rows, one row after the other.
+    """Leaves and chunks of a line, which is the bytes of all rows, one row after the other.
 
-    Chunk `c` is leaves `first_leaf[c]:first_leaf[c + 1]`; a leaf is at most `leaf_bytes` of one row.
+    Chunk `c` is leaves `first_leaf[c]:first_leaf[c + 1]`. A leaf is at most `leaf_bytes` of one row.
     """
 
-    # Leaves have no columns of their own: 230,000 rows of them took a fetch of 60 GB 10 ms before it began.
+    # Leaves have no columns, since building 230,000 rows of them delayed a fetch of 60 GB by 10 ms.
 
     leaf_bytes: int
     chunk_bytes: int
     row_start: I64
-    """[num_rows + 1]: where each row starts in the line, and the line's length."""
+    """[num_rows + 1] start of each row in the line, then the line's length."""
     start: I64
-    """[num_chunks + 1]: where each chunk starts in the line, and the line's length."""
+    """[num_chunks + 1] start of each chunk in the line, then the line's length."""
     first_leaf: I64
-    """[num_chunks + 1]."""
+    """[num_chunks + 1] first leaf of each chunk, then the number of leaves."""
     nbytes: I64
     """[num_chunks] bytes of each chunk."""
 
     @property
     def num_chunks(self) -> int:
-        """Return the number of chunks of the line; 0 for a line of no bytes."""
+        """Return the number of chunks in the line, which is 0 if the line is empty."""
         return len(self.nbytes)
 
     @property
     def num_leaves(self) -> int:
-        """Return the number of leaves of the line."""
+        """Return the number of leaves in the line."""
         return int(self.first_leaf[-1])
 
     def leaves(self, start: int, stop: int) -> slice:
@@ -433,31 +435,31 @@ class ChunkTable:
 
     def leaves_of(self, chunks: I64) -> slice | I64:
         """Return the indices of the leaves of these chunks, chunk after chunk."""
-        # Most reads, and the log of a holder that read its weights in order, are of consecutive chunks: a slice of
-        # 230,000 leaves is copied in 0.1 ms, and picked by an index in 2 ms.
+        # Most reads have consecutive chunks, and so does the log of a holder that read its weights in order. Copying
+        # 230,000 leaves takes 0.1 ms by a slice, and 2 ms by an index.
         if len(chunks) and (chunks[1:] == chunks[:-1] + 1).all():
             return self.leaves(int(chunks[0]), int(chunks[-1]) + 1)
         return spread(self.first_leaf[chunks], self.leaf_counts(chunks))
 
     def pieces(self, chunks: I64) -> ReadPieces:
-        """Return the byte ranges of these chunks, in their order; neighbours within a row are one piece."""
+        """Return the byte ranges of these chunks, in their order. Neighbours within a row are one piece."""
         joins = chunks[1:] == chunks[:-1] + 1
         heads = np.flatnonzero(np.concatenate(([True], ~joins))[: len(chunks)])
         tails = np.flatnonzero(np.concatenate((~joins, [True]))[: len(chunks)])
         return self._pieces_in(self.start[chunks[heads]], self.start[chunks[tails] + 1])[0]
 
     def pieces_apart(self, chunks: I64) -> tuple[ReadPieces, I64]:
-        """Return pieces as `pieces` does, but none crosses chunks; and per piece its chunk's position in `chunks`."""
+        """Return pieces as `pieces` does, but cut at chunks, with the position in `chunks` of each piece's chunk."""
         return self._pieces_in(self.start[chunks], self.start[chunks + 1])
 
     def _pieces_in(self, start: I64, stop: I64) -> tuple[ReadPieces, I64]:
-        """Return the rows' parts of these ranges of the line, none of them empty; and per piece its range's number."""
+        """Return the non-empty parts of rows in these ranges of the line, and the number of the range for each part."""
         first = np.searchsorted(self.row_start, start, side="right") - 1
         counts = np.searchsorted(self.row_start, stop, side="left") - first
         row, owner = spread(first, counts), np.repeat(np.arange(len(start)), counts)
         begin = np.maximum(self.row_start[row], start[owner])
         nbytes = np.minimum(self.row_start[row + 1], stop[owner]) - begin
-        # Rows of no bytes may lie in a range, too.
+        # A range may also contain rows without bytes.
         if not nbytes.all():
             has_bytes = nbytes > 0
             row, begin, nbytes, owner = row[has_bytes], begin[has_bytes], nbytes[has_bytes], owner[has_bytes]
@@ -466,7 +468,7 @@ class ChunkTable:
     def leaf_pieces(self, chunks: I64) -> ReadPieces:
         """Return the leaves of these chunks as byte ranges, in the order of `leaves_of`."""
         pieces = self.pieces(chunks)
-        # A piece begins where a leaf does, and ends with one.
+        # A piece begins and ends at the edge of a leaf.
         counts = -(-pieces.nbytes // self.leaf_bytes)
         owner = np.repeat(np.arange(len(counts)), counts)
         at = spread(np.zeros_like(counts), counts) * self.leaf_bytes
@@ -478,22 +480,22 @@ class ChunkTable:
 
 
 def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> ChunkTable:
-    """Cut rows of these sizes, in line order.
+    """Cut rows of these sizes into leaves and chunks, in line order.
 
     Args:
-        row_nbytes: bytes of each row; rows of no bytes have no leaf.
-        leaf_bytes: bytes of a leaf but for a row's last.
-        chunk_bytes: largest chunk; at least `leaf_bytes`.
+        row_nbytes: bytes of each row. Rows without bytes have no leaf.
+        leaf_bytes: bytes of each leaf except the last of a row.
+        chunk_bytes: maximum size of a chunk, at least `leaf_bytes`.
 
     Raises:
-        PlanError: a chunk could not hold a leaf.
+        PlanError: a leaf does not fit a chunk.
     """
     if leaf_bytes < 1 or chunk_bytes < leaf_bytes:
         raise PlanError(f"chunks of {chunk_bytes} bytes cannot hold leaves of {leaf_bytes}")
     row_start = np.concatenate(([0], np.cumsum(row_nbytes)))
     start = _chunk_starts(row_start, leaf_bytes, chunk_bytes)
     leaf_before = np.concatenate(([0], np.cumsum(-(-row_nbytes // leaf_bytes))))
-    # Of rows that start at the same byte all but the last have no bytes. The line's end is the start of no row.
+    # If several rows start at the same byte, all except the last are empty. No row starts at the end of the line.
     row = np.searchsorted(row_start, start, side="right") - 1
     return ChunkTable(
         leaf_bytes=leaf_bytes,
@@ -506,19 +508,20 @@ def chunk_table(row_nbytes: I64, *, leaf_bytes: int, chunk_bytes: int = CHUNK_BY
 
 
 def _chunk_starts(row_start: I64, leaf_bytes: int, chunk_bytes: int) -> I64:
-    """Return where each chunk starts in the line, and the line's length."""
-    # Python's numbers: this loop runs once for each row that ends within a chunk, and numpy's cost more than the work.
+    """Return the start of each chunk in the line, then the line's length."""
+    # Use Python numbers. The loop runs once for each row that ends within a chunk, where numpy costs more than the
+    # work.
     bounds = row_start.tolist()
     length, step = bounds[-1], chunk_bytes // leaf_bytes * leaf_bytes
-    # Runs of chunks `step` apart: the first one's start, and their number.
+    # Collect runs of chunks that are `step` apart, as the start of the first chunk and the number of chunks.
     firsts, counts, at, row_stop = list[int](), list[int](), 0, 0
     while at < length:
-        # Within a row the next chunk starts as many whole leaves later as a chunk holds.
+        # Within a row, the next chunk starts as many whole leaves later as fit a chunk.
         num_whole = len(range(at, row_stop - chunk_bytes, step))
         firsts.append(at)
         counts.append(num_whole + 1)
-        # Greedy: the last of the run takes what fits of the rows after this one. It ends at the last end of a leaf
-        # that is not past its limit, which lies in the row that holds the limit.
+        # The last chunk of the run takes as much of the following rows as fits. It ends at the last leaf edge that is
+        # not beyond its limit.
         limit = at + num_whole * step + chunk_bytes
         if limit >= length:
             break
@@ -534,7 +537,7 @@ def to_ranges(chunks: I64) -> tuple[tuple[int, int], ...]:
     """Return sorted chunk numbers as `[start, stop)` ranges."""
     if not len(chunks):
         return ()
-    # A range ends wherever the next number is not the next chunk.
+    # A range ends where the next number is not the next chunk.
     cuts = np.flatnonzero(np.diff(chunks) != 1) + 1
     starts = chunks[np.concatenate(([0], cuts))].tolist()
     stops = chunks[np.concatenate((cuts - 1, [len(chunks) - 1]))].tolist()

@@ -1,12 +1,9 @@
-"""Simulation of a conversion: the project's own placement over workers of a described cluster.
+"""Simulation of a conversion on a described cluster, using the scheduler of real conversions (`placement`).
 
-In: tasks' bytes in and out, a cluster, rates. Out: a `Prediction`.
-Not here: the tasks (`tasks`), their assignment (`placement`), running them (`jobs`).
+    worker: fetch (storage) -> place (PCIe in) -> compute -> send (PCIe out, storage)
 
-    worker: fetch (storage) -> place (PCIe in) -> compute -> send (PCIe out, storage): a task at a time each
-
-Stages of one task follow each other, those of one worker work at once, each on its own task. Storage is shared evenly
-by all workers all of the time: exact while they are busy.
+The stages of a worker run in parallel, each on a different task. All workers share storage evenly at all times, which
+is exact while they are busy.
 """
 
 from __future__ import annotations
@@ -27,22 +24,27 @@ from penstock.types import GB, I64
 STAGES = ("fetch", "place", "compute", "send")
 _LAST = len(STAGES) - 1
 SILENCE_S = 30.0
-"""Seconds until a silent worker is taken for dead. Source: `config.Settings.stall_s`."""
+"""Seconds of silence after which a worker is considered dead. Source: `config.Settings.stall_s`."""
 _DRAWN = frozenset({"GPU 0", "GPU 1"})
 _MAX_SPANS = 2000
-"""Workers in the picture, and parts of it."""
+"""Maximum number of spans in the picture. Only the workers in `_DRAWN` are drawn."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Worker:
-    """A worker: when each stage is free, seconds each was at work, the tasks it has in order."""
+    """State of a simulated worker.
+
+    Attributes:
+        pace: seconds per byte to fetch, place and compute input, and to send output.
+        free: time from which each stage is free.
+        busy: seconds for which each stage has worked.
+        queue: assigned tasks, with the time at which each was assigned.
+    """
 
     pace: tuple[float, float, float, float]
-    """Seconds a byte: of input fetched, placed and computed, of output sent."""
     free: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
     busy: list[float] = field(default_factory=lambda: [0.0] * len(STAGES))
     queue: deque[tuple[int, float]] = field(default_factory=deque)
-    """Tasks, and when each was given."""
     dies: float = np.inf
     ended: float = 0.0
 
@@ -57,30 +59,30 @@ def simulate_convert(
     depth: int = DEVICE_DEPTH,
     compute_gb_per_s: float | None = None,
 ) -> Prediction:
-    """Run these tasks on a worker for each GPU of the cluster.
+    """Simulate the conversion with one worker for each GPU of the cluster.
 
     Args:
-        in_bytes, out_bytes: of each task, as `tasks.Tasks` has them.
-        cluster: where a storage rate is 0, storage is no bound of its own; its PCIe and the transform's rate are.
-        rates: of the transform.
-        seed: chooses the slow workers, and those that die and when.
-        depth: see `Placement`.
-        compute_gb_per_s: bytes of input that a worker computes; None: as the transform.
+        in_bytes, out_bytes: bytes in and out of each task; see `tasks.Tasks`.
+        cluster: a storage rate of 0 means that storage is not a limit.
+        rates: rates of the machine's stages.
+        seed: selects the slow workers, the workers that die, and the times of death.
+        depth: tasks that a worker has at once; see `Placement`.
+        compute_gb_per_s: input that a worker computes, in GB/s. None means the rate of the transform.
 
     Raises:
-        PlanError: columns of different lengths; all workers died before the end.
+        PlanError: the columns differ in length, or all workers died before the end.
     """
     cluster.check()
     rates.check()
     if len(in_bytes) != len(out_bytes):
-        raise PlanError(f"in_bytes has {len(in_bytes)} tasks, and out_bytes {len(out_bytes)}")
+        raise PlanError(f"in_bytes has {len(in_bytes)} tasks, but out_bytes has {len(out_bytes)}")
     run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth, compute_gb_per_s)
     run.go()
     return run.prediction()
 
 
 class _Run:
-    """The events of one conversion."""
+    """Events of one simulated conversion."""
 
     def __init__(
         self,
@@ -96,28 +98,28 @@ class _Run:
         self.compute_gb_per_s = rates.quantise_gb_per_s if compute_gb_per_s is None else compute_gb_per_s
         self.rates = rates
         self.seed = seed
-        # As lists: they are read one number at a time, which costs several times as much in numpy.
+        # Use lists, since reading single numbers from numpy arrays costs several times as much.
         self.in_bytes = in_bytes.tolist()
         self.out_bytes = out_bytes.tolist()
         self.workers = {f"GPU {i}": _Worker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))}
         self.placement = Placement((in_bytes + out_bytes).tolist(), depth=depth)
         self.events: list[tuple[float, int, str, int]] = []
-        """Heap of the time, a number (-1: the worker dies), the worker, and the task that it ends."""
+        """Heap of (time, sequence number or -1 if the worker dies, worker, task that it finishes)."""
         self.num_begun = 0
         self.now = 0.0
         self.which: list[int] = []
         self.when: list[float] = []
-        """Tasks as they ended first."""
+        """Tasks in the order in which they first finished, with the times."""
         self.ends = np.zeros((3, 0))
-        """Of these: when, bytes in, bytes out."""
+        """Rows are the finish time, the bytes in and the bytes out of these tasks."""
         self.spans: list[Span] = []
         self.failed: list[str] = []
 
     def _paces(self, slow: np.ndarray) -> list[tuple[float, float, float, float]]:
-        """Return the seconds that each stage takes for a byte, per worker."""
+        """Return the seconds per byte of each stage, for each worker."""
         cluster = self.cluster
-        # What a worker gets of storage: of storage itself, of its node's link, of its host's memory, and by its own
-        # process; the slowest counts.
+        # A worker's rate from storage is the minimum of its shares of storage, of its node's link and of its host's
+        # memory, and of the rate of its own process.
         shares = [
             cluster.storage_gb_per_s / cluster.num_gpus,
             cluster.node_storage_gb_per_s / cluster.gpus_per_node,
@@ -129,7 +131,7 @@ class _Run:
         return [(storage_s * by, pcie_s * by, compute_s, max(pcie_s, storage_s) * by) for by in slow.tolist()]
 
     def go(self) -> None:
-        """Run until the last task has ended."""
+        """Run until the last task has finished."""
         self._deaths()
         for name in self.workers:
             self.placement.join(name, 0.0)
@@ -137,22 +139,22 @@ class _Run:
             self._feed(name)
         while not self.placement.is_done:
             if not self.events:
-                raise PlanError("every worker died before the last task had ended")
+                raise PlanError("every worker died before the last task finished")
             self.now, kind, name, task = heapq.heappop(self.events)
             worker = self.workers.get(name)
-            # An event of a worker that died before it.
+            # Skip events of a worker that has died.
             if worker is None:
                 continue
             if kind < 0:
                 self._lost(name)
-            # An event may be of a task that was revoked since: only the one in front of the queue can end.
+            # The task may have been revoked since. Only the first task of the queue can finish.
             elif self.now <= worker.dies and worker.queue and worker.queue[0][0] == task:
                 self._ended(name, worker, task)
         at = np.array(self.which, np.int64)
         self.ends = np.array([self.when, np.array(self.in_bytes)[at], np.array(self.out_bytes)[at]])
 
     def _deaths(self) -> None:
-        """Draw deaths by the seed, over the time that the work takes if all share it; noticed a silence later."""
+        """Choose the workers that die and when, over the time that the work takes if all share it."""
         whole_s = sum(self.in_bytes) * max(next(iter(self.workers.values())).pace) / len(self.workers)
         chance = np.random.default_rng((self.seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * len(self.workers) * whole_s / 3600)
@@ -162,19 +164,19 @@ class _Run:
             heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
 
     def _lost(self, name: str) -> None:
-        """Remove a worker whose silence was noticed."""
-        self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s; its tasks are run elsewhere")
-        self.placement.lost(name)
+        """Remove a worker whose silence has been noticed."""
+        self.failed.append(f"{name} dies at {self.workers[name].dies:.3f} s, and its tasks run elsewhere")
+        self.placement.remove(name)
         del self.workers[name]
-        # Its tasks are free again: workers that had found nothing to do can take them.
+        # The freed tasks can go to workers that found nothing to do before.
         for other, worker in list(self.workers.items()):
             if not worker.queue:
                 self._feed(other)
 
     def _feed(self, name: str) -> None:
-        """Give a worker what the placement gives it."""
+        """Assign tasks to a worker as the placement decides."""
         worker = self.workers[name]
-        # Dead, but its silence was not noticed yet: the placement still counts on it.
+        # The placement still counts on a dead worker until its silence is noticed.
         if self.now > worker.dies:
             return
         assignment = self.placement.next(name, self.now)
@@ -185,35 +187,36 @@ class _Run:
             self._begin(name, worker)
 
     def _revoke(self, revoked: Iterable[tuple[str, int]]) -> None:
-        """Take these tasks from workers that need not run them."""
+        """Remove revoked tasks from the queues of workers."""
         for name, task in revoked:
             worker = self.workers[name]
             is_first = bool(worker.queue) and worker.queue[0][0] == task
             worker.queue = deque(entry for entry in worker.queue if entry[0] != task)
-            # It was at work on that one: the next begins at once, and the event of the first one's end counts no more.
+            # The worker was running this task. It begins the next one immediately, and the finish event of the revoked
+            # task is ignored.
             if is_first and worker.queue:
                 self._begin(name, worker)
 
     def _begin(self, name: str, worker: _Worker) -> None:
-        """Record when the first task of a worker's queue ends. Earlier stages had it while others were before it."""
+        """Record when the first task of a worker's queue finishes."""
         task, at = worker.queue[0]
         nbytes, free, busy, is_drawn = self.in_bytes[task], worker.free, worker.busy, name in _DRAWN
         for stage, pace in enumerate(worker.pace):
             if stage == _LAST:
                 nbytes = self.out_bytes[task]
-            took = pace * nbytes
-            # A stage begins once it is free and the stage before it has ended.
+            duration_s = pace * nbytes
+            # A stage begins when it is free and the previous stage has finished.
             start = free[stage] if free[stage] > at else at
-            at = free[stage] = start + took
-            busy[stage] += took
-            if is_drawn and took and len(self.spans) < _MAX_SPANS:
+            at = free[stage] = start + duration_s
+            busy[stage] += duration_s
+            if is_drawn and duration_s and len(self.spans) < _MAX_SPANS:
                 self.spans.append(Span(lane=f"{name} {STAGES[stage]}", stage=STAGES[stage], start_s=start, stop_s=at))
         self.num_begun += 1
-        # The counter breaks ties in the order of the begins, so that equal seeds give equal runs.
+        # The sequence number breaks ties in the order in which tasks began, so that equal seeds give equal runs.
         heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
 
     def _ended(self, name: str, worker: _Worker, task: int) -> None:
-        """Record the end of the first task of a worker's queue."""
+        """Record that the first task of a worker's queue has finished."""
         worker.queue.popleft()
         worker.ended = self.now
         done = self.placement.done(name, task, self.now)
@@ -226,7 +229,7 @@ class _Run:
         self._feed(name)
 
     def prediction(self) -> Prediction:
-        """Return the result of the run. Order: after `go`."""
+        """Return the result. Call it after `go`."""
         cluster, count, total_s = self.cluster, len(self.workers), self.now
         names = list(self.workers)
         busy = np.array([each.busy for each in self.workers.values()])
@@ -241,7 +244,7 @@ class _Run:
             for i, stage in enumerate(STAGES)
         )
         ended = np.array([each.ended for each in self.workers.values()])
-        # The limit is that of the described cluster, without its stragglers.
+        # The limit ignores the stragglers of the described cluster.
         nominal = self._paces(np.ones(cluster.num_gpus))[0]
         in_bytes, out_bytes = self.ends[1].sum(), self.ends[2].sum()
         sums = (in_bytes * nominal[0], in_bytes * nominal[1], out_bytes * nominal[3])
@@ -269,11 +272,12 @@ class _Run:
         )
 
     def _load(self, name: str, row: int, stage: int) -> LinkLoad:
-        """Return the bytes of one stage over time, each task's when it ended, and the share of what all could carry."""
+        """Return the bytes of one stage over time and the used share of its capacity. A task counts when
+        it finishes."""
         workers = list(self.workers.values())
         rates = [1 / each.pace[stage] if each.pace[stage] else np.inf for each in workers]
         carried = np.histogram(self.ends[0], NUM_BINS, (0.0, self.now), weights=self.ends[row])[0]
-        # Above 1 only by the binning: a task counts whole in the bin in which it ended.
+        # Only the binning can give a value above 1, because a task counts as a whole in the bin in which it finished.
         load = np.minimum(carried / (sum(rates) * self.now / NUM_BINS), 1.0)
         busiest = max(range(len(workers)), key=lambda i: workers[i].busy[stage])
         busy_s = workers[busiest].busy[stage]

@@ -1,15 +1,12 @@
-"""The plan of a sync: the bytes that each receiver takes of each source, in order. Made once, used every step.
-
-In: publishers' holdings and receivers' wants, as layouts. Out: a frozen `SyncPlan`, and each receiver's `ReceiverPlan`
-of it.
-Not here: which ranks hold the same (`intersect`), reading (`transport`), versions and fences (`sync`).
+"""Plan of a sync: the bytes that each receiver reads from each source, in order. It is made once and used in every
+step.
 
     layouts -> match: kinds of tensors -> intersect: pieces, proven -> strips
             -> lines: sources -> buckets  =  SyncPlan -> part(receiver): segments, bucket after bucket
 
-Several ranks may hold the same bytes: they are a team, and divide what is taken of it. The line of team {4, 9} is what
-receivers 0, 1, 2 take of it, end to end; each rank gives a stretch, so that none gives more than its share, and few
-receivers take from two:
+Ranks that hold the same bytes form a team and share the reads. The line of team {4, 9} is the bytes that receivers 0, 1
+and 2 read from it, end to end. Each rank sends one section, so that no rank sends more than its share and few receivers
+read from two ranks:
 
         0        1        2
     |--------|--------|--------|
@@ -44,62 +41,64 @@ from penstock.segments import spread
 from penstock.types import GIB, I64, MIB, Box
 
 BUCKET_BYTES = 256 * MIB
-"""Most bytes a receiver takes in one bucket, but for a larger tensor: 5 ms at 50 GB/s, and two buckets a layer where
-128 ranks take a trillion parameters, so that stages overlap. Source: docs/design/sync.md."""
+"""Maximum bytes that a receiver reads in one bucket, unless one tensor is larger. It takes 5 ms at 50 GB/s. With 128
+ranks and a trillion parameters a layer has two buckets, so that stages overlap. Source: docs/design/sync.md."""
 
-# How `sync.receive.transfer` runs a part; the simulation uses the same constants.
+# The following constants are for `sync.receive.transfer` and for the simulation.
 WATERMARK_BYTES = 64 * GIB
-"""Bytes under way by default. They are read into their final places, so this bounds no memory of its own. Half of it is
-a window, in which a receiver reads all it needs of a device of its host before it turns to the next: with few turns,
-receivers seldom read the same device at once."""
+"""Default maximum of bytes in flight. They go directly to their final addresses, so this needs no extra memory. Half of
+it is a window. Within a window a receiver reads all it needs from one device of its host before it goes to the next,
+which keeps receivers from reading the same device at once."""
 STEP_BYTES = GIB
-"""Bytes after which a step ends. It has at most twice as many: some milliseconds of NVLink, so that the threads' own
-work for it is small in comparison."""
+"""A step ends after this many bytes, and has at most twice as many. It takes some milliseconds of NVLink, so that the
+work of the threads is small in comparison."""
 ASK_BYTES = 16 * GIB
-"""Digests of this many bytes are requested at once from a source that has them: half a second of a host's core."""
+"""Bytes whose digests are requested from a source at once, if it has digests. They take half a second of
+a host core."""
 READS_AT_ONCE = 16
-"""Steps under way of all sources."""
+"""Maximum number of steps in flight from all sources."""
 READS_OF_ONE = 4
-"""Steps under way of one queue, which is a source, or all devices of this host: two or more, so that a link is not idle
-while one is posted."""
+"""Maximum number of steps in flight in one queue, which is a source or all devices of this host. At least two keep a
+link busy while one step is posted."""
 NEAR_READS = 2
-"""Reads under way into one device, of all devices of its host together. Receivers that read the same sources at once
-share their links: two of them get 305 to 325 GB/s each of 393, and 373 where each reads one source after the other and
-begins with another one. With four reads under way they drift into each other's turns.
-Source: benchmarks/results/h200x4_202611/sync.md."""
-MUCH = 0.5
-"""A receiver begins with a source of which it needs this fraction of what it needs of any. Of rows of FSDP over two an
-engine of TP over two needs 84 % from one trainer, and the rest from the other: with the rest first, three of four steps
-of an FP8 version waited for 20 ms. Source: benchmarks/results/h200x4_202611/sync.md."""
+"""Maximum number of reads in flight into one device from all devices of its host. Receivers that read the same sources
+at once share their links: two of them get 305 to 325 of 393 GB/s each. They get 373 if each reads one source after the
+other and starts with a different one. With four reads in flight they drift into each other's turns. Source:
+benchmarks/results/h200x4_202611/sync.md."""
+START_FRACTION = 0.5
+"""A receiver starts with a source that supplies at least this fraction of its largest source. If FSDP over two sends
+rows to an engine with TP over two, the engine needs 84 % from one trainer and the rest from the other. Starting with
+the rest made three of four steps of an FP8 version wait for 20 ms. Source: benchmarks/results/h200x4_202611/sync.md."""
 AHEAD_WINDOWS = 2
-"""Windows under way: the one being verified, and the next."""
+"""Windows in flight: the window that is being verified, and the next."""
 GROUP_BYTES = 256 * MIB
-"""Short runs that one kernel of the reader copies, as in `transport.cuda_ipc`; a test compares the two."""
+"""Maximum bytes of short runs that one kernel of the reader copies. A test compares it with `transport.cuda_ipc`."""
 
 
 def step_bytes(watermark_bytes: int) -> int:
-    """Return the bytes after which a receiver begins another step."""
+    """Return the number of bytes after which a receiver begins another step."""
     return max(min(STEP_BYTES, watermark_bytes // 16), 1)
 
 
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ReceiverPlan:
-    """The reads of one receiver. Segments are in bucket order; in a bucket those of one source are neighbours.
+    """Reads of one receiver. Segments are in bucket order. In a bucket, segments of one source are neighbours.
 
-    Segment i: `num_rows[i]` runs of `run_bytes[i]`, from `src[i]` of source `source[i]`'s memory to `dst[i]` of ours,
-    `src_pitch[i]` apart there and `dst_pitch[i]` here. Segments of one part do not overlap if its wanted rows do not.
+    Segment i has `num_rows[i]` runs of `run_bytes[i]`. It starts at `src[i]` in the memory of source `source[i]` and at
+    `dst[i]` in the receiver's memory, with pitches `src_pitch[i]` and `dst_pitch[i]`. Segments do not overlap unless
+    wanted rows do.
     """
 
     key: str
-    """Key of the plan that it is part of."""
+    """Key of the plan to which this part belongs."""
     receiver: str
     sources: tuple[str, ...]
-    """Members of the plan's holdings; `source` counts in it."""
+    """Members of the plan's holdings. `source` is an index into this."""
     bucket_first: I64
     """[num_buckets + 1]: bucket b is segments `bucket_first[b]:bucket_first[b + 1]`."""
     row: I64
-    """The row of the receiver's layout that it fills."""
+    """Row of the receiver's layout that each segment fills."""
     source: I64
     src: I64
     dst: I64
@@ -108,70 +107,75 @@ class ReceiverPlan:
     src_pitch: I64
     dst_pitch: I64
     first_source: int = 0
-    """The source with which the receiver begins, the others following in their order: one of which it needs much. Where
-    there are several, each receiver has another one, so that not all read the first at once. Publishers of earlier
-    releases do not send it."""
+    """Source with which the receiver starts, followed by the others in their order. The receiver needs many bytes from
+    it. Receivers start with different sources where they can, so that not all read the first one at once. Publishers of
+    earlier releases do not send this field."""
     addresses: tuple[str, ...] = ()
-    """The registration of each source that the offsets belong to (`Layout.address`). Publishers of earlier releases do
-    not send it."""
+    """Registration of each source to which the offsets belong (`Layout.address`). Publishers of earlier releases do not
+    send this field."""
 
     def moved(self, addresses: Mapping[str, str]) -> list[str]:
         """Return the sources that have registered their memory again since the plan was made.
 
         Args:
-            addresses: the address of each source's registration now. Empty: it does not say.
+            addresses: current address of each source's registration. An empty address is unknown.
         """
         planned = dict(zip(self.sources, self.addresses, strict=False))
         return [name for name, address in addresses.items() if address and planned.get(name, address) != address]
 
     def turn_of(self, source: I64) -> I64:
-        """Return the place of sources in the receiver's order."""
+        """Return the position of sources in the receiver's order."""
         turn: I64 = (source - self.first_source) % max(len(self.sources), 1)
         return turn
 
     def check(self, *, src_nbytes: Sequence[int], dst_nbytes: int) -> None:
-        """Raise PlanError unless it keeps to memories of these sizes: a part may come from another process."""
+        """Raise PlanError unless all segments stay within memories of these sizes.
+
+        The part may come from another process, and reads are one-sided.
+        """
         columns = (self.row, self.src, self.dst, self.run_bytes, self.num_rows, self.src_pitch, self.dst_pitch)
         first, num = self.bucket_first, len(self.source)
         if not 0 <= self.first_source < max(len(self.sources), 1):
-            raise PlanError(f"{self.receiver}: it begins with source {self.first_source} of {len(self.sources)}")
+            raise PlanError(
+                f"{self.receiver}: first_source is {self.first_source}, but there are {len(self.sources)} sources"
+            )
         if len(src_nbytes) != len(self.sources) or any(len(column) != num for column in columns):
             raise PlanError(
-                f"{self.receiver}: columns of the part differ in length, or it is not of {len(self.sources)} sources"
+                f"{self.receiver}: the columns differ in length, or there are not {len(self.sources)} source sizes"
             )
         if not len(first) or first[0] or first[-1] != num or (np.diff(first) < 0).any():
-            raise PlanError(f"{self.receiver}: the buckets are not its {num} segments in order")
-        # Every column is checked against the memories: the part may come from another process, and reads are one-sided.
+            raise PlanError(f"{self.receiver}: the buckets do not contain its {num} segments in order")
         wrong = (self.source < 0) | (self.source >= len(self.sources)) | (self.num_rows < 1) | (self.run_bytes < 1)
         sizes = np.append(np.array(src_nbytes, np.int64), 0)[np.where(wrong, -1, self.source)]
         ends = ((self.src, self.src_pitch, sizes), (self.dst, self.dst_pitch, np.full(num, dst_nbytes)))
         for offset, pitch, room in ends:
             wrong |= (offset < 0) | (pitch < 0) | (self.run_bytes > room) | (offset > room - self.run_bytes)
-            # By division: the product of a hostile pitch and rows could wrap.
+            # Divide instead of multiplying, since the product of a hostile pitch and number of rows could overflow.
             wrong |= (self.num_rows - 1 > (room - self.run_bytes - offset) // np.maximum(pitch, 1)) & (
                 self.num_rows > 1
             )
         if wrong.any():
             i = int(wrong.argmax())
-            raise PlanError(f"{self.receiver}: segment {i} lies outside its memories or sources")
+            raise PlanError(f"{self.receiver}: segment {i} is outside its memories or sources")
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that it reads."""
+        """Return the number of bytes that the receiver reads."""
         return int((self.run_bytes * self.num_rows).sum())
 
     def link_bytes(self) -> I64:
-        """Return the bytes that it reads from each source."""
+        """Return the bytes that the receiver reads from each source."""
         out = np.zeros(len(self.sources), np.int64)
         np.add.at(out, self.source, self.run_bytes * self.num_rows)
         return out
 
     def used_sources(self) -> list[str]:
-        """Return the sources that it reads from, in their order; others of the plan give it nothing."""
+        """Return the sources from which the receiver reads, in their order."""
         return [self.sources[i] for i in self.link_bytes().nonzero()[0].tolist()]
 
     def windows(self, window_bytes: int) -> list[int]:
-        """Join neighbouring buckets to windows of at most `window_bytes`; return their first buckets, and the end."""
+        """Join neighbouring buckets into windows of at most `window_bytes`. Return their first buckets, then the number
+        of buckets."""
         done = np.concatenate(([0], np.cumsum(self.run_bytes * self.num_rows)))
         edges, taken = [0], 0
         for bucket, nbytes in enumerate(np.diff(done[self.bucket_first]).tolist()):
@@ -182,7 +186,7 @@ class ReceiverPlan:
         return [*edges, len(self.bucket_first) - 1] if len(self.bucket_first) > 1 else [0]
 
     def runs(self, start: int, stop: int) -> tuple[I64, I64, I64]:
-        """Return segments `[start, stop)` as `src`, `dst` and `nbytes` of runs contiguous at both ends."""
+        """Return segments `[start, stop)` as `src`, `dst` and `nbytes` of runs that are contiguous at both ends."""
         rows = self.num_rows[start:stop]
         at = np.repeat(np.arange(start, stop), rows)
         turn = spread(np.zeros(len(rows), np.int64), rows)
@@ -193,35 +197,35 @@ class ReceiverPlan:
 @decodable
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SyncPlan:
-    """All parts, as columns that name what is alike once: a receiver of 130,000 segments is 5,000 rows here.
+    """Parts of all receivers, as columns without repetition: a receiver with 130,000 segments has 5,000 rows here.
 
-    A wanted row is a tensor in a pattern; the pattern's strips say which pairs of the tensor it takes from, and each
-    pair's team who has it (see `match`); the share's place on the team's line says which rank gives it (see
-    `TeamLines`).
+    A wanted row is a tensor with a pattern. The strips of the pattern say which pairs of the tensor supply it, and the
+    team of each pair says which ranks hold it (see `match`). The position on the team's line says which rank sends it
+    (see `TeamLines`).
     """
 
     key: str
-    """`plan_key` of the layouts, and the bucket size: another key is another plan."""
+    """`plan_key` of the layouts and the bucket size. Different keys are different plans."""
     bucket_bytes: int
     num_buckets: int
     num_tensors: int
     sources: tuple[str, ...]
     addresses: tuple[str, ...]
-    """The registration of each source; see `Layout.address`."""
+    """Registration of each source; see `Layout.address`."""
     receivers: tuple[str, ...]
     unwanted: tuple[str, ...]
-    """Tensors that are held and wanted by no receiver."""
+    """Tensors that are held but wanted by no receiver."""
     want_first: I64
-    """Number of the first wanted row of each receiver; rows are in bucket order."""
+    """First wanted row of each receiver. Rows are in bucket order."""
     want_row: I64
-    """Row of the receiver's layout."""
+    """Row in the receiver's layout."""
     want_pattern: I64
     want_offset: I64
     want_pair: I64
-    """The first pair of the row's tensor."""
+    """First pair of the row's tensor."""
     want_bucket: I64
     strip_first: I64
-    """Number of the first strip of each pattern."""
+    """First strip of each pattern."""
     strip_pair: I64
     """Pair of each strip, counted from `want_pair`."""
     strip_team: I64
@@ -232,38 +236,35 @@ class SyncPlan:
     strip_src_pitch: I64
     strip_dst_pitch: I64
     pair_row: I64
-    """First held row of each pair; it has one row for each rank of its team."""
+    """First held row of each pair. A pair has one row for each rank of its team."""
     row_offset: I64
     team_first: I64
     team_source: I64
     share_first: I64
-    """Number of the first share of each receiver; see `TeamLines`."""
+    """First share of each receiver; see `TeamLines`."""
     share_team: I64
     share_start: I64
     share_bytes: I64
     line_stop: I64
 
     def __eq__(self, other: object) -> bool:
-        """Return whether both are the same plan, column by column: columns have no truth value of their own."""
+        """Return whether both plans are equal, column by column."""
         if not isinstance(other, SyncPlan):
             return NotImplemented
         return all(np.array_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
 
     def __hash__(self) -> int:
-        """Return the hash of the key, which stands for all the plan was made of."""
+        """Return the hash of the key, which identifies the plan."""
         return hash(self.key)
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes that all receivers take."""
+        """Return the number of bytes that all receivers read."""
         return int(self.share_bytes.sum())
 
     def part(self, receiver: int) -> ReceiverPlan:
-        """Return the segments of one receiver.
-
-        Cost: linear in them; about 0.3 us each.
-        """
-        # Expanded only here, for one receiver: all segments of all receivers at once would be gigabytes.
+        """Return the segments of one receiver. The cost is linear, about 0.3 us per segment."""
+        # Expand the plan for one receiver only, since the segments of all receivers would take gigabytes.
         rows = slice(int(self.want_first[receiver]), int(self.want_first[receiver + 1]))
         pattern = self.want_pattern[rows]
         counts = np.diff(self.strip_first)[pattern]
@@ -273,10 +274,10 @@ class SyncPlan:
         team = self.strip_team[strip]
         held_row = self.pair_row[self.want_pair[want] + self.strip_pair[strip]] + slot - self.team_first[team]
         source = self.team_source[slot]
-        # By bucket first, since a bucket is read when its source has made it; then by source, for long reads.
+        # Sort by bucket first, since a bucket is read when its source has made it. Then sort by source, for long reads.
         bucket = self.want_bucket[want]
-        of_each = np.bincount(source, (self.strip_run * self.strip_rows)[strip], minlength=len(self.sources))
-        begin = self._first_source(receiver, of_each.astype(np.int64))
+        from_each = np.bincount(source, (self.strip_run * self.strip_rows)[strip], minlength=len(self.sources))
+        begin = self._first_source(receiver, from_each.astype(np.int64))
         order = np.argsort(bucket * len(self.sources) + (source - begin) % len(self.sources), kind="stable")
         strip, want = strip[order], want[order]
         return ReceiverPlan(
@@ -297,16 +298,17 @@ class SyncPlan:
         )
 
     def _first_source(self, receiver: int, nbytes: I64) -> int:
-        """Return the source with which a receiver begins; `nbytes` is what it needs of each."""
+        """Return the source with which a receiver starts. `nbytes` is what it reads from each source."""
         if not len(self.sources):
             return 0
-        # Not one of which it needs little: that little is of all layers, and a source that quantises has the last of
-        # them last. Receivers that need as much of each begin with another one each.
+        # Do not start with a source that supplies little. That little is spread over all layers, and a source that
+        # quantises finishes the last layer last. Receivers that need equal amounts from each source start with
+        # different ones.
         turn = (np.arange(len(self.sources)) - receiver * len(self.sources) // len(self.receivers)) % len(self.sources)
-        return int(np.argmin(np.where(nbytes >= MUCH * nbytes.max(), turn, len(self.sources))))
+        return int(np.argmin(np.where(nbytes >= START_FRACTION * nbytes.max(), turn, len(self.sources))))
 
     def _slots(self, receiver: int, strip: I64) -> I64:
-        """Return the source of each of a receiver's strips, as its place among all ranks of all teams."""
+        """Return the source of each strip of a receiver, as an index into the ranks of all teams."""
         order = np.argsort(self.strip_team[strip], kind="stable")
         team = self.strip_team[strip][order]
         nbytes = (self.strip_run * self.strip_rows)[strip][order]
@@ -316,17 +318,17 @@ class SyncPlan:
         share_bytes = self.share_bytes[shares]
         begin = (self.share_start[shares] - (np.cumsum(share_bytes) - share_bytes))[share]
         slot = np.empty(len(strip), np.int64)
-        # By the strip's middle: a strip across a cut is not split, and goes to the rank that has more of it.
+        # Use the middle of the strip. A strip across a cut is not split, and goes to the rank that has more of it.
         slot[order] = np.searchsorted(self.line_stop, begin + before + nbytes // 2, side="right")
         return slot
 
     def link_bytes(self) -> I64:
-        """Return [num_receivers, num_sources]: the bytes from each source to each receiver."""
+        """Return [num_receivers, num_sources] bytes from each source to each receiver."""
         links = [self.part(r).link_bytes() for r in range(len(self.receivers))]
         return np.array(links, np.int64).reshape(len(self.receivers), len(self.sources))
 
     def explain(self, limit: int = MAX_LISTED) -> str:
-        """Return the plan in words: totals, the busiest ends, then the first `limit` receivers."""
+        """Return a description of the plan: totals, the busiest members, then the first `limit` receivers."""
         links = self.link_bytes()
         taken, sent = links.sum(axis=1), links.sum(axis=0)
         lines = [
@@ -336,7 +338,7 @@ class SyncPlan:
         ]
         if self.unwanted:
             some = ", ".join(self.unwanted[:3]) + (", ..." if len(self.unwanted) > 3 else "")
-            lines.append(f"held, but not wanted: {len(self.unwanted)} ({some})")
+            lines.append(f"held but not wanted: {len(self.unwanted)} ({some})")
         for word, members, moved in (("gives", self.sources, sent), ("takes", self.receivers, taken)):
             if len(moved):
                 most = int(moved.argmax())
@@ -349,31 +351,31 @@ class SyncPlan:
 
 
 def plan_key(holdings: Sequence[Layout], wants: Sequence[Layout], bucket_bytes: int = BUCKET_BYTES) -> str:
-    """Return a digest of everything a plan depends on, members and addresses among it: 32 hex digits."""
+    """Return a digest of everything that a plan depends on, including members and addresses, as 32 hex digits."""
     inputs = (bucket_bytes, [layout.digest() for layout in holdings], [layout.digest() for layout in wants])
     return str(blake3(encode(inputs)).hexdigest(length=16))
 
 
 def plan_sync(holdings: Sequence[Layout], wants: Sequence[Layout], *, bucket_bytes: int = BUCKET_BYTES) -> SyncPlan:
-    """Plan a sync: each wanted element from exactly one source, proven; the same layouts give the same plan.
+    """Plan a sync in which each wanted element comes from exactly one source. Equal layouts give equal plans.
 
     Args:
-        holdings: one a publishing rank.
-        wants: one a receiving rank.
-        bucket_bytes: most a receiver takes in one bucket, but for a larger tensor.
+        holdings: layout of each publishing rank.
+        wants: layout of each receiving rank.
+        bucket_bytes: maximum bytes that a receiver reads in one bucket, unless one tensor is larger.
 
     Raises:
-        PlanError: a layout is not sound; names, dtypes, shapes or tags of the sides differ (lists them); or no rank
-            holds some wanted elements (lists them).
+        PlanError: a layout is invalid, the sides differ in names, dtypes, shapes or tags, or no rank holds some wanted
+            elements. The message lists them.
 
-    Cost: linear in rows; a trillion parameters in 70,000 tensors, 256 ranks to 128, take about a second.
+    Cost: linear in rows. A trillion parameters in 70,000 tensors, from 256 ranks to 128, take about a second.
     """
     matched = match(holdings, wants)
     pieces, holes = intersect(matched.forms, matched.held, matched.wanted)
     if holes:
         raise _uncovered(matched, holes)
     boxes = Boxes.of([form.box for form in matched.forms])
-    # Proven again on the pieces as they are used: a byte read twice or not at all would be a silent wrong weight.
+    # Prove the coverage of the final pieces. A byte that is read twice or not at all would be a silent wrong weight.
     prove_coverage(boxes[matched.wanted.values], pieces.want, pieces.boxes)
     laid = strips(matched.forms, matched.held.values[pieces.held], matched.wanted.values[pieces.want], pieces.boxes)
     return _assembled(matched, pieces, laid, holdings, wants, bucket_bytes)
@@ -387,8 +389,8 @@ def _assembled(
     wants: Sequence[Layout],
     bucket_bytes: int,
 ) -> SyncPlan:
-    """Return the plan's columns: strips by pattern, wanted rows by bucket, shares cut."""
-    # A pattern is a wanted form of a kind; a receiver's rows of one pattern share its strips.
+    """Return the plan's columns, with strips sorted by pattern and wanted rows by bucket."""
+    # A pattern is a wanted form of a kind. A receiver's rows with one pattern share its strips.
     pattern = pieces.want[laid.piece]
     first = np.searchsorted(pattern, np.arange(len(matched.wanted.values) + 1))
     team = matched.held_team[pieces.held[laid.piece]]
@@ -434,7 +436,8 @@ def _assembled(
 
 
 def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
-    """Return shares and cuts; a receiver's rows of one pattern want the same of the same teams, so they are counted."""
+    """Return the lines of all teams. Rows of a receiver with the same pattern want the same bytes, so they are only
+    counted."""
     num_patterns = max(len(first) - 1, 1)
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
     counts = np.diff(first)[demands % num_patterns]
@@ -444,7 +447,7 @@ def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I6
 
 
 def _in_buckets(matched: Match, pattern: I64, nbytes: I64, bucket_bytes: int) -> tuple[I64, I64]:
-    """Return wanted rows by receiver, then layer; and the bucket of each."""
+    """Return the wanted rows sorted by receiver and layer, and the bucket of each row."""
     order, layer = layer_order(matched.names)
     place = np.empty(len(order), np.int64)
     place[order] = np.arange(len(order))
@@ -457,18 +460,18 @@ def _in_buckets(matched: Match, pattern: I64, nbytes: I64, bucket_bytes: int) ->
 
 
 def _uncovered(matched: Match, holes: dict[int, Box]) -> PlanError:
-    """Return the error that lists the tensors with wanted elements that no rank holds."""
+    """Return the error that lists tensors with wanted elements that no rank holds."""
     kinds = np.searchsorted(matched.wanted.first, np.array(sorted(holes), np.int64), side="right") - 1
     lines = []
     for want, kind in zip(sorted(holes), kinds.tolist(), strict=True):
-        alike = np.flatnonzero(matched.kind == kind)
-        more = f" and {len(alike) - 1} tensors like it" if len(alike) > 1 else ""
+        same_kind = np.flatnonzero(matched.kind == kind)
+        more = f" and {len(same_kind) - 1} tensors like it" if len(same_kind) > 1 else ""
         form = matched.forms[int(matched.wanted.values[want])]
         where = f"no rank holds {show(holes[want])}, wanted in {show(form.box)}"
-        lines.append(f"{matched.names[int(alike[0])]}{more}: of {form.spec} {where}")
-    # A layout that is wrong in one place is usually wrong in thousands: the first ones show how.
+        lines.append(f"{matched.names[int(same_kind[0])]}{more}: {form.spec}, {where}")
+    # A layout with one fault usually has it in thousands of places, and the first ones show it.
     listed = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
-    return PlanError("some wanted elements are held by no rank:\n  " + "\n  ".join(listed))
+    return PlanError("no rank holds some wanted elements:\n  " + "\n  ".join(listed))
 
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -476,10 +479,10 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TeamLines:
-    """The shares of all receivers, as stretches of one line on which the bytes taken of each team lie end to end.
+    """Shares of all receivers, as sections of one line on which the bytes that are read from each team lie end to end.
 
-    Receiver r's shares are `first[r]:first[r + 1]`, by team; its share of a team begins at `start`. A rank of a team
-    gives what lies before its `stop` and not before the one's before it.
+    The shares of receiver r are `first[r]:first[r + 1]`, sorted by team. Its share of a team begins at `start`. Each
+    rank of a team sends the section from the previous rank's `stop` to its own.
     """
 
     first: I64
@@ -487,16 +490,17 @@ class TeamLines:
     start: I64
     nbytes: I64
     stop: I64
-    """End of the stretch of each rank of each team, in their order."""
+    """End of the section of each rank of each team, in their order."""
 
 
 def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams: Groups) -> TeamLines:
-    """Return the lines of these demands (any order, several of a receiver and team), cut so that ranks give alike.
+    """Return the lines of these demands, cut so that the ranks of a team send about equal amounts.
 
-    Cost: a few microseconds a team of several ranks.
+    Demands may be in any order, and several may have the same receiver and team. The cost is a few microseconds for
+    each team with several ranks.
     """
     num_teams = len(teams.first) - 1
-    # One number for receiver and team, so that a single sort finds equal demands.
+    # Encode receiver and team as one number, so that a single sort finds equal demands.
     code, of = np.unique(receiver * num_teams + team, return_inverse=True)
     total = np.zeros(len(code), np.int64)
     np.add.at(total, of, nbytes)
@@ -504,7 +508,7 @@ def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams:
     along = np.lexsort((receiver, team))
     start = np.zeros(len(code), np.int64)
     start[along] = np.cumsum(total[along]) - total[along]
-    # What each team gives in all, to be divided among its ranks.
+    # Sum the bytes of each team, which are divided among its ranks.
     whole = np.zeros(num_teams, np.int64)
     np.add.at(whole, team, total)
     return TeamLines(
@@ -517,25 +521,25 @@ def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams:
 
 
 def _quotas(whole: I64, teams: Groups) -> I64:
-    """Return the bytes that each rank of each team gives, dealt to the ranks that have least so far."""
+    """Return the bytes that each rank of each team sends, assigned to the ranks with the least load so far."""
     quota = np.repeat(whole, teams.counts)
     load = np.zeros(int(teams.values.max(initial=-1)) + 1, np.int64)
-    # Teams of one rank have no choice: their load is there before the others are divided.
+    # Teams of one rank have no choice, so add their load first.
     alone = np.repeat(teams.counts == 1, teams.counts)
     np.add.at(load, teams.values[alone], quota[alone])
-    # Teams of few ranks first: they have the least choice, and larger teams can then fill what they left uneven.
+    # Teams of few ranks go next. Larger teams can then balance the load that these left uneven.
     for t in np.argsort(teams.counts, kind="stable")[int((teams.counts == 1).sum()) :].tolist():
         span = slice(int(teams.first[t]), int(teams.first[t + 1]))
         ranks = teams.values[span]
         order = np.argsort(load[ranks], kind="stable")
         before = load[ranks[order]]
-        # The level that all who are below it reach together: k of them, once it is not above the next one's load.
-        # Floats lose less than a byte here; the bytes lost by rounding down go to the first rank below.
+        # Find the level that the k least loaded ranks reach together without exceeding the load of the next one.
+        # Rounding floats loses less than a byte, and the first rank gets the bytes lost by rounding down.
         levels = (np.cumsum(before) + int(whole[t])) / np.arange(1, len(before) + 1)
         k = int(np.argmax(np.append(levels[:-1] <= before[1:], True))) + 1
         fill = np.zeros(len(before), np.int64)
         fill[:k] = np.maximum(np.floor(levels[k - 1]).astype(np.int64) - before[:k], 0)
-        # Shares must sum to the whole exactly: a byte given to no rank would be a hole in the plan.
+        # Shares must sum exactly to the total, since a byte assigned to no rank would be a hole in the plan.
         fill[0] += int(whole[t]) - int(fill.sum())
         quota[span][order] = fill
         load[ranks] += quota[span]
@@ -543,32 +547,33 @@ def _quotas(whole: I64, teams: Groups) -> I64:
 
 
 def layer_order(names: Sequence[str]) -> tuple[I64, I64]:
-    """Return tensors by layer (the first number between dots; those of none come first), and each one's layer."""
+    """Return the tensors sorted by layer, and the layer of each. The layer is the first number between dots in a name.
+    Tensors without a layer come first."""
     numbers = (_LAYER.search(name) for name in names)
     layer = np.array([-1 if number is None else int(number[1]) for number in numbers], np.int64)
-    # Stable, so that equal inputs give equal plans, in the order of the layouts.
+    # Sort stably, so that equal inputs give equal plans in the order of the layouts.
     order = np.argsort(layer, kind="stable")
     return order, layer[order]
 
 
 def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: int) -> I64:
-    """Return the bucket of each tensor: whole layers while they fit, else parts of one.
+    """Return the bucket of each tensor: whole layers if they fit, or parts of one layer.
 
     Args:
-        layer: of each tensor, ascending.
-        receiver, place, nbytes: what receivers take of which tensor; sorted by receiver, then place.
-        bucket_bytes: most that one receiver takes in a bucket, unless of one tensor.
+        layer: layer of each tensor, ascending.
+        receiver, place, nbytes: bytes that each receiver reads of each tensor, sorted by receiver, then place.
+        bucket_bytes: maximum bytes that one receiver reads in a bucket, unless one tensor is larger.
     """
     num_tensors = len(layer)
     edges = np.flatnonzero(np.diff(receiver)) + 1
     takers = [(p, np.cumsum(n)) for p, n in zip(np.split(place, edges), np.split(nbytes, edges), strict=True)]
-    # Where a layer begins, and the end, so that the search below always finds one.
+    # Append the end to the starts of layers, so that the search below always finds one.
     layer_starts = np.append(np.flatnonzero(np.diff(layer, prepend=layer[:1] - 1)), num_tensors)
     starts, at = [], 0
     while at < num_tensors:
         starts.append(at)
         stop = num_tensors
-        # The bucket ends where the first receiver is full: buckets are the same for all, so that a source makes each
+        # A bucket ends where the first receiver is full. Buckets are the same for all, so that a source makes each
         # once.
         for places, sums in takers:
             row = int(np.searchsorted(places, at))
@@ -576,9 +581,10 @@ def buckets(layer: I64, receiver: I64, place: I64, nbytes: I64, bucket_bytes: in
             full = int(np.searchsorted(sums, before + bucket_bytes, side="right"))
             if full < len(places):
                 stop = min(stop, int(places[full]))
-        # A tensor larger than a bucket must still be in one, or the loop would not go on.
+        # A tensor larger than a bucket must still be in one.
         stop = max(stop, at + 1)
-        # Back to a layer's begin where that leaves anything: a bucket is ready once its layer is, and not before.
+        # Go back to the start of a layer unless that empties the bucket, since a bucket is ready only when its layers
+        # are.
         edge = int(layer_starts[np.searchsorted(layer_starts, stop, side="right") - 1])
         at = edge if edge > at else stop
     return np.searchsorted(np.array(starts, np.int64), np.arange(num_tensors), side="right") - 1

@@ -1,12 +1,9 @@
-"""Tasks of a conversion: recipes that say which rows of which tensors make which output bytes, cut into tasks.
-
-In: what an operation says from shapes. Out: recipes, the output's tensors in files, and `Tasks` as columns.
-Not here: what an operation computes (`jobs`), the assignment of tasks to workers (`placement`).
+"""Tasks of a conversion: recipes say which rows of which tensors make which output bytes, and are cut into tasks.
 
     recipe: inputs (boxes) --rows [0, n)--> outputs      cut on `align` rows into tasks of about `task_bytes`;
                                                          small recipes batched; those that need a tensor whole go first
 
-Recipes are cut in columns: some microseconds for each recipe, some tenths of one for each task.
+Recipes are cut in columns, which takes some microseconds per recipe and some tenths of a microsecond per task.
 """
 
 from __future__ import annotations
@@ -21,45 +18,46 @@ from penstock.errors import ConfigError, PlanError
 from penstock.types import I64, MIB, Box, DType, TensorTable, bits_to_bytes
 
 TASK_BYTES, LARGE_TASK_BYTES = 64 * MIB, 128 * MIB
-"""Bytes in and out of one task. Reason: 1 ms of a PCIe 5 link, so that a thousand a second cost the scheduler a few
-per cent of a core, and a slow worker's last task is short beside any job that needs several workers. Larger ones for
-large sources: on GPUs the interpreter's time for a task of 64 MiB is as long as the task's own.
-Source: benchmarks/results/h200x2_202611/convert.md."""
+"""Bytes in and out of one task. 64 MiB take 1 ms of a PCIe 5 link, so that a thousand tasks per second cost the
+scheduler a few per cent of a core. The last task of a slow worker is short compared with any job that needs several
+workers. Large sources get larger tasks, since on GPUs the interpreter's time for a task of 64 MiB is as long as the
+task's own. Source: benchmarks/results/h200x2_202611/convert.md."""
 NUM_TASKS = 128
-"""Least number of tasks for which they are made larger than `TASK_BYTES`: enough to share among some workers."""
+"""Minimum number of tasks for which they become larger than `TASK_BYTES`, enough to share among several workers."""
 
 
 def task_bytes_of(nbytes: int) -> int:
-    """Return what tasks aim at for sources of `nbytes` in all.
+    """Return the target size of tasks for sources of `nbytes` in total.
 
-    By nothing else: a job that is repeated or resumed with other workers or devices must have the same tasks.
+    It must depend on nothing else. A job that is repeated or resumed with other workers or devices must have the same
+    tasks.
     """
     return min(LARGE_TASK_BYTES, max(TASK_BYTES, nbytes // NUM_TASKS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spec:
-    """A tensor without its bytes."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     group: str = ""
-    """Of an output: the weight set that it is in, where an operation gives several; see `OutputFiles`."""
+    """Weight set of an output, if an operation writes several; see `OutputFiles`."""
 
     @property
     def path(self) -> str:
-        """Return its name among all outputs."""
+        """Return the name that is unique among all outputs."""
         return f"{self.group}/{self.name}" if self.group else self.name
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes, packed row-major. PlanError where elements do not fill whole bytes."""
+        """Return its packed size in bytes. Raises PlanError if the elements do not fill whole bytes."""
         return _nbytes(self.shape, self.dtype, self.name)
 
 
 def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
-    """Return the bytes of a packed tensor. PlanError where elements do not fill whole bytes."""
+    """Return the size of a packed tensor. Raises PlanError if the elements do not fill whole bytes."""
     try:
         return bits_to_bytes(math.prod(shape), dtype)
     except ValueError as error:
@@ -68,9 +66,10 @@ def _nbytes(shape: tuple[int, ...], dtype: DType, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """The box of a source's tensor that a recipe needs.
+    """Box of a source tensor that a recipe needs.
 
-    For rows `[a, b)` of the recipe: the box's rows `[a - at, b - at)`, as far as it has them; where `at` is None, all.
+    Rows `[a, b)` of the recipe need rows `[a - at, b - at)` of the box, as far as it has them. If `at` is None, they
+    need the whole box.
     """
 
     source: int
@@ -79,23 +78,23 @@ class Input:
     at: int | None = 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return bytes of the tensor that are read for these rows of the recipe: its rows in their full width."""
+        """Return the bytes of the tensor that these rows of the recipe read, which are rows of full width."""
         box = self.taken(start, stop)
         first, last = (0, 0) if box is None else (0, 1) if not box.start else (box.start[0], box.stop[0])
         row_bits = math.prod(self.spec.shape[1:]) * self.spec.dtype.bits
         return first * row_bits // 8, last * row_bits // 8
 
     def leaf_range(self, start: int, stop: int, leaf_bytes: int) -> tuple[int, int]:
-        """Return `byte_range` out to the ends of the tensor's leaves, where there are any: `leaf_bytes` above 0."""
+        """Return `byte_range`, rounded outward to the tensor's leaves. 0 for `leaf_bytes` means that it has none."""
         first, last = self.byte_range(start, stop)
-        # An empty range stays empty: rounding it out would read a leaf of which nothing is needed.
+        # An empty range stays empty, since rounding would read a leaf that is not needed.
         if not leaf_bytes or first == last:
             return first, last
         return first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, self.spec.nbytes)
 
     def taken(self, start: int, stop: int) -> Box | None:
-        """Return the box that these rows of the recipe need; None: nothing of it."""
-        # A scalar and a tensor of no rows are given whole too: an operation needs to see their dtype and device.
+        """Return the box that these rows of the recipe need, or None if they need nothing."""
+        # Return a scalar and a tensor without rows whole, since an operation needs their dtype and device.
         if self.at is None or not self.box.start or not self.box.shape[0]:
             return self.box
         low, high = max(start - self.at, 0), min(stop - self.at, self.box.shape[0])
@@ -107,29 +106,29 @@ class Input:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskOutput:
-    """A tensor that a recipe gives: rows `[a, b)` of the recipe are its rows `[a / per, b / per)`, rounded outwards.
+    """Tensor that a recipe writes. Rows `[a, b)` of the recipe give its rows `[a / per, b / per)`, rounded outward.
 
-    `per` divides the recipe's `align`, so only the last task of a tensor gives a row that is not full. 0: all of it,
-    of a recipe that is not cut.
+    `per` divides the recipe's `align`, so only the last task of a tensor writes an incomplete row. If `per` is 0, the
+    recipe is not cut and gives the whole tensor.
     """
 
     spec: Spec
     per: int = 1
 
     def rows(self, start: int, stop: int) -> tuple[int, int]:
-        """Return rows of the tensor that these rows of the recipe give."""
+        """Return the rows of the tensor that these rows of the recipe give."""
         if not self.per:
             return 0, (self.spec.shape or (1,))[0]
         return start // self.per, -(-stop // self.per)
 
     @property
     def row_nbytes(self) -> int:
-        """Return the bytes of a row of the tensor. PlanError where elements do not fill whole bytes."""
+        """Return the size of a row. Raises PlanError if the elements do not fill whole bytes."""
         shape = self.spec.shape or (1,)
         return _nbytes(shape[1:], self.spec.dtype, self.spec.name) if shape[0] else 0
 
     def byte_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return bytes of the tensor that these rows of the recipe give."""
+        """Return the bytes of the tensor that these rows of the recipe give."""
         row = self.row_nbytes
         first, last = self.rows(start, stop)
         return first * row, last * row
@@ -137,10 +136,11 @@ class TaskOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Outputs that are made together, and the inputs that they are made of.
+    """Outputs that are made together, and their inputs.
 
-    `num_rows` rows, which any task may take `align` of at a time; `align=0`: only all at once. `copies`: the
-    output is its one input unchanged, so that bytes of a dtype without arithmetic pass without being looked at.
+    Attributes:
+        align: a task takes a multiple of this many rows. 0 means that one task takes all `num_rows` rows.
+        copies: whether the output is its one input unchanged. Then dtypes without arithmetic can pass uninterpreted.
     """
 
     outputs: tuple[TaskOutput, ...]
@@ -151,11 +151,11 @@ class Recipe:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Return the specs of all that it reads and gives."""
+        """Return the specs of all inputs and outputs."""
         return (*(part.spec for part in self.inputs), *(out.spec for out in self.outputs))
 
     def nbytes(self, start: int, stop: int) -> tuple[int, int]:
-        """Return bytes that are read for these rows, and that they give."""
+        """Return the bytes that these rows read and the bytes that they write."""
         read = (part.byte_range(start, stop) for part in self.inputs)
         written = (out.byte_range(start, stop) for out in self.outputs)
         return sum(last - first for first, last in read), sum(last - first for first, last in written)
@@ -163,9 +163,9 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tasks:
-    """Tasks as columns: task t is entries `first[t]:first[t + 1]`, rows `[start, stop)` of a recipe each.
+    """Tasks as columns. Task t is entries `first[t]:first[t + 1]`, each of which is rows `[start, stop)` of a recipe.
 
-    A job may have a million of them, and each of its processes plans them all: too many to make as objects.
+    A job may have a million tasks, and each of its processes plans all of them. That is too many for objects.
     """
 
     first: I64
@@ -173,7 +173,7 @@ class Tasks:
     start: I64
     stop: I64
     in_bytes: I64
-    """Per task."""
+    """Bytes read by each task."""
     out_bytes: I64
 
     def __len__(self) -> int:
@@ -186,8 +186,8 @@ class Tasks:
         return self.in_bytes + self.out_bytes
 
     def in_order(self, order: I64) -> Tasks:
-        """Return the same tasks under other numbers: the first is what `order[0]` was."""
-        # The entries move along with their tasks: `at` is where each of them was before.
+        """Return the same tasks with new numbers. The new task i is the old task `order[i]`."""
+        # Entries move with their tasks. `at` is the old index of each entry.
         counts = np.diff(self.first)[order]
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         at = np.repeat(self.first[order] - first[:-1], counts) + np.arange(first[-1])
@@ -201,48 +201,50 @@ class Tasks:
         )
 
     def entries(self, task: int) -> Iterator[tuple[int, int, int]]:
-        """Yield recipe, start and stop of each entry of a task."""
+        """Yield the recipe, start and stop of each entry of a task."""
         at = slice(int(self.first[task]), int(self.first[task + 1]))
         yield from zip(self.recipe[at].tolist(), self.start[at].tolist(), self.stop[at].tolist(), strict=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OutputFiles:
-    """The output's tensors in files. Offsets in `table` are of the bodies: from the end of the header."""
+    """Output tensors in files. Offsets in `table` count from the end of a file's header."""
 
     table: TensorTable
-    """By their paths: a tensor of a group has it before its name."""
+    """Tensors by `Spec.path`, which is the group and the name."""
     body_nbytes: tuple[int, ...]
-    """Per file."""
+    """Body size of each file in bytes."""
     groups: tuple[str, ...]
-    """Per file; the files of a group follow each other, and no other tensors are in them."""
+    """Group of each file. The files of a group are consecutive and contain no other tensors."""
 
 
 ALIGN_BYTES = 8
-"""Of tensors in a file: the largest element. Source: safetensors README, "Format": writers align by sorting dtypes."""
+"""Alignment of tensors in a file, which is the size of the largest element. Source: safetensors README, "Format", which
+says that writers align by sorting dtypes."""
 
 
 def lay_out(specs: Sequence[Spec], *, shard_bytes: int, align_bytes: int = 1) -> OutputFiles:
-    """Put tensors into files of at most `shard_bytes` (one tensor may be more), group by group, in the order given.
+    """Put tensors into files of at most `shard_bytes` (unless one tensor is larger), group by group, in the order
+    given.
 
-    In a file wider elements come first, so that all are aligned without gaps, as the format's own writer does. With
-    `align_bytes` every tensor is padded to a multiple of it.
+    In each file wider elements come first, so that all are aligned without gaps, as in the format's own writer. Every
+    tensor is padded to a multiple of `align_bytes`.
 
     Raises:
-        PlanError: two tensors of one name, or elements that do not fill whole bytes.
+        PlanError: two tensors have the same name, or elements do not fill whole bytes.
     """
     names = [spec.path for spec in specs]
     if len(set(names)) < len(names):
-        twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise PlanError("the operation gives two tensors of one name", tensor=twice)
+        duplicate = next(name for i, name in enumerate(names) if name in names[:i])
+        raise PlanError("the operation writes two tensors with the same name", tensor=duplicate)
     sizes = [spec.nbytes for spec in specs]
-    of_group: dict[str, list[int]] = {}
+    by_group: dict[str, list[int]] = {}
     for i, spec in enumerate(specs):
-        of_group.setdefault(spec.group, []).append(i)
+        by_group.setdefault(spec.group, []).append(i)
     files: list[list[int]] = []
     groups: list[str] = []
-    for group, members in of_group.items():
-        # Above the limit, so that the first tensor of a group opens a file: no file has tensors of two groups.
+    for group, members in by_group.items():
+        # Start above the limit, so that each group opens a new file.
         filled = shard_bytes + 1
         for i in members:
             if filled + sizes[i] > shard_bytes:
@@ -251,14 +253,15 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int, align_bytes: int = 1) ->
                 filled = 0
             files[-1].append(i)
             filled += sizes[i]
-    # A weight set without tensors is still a file, with a header alone.
+    # A weight set without tensors still has one file, which contains only a header.
     if not files:
         files, groups = [[]], [""]
     file_index, offset = np.zeros(len(specs), np.int64), np.zeros(len(specs), np.int64)
     bodies = []
     for index, rows in enumerate(files):
         at = 0
-        # Every width divides the wider ones, so offsets stay aligned; by number then, for one order on every host.
+        # Each width divides the wider ones, so offsets stay aligned. The number breaks ties, so that every host has the
+        # same order.
         for i in sorted(rows, key=lambda i: (-specs[i].dtype.bits, i)):
             file_index[i], offset[i] = index, at
             at += -(-sizes[i] // align_bytes) * align_bytes
@@ -275,19 +278,19 @@ def lay_out(specs: Sequence[Spec], *, shard_bytes: int, align_bytes: int = 1) ->
 
 
 _ANY = 1 << 62
-"""Number of rows of a tensor without a bound."""
+"""Number of rows of a tensor without a limit."""
 
 
 class _Extents:
-    """Inputs, or outputs, of all recipes as columns: which bytes of each some rows of its recipe are.
+    """Inputs or outputs of all recipes as columns, to compute the bytes that rows of a recipe use of each.
 
-    Rows `[a, b)` of a recipe are rows `(a - at) / per` to `(b - at) / per` of its `num_rows`, rounded outwards, and
-    these lie in the tensor from `first` on; or they are always all.
+    Rows `[a, b)` of a recipe are rows `(a - at) / per` to `(b - at) / per`, rounded outward, of `num_rows` rows that
+    start at row `first` of the tensor. If `is_all` is set, they are always all of these rows.
     """
 
     def __init__(self, counts: Sequence[int], columns: Sequence[tuple[int, ...]]) -> None:
         self._begins = np.cumsum([0, *counts])
-        # One row each of: first, number of rows, at, per, bits of a row, is always all, source, bytes of the tensor.
+        # Columns: first, number of rows, at, per, bits of a row, is_all, source, bytes of the tensor.
         self._columns = np.array(columns, np.int64).reshape(-1, 8).T
 
     @classmethod
@@ -303,37 +306,38 @@ class _Extents:
         return cls(counts, [_of_output(out) for recipe in recipes for out in recipe.outputs])
 
     def byte_ranges(self, recipe: I64, start: I64, stop: I64) -> tuple[I64, I64, I64, I64]:
-        """Return, for each run of rows and each tensor of its recipe: run, tensor, first byte and last byte."""
+        """Return the run, the tensor, the first byte and the last byte for each run of rows and each tensor of its
+        recipe."""
         counts = np.diff(self._begins)[recipe]
         run = np.repeat(np.arange(len(recipe)), counts)
         tensor = np.arange(len(run)) + np.repeat(self._begins[recipe] - np.cumsum(counts) + counts, counts)
         first, num_rows, at, per, row_bits, is_all, _, _ = self._columns[:, tensor]
         low = np.where(is_all, 0, np.clip((start[run] - at) // per, 0, num_rows))
-        # -((at - stop) // per) rounds up: the last row of a tensor may come from a group of rows that is not full.
+        # -((at - stop) // per) rounds up, since the last row of a tensor may come from an incomplete group of rows.
         high = np.where(is_all, num_rows, np.clip(-((at - stop[run]) // per), 0, num_rows))
         return run, tensor, (first + low) * row_bits // 8, (first + high) * row_bits // 8
 
     def nbytes(self, recipe: I64, start: I64, stop: I64) -> I64:
-        """Return the bytes of each run of rows, over all tensors of its recipe."""
+        """Return the bytes of each run of rows, summed over the tensors of its recipe."""
         totals = np.zeros(len(recipe), np.int64)
         run, _, first, last = self.byte_ranges(recipe, start, stop)
         np.add.at(totals, run, last - first)
         return totals
 
     def first_of(self, recipe: I64, stop: I64) -> I64:
-        """Return bytes of the first `stop` rows of recipes, of their first tensors."""
+        """Return the bytes of the first `stop` rows of each recipe in its first tensor."""
         run, _, first, last = self.byte_ranges(recipe, 0 * stop, stop)
         at = np.searchsorted(run, np.arange(len(recipe)))
         return (last - first)[at]
 
     def sources(self, tensor: I64) -> tuple[I64, I64]:
-        """Return of inputs the source, and all bytes of the tensor."""
+        """Return the source of each input and the size of its tensor in bytes."""
         source, nbytes = self._columns[6:, tensor]
         return source, nbytes
 
 
 def _of_input(part: Input) -> tuple[int, ...]:
-    """Return the columns of an input: see `_Extents`, then its source and all bytes of its tensor."""
+    """Return the columns of an input; see `_Extents`."""
     box, shape, bits = part.box, part.spec.shape, part.spec.dtype.bits
     row_bits = math.prod(shape[1:]) * bits
     first, num_rows = (box.start[0], box.stop[0] - box.start[0]) if box.start else (0, 1)
@@ -342,24 +346,24 @@ def _of_input(part: Input) -> tuple[int, ...]:
 
 
 def _of_output(out: TaskOutput) -> tuple[int, ...]:
-    """Return the columns of an output. PlanError where a row does not fill whole bytes."""
+    """Return the columns of an output. Raises PlanError if a row does not fill whole bytes."""
     row_bytes = out.row_nbytes
     return 0, _ANY if out.per else (out.spec.shape or (1,))[0], 0, out.per or 1, 8 * row_bytes, not out.per, 0, 0
 
 
 def read_bytes(recipes: Sequence[Recipe], tasks: Tasks, leaf_bytes: Sequence[int]) -> I64:
-    """Return [num_tasks, num_sources]: the bytes that each task reads of each source.
+    """Return [num_tasks, num_sources] bytes that each task reads from each source.
 
     Args:
-        recipes, tasks: of `cut`.
-        leaf_bytes: of each source; see `Input.leaf_range`.
+        recipes, tasks: arguments and result of `cut`.
+        leaf_bytes: leaf size of each source; see `Input.leaf_range`.
     """
     read = _Extents.of_inputs(recipes)
     run, tensor, first, last = read.byte_ranges(tasks.recipe, tasks.start, tasks.stop)
     source, nbytes = read.sources(tensor)
     leaf = np.array(leaf_bytes, np.int64)[source]
     step = np.maximum(leaf, 1)
-    # Whole leaves are read, since only a whole leaf can be compared with its digest.
+    # Whole leaves are read, since only a whole leaf can be verified by its digest.
     upper = np.where(leaf, np.minimum(-(-last // step) * step, nbytes), last)
     amounts = np.zeros((len(tasks), len(leaf_bytes)), np.int64)
     task = np.repeat(np.arange(len(tasks)), np.diff(tasks.first))
@@ -371,25 +375,24 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     """Cut recipes into tasks of about `task_bytes` in and out.
 
     Args:
-        recipes: in the order in which their inputs lie in storage.
-        task_bytes: what a task aims at; none of several rows is above it by more than its alignment.
-        leaf_bytes: cuts fall on multiples of it in the first output where that costs at most a task as large again.
+        recipes: recipes in the order in which their inputs are in storage.
+        task_bytes: target size. A task of several rows exceeds it by at most its alignment.
+        leaf_bytes: cuts fall on multiples of it in the first output if that does not make a task too large.
 
     Returns:
-        Tasks in the recipes' order, but for those of over `task_bytes`, which come first, the largest of all before.
+        Tasks in the order of the recipes, except that tasks far above `task_bytes` come first, the largest before all
+            others.
 
     Raises:
-        ConfigError: a task is to have no bytes.
+        ConfigError: `task_bytes` is below 1.
     """
     if task_bytes < 1:
-        raise ConfigError(
-            f"task_bytes={task_bytes}: a task has at least one byte", hint="leave task_bytes out, or give 64M"
-        )
-    # In columns and not recipe by recipe: 70,000 recipes are some hundred thousand tasks, planned by every worker.
+        raise ConfigError(f"task_bytes={task_bytes} is below 1", hint="leave task_bytes out, or give for example 64M")
+    # Work in columns. 70,000 recipes become several hundred thousand tasks, and every worker plans them.
     inputs, outputs = _Extents.of_inputs(recipes), _Extents.of_outputs(recipes)
     every, num_rows = np.arange(len(recipes)), np.array([recipe.num_rows for recipe in recipes], np.int64)
     total = inputs.nbytes(every, 0 * every, num_rows) + outputs.nbytes(every, 0 * every, num_rows)
-    # Half: two neighbours that fit one task should share it, and a larger recipe makes a good task alone.
+    # Halve the size, so that two small neighbours share a task. A larger recipe is a good task alone.
     is_small = total <= task_bytes // 2
     small, large = np.flatnonzero(is_small), np.flatnonzero(~is_small)
     row_bounds = _cuts(recipes, large, total[large], outputs, task_bytes, leaf_bytes)
@@ -404,9 +407,10 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
     np.add.at(in_bytes, task, inputs.nbytes(recipe, start, stop))
     np.add.at(out_bytes, task, outputs.nbytes(recipe, start, stop))
     tasks = Tasks(first=first, recipe=recipe, start=start, stop=stop, in_bytes=in_bytes, out_bytes=out_bytes)
-    # What could not be cut runs longest, so it goes first: begun last, it would be all that the others wait for.
+    # Tasks that could not be cut run longest, so they go first. Otherwise all workers would wait for them at the end.
     is_rest = (tasks.cost <= 2 * task_bytes) | (np.arange(len(counts)) >= len(row_bounds[0]))
-    # Otherwise in the order of the recipes, which is that of storage; a batch goes before the recipe that follows it.
+    # The others follow in the order of the recipes, which is that of storage. A batch goes before the recipe that
+    # follows it.
     place = np.concatenate([row_bounds[0], after])
     return tasks.in_order(np.lexsort((np.arange(len(counts)), np.where(is_rest, place, -tasks.cost), is_rest)))
 
@@ -414,17 +418,17 @@ def cut(recipes: Sequence[Recipe], *, task_bytes: int = TASK_BYTES, leaf_bytes: 
 def _cuts(
     recipes: Sequence[Recipe], large: I64, nbytes: I64, outputs: _Extents, task_bytes: int, leaf_bytes: int
 ) -> tuple[I64, I64, I64]:
-    """Cut recipes into runs of rows of nearly equal size; return which recipe, from and to."""
+    """Cut recipes into runs of rows of nearly equal size. Return the recipe, the start and the stop of each run."""
     num_rows = np.array([recipes[i].num_rows for i in large.tolist()], np.int64)
     align = np.array([recipes[i].align for i in large.tolist()], np.int64)
     is_cut = (align > 0) & (num_rows > align)
     unit, row_bytes = np.maximum(align, 1), nbytes / np.maximum(num_rows, 1)
     out_row = outputs.first_of(large, align)
-    # A cut inside a leaf has two tasks digest parts of it, which then need a second pass; on its edge none does.
+    # If a cut is inside a leaf, two tasks digest parts of it, which needs a second pass.
     on_leaf = unit * (leaf_bytes // np.gcd(leaf_bytes, out_row))
     unit = np.where((out_row > 0) & (on_leaf * row_bytes <= task_bytes), on_leaf, unit)
     units = np.where(is_cut, -(-num_rows // unit), 1)
-    # Multiplied before divided, here and below, so that runs differ by one unit at most.
+    # Multiply before dividing, here and below, so that runs differ by at most one unit.
     counts = np.where(is_cut, np.minimum(units, -(-nbytes // task_bytes)), 1)
     which = np.repeat(np.arange(len(large)), counts)
     i = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -437,10 +441,10 @@ def _cuts(
 
 
 def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I64]:
-    """Put recipes that follow each other together; return the count of each batch, and the recipe it comes before."""
+    """Group consecutive small recipes. Return the size of each batch, and the recipe before which it goes."""
     counts, before, filled = list[int](), list[int](), task_bytes + 1
     for recipe, size in zip(small.tolist(), nbytes.tolist(), strict=True):
-        # `filled` begins above the limit, so the first recipe opens the first batch.
+        # `filled` starts above the limit, so that the first recipe opens a batch.
         if filled + size > task_bytes:
             before.append(recipe)
             counts.append(0)
@@ -451,22 +455,22 @@ def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I
 
 
 def spread(tasks: Tasks, file_of: I64, *, task_bytes: int) -> Tasks:
-    """Order tasks so that neighbours write to different files, in turn: one file is written by one thread at a time.
+    """Order tasks so that neighbours write to different files, since one thread at a time writes a file.
 
     Args:
-        tasks: of `cut`; its largest stay first.
-        file_of: of each recipe, the file of its first output.
-        task_bytes: as there.
+        tasks: result of `cut`. Its largest tasks stay first.
+        file_of: file of the first output of each recipe.
+        task_bytes: the same as for `cut`.
     """
     if not len(tasks):
         return tasks
     file, count = file_of[tasks.recipe[tasks.first[:-1]]], len(tasks)
-    # Tasks above that are the ones that could not be cut: `cut` has put them first, and they stay there.
+    # Larger tasks are those that could not be cut. `cut` has put them first, and they stay there.
     is_rest = tasks.cost <= 2 * task_bytes
     by_file = np.lexsort((np.arange(count), file, is_rest))
     begins = np.flatnonzero(np.diff(file[by_file] * 2 + is_rest[by_file], prepend=-1))
     turn = np.empty(count, np.int64)
-    # The turn of a task: its number among those of its file. Sorted by it, every file has its first task before any has
-    # its second.
+    # The turn of a task is its number among the tasks of its file. Sorting by turn gives every file its first task
+    # before any gets a second.
     turn[by_file] = np.arange(count) - np.repeat(begins, np.diff(begins, append=count))
     return tasks.in_order(np.lexsort((file, np.where(is_rest, turn, np.arange(count)), is_rest)))

@@ -1,10 +1,7 @@
-"""Rules of tensor parallelism: which part of each tensor a rank has, by the tensor's name and shape.
+"""Rules of tensor parallelism: which part of each tensor a rank has, from the tensor's name and shape.
 
-In: names and whole shapes; the numbers of heads; rules of the user. Out: a `SplitRule` for a name; the boxes of a rank.
-Not here: reading and writing ranks (`jobs.operations.reshard`), numbers of heads in `config.json` (the callers).
-
-    dim 0, parts 2:1, 2 ranks     [a0 a1 a2 a3|b0 b1]   rank 0: [a0 a1] [b0]   rank 1: [a2 a3] [b1]
-    2 key heads, 4 ranks          [k0|k1]               ranks 0, 1: [k0]       ranks 2, 3: [k1]
+dim 0, parts 2:1, 2 ranks     [a0 a1 a2 a3|b0 b1]   rank 0: [a0 a1] [b0]   rank 1: [a2 a3] [b1]
+2 key heads, 4 ranks          [k0|k1]               ranks 0, 1: [k0]       ranks 2, 3: [k1]
 """
 
 from __future__ import annotations
@@ -33,26 +30,28 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.bias$", "replicate"),
     (r"(o_proj|down_proj|out_proj|fc2|\.w2)\.", "1"),
 )
-"""Pattern found in a name -> rule; the first match counts. Names and dims as of transformers' Llama, Qwen and
-DeepSeek models, their fused and expert tensors as of vLLM's; column-parallel layers are cut by rows, row-parallel ones
-by columns, whose bias every rank has. Source: Shoeybi et al., "Megatron-LM", 2019, section 3."""
+"""Pairs of a pattern that is searched in a name, and a rule. The first match counts. Names and dims follow
+transformers' Llama, Qwen and DeepSeek models, and vLLM for fused tensors and experts. Column-parallel layers are split
+by rows. Row-parallel layers are split by columns, and every rank has their bias. Source: Shoeybi et al., "Megatron-LM",
+2019, section 3."""
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Keys of the configuration of a language model in that of a whole model. Source: transformers, InternVL, DeepSeek-VL2,
+"""Keys under which a configuration has that of its language model. Source: transformers, InternVL, DeepSeek-VL2,
 Qwen-Omni (whose `thinker_config` has a `text_config`)."""
 _QUERY_HEADS = ("num_attention_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 """Keys of the numbers of heads. Source: transformers, Falcon, ChatGLM. `multi_query` means one key head."""
 FORMS = "replicate, a dim, dim:parts (0:4,1,1), or of heads 0:q, 0:kv, 0:heads"
-"""The texts that a rule may have."""
+"""Texts that are valid as a rule."""
 _PAIRS = f"pairs of a pattern and one of: {FORMS}"
 _HEADS = "two whole numbers, of query heads and of key heads: (32, 8)"
 _OF_HEADS = ("q", "kv", "heads")
 _OTHER_ROWS = re.compile(
     r"\.(qweight|qzeros|weight_shape)$|\.weight\.(nested_)?(absmax|quant_map)$|\.weight\.quant_state\."
 )
-"""Names of quantised tensors whose rows are not those of the weight, so that no built-in rule fits. GPTQ and AWQ store
-input features as rows, bitsandbytes stores a 4-bit weight as one column, and `weight_shape` has sizes as its values."""
+"""Names of quantised tensors whose rows differ from those of the weight, so that no built-in rule fits. GPTQ and AWQ
+store input features as rows, bitsandbytes stores a 4-bit weight as one column, and the values of `weight_shape` are
+sizes."""
 _SCALE = re.compile(r"_(scale|scale_inv|scale_2|global_scale|zero_point)$|\.scale$")
 _FP8_BLOCK = 128
 _SHOWN = 3
@@ -60,11 +59,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """The rule that splits a tensor between ranks.
+    """Rule that splits a tensor between ranks.
 
-    `dim` None: every rank has all of it. `parts`: relative sizes of the tensors fused along `dim`; each is split
-    separately. `heads`: the number of heads of each part; 0: not known. With fewer key heads than ranks, several ranks
-    have the same head, as in vLLM's QKVParallelLinear.
+    Attributes:
+        dim: dim along which the tensor is split. None means that every rank has the whole tensor.
+        parts: relative sizes of the tensors that are fused along `dim`. Each is split separately.
+        heads: number of heads in each part, or 0 if unknown. With fewer key heads than ranks, several ranks have the
+            same head, as in vLLM's QKVParallelLinear.
     """
 
     dim: int | None
@@ -72,27 +73,27 @@ class SplitRule:
     heads: tuple[int, ...] = ()
 
     def num_shares(self, num_ranks: int) -> tuple[int, ...]:
-        """Return the number of different shares that the ranks have of each part."""
+        """Return the number of different shares of each part among the ranks."""
         heads = self.heads or (0,) * len(self.parts)
         return tuple(min(num_ranks, count) if count else num_ranks for count in heads)
 
     def share_of(self, rank: int, num_ranks: int) -> tuple[int, ...]:
-        """Return the number of the share that a rank has of each part."""
+        """Return the number of the share of each part that belongs to a rank."""
         return tuple(rank * shares // num_ranks for shares in self.num_shares(num_ranks))
 
     def lengths(self, size: int, num_ranks: int) -> tuple[Fraction, ...]:
-        """Return the length of each whole part along `dim`, from the size that one of the ranks has of all."""
+        """Return the length of each whole part along `dim`, from the total size that one of the ranks holds."""
         held = sum(Fraction(part, shares) for part, shares in zip(self.parts, self.num_shares(num_ranks), strict=True))
         return tuple(part * Fraction(size) / held for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """The rules for the tensors of one model.
+    """Rules for the tensors of one model.
 
     Args:
-        rules: used before `RULES`: pairs of a pattern and one of `FORMS`.
-        heads: total number of query heads and of key heads; empty: they are not known.
+        rules: pairs of a pattern and one of `FORMS`, which are checked before `RULES`.
+        heads: total number of query heads and of key heads. Empty means unknown.
 
     Raises:
         ConfigError: a rule is malformed.
@@ -106,30 +107,32 @@ class TensorParallel:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"{pattern!r} is not a pattern: {error}") from error
-            # Parsed only to be checked: a wrong rule should not wait for the first tensor that it matches.
+                raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
+            # Parse the rule to check it early, and not only at the first tensor that it matches.
             self._parsed(str(how), "")
 
     def how(self, name: str) -> str | None:
-        """Return the text of the rule for a name; None: there is none."""
+        """Return the text of the rule for a name, or None."""
         rules = self.rules if _OTHER_ROWS.search(name) else (*self.rules, *RULES)
         return next((str(how) for pattern, how in rules if re.search(pattern, name)), None)
 
     def rule_of(self, name: str, shape: Sequence[int]) -> SplitRule:
-        """Return the rule for a tensor. One without the rule's dim, or without elements, goes to every rank.
+        """Return the rule for a tensor. A tensor without elements, or without the rule's dim, goes to every rank.
 
         Raises:
-            PlanError: it is fused of heads, whose numbers are not known.
+            PlanError: the tensor is fused from heads whose numbers are unknown.
         """
         rule = self._parsed(self.how(name) or "replicate", name)
         if rule.dim is None or rule.dim >= len(shape) or not math.prod(shape):
             return SplitRule(None)
-        # Every rank has a scale that stands for the whole dim: of a tensor, or of rows in a layer cut by columns.
+        # Every rank has a scale that applies to the whole dim, which is the scale of a tensor or of rows in a layer
+        # split by columns.
         is_whole = shape[rule.dim] == 1 and (rule.dim > 0 or bool(_SCALE.search(name)))
         return SplitRule(None) if is_whole else rule
 
     def _parsed(self, how: str, name: str) -> SplitRule:
-        """Parse the text of a rule, for the tensor `name`; empty: only check it. ConfigError, PlanError."""
+        """Parse the text of a rule for the tensor `name`. An empty name only checks the text. Raises ConfigError or
+        PlanError."""
         if how == "replicate":
             return SplitRule(None)
         dim, _, parts = how.partition(":")
@@ -138,9 +141,9 @@ class TensorParallel:
                 return self._of_heads(parts, name)
             rule = SplitRule(int(dim), tuple(int(part) for part in parts.split(",")) if parts else (1,))
         except ValueError as error:
-            raise ConfigError(f"{how!r} is not a rule of tensor parallelism", hint=FORMS) from error
+            raise ConfigError(f"{how!r} is not a tensor-parallel rule", hint=f"valid rules: {FORMS}") from error
         if rule.dim is None or rule.dim < 0 or min(rule.parts) < 1:
-            raise ConfigError(f"{how!r} is not a rule of tensor parallelism", hint=FORMS)
+            raise ConfigError(f"{how!r} is not a tensor-parallel rule", hint=f"valid rules: {FORMS}")
         return rule
 
     def _of_heads(self, kind: str, name: str) -> SplitRule:
@@ -149,7 +152,7 @@ class TensorParallel:
         if kind != "heads":
             return SplitRule(0, (1,), (queries if kind == "q" else keys,))
         if not self.heads and name:
-            message = "the number of heads is not known, so this fused tensor cannot be split"
+            message = "this fused tensor cannot be split, because the number of heads is unknown"
             raise PlanError(message, tensor=name, hint="give heads=Q,KV, or a rule with parts")
         return SplitRule(0, (queries or 1, keys or 1, keys or 1), (queries, keys, keys))
 
@@ -166,52 +169,57 @@ class TensorParallel:
         """Raise PlanError if a split would cut through an element, a head, or a block of a block format.
 
         Args:
-            shape: of the tensor on one of the `of` ranks that have it now.
-            shapes: likewise of all tensors, by name.
-            to: ranks that it is split among.
+            shape: shape of the tensor on one of the `of` ranks that have it now.
+            shapes: shapes of all tensors on that rank, by name.
+            to: number of ranks among which it is split.
         """
         if rule.dim is None:
             return
         size = shape[rule.dim]
         for heads in rule.heads:
-            # More ranks than heads: each head goes to as many ranks. Fewer: each rank gets as many heads.
+            # With more ranks than heads, each head goes to the same number of ranks. With fewer, each rank gets the
+            # same number of heads.
             if heads and any(heads % ranks and (ranks % heads or heads == self.heads[0]) for ranks in (to, of)):
                 message = f"{heads} heads cannot be divided among {to} ranks" + (f", or {of}" if of > 1 else "")
-                hint = "query heads must be a multiple of the ranks, key heads a multiple or a divisor"
+                hint = "the ranks must divide the query heads, and divide the key heads or be a multiple of them"
                 raise PlanError(message, tensor=name, hint=hint)
         self._check_heads(name, shape, rule, shapes, to=to, of=of)
         lengths = rule.lengths(size, of)
-        given = [length / shares for length, shares in zip(lengths, rule.num_shares(to), strict=True)]
+        after = [length / shares for length, shares in zip(lengths, rule.num_shares(to), strict=True)]
         held = [length / shares for length, shares in zip(lengths, rule.num_shares(of), strict=True)]
-        if any(length.denominator > 1 for length in (*given, *held)):
-            message = f"{size} on dim {rule.dim} of {of} ranks, parts {rule.parts}, cannot be divided among {to} ranks"
-            raise PlanError(message, tensor=name, hint="a rule for it: another dim, parts, or replicate")
-        # A block of a block format has one scale: a cut through it would need the scale on two ranks.
+        if any(length.denominator > 1 for length in (*after, *held)):
+            message = (
+                f"dim {rule.dim} of size {size} on {of} ranks, parts {rule.parts}, cannot be divided among {to} ranks"
+            )
+            raise PlanError(
+                message, tensor=name, hint="give a rule for it with a different dim, with parts, or replicate"
+            )
+        # A block of a block format has one scale. A cut through it would need the scale on two ranks.
         for suffix in ("_scale_inv", "_scale"):
             scales = shapes.get(name + suffix)
             if scales is None or len(scales) <= rule.dim or scales[rule.dim] in (1, size):
                 continue
             block = _FP8_BLOCK if suffix == "_scale_inv" else size // scales[rule.dim]
-            cuts = [*(given if to > 1 else []), *(held if of > 1 or len(rule.parts) > 1 else [])]
+            cuts = [*(after if to > 1 else []), *(held if of > 1 or len(rule.parts) > 1 else [])]
             if any(cut % block for cut in cuts):
                 message = f"shares of {[int(cut) for cut in cuts]} would cut through blocks of {block}"
-                raise PlanError(message, tensor=name, hint="dequantise first")
+                raise PlanError(message, tensor=name, hint="dequantise the tensors first")
 
     def _check_heads(
         self, name: str, shape: Sequence[int], rule: SplitRule, shapes: Mapping[str, Sequence[int]], *, to: int, of: int
     ) -> None:
-        """Raise PlanError if a head could be cut, or if heads would be repeated in a module that has other heads."""
+        """Raise PlanError if a head could be cut, or if heads would be repeated in a module with different heads."""
         if len(rule.heads) != 1 or not name.endswith(".weight") or max(to, of) == 1:
             return
-        # The heads of keys are as wide as those of queries; those of values may be of another width.
+        # Key heads are as wide as query heads. Value heads may have a different width.
         keys, queries = (re.sub(r"\.[kv]_proj\.", f".{one}_proj.", name) for one in "kq")
         if keys not in shapes or queries not in shapes or keys == queries:
             return
         if not rule.heads[0]:
-            # With as many key heads as query heads, an equal cut of both is that of engines.
+            # With equal numbers of key and query heads, engines cut both equally too.
             if shapes[keys][0] != shapes[queries][0]:
-                message = "there are fewer key heads than query heads, and their numbers are not known"
-                raise PlanError(message, tensor=name, hint="give heads=Q,KV, or a rule for it: 0")
+                message = "there are fewer key heads than query heads, and their numbers are unknown"
+                raise PlanError(message, tensor=name, hint="give heads=Q,KV, or the rule 0 for this tensor")
             return
         if rule.heads[0] >= max(to, of):
             return
@@ -219,18 +227,18 @@ class TensorParallel:
         (length,) = rule.lengths(shapes[keys][0], of)
         if width / self.heads[0] != length / self.heads[1]:
             message = (
-                f"{length} rows of keys beside {width} of queries are not {self.heads[1]} and {self.heads[0]} heads"
+                f"{length} rows of keys and {width} of queries do not match {self.heads[1]} and {self.heads[0]} heads"
             )
-            raise PlanError(message, tensor=name, hint="give a rule for it: 0, or replicate")
+            raise PlanError(message, tensor=name, hint="give the rule 0 or replicate for this tensor")
 
     def boxes(self, name: str, shape: Sequence[int], rank: int, num_ranks: int) -> tuple[Box, ...]:
-        """Return the boxes of a whole tensor that a rank has, to be joined along their dim. See `check`.
+        """Return the boxes of a whole tensor that belong to a rank, to be joined along their dim. See `check`.
 
         Raises:
-            PlanError: no rule names the tensor, and it has dims; or see `rule_of`.
+            PlanError: no rule matches the tensor and it has dims; see also `rule_of`.
         """
         if self.how(name) is None and shape:
-            raise PlanError("no rule says how to split it", tensor=name, hint=f"give a rule: {FORMS}")
+            raise PlanError("no rule says how to split this tensor", tensor=name, hint=f"give a rule: {FORMS}")
         rule = self.rule_of(name, shape)
         if rule.dim is None:
             return (Box.full(tuple(shape)),)
@@ -247,20 +255,20 @@ class TensorParallel:
 
 
 def heads_of(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the numbers of query and of key heads from a transformers configuration; empty if it has none."""
-    # Models of several modalities keep the language model's numbers in a configuration of its own.
+    """Return the numbers of query and key heads from a transformers configuration, or an empty tuple if it has none."""
+    # Multimodal models keep the numbers of the language model in a nested configuration.
     while isinstance(text := next((config[key] for key in _TEXT_CONFIGS if config.get(key)), None), Mapping):
         config = text
     queries = next((config[key] for key in _QUERY_HEADS if config.get(key)), None)
     is_shared = config.get("multi_query") is True and not config.get("new_decoder_architecture")
     keys = next((config[key] for key in _KEY_HEADS if config.get(key)), 1 if is_shared else queries)
-    # Some models have other numbers in each layer, as a list: then the rules know of none.
+    # Some models list a different number for each layer. The rules do not support that.
     return (queries, keys) if queries and isinstance(queries, int) and isinstance(keys, int) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelRank:
-    """One rank of tensor parallelism, as `boxes=` of a load takes it. Made by `tensor_parallel`."""
+    """One rank of tensor parallelism, for `boxes=` of a load. Create it with `tensor_parallel`."""
 
     rank: int
     size: int
@@ -268,21 +276,21 @@ class TensorParallelRank:
     heads: tuple[int, ...] | None
 
     def boxes(self, shapes: Mapping[str, Sequence[int]], heads: tuple[int, ...] = ()) -> dict[str, tuple[Box, ...]]:
-        """Return the boxes of each tensor that this rank has, to be joined along the dim in which they differ.
+        """Return the boxes of each tensor that belong to this rank, to be joined along the dim in which they differ.
 
         Args:
-            shapes: of the whole tensors, by name.
-            heads: what the model's configuration says, where the caller of `tensor_parallel` gave none.
+            shapes: shapes of the whole tensors, by name.
+            heads: numbers of heads from the model's configuration, used if the caller of `tensor_parallel` gave none.
 
         Raises:
-            PlanError: a tensor has no rule, or cannot be split by it.
+            PlanError: a tensor has no rule, or its rule cannot split it.
         """
         parallel = TensorParallel(self.rules, heads if self.heads is None else self.heads)
         if unknown := [name for name, shape in shapes.items() if shape and parallel.how(name) is None]:
             more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
-            shown = ", ".join(unknown[:_SHOWN]) + more
-            hint = f"give tensor_parallel(rules=), each a pattern and one of: {FORMS}"
-            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {shown}", hint=hint)
+            names = ", ".join(unknown[:_SHOWN]) + more
+            hint = f"pass tensor_parallel(rules=) pairs of a pattern and one of: {FORMS}"
+            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {names}", hint=hint)
         for name, shape in shapes.items():
             parallel.check(name, shape, parallel.rule_of(name, shape), shapes, to=self.size)
         return {name: parallel.boxes(name, shape, self.rank, self.size) for name, shape in shapes.items()}
@@ -295,36 +303,36 @@ def tensor_parallel(
     rules: Sequence[tuple[str, str]] = (),
     heads: Sequence[int] | None = None,
 ) -> TensorParallelRank:
-    """Return the part of a model that one rank of tensor parallelism has, for `boxes=` of `load` and `stream`.
+    """Return the part of a model that belongs to one rank of tensor parallelism, for `boxes=` of `load` and `stream`.
 
-    The rules are those of the conversion `reshard`.
+    The rules are the same as in the conversion `reshard`.
 
     Args:
         rank: this rank, from 0.
         size: number of ranks.
-        rules: used before the built-in ones: pairs of a pattern that is found in names, and `replicate`, a dim, or
-            `dim:parts` for fused tensors (`0:4,1,1`).
-        heads: numbers of query heads and of key heads; None: those of `config.json` next to the weights. If there are
-            fewer key heads than ranks, several ranks have the same head. If there are fewer key heads than query heads
-            and neither says how many, the load is refused.
+        rules: pairs that are checked before the built-in rules. The first item is a pattern that is searched in names.
+            The second is `replicate`, a dim, or `dim:parts` for fused tensors (`0:4,1,1`).
+        heads: numbers of query heads and of key heads. None means to read them from `config.json` next to the weights.
+            With fewer key heads than ranks, several ranks have the same head. If there are fewer key heads than query
+            heads and their numbers are unknown, the load is refused.
 
     Raises:
-        ConfigError: an argument has no valid value.
+        ConfigError: an argument has an invalid value.
     """
     for name, number in (("rank", rank), ("size", size)):
         require_type(name, number, int, "a whole number")
     if not 0 <= rank < size:
-        raise ConfigError(f"rank {rank} of {size} ranks", hint="ranks are numbered from 0 to size - 1")
+        raise ConfigError(f"rank {rank} is not one of {size} ranks", hint="rank must be from 0 to size - 1")
     require_type("rules", rules, (list, tuple), _PAIRS)
     for pair in rules:
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ConfigError(f"rules has {pair!r}", hint=f"give {_PAIRS}")
+            raise ConfigError(f"rules contains {pair!r}, which is not a pair", hint=f"give {_PAIRS}")
     pairs = tuple((pattern, str(how)) for pattern, how in rules)
     if heads is not None:
         require_type("heads", heads, (list, tuple), _HEADS)
         if heads and (len(heads) != 2 or any(type(count) is not int or count < 1 for count in heads)):
-            raise ConfigError(f"heads {heads!r}", hint=f"give {_HEADS}")
+            raise ConfigError(f"heads {heads!r} is not valid", hint=f"give {_HEADS}")
     numbers = None if heads is None else tuple(heads)
-    # Checked here, where the caller can see which rule is malformed.
+    # Check the rules here, where the caller can see which one is malformed.
     TensorParallel(pairs, numbers or ())
     return TensorParallelRank(rank=rank, size=size, rules=pairs, heads=numbers)

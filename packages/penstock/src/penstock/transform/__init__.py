@@ -1,9 +1,8 @@
-"""Casts and block formats of tensors' values, with the same bits on the CPU and on a device.
+"""Casts and block formats of tensors, with the same bits on the CPU and on a device.
 
-In / Out: a `Format` for `register_format`. Not here: when values are changed (`jobs.operations`, `sync.publish`).
-
-`formats` has block formats (FP8, MXFP8, NVFP4) and the boxes of their blocks, `fuse` the same bits by grouped
-kernels, `stored` formats that others wrote, `ggml` the types of GGUF.
+`formats` describes the block formats (FP8, MXFP8, NVFP4), `quantize` computes them in torch, and `fuse` gives the same
+bits by kernels over many tensors. `stored` finds quantised tensors in checkpoints of other tools, and `ggml` has the
+types of GGUF.
 """
 
 from penstock.transform.formats import Format, register_format

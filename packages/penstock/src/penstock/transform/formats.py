@@ -1,14 +1,9 @@
-"""Formats in which tensors can be stored: their registration by tag, and the tensors and boxes that each makes of one.
-
-In: a tag, or a `Format`; a tensor's name, dtype and shape, and the box that a rank holds. Out: the `Format` of a tag;
-the tensors that it stores, and their boxes.
-Not here: values (`quantize`), kernels (`fuse`), which tensors are quantised (`select`), how a stored checkpoint is
-recognised (`stored`).
+"""Formats in which tensors can be stored: their registration by tag, and the tensors and boxes that each one stores.
 
     register_format(Format(tag="fp8-block64", values=DType.F8_E4M3, scaling="amax", block=(64, 64), config=my_config))
     penstock.convert(source, destination, to="fp8-block64")
 
-A block belongs to the rank that holds its first element, so every block is quantised once, by one rank:
+A block belongs to the rank that holds its first element, so that exactly one rank quantises it:
 
     rows held [100, 300)   blocks of 128   owned [128, 384)   foreign [300, 384)
 """
@@ -29,36 +24,36 @@ from penstock.errors import ConfigError, PlanError
 from penstock.types import Box, DType
 
 ENTRY_POINTS = "penstock.formats"
-"""Group of entry points in which an installed package names its formats, by tag; each is a `Format`.
+"""Group of entry points in which an installed package lists its formats by tag. Each entry is a `Format`.
 
-Reason: the workers of a conversion are other processes, which a call in this one does not reach.
+The workers of a conversion are separate processes, so a call of `register_format` in this process does not reach them.
 """
 
 Scaling = Literal["none", "amax", "pow2", "mx", "mx_floor", "nv"]
-"""The rule that makes a block's scale of its largest magnitude (`quantize`)."""
+"""Rule that computes the scale of a block from its largest magnitude (`quantize`)."""
 
 WHOLE = 0
-"""The side of a block that is all of the dim."""
+"""Side of a block that spans the whole dim."""
 
 SOURCES = frozenset({DType.F32, DType.F16, DType.BF16})
-"""Dtypes that block formats are made of."""
+"""Dtypes that block formats accept as input."""
 
 CASTS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16, DType.F8_E4M3, DType.F8_E5M2})
-"""Dtypes that a cast may end in; it begins with any of them that has 16 bits or more."""
+"""Dtypes that a cast can produce. It accepts those of at least 16 bits."""
 
 MAX_BLOCK = 128
-"""Longest side of a block that is not all of the dim: the kernels' tiles have 128 columns, and cut no block."""
+"""Maximum side of a block that does not span the dim. The kernels' tiles have 128 columns and cut no block."""
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Format:
-    """A way to store a tensor: the blocks that its values are cut into, and the numbers stored for each block."""
+    """A way to store a tensor: how its values are cut into blocks, and which numbers are stored for each block."""
 
     tag: str
     values: DType
-    """Dtype of the codes; F4 are stored as U8, two a byte, the first in the low nibble."""
+    """Dtype of the codes. F4 codes are stored as U8, two per byte, the first in the low nibble."""
     scaling: Scaling
     block: tuple[int, int] = (1, 1)
     """Elements of a block in the last two dims."""
@@ -66,65 +61,70 @@ class Format:
     values_suffix: str = ""
     scales_suffix: str = "_scale"
     global_suffix: str = ""
-    """Suffix of the one FP32 number that scales the whole tensor besides its blocks; empty: there is none."""
+    """Suffix of the FP32 number that scales the whole tensor in addition to its blocks. Empty means that there is no
+    such number."""
     whole_blocks: bool = False
-    """The last dim must be a multiple of the block's: no reader of the format takes a cut block."""
+    """Whether the last dim must be a multiple of the block's, because no reader of the format accepts a
+    partial block."""
     config: Callable[[Sequence[str]], dict[str, Any]] | None = None
-    """Returns `quantization_config` of `config.json`, given the names of the modules that are kept unchanged; None:
-    engines need no entry."""
+    """Returns `quantization_config` for `config.json` from the names of the modules that stay unchanged. None means
+    that engines need no entry."""
 
 
 _lock = threading.Lock()
 _formats: dict[str, Format] = {}
 FORMATS: Mapping[str, Format] = MappingProxyType(_formats)
-"""Formats registered in this process, by tag; Penstock's own first."""
+"""Formats registered in this process, by tag. Penstock's formats come first."""
 
 
 def register_format(form: Format) -> None:
-    """Register a format in this process: conversions and sync then take its tag.
+    """Register a format in this process, so that conversions and sync accept its tag.
 
-    Its values and kernels are those of its `scaling`; the CPU and a device store the same bits.
+    Its `scaling` selects the computation. The CPU and a device store the same bits.
 
     Raises:
-        ConfigError: the tag is malformed or another format has it, or the kernels cannot store such blocks.
+        ConfigError: the tag is malformed or used by a different format, or the kernels cannot store such blocks.
     """
     require_type("form", form, Format, "a penstock.transform.Format")
     if why := _registration_fault(form):
         raise ConfigError(f"cannot register the format {form.tag!r}: {why}")
     with _lock:
-        # The same format twice is no error: a module that registers may also be named by an entry point.
+        # Registering the same format twice is allowed, since an entry point may name a module that registers it.
         if _formats.setdefault(form.tag, form) != form:
-            raise ConfigError(f"cannot register the format {form.tag!r}: there is one", hint="choose another tag")
+            raise ConfigError(
+                f"cannot register the format {form.tag!r}: its tag is taken", hint="choose a different tag"
+            )
 
 
 def _registration_fault(form: Format) -> str | None:
-    """Return why the kernels cannot store a format, or its tag is malformed; None: it can be registered."""
+    """Return why the tag is malformed or the kernels cannot store the format, or None if it can be registered."""
     rows, cols = form.block
     if not _TAG.fullmatch(form.tag):
-        return "a tag is up to 64 letters, digits and _.:-"
+        return "a tag must be 1 to 64 letters, digits or _.:-"
     if form.scaling == "none":
-        return None if form.values in CASTS and form.block == (1, 1) else "a cast has no blocks and ends in a float"
-    # Powers of two up to a tile's side: then blocks divide the kernels' tiles, and none lies in two of them.
+        return None if form.values in CASTS and form.block == (1, 1) else "a cast has no blocks and produces a float"
+    # With powers of two up to a tile's side, blocks divide the kernels' tiles and no block is in two tiles.
     if any(side != WHOLE and not (0 < side <= MAX_BLOCK and side & (side - 1) == 0) for side in form.block):
-        return f"a block of {rows} x {cols}; sides are powers of two up to {MAX_BLOCK}, or {WHOLE} for the whole dim"
-    # Blocks that span the dim are read twice by the kernel, row by row, which has no form for several rows.
+        return f"sides of block {rows} x {cols} are not powers of two up to {MAX_BLOCK} or {WHOLE} for the whole dim"
+    # The kernel reads blocks that span the dim twice, row by row, and supports only one row.
     if rows != 1 and WHOLE in form.block:
-        return f"a block of {rows} x {cols}; one that spans the dim has one row"
+        return f"block {rows} x {cols} spans the dim, so it must have one row"
     if (form.scaling == "nv") != (form.values is DType.F4) or (form.scaling == "nv") != bool(form.global_suffix):
-        return "F4 values, the scaling nv and a scale of the whole tensor come together"
+        return "F4 values, scaling 'nv' and global_suffix must be used together"
     if form.scaling != "nv" and form.values is not DType.F8_E4M3:
-        return f"values of {form.values}; block formats store F8_E4M3 or F4"
+        return f"block formats store F8_E4M3 or F4, not {form.values}"
     return None
 
 
 def format_of(tag: str) -> Format:
-    """Return the format of a tag, registered here or by an installed package. ConfigError: there is none."""
+    """Return the format of a tag that is registered here or by an installed package. Raises ConfigError for an unknown
+    tag."""
     if not is_format(tag):
-        # A format of another package is not known here unless an entry point names it.
-        hint = f"one of {', '.join(FORMATS)}, or one that a package names under the entry points {ENTRY_POINTS}"
-        if meant := _meant(tag):
-            hint = f"did you mean {meant!r}? It is {hint}"
-        raise ConfigError(f"no transform is called {tag!r}", hint=hint)
+        # A format of another package is unknown here unless an entry point lists it.
+        hint = f"use one of {', '.join(FORMATS)}, or a tag that a package lists under the entry points {ENTRY_POINTS}"
+        if similar := _similar_tag(tag):
+            hint = f"did you mean {similar!r}? Otherwise {hint}"
+        raise ConfigError(f"there is no transform {tag!r}", hint=hint)
     return _formats[tag]
 
 
@@ -148,11 +148,11 @@ _OTHER_NAMES = {
     "float8-e5m2": "cast:F8_E5M2",
     "q8-0": "gguf:Q8_0",
 }
-"""What users call a format -> its tag."""
+"""Common names of formats -> their tags."""
 
 
-def _meant(tag: str) -> str:
-    """Return the tag that a user may have meant; empty: none is near."""
+def _similar_tag(tag: str) -> str:
+    """Return the tag that a user may have meant, or an empty string if no tag is similar."""
     asked = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
     tags = {name.lower().removeprefix("cast:").replace("_", "-"): name for name in FORMATS} | _OTHER_NAMES
     near = difflib.get_close_matches(asked, tags, n=1, cutoff=0.75)
@@ -160,14 +160,14 @@ def _meant(tag: str) -> str:
 
 
 def is_format(tag: str) -> bool:
-    """Return whether a format has this tag, registered here or by an installed package."""
+    """Return whether this process or an installed package has registered a format with this tag."""
     if tag in _formats:
         return True
-    # Looked up on each call: an unknown tag ends in an error, so this is never on a fast path.
+    # Looking up entry points on each call is fine, since an unknown tag ends in an error.
     for entry in entry_points(ENTRY_POINTS, tag):
         form = load(entry)
         if not isinstance(form, Format) or form.tag != tag:
-            raise ConfigError(f"the entry point {tag} of {ENTRY_POINTS} is {form!r}, not the Format of this tag")
+            raise ConfigError(f"the entry point {tag} of {ENTRY_POINTS} is {form!r}, not a Format with this tag")
         register_format(form)
         return True
     return False
@@ -192,7 +192,7 @@ def _block_config(form_block: tuple[int, int], is_power: bool) -> Callable[[Sequ
 def _compressed_tensors(
     layout: str, weights: dict[str, Any], activations: dict[str, Any] | None
 ) -> Callable[[Sequence[str]], dict[str, Any]]:
-    """Return the config of a layout of compressed-tensors; `activations` is None where they are not quantised.
+    """Return the config of a compressed-tensors layout. `activations` is None if activations are not quantised.
 
     Source: compressed-tensors 0.20, `QuantizationConfig` and its presets FP8_DYNAMIC, MXFP8 and NVFP4A16.
     """
@@ -213,10 +213,11 @@ def _compressed_tensors(
 
 
 def _block128(tag: str, rows: int) -> tuple[Format, ...]:
-    """Return FP8 in blocks of rows x 128: scales any FP32, or a power of two, stored as FP32 or as a byte.
+    """Return FP8 in blocks of rows x 128, with any FP32 as scale or with a power of two that is stored as FP32 or as a
+    byte.
 
-    Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]);
-    DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept); transformers 5, FineGrainedFP8Config, and vLLM 0.32,
+    Source: DeepSeek-V3, README_WEIGHTS.md (`weight_scale_inv`, value = code * scale_inv, [ceil(n/128), ceil(k/128)]).
+    DeepSeek-V3.1, config.json (`scale_fmt: ue8m0`, FP32 kept). transformers 5, FineGrainedFP8Config, and vLLM 0.32,
     fp8.py (`is_scale_e8m0`): float8_e8m0fnu, as in DeepSeek-V4.
     """
 
@@ -235,10 +236,10 @@ def _block128(tag: str, rows: int) -> tuple[Format, ...]:
 
 
 def _mxfp8(tag: str, scaling: Scaling) -> Format:
-    """Return MXFP8, which engines read alike whichever way its exponents were rounded.
+    """Return the MXFP8 format. Engines decode it the same way no matter how its exponents were rounded.
 
-    Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`; `-floor`: OCP
-    Microscaling Formats 1.0, section 6.3, whose exponent saturates the largest eighth of a block's range.
+    Source: compressed-tensors 0.20, "mxfp8-quantized" (uint8 scales) and `generate_mx_scales`. `-floor`: OCP
+    Microscaling Formats 1.0, section 6.3, whose exponent clamps the largest eighth of a block's range.
     """
     group = {"num_bits": 8, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     return Format(
@@ -298,7 +299,7 @@ for _built_in in (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatOutput:
-    """A tensor that a format stores, and the box of it that is made of some box of the source."""
+    """A tensor that a format stores, and the box of it that is made from a box of the source."""
 
     name: str
     dtype: DType
@@ -307,11 +308,11 @@ class FormatOutput:
 
 
 def fault(form: Format, dtype: DType, shape: tuple[int, ...]) -> str | None:
-    """Return why a tensor of this dtype and shape cannot be stored in a format; None where it can."""
+    """Return why a tensor of this dtype and shape cannot be stored in a format, or None if it can."""
     if form.scaling == "none":
-        return None if dtype in CASTS and dtype.bits >= 16 else f"{dtype} is not cast"
+        return None if dtype in CASTS and dtype.bits >= 16 else f"{dtype} cannot be cast"
     if dtype not in SOURCES:
-        return f"{dtype} is not quantised, only F32, F16 and BF16"
+        return f"{dtype} cannot be quantised, only F32, F16 and BF16"
     if len(shape) < 2 or (form.global_suffix and len(shape) > 2):
         return f"{form.tag} needs {'2' if form.global_suffix else '2 or more'} dims, not shape {list(shape)}"
     if form.whole_blocks and shape[-1] % form.block[1]:
@@ -320,7 +321,7 @@ def fault(form: Format, dtype: DType, shape: tuple[int, ...]) -> str | None:
 
 
 def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> None:
-    """Raise PlanError unless the tensor can be stored in the format, and the box lies in the tensor."""
+    """Raise PlanError unless the tensor can be stored in the format and the box is inside the tensor."""
     if why := fault(form, dtype, shape):
         raise PlanError(why, tensor=name)
     if len(box.start) != len(shape) or any(stop > n for stop, n in zip(box.stop, shape, strict=True)):
@@ -328,7 +329,8 @@ def check(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Bo
 
 
 def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the elements per dim at whose multiples, or at the tensor's end, a box may end without cutting a block."""
+    """Return the number of elements per dim at whose multiples a box can end without cutting a block. It can also end
+    at the end of the tensor."""
     if form.scaling == "none":
         return (1,) * len(shape)
     rows, cols = (max(1, n) if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
@@ -336,7 +338,7 @@ def alignment(form: Format, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def widened(form: Format, shape: tuple[int, ...], box: Box) -> Box:
-    """Return the smallest box around `box` that cuts no block; an empty one stays."""
+    """Return the smallest box that contains `box` and cuts no block. An empty box stays empty."""
     if not box.num_elements:
         return box
     step = alignment(form, shape)
@@ -346,10 +348,8 @@ def widened(form: Format, shape: tuple[int, ...], box: Box) -> Box:
 
 
 def owned(form: Format, shape: tuple[int, ...], box: Box) -> Box:
-    """Return the elements of the blocks whose first element lies in the box.
-
-    Boxes that tile a tensor own each of its blocks once.
-    """
+    """Return the elements of all blocks whose first element is in the box. Boxes that tile a tensor own each block
+    once."""
     step = alignment(form, shape)
     start = tuple(min(n, -(-a // s) * s) for a, s, n in zip(box.start, step, shape, strict=True))
     stop = tuple(min(n, -(-b // s) * s) for b, s, n in zip(box.stop, step, shape, strict=True))
@@ -357,18 +357,19 @@ def owned(form: Format, shape: tuple[int, ...], box: Box) -> Box:
 
 
 def needed(form: Format, shape: tuple[int, ...], box: Box, *, amax_given: bool = False) -> Box:
-    """Return the elements needed to quantise the blocks that a box owns: theirs; all, where the tensor has a scale.
+    """Return the elements needed to quantise the blocks that a box owns. With a scale for the whole tensor, all are
+    needed.
 
     Args:
-        amax_given: the tensor's largest magnitude comes from elsewhere (a maximum over the ranks).
+        amax_given: the tensor's largest magnitude comes from elsewhere, for example as a maximum over the ranks.
     """
     mine = owned(form, shape, box)
     return Box.full(shape) if form.global_suffix and not amax_given and mine.num_elements else mine
 
 
 def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
-    """Return `wanted` less `held` as boxes that do not overlap: what a rank must receive to quantise its own blocks."""
-    # Dim by dim: the parts below and above the held range are cut off, and the rest goes on with the next dim.
+    """Return `wanted` minus `held` as boxes that do not overlap. A rank must receive them to quantise its blocks."""
+    # Dim by dim, cut off the parts below and above the held range and continue with the rest.
     left, start, stop = [], list(wanted.start), list(wanted.stop)
     for dim, (a, b) in enumerate(zip(held.start, held.stop, strict=True)):
         for low, high in ((start[dim], min(a, stop[dim])), (max(b, start[dim]), stop[dim])):
@@ -386,16 +387,17 @@ def foreign(held: Box, wanted: Box) -> tuple[Box, ...]:
 
 
 def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: Box) -> tuple[FormatOutput, ...]:
-    """Return the tensors that a format stores of one, codes first, with the box of each that is made of `box`.
+    """Return the tensors that a format stores for one tensor, codes first, with the box of each that is made from
+    `box`.
 
     Raises:
-        PlanError: the tensor cannot be stored in the format, or the box cuts blocks; the hint has one that does not.
+        PlanError: the tensor cannot be stored in the format, or the box cuts blocks. The hint has a box that does not.
     """
     check(form, name, dtype, shape, box)
     if (wide := widened(form, shape, box)) != box:
-        hint = f"widen it to [{wide.start}, {wide.stop})"
+        hint = f"widen the box to [{wide.start}, {wide.stop})"
         raise PlanError(f"box [{box.start}, {box.stop}) cuts blocks of {form.tag}", tensor=name, hint=hint)
-    # Two F4 codes are a byte, so the stored tensor has half the columns.
+    # A byte holds two F4 codes, so the stored tensor has half the columns.
     packed = form.values is DType.F4
     step = (*(1,) * (len(shape) - 1), 2) if packed else (1,) * len(shape)
     values = DType.U8 if packed else form.values
@@ -405,14 +407,14 @@ def outputs(form: Format, name: str, dtype: DType, shape: tuple[int, ...], box: 
     scales = _blocks(name + form.scales_suffix, form.scales, shape, box, alignment(form, shape))
     if not form.global_suffix:
         return codes, scales
-    # The scale of the whole tensor is stored once, by the rank that holds the first element.
+    # The rank that holds the first element stores the scale of the whole tensor.
     first = bool(box.num_elements) and not any(box.start)
     whole = Box(start=(0,), stop=(int(first),))
     return codes, scales, FormatOutput(name=name + form.global_suffix, dtype=DType.F32, shape=(1,), box=whole)
 
 
 def _blocks(name: str, dtype: DType, shape: tuple[int, ...], box: Box, step: tuple[int, ...]) -> FormatOutput:
-    """Return the tensor that has one element for each block of `step`."""
+    """Return the tensor that has one element for each block of size `step`."""
     count = tuple(-(-n // s) for n, s in zip(shape, step, strict=True))
     start = tuple(-(-a // s) for a, s in zip(box.start, step, strict=True))
     stop = tuple(-(-b // s) for b, s in zip(box.stop, step, strict=True))

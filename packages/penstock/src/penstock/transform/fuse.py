@@ -1,11 +1,8 @@
-"""Quantisation of many tensors at once, from their own memory into the buffers they are sent from, in a few launches.
-
-In: pairs of a source view and the tensors of its format, wherever these lie. Out: those are filled, at each `run`.
-Not here: the computation (`quantize`), the kernels (`quantize_triton`), which boxes (`formats`).
+"""Quantise many tensors in a few launches, from their memory into the buffers from which they are sent.
 
     30,000 expert tensors --table of addresses, shapes, pitches--> tiles --a launch or two--> codes, scales
 
-On the CPU the reference runs, tensor by tensor.
+On the CPU this runs the reference (`quantize`) tensor by tensor. The kernels are in `quantize_triton`.
 """
 
 from __future__ import annotations
@@ -26,36 +23,38 @@ from penstock.transform.quantize import dtype_of, quantise, whole_scale
 from penstock.types import I64, Box, DType
 
 _WIDTH = 16
-"""Bytes of the widest load, and the columns that lie inside together; twice as many where two columns are a byte."""
+"""Bytes of the widest load. It is also the number of columns that are inside the tensor together, or twice as many if
+two columns share a byte."""
 
 _NATIVE = (8, 9)
-"""Compute capability from which on the processor rounds to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
+"""Minimum compute capability of processors that round to E4M3. Source: PTX ISA, `cvt` to .e4m3x2."""
 
 _COLUMNS = 11
-"""Columns of a launch's table: see `quantize_triton`."""
+"""Columns of a launch's table; see `quantize_triton`."""
 
 _STRIP = (4, 1024)
 _WIDE_BLOCK = (128, 128)
 _TILE = (32, 128)
 _FLAT = (1, 4096)
-"""Rows and columns of a tile: of whole rows, of square blocks, of blocks within a row and casts, of casts without rows.
-4,096 elements are sixteen 16-byte loads in each of 4 warps' lanes, 16,384 the same in 8 twice."""
+"""Rows and columns of a tile for whole rows, for square blocks, for blocks within a row and casts, and for casts
+without rows. 4,096 elements are sixteen 16-byte loads for each lane of 4 warps, and 16,384 are twice that for 8 warps.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelJob:
-    """A tensor, or a shard of it that cuts no block: its source and the places of its parts."""
+    """A tensor, or a shard of it that cuts no block, with the tensors that receive its parts."""
 
     source: torch.Tensor
     outputs: tuple[torch.Tensor, ...]
-    """In the order of `formats.outputs`; any strides between rows, none within. A shard that does not begin the tensor
-    may leave out the tensor's own scale."""
+    """Outputs in the order of `formats.outputs`, with any row stride and contiguous rows. A shard that does not contain
+    the tensor's first element may leave out the scale of the whole tensor."""
     amax: torch.Tensor | None = None
-    """The whole tensor's largest magnitude, one float32 on the device, for a format that needs it of a shard."""
+    """Largest magnitude of the whole tensor as one float32 on the device, for a shard whose format needs it."""
 
 
 class _Key(NamedTuple):
-    """The properties that the matrices of a launch have in common."""
+    """Properties that all matrices of a launch share."""
 
     dtype: DType
     wide: bool
@@ -68,7 +67,7 @@ class _Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Group:
-    """The tiles of one launch."""
+    """Tiles of one launch."""
 
     key: _Key
     table: torch.Tensor
@@ -78,23 +77,24 @@ class _Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fusion:
-    """Jobs laid out for the kernels, to be run as often as the sources change.
+    """Jobs laid out for the kernels. It can run each time the sources change.
 
-    Ownership: holds the sources and outputs, and a device table of some 100 bytes a matrix and 8 a tile.
+    Ownership: holds the sources and outputs, and a device table of about 100 bytes per matrix and 8 per tile.
     """
 
     form: Format
     jobs: tuple[KernelJob, ...]
     groups: tuple[_Group, ...]
     peaks: torch.Tensor
-    """int32, one for each job that has its amax measured."""
+    """int32 for each job whose amax is measured."""
 
     def run(self) -> None:
-        """Fill every output by the current values of its source.
+        """Fill every output from the current values of its source.
 
-        Order: asynchronous on the current stream of the jobs' device; on the CPU done when it returns.
-        Cost: on a device one launch for each kind of source (dtype, alignment), one more where whole tensors are
-            measured; no synchronisation.
+        On a device this is asynchronous on the current stream. On the CPU it has finished when it returns.
+
+        Cost: on a device one launch for each kind of source (dtype, alignment), and one more where whole tensors are
+        measured. It does not synchronise.
         """
         if not self.groups:
             for job in self.jobs:
@@ -104,9 +104,10 @@ class Fusion:
         device = self.groups[0].table.device
         with device_context(device):
             if self.form.scaling == "nv":
-                # At each run: the kernels take maxima into it, and a peak of the run before could be larger.
+                # Reset in each run, since the kernels take the maximum with the old value.
                 self.peaks.zero_()
-                # A launch of its own: every tile of a tensor must be measured before the first of its codes is rounded.
+                # Measure in a separate launch, since all tiles of a tensor must be measured before its first code is
+                # rounded.
                 for group in (group for group in self.groups if group.key.measured):
                     _launch("measure_tiles", group, TILE_ROWS=_TILE[0], TILE_COLS=_TILE[1])
             for group in self.groups:
@@ -134,7 +135,7 @@ class Fusion:
         )
 
     def _wholes(self) -> None:
-        """Store the scales that tensors have as a whole: a few elements, by torch."""
+        """Store the scales of whole tensors by torch, since they are only a few elements."""
         jobs = [job for job in self.jobs if len(job.outputs) > 2 and job.outputs[2].numel()]
         if not jobs:
             return
@@ -142,19 +143,19 @@ class Fusion:
         measured = self.peaks.view(torch.float32)
         amax = torch.stack([measured[row[id(job)]] if job.amax is None else job.amax.reshape(()).abs() for job in jobs])
         top = torch.where(amax.isfinite(), whole_scale(amax), math.nan)
-        # One call for all: copies of thousands of scales, one by one, would be a launch each.
+        # Use one call, since copying thousands of scales one by one would take a launch each.
         torch._foreach_copy_([job.outputs[2] for job in jobs], list(top.unsqueeze(1).unbind()))
 
 
 def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
-    """Lay out jobs of one format and device.
+    """Lay out jobs with one format on one device.
 
     Raises:
-        PlanError: a source is not what the format takes, an output is not what it stores, or devices differ.
-        MissingExtra: on a device, Triton is not installed.
+        PlanError: the format does not accept a source, an output does not match the format, or the devices differ.
+        MissingExtra: Triton is not installed and the jobs are on a device.
 
-    Cost: Python per job; one copy of the table from pinned memory on the current stream, which must be passed before
-        another stream runs it.
+    Cost: Python per job, and one copy of the table from pinned memory on the current stream. Another stream must wait
+    for that copy before it runs the result.
     """
     jobs = tuple(jobs)
     for number, job in enumerate(jobs):
@@ -166,10 +167,10 @@ def fuse(form: Format, jobs: Iterable[KernelJob]) -> Fusion:
 
 
 def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> Fusion:
-    """Lay out checked jobs for the kernels; on the CPU only under Triton's interpreter."""
-    # Jobs whose amax is given take it from there; the others get a place each, which the kernels measure into.
+    """Lay out checked jobs for the kernels. On the CPU this works only under Triton's interpreter."""
+    # Jobs with a given amax use it. Each of the others gets a slot into which the kernels measure. A run sets it to
+    # zero.
     num_peaks = sum(job.amax is None for job in jobs) if form.scaling == "nv" else 0
-    # Set to zero by each run.
     peaks = torch.empty(num_peaks, dtype=torch.int32, device=device)
     entries: dict[_Key, list[tuple[int, ...]]] = {}
     peak_at = iter(range(peaks.data_ptr(), peaks.data_ptr() + 4 * num_peaks, 4))
@@ -178,7 +179,7 @@ def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> 
         if form.scaling == "nv":
             at = next(peak_at) if job.amax is None else job.amax.data_ptr()
         dtype = dtype_of(job.source)
-        # By kind and not by job: thousands of tensors of one kind are one launch.
+        # Group matrices by kind and not by job, so that thousands of tensors of one kind take one launch.
         for entry in _matrices(form, job, at):
             flat = form.scaling == "none" and entry[3] == 1
             measured = form.scaling == "nv" and job.amax is None
@@ -189,7 +190,7 @@ def lay_out(form: Format, jobs: tuple[KernelJob, ...], device: torch.device) -> 
 
 
 def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> None:
-    """Raise PlanError unless a job's tensors are what the format takes and stores, on this device."""
+    """Raise PlanError unless a job's tensors match the format and are on this device."""
     shape = tuple(job.source.shape)
     want = outputs(form, f"job {number}", dtype_of(job.source), shape, Box.full(shape))
     if form.global_suffix and len(job.outputs) == 2:
@@ -197,24 +198,26 @@ def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> N
     actual = [(tuple(out.shape), dtype_of(out)) for out in job.outputs]
     if actual != [(part.shape, part.dtype) for part in want]:
         expected = ", ".join(f"{part.dtype} {list(part.shape)}" for part in want)
-        raise PlanError(f"job {number}: outputs {actual} are not {expected}, which {form.tag} stores of {list(shape)}")
-    # All on one device: the kernels get raw addresses, and those of another device would fault there.
+        raise PlanError(
+            f"job {number}: outputs {actual} do not match {expected}, which {form.tag} stores for {list(shape)}"
+        )
+    # The kernels get raw addresses, which would fault on a different device.
     others = (*job.outputs, *(() if job.amax is None else (job.amax,)))
     if any(tensor.device != device for tensor in (job.source, *others)):
         raise PlanError(f"job {number}: its tensors are not all on {device}")
     if job.amax is not None and (job.amax.dtype is not torch.float32 or job.amax.numel() != 1):
-        raise PlanError(f"job {number}: amax is one float32, not {job.amax.dtype} {list(job.amax.shape)}")
+        raise PlanError(f"job {number}: amax must be one float32, not {job.amax.dtype} {list(job.amax.shape)}")
     if any(out.numel() and out.shape[-1] > 1 and out.stride(-1) != 1 for out in job.outputs if out.ndim):
         raise PlanError(f"job {number}: an output's last dim is not contiguous")
 
 
 def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ...]]:
-    """Yield the table's entries: the last two dims, for each element of the others; one row for a contiguous cast."""
+    """Yield table entries for each matrix of the last two dims. A contiguous cast is one matrix with one row."""
     source, out = job.source, job.outputs[0]
     if not source.numel():
         return
     size = source.element_size()
-    # A cast has no blocks, so the shape does not matter: a single long row has no edges within it.
+    # A cast has no blocks, so the shape does not matter, and a single long row has no edges inside.
     if form.scaling == "none" and source.is_contiguous() and out.is_contiguous():
         yield source.data_ptr(), 0, 1, 1, source.numel(), out.data_ptr(), 0, 0, 0, 0
         return
@@ -229,20 +232,19 @@ def _matrices(form: Format, job: KernelJob, peak: int) -> Iterator[tuple[int, ..
         if scales is None:
             yield *places, 0, 0, 0
             continue
-        # The scales have strides of their own over the outer dims.
         skipped = sum(i * s for i, s in zip(index, scales.stride(), strict=False))
         yield *places, scales.data_ptr() + scales.element_size() * skipped, scales.stride(-2), peak
 
 
 def _wide(dtype: DType, entry: tuple[int, ...]) -> bool:
-    """Return whether loads and stores of 16 bytes are possible: see `quantise_tiles`."""
+    """Return whether loads and stores of 16 bytes are possible; see `quantise_tiles`."""
     src, row_stride, col_stride, _, cols, out, out_pitch = entry[:7]
     at = src % _WIDTH or out % _WIDTH or (row_stride * dtype.bits // 8) % _WIDTH
     return col_stride == 1 and not (at or cols % (2 * _WIDTH) or out_pitch % _WIDTH)
 
 
 def _tile(form: Format, flat: bool) -> tuple[int, int]:
-    """Return rows and columns of a program's tile, which cuts no block."""
+    """Return the rows and columns of a program's tile, which cuts no block."""
     if flat:
         return _FLAT
     if form.block[1] == WHOLE:
@@ -251,12 +253,13 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
 
 
 def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Group:
-    """Return the launch of these matrices: their columns, the first tile of each, and the matrix of each tile."""
+    """Return the launch of these matrices. Its table has their columns, the first tile of each, and the matrix of each
+    tile."""
     tile_rows, tile_cols = _tile(form, key.flat)
     across = 1 if form.block[1] == WHOLE else -(-entries[:, 4] // tile_cols)
     tiles = -(-entries[:, 3] // tile_rows) * across
     stop = np.cumsum(tiles)
-    # Pinned: a copy from pageable memory would make the call wait for the device.
+    # Pin the table, since a copy from pageable memory would make the call wait for the device.
     host = torch.empty(_COLUMNS * len(entries) + int(stop[-1]), dtype=torch.int64, pin_memory=device.type == "cuda")
     columns = host.numpy()
     columns[: 10 * len(entries)] = entries.T.reshape(-1)

@@ -1,9 +1,8 @@
-"""Values of ggml's quantised types: Q8_0 both ways, the others read by the `gguf` package.
+"""Values of ggml's quantised types, with the same bits as `gguf.quants` on every device.
 
-In: values, or the blocks of rows as bytes. Out: the other. The same bits as `gguf.quants`, on every device.
-Not here: files of the format (`storage.gguf`), operations (`jobs.operations.gguf`).
+Q8_0 is read and written here, and the `gguf` package reads the other types.
 
-    Q8_0: 32 values are 34 bytes: their scale, F16, the largest magnitude divided by 127; then 32 signed bytes
+    Q8_0: 32 values are 34 bytes: their scale in F16, the largest magnitude divided by 127; then 32 signed bytes
 """
 
 from __future__ import annotations
@@ -20,23 +19,25 @@ Q8_0_ELEMENTS, Q8_0_BYTES = 32, 34
 
 
 def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
-    """Return the blocks of float values `[..., n]` as uint8 `[..., n / 32 * 34]`; 32 divides n.
+    """Return the blocks of float values `[..., n]` as uint8 `[..., n / 32 * 34]`. n must be a multiple of 32.
 
     Raises:
-        OperationFailed: a value is infinite or no number, or too large for a scale in F16; a block cannot hold it.
+        OperationFailed: a value is infinite or NaN, or too large for a scale in F16.
     """
     blocks = values.float().reshape(-1, Q8_0_ELEMENTS)
     amax = blocks.abs().amax(dim=1, keepdim=True)
-    # A tensor and not a number: CUDA would multiply by its reciprocal, which gives other bits.
+    # Divide by a tensor and not by a number, since CUDA would multiply by the inverse of a number, which gives
+    # different bits.
     scale = amax / torch.full((), 127.0, device=amax.device)
     half = scale.half()
     if not bool(torch.isfinite(half).all()):
         raise OperationFailed(
-            "Q8_0 cannot hold a value that is infinite, no number, or above 8.3 million",
+            "Q8_0 cannot hold a value that is infinite, NaN or above 8.3 million",
             hint="store this tensor as F32, or repair the source",
         )
     inverse = 1 / scale
-    # Zeros, and blocks so small that the inverse overflows: their scale in F16 is zero, whatever their bytes are.
+    # For zeros and for blocks so small that the inverse overflows, the scale in F16 is zero and the codes do not
+    # matter.
     inverse = torch.where(torch.isfinite(inverse), inverse, torch.zeros_like(inverse))
     codes = _rounded(blocks * inverse).to(torch.int8)
     raw = torch.cat((half.view(torch.uint8), codes.view(torch.uint8)), dim=1)
@@ -44,17 +45,17 @@ def quantise_q8_0(values: torch.Tensor) -> torch.Tensor:
 
 
 def _rounded(values: torch.Tensor) -> torch.Tensor:
-    """Return values rounded to integers, halves away from zero, as C's roundf. Torch rounds halves to even."""
+    """Round to integers with halves away from zero, like C's roundf. Torch rounds halves to even."""
     magnitude = values.abs()
     floor = magnitude.floor()
     return values.sign() * (floor + (2 * (magnitude - floor)).floor())
 
 
 def dequantise(kind: str, blocks: torch.Tensor) -> torch.Tensor:
-    """Return the values, F32 `[..., n]`, of the blocks of rows, uint8 `[..., bytes of a row]`, contiguous.
+    """Return the F32 values `[..., n]` of contiguous uint8 blocks `[..., bytes of a row]`.
 
     Raises:
-        MissingExtra: a type other than Q8_0, without the `gguf` package.
+        MissingExtra: the type is not Q8_0 and the `gguf` package is not installed.
         OperationFailed: the package does not read this type.
     """
     if kind != "Q8_0":
@@ -72,13 +73,13 @@ def _by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
     except (NotImplementedError, KeyError) as error:
         message = f"the gguf package does not read values of type {kind}"
         raise OperationFailed(
-            message, hint="dequantise it with llama.cpp: llama-quantize --allow-requantize"
+            message, hint="dequantise the file with llama.cpp: llama-quantize --allow-requantize"
         ) from error
     return torch.from_numpy(values).to(blocks.device)
 
 
 def _package() -> Any:
-    # Imported on first use: an extra, which Q8_0 does not need.
+    # Import on first use, since Q8_0 does not need this extra.
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError as error:

@@ -1,10 +1,7 @@
-"""Values in and out of the formats, by torch on any device: the reference whose bits the kernels have.
+"""Reference computation of the formats by torch on any device. The kernels give the same bits.
 
-In: a tensor, or the tensors that a format stored of one. Out: the other.
-Not here: many tensors at once into given memory (`fuse`), names, shapes and boxes (`formats`).
-
-Every number is FP32, every step one IEEE operation rounded to nearest even: the bits are the same wherever it runs.
-A block's amax is the largest magnitude in it, at least TINY where a scale is divided by it.
+Every number is FP32 and every step is one IEEE operation rounded to nearest even, so the bits are the same everywhere.
+The amax of a block is its largest magnitude, and at least TINY where it divides.
 
     amax   scale = amax / 448                                  code = E4M3(clamp(x * (1 / scale)))
     pow2   scale = 2^ceil(log2(amax / 448))                    code = E4M3(clamp(x * (1 / scale)))
@@ -13,17 +10,17 @@ A block's amax is the largest magnitude in it, at least TINY where a scale is di
            scale = 2^max(floor(log2(amax)) - 8, -127)          code = E4M3(clamp(x * (1 / scale)))
     nv     scale = E4M3(clamp(G * (amax / 6))), at least 2^-9  code = E2M1(x * (G / scale)), G = 2688 / tensor's amax
 
-up(amax) is floor(log2(amax)), and one more from 1.75 * 2^floor(log2(amax)) on: there amax / scale would reach 448, and
-beyond it the floor alone clamps. On normal weights clamping raises the RMS error by a tenth, from 0.0266 to 0.0293.
+up(amax) is floor(log2(amax)), plus one from 1.75 * 2^floor(log2(amax)) on. There amax / scale would reach 448, and
+above that the floor alone clamps. On normal weights clamping raises the RMS error by a tenth, from 0.0266 to 0.0293.
 
-A value is code * scale; in NVFP4 code * (scale / G). A block with a NaN or an infinity has a NaN for its scale (255 in
-E8M0) and NaN codes (0 in E2M1, which has none): readers see NaN, never a number that is wrong. In NVFP4 that
-is the whole tensor.
+A value is code * scale, and in NVFP4 code * (scale / G). A block with a NaN or an infinity gets a NaN scale (255 in
+E8M0) and NaN codes (0 in E2M1, which has no NaN), so that readers see NaN and never a wrong number. In NVFP4 this
+applies to the whole tensor.
 
-Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8` (x * (1 / scale), power of two rounded up); OCP Microscaling
-Formats 1.0, section 6.3 (`mx_floor`); compressed-tensors 0.20, `generate_mx_scales` (`mx`), `calculate_qparams` and
-`generate_gparam`. The last divides by the scale where the others multiply by its inverse: codes differ where the
-quotient lies on the edge between two. MXFP8's scales are powers of two, so its codes never do.
+Sources: DeepGEMM and vLLM 0.32, `per_block_cast_to_fp8` (x * (1 / scale), power of two rounded up). OCP Microscaling
+Formats 1.0, section 6.3 (`mx_floor`). compressed-tensors 0.20, `generate_mx_scales` (`mx`), `calculate_qparams` and
+`generate_gparam`. compressed-tensors divides by the scale, and the others multiply by its inverse. Codes therefore
+differ where the quotient is on the edge between two codes. MXFP8's scales are powers of two, so its codes never differ.
 """
 
 from __future__ import annotations
@@ -39,7 +36,8 @@ from penstock.transform.formats import CASTS, WHOLE, Format, check, outputs
 from penstock.types import Box, DType
 
 TINY = 2.0**-100
-"""Least amax by which a scale is computed: scale and inverse are normal numbers for any block, and zeros stay zeros."""
+"""Minimum amax from which a scale is computed. It keeps scale and inverse normal numbers for any block, and zeros stay
+zeros."""
 
 E4M3_MAX = 448.0
 """Source: OCP FP8 1.0, table 1."""
@@ -51,7 +49,7 @@ MX_ELEMENT_EXPONENT = 8
 """Exponent of the largest power of two in E4M3. Source: OCP Microscaling Formats 1.0, section 6.3."""
 
 MX_ROUND_UP_BITS = 1 << 21
-"""Added to an FP32's bits: carries into the exponent from 1.75 (448 / 256) on.
+"""Added to the bits of an FP32, this carries into the exponent from 1.75 (448 / 256) on.
 
 Source: compressed-tensors 0.20, `round_to_power_2` with one bit of mantissa.
 """
@@ -60,7 +58,7 @@ INFINITY_BITS = 0x7F800000
 E4M3_NAN = 0x7F
 E8M0_NAN = 0xFF
 
-# The numbers half-way between two codes of E2M1, and whether such a number rounds up (ties to even).
+# Numbers half-way between two codes of E2M1, and whether such a number rounds up (ties to even).
 _E2M1_EDGES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 _E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -83,38 +81,38 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(tensor: torch.Tensor) -> DType:
-    """Return the dtype of a tensor. PlanError for one that no format reads or stores."""
+    """Return the dtype of a tensor. Raises PlanError if no format reads or stores it."""
     try:
         return _DTYPE[tensor.dtype]
     except KeyError:
-        raise PlanError(f"no transform is for {tensor.dtype}") from None
+        raise PlanError(f"no transform supports {tensor.dtype}") from None
 
 
 def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that the format stores of one, codes first, or of a shard that cuts no block.
+    """Return the tensors that the format stores for a tensor, or for a shard that cuts no block. Codes come first.
 
     Args:
-        source: any strides.
-        amax: the largest magnitude of the whole tensor, one float32, for a format that has a scale for all of it and a
-            source that is a part; measured of `source` if None.
+        source: tensor with any strides.
+        amax: largest magnitude of the whole tensor as one float32, for a format with a scale for the whole tensor. None
+            means to measure it in `source`.
 
     Raises:
-        PlanError: the format does not take this dtype or shape.
+        PlanError: the format does not accept this dtype or shape.
     """
     shape = tuple(source.shape)
     check(form, "", dtype_of(source), shape, Box.full(shape))
     if form.scaling == "none":
         return (_cast(source, form.values),)
     rows, cols = (n if step == WHOLE else step for step, n in zip(form.block, shape[-2:], strict=True))
-    # FP32 for every source: the kernels compute in it, and the bits must be the same.
-    # The shape becomes [..., blocks down, rows, blocks across, cols]; elements beyond the edge count as zero.
+    # Use FP32 for every source, since the kernels do and the bits must be the same. The shape becomes [..., blocks
+    # down, rows, blocks across, cols]. Elements beyond the edge count as zero.
     padded = functional.pad(source.float(), (0, -shape[-1] % max(cols, 1), 0, -shape[-2] % max(rows, 1)))
     if not padded.numel():
         return _empty(form, source, amax)
     blocks = padded.unflatten(-1, (-1, cols)).unflatten(-3, (-1, rows))
-    # By the bits: as integers a NaN is above infinity, so a single comparison finds both.
+    # As an integer a NaN is above infinity, so a single comparison finds both.
     peak = magnitude(blocks).amax(dim=(-3, -1))
-    # A NaN or an infinity anywhere makes every block's peak one: the global scale would be wrong for all of them.
+    # With a NaN or an infinity anywhere, the global scale would be wrong for all blocks, so all blocks get this peak.
     whole = None
     if form.scaling == "nv":
         whole = magnitude(source.float() if amax is None else amax).amax()
@@ -126,30 +124,30 @@ def quantise(form: Format, source: torch.Tensor, *, amax: torch.Tensor | None = 
     codes = torch.where(bad, 0 if form.values is DType.F4 else E4M3_NAN, codes)
     codes = codes.flatten(-4, -3).flatten(-2)[..., : shape[-2], : shape[-1]].contiguous()
     if form.values is DType.F4:
-        # The first of two in the low bits, as compressed-tensors packs them.
+        # The first of two codes goes into the low bits, as in compressed-tensors.
         return codes[..., ::2] | (codes[..., 1::2] << 4), scales, *extra
     return codes.view(torch.float8_e4m3fn), scales, *extra
 
 
 def magnitude(values: torch.Tensor) -> torch.Tensor:
-    """Return the bits of |x| in FP32 as int32: they are ordered as the numbers are, then infinity, then NaN."""
+    """Return the bits of |x| in FP32 as int32. They are ordered like the numbers, followed by infinity and NaN."""
     return values.view(torch.int32) & 0x7FFFFFFF
 
 
 def _scales(
     form: Format, peak: torch.Tensor, whole: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Return the factor of each block, its stored scale, and the tensor's own scale where there is one."""
+    """Return the factor of each block, its stored scale, and the scale of the whole tensor if there is one."""
     bad = peak >= INFINITY_BITS
     finite = torch.where(bad, 0, peak)
     nan = math.nan
     if whole is not None:
         top = torch.where(whole >= INFINITY_BITS, nan, whole_scale(whole.view(torch.float32))).reshape(1)
         scale = _e4m3((top * _over(finite.view(torch.float32), E2M1_MAX)).clamp(max=E4M3_MAX)).view(torch.uint8)
-        # At least the smallest code: a scale of zero would make the inverse infinite.
+        # Use at least the smallest code, since a scale of zero would make the inverse infinite.
         scale = torch.where(bad, E4M3_NAN, scale.clamp(min=1)).view(torch.float8_e4m3fn)
         return top / scale.float(), scale, (top,)
-    # Exponents straight from the bits: log2 in floating point may round up to the next power of two.
+    # Take exponents directly from the bits, since log2 in floating point may round up to the next power of two.
     if form.scaling in ("mx", "mx_floor"):
         peak_bits = finite + MX_ROUND_UP_BITS if form.scaling == "mx" else finite
         exponent = ((peak_bits >> 23) - MX_ELEMENT_EXPONENT).clamp(min=0)
@@ -157,33 +155,34 @@ def _scales(
         scale = _over(finite.view(torch.float32).clamp(min=TINY), E4M3_MAX)
         if form.scaling == "amax":
             return scale.reciprocal(), torch.where(bad, nan, scale), ()
-        # Adding all mantissa bits carries into the exponent unless they are zero: the power of two is rounded up.
+        # Adding all mantissa bits carries into the exponent unless they are zero, which rounds the power of two up.
         exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23
-    # Exact: the inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
+    # This is exact, since the inverse of a power of two is its exponent mirrored about the bias, 127 + 127.
     inverse = ((254 - exponent) << 23).view(torch.float32)
-    # The bits of a power of two are its exponent, shifted; E8M0 and U8 store the exponent itself.
+    # The bits of a power of two are its shifted exponent. E8M0 and U8 store the exponent itself.
     if form.scales is DType.F32:
         return inverse, torch.where(bad, nan, (exponent << 23).view(torch.float32)), ()
     return inverse, torch.where(bad, E8M0_NAN, exponent).to(torch.uint8).view(torch_dtype(form.scales)), ()
 
 
 def whole_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return NVFP4's scale of a tensor: it takes the largest magnitude to the largest code times the largest scale."""
+    """Return NVFP4's scale of a tensor, which maps the largest magnitude to the largest code times the
+    largest scale."""
     return torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax.clamp(min=TINY)
 
 
 def _over(values: torch.Tensor, divisor: float) -> torch.Tensor:
-    """Divide every element by a tensor: by a plain number torch multiplies with its inverse, which rounds twice."""
+    """Divide by a tensor, since torch multiplies by the inverse of a plain number, which rounds twice."""
     return values / torch.full_like(values, divisor)
 
 
 def _e4m3(values: torch.Tensor) -> torch.Tensor:
-    """Round numbers that are within E4M3's range: torch's versions differ in what they do beyond."""
+    """Round numbers that are within E4M3's range. Beyond it, versions of torch differ."""
     return values.to(torch.float8_e4m3fn)
 
 
 def _e2m1(values: torch.Tensor) -> torch.Tensor:
-    """Return codes of four bits in uint8; numbers beyond 6 become 6."""
+    """Return codes of four bits in uint8. Numbers beyond 6 become 6."""
     size = values.abs()
     codes = torch.zeros_like(values, dtype=torch.uint8)
     for edge, closed in _E2M1_EDGES:
@@ -192,11 +191,11 @@ def _e2m1(values: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
-    """Cast through FP32, or FP64 if that is wanted. In FP8 numbers beyond the range become the largest one.
+    """Cast through FP32, or through FP64 if that is wanted. In FP8, numbers beyond the range become the largest number.
 
-    In E4M3, which has no infinity, an infinity becomes NaN.
+    E4M3 has no infinity, so an infinity becomes NaN.
     """
-    # F64 by itself: through FP32 it would lose its own precision.
+    # Cast to F64 directly, since FP32 would lose its precision.
     if dtype is DType.F64:
         cast = source.double()
         return torch.where(cast.isnan(), math.nan, cast)
@@ -208,7 +207,7 @@ def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     elif dtype is DType.F8_E5M2:
         values = torch.where(values.isinf(), values, values.clamp(-E5M2_MAX, E5M2_MAX))
     cast = values.to(torch_dtype(dtype))
-    # Every NaN becomes the one NaN of torch.nan in that dtype: processors differ in which bits of a NaN they keep.
+    # Every NaN becomes the NaN of torch.nan in that dtype, since processors differ in the bits of a NaN that they keep.
     bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[dtype.bits]
     return torch.where(lost, nan_bits(dtype), cast.view(bits)).view(cast.dtype)
 
@@ -221,7 +220,7 @@ def nan_bits(dtype: DType) -> int:
 
 
 def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of a tensor without elements; its own scale is that of zeros, or of the given amax."""
+    """Return the outputs for a tensor without elements. Its global scale is that of zeros or of the given amax."""
     shape = tuple(source.shape)
     parts = outputs(form, "", dtype_of(source), shape, Box.full(shape))
     empty_parts = [torch.empty(part.shape, dtype=torch_dtype(part.dtype), device=source.device) for part in parts]
@@ -232,17 +231,17 @@ def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tup
 
 
 def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> torch.Tensor:
-    """Return the values that a format's tensors stand for, computed in FP32 and then cast.
+    """Return the values of the tensors that a format stores, computed in FP32 and then cast.
 
     Args:
-        parts: as of `quantise`, or boxes of them that cut no block.
+        parts: result of `quantise`, or boxes of it that cut no block.
         dtype: one of CASTS.
 
     Raises:
-        PlanError: the dtype is none of CASTS, or the parts are not those of the format.
+        PlanError: the dtype is not one of CASTS, or the parts do not match the format.
     """
     if dtype not in CASTS:
-        raise PlanError(f"{dtype} is none of {', '.join(sorted(CASTS))}")
+        raise PlanError(f"{dtype} is not one of {', '.join(sorted(CASTS))}")
     if form.scaling == "none":
         return _cast(parts[0], dtype)
     codes, scales = parts[0], parts[1]
@@ -251,7 +250,7 @@ def dequantise(form: Format, parts: Sequence[torch.Tensor], dtype: DType) -> tor
     want = outputs(form, "", DType.F32, shape, Box.full(shape))
     if [(tuple(part.shape), dtype_of(part)) for part in parts] != [(part.shape, part.dtype) for part in want]:
         actual = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise PlanError(f"{actual} are not the tensors of {form.tag}")
+        raise PlanError(f"{actual} do not match the tensors of {form.tag}")
     return read_codes(codes, scales, form.block, dtype, whole=parts[2] if form.global_suffix else None, packed=packed)
 
 
@@ -266,23 +265,23 @@ def read_codes(
     packed: bool = False,
     first_row: int = 0,
 ) -> torch.Tensor:
-    """Return the values that codes and scales of any layout stand for, computed in FP32 and then cast.
+    """Return the values of codes and scales in any layout, computed in FP32 and then cast.
 
     Args:
-        codes: FP8, INT8, or E2M1 two a byte.
-        scales: of the whole tensor, whichever rows the codes are; any floating dtype, or exponents (E8M0, also as U8).
-            Its last two dims count blocks; one that has a single element is for the whole tensor.
-        block: rows and columns of values that share a scale; WHOLE: all of the dim.
+        codes: FP8, INT8, or E2M1 with two codes per byte.
+        scales: scales of the whole tensor, whichever rows the codes are. They have any floating dtype, or are exponents
+            (E8M0, also as U8). The last two dims count blocks. A single element is the scale of the whole tensor.
+        block: rows and columns of values that share a scale. WHOLE means the whole dim.
         dtype: one of CASTS.
-        whole: the one number by which all scales are divided; None: there is none.
-        multiplies: all scales are multiplied by `whole` instead.
-        packed: codes are E2M1, two a byte.
-        first_row: the row of the whole tensor with which the codes begin, in the last dim but one.
+        whole: number by which all scales are divided, or None.
+        multiplies: multiply all scales by `whole` instead.
+        packed: codes are E2M1, two per byte.
+        first_row: row of the whole tensor, in the second last dim, at which the codes begin.
     """
-    # By a table of the sixteen codes: bits of E2M1 are no dtype that torch computes with.
+    # Look up the sixteen codes in a table, since torch cannot compute with E2M1.
     if packed:
         table = torch.tensor([*_E2M1_VALUES, *(-v for v in _E2M1_VALUES)], device=codes.device)
-        # DeepSeek-V4 stores the bytes as I8, of which a shift would keep the sign.
+        # DeepSeek-V4 stores the bytes as I8, whose sign a shift would keep.
         codes = codes.view(torch.uint8)
         values = table[torch.stack([codes & 15, codes >> 4], -1).flatten(-2).int()]
     else:
@@ -292,12 +291,12 @@ def read_codes(
     factor = _scale_values(scales)
     if whole is not None:
         factor = factor * whole if multiplies else factor / whole
-    # A single scale is for all, whatever `block` says: it also fits shapes that blocks do not.
+    # A single scale applies to all values, whatever `block` says. It also fits shapes that blocks do not.
     if factor.numel() == 1:
         return _cast(values * factor.reshape(()), dtype)
     rows, cols = block
     if factor.shape[-2] > 1 and rows != WHOLE:
-        # A shard begins in the midst of the scales, and perhaps of a block.
+        # A shard may begin in the middle of the scales and of a block.
         count = torch.arange(first_row, first_row + values.shape[-2], device=factor.device)
         factor = factor[..., count // rows, :]
     if cols != WHOLE and factor.shape[-1] > 1:
@@ -306,10 +305,10 @@ def read_codes(
 
 
 def _scale_values(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as FP32; U8 and E8M0 are exponents."""
+    """Return scales as FP32. U8 and E8M0 are exponents."""
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     exponent = scales.view(torch.uint8).int()
-    # 2^-127 is the one scale below the normal numbers of FP32.
+    # 2^-127 is the only scale below the normal numbers of FP32.
     bits = torch.where(exponent == 0, 1 << 22, exponent << 23)
     return torch.where(exponent == E8M0_NAN, 0x7FC00000, bits).view(torch.float32)

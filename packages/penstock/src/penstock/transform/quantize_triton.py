@@ -1,14 +1,14 @@
-"""The formats as three Triton kernels over many tensors at once; the bits of `quantize`.
+"""Triton kernels that compute the formats over many tensors at once, with the same bits as `quantize`.
 
-In: a table of matrices by raw addresses, a tile of one of them a program. Out: codes and scales at their addresses.
-Not here: the table and the launches (`fuse`), the computation and its reasons (`quantize`).
+The table has matrices by raw address, and each program handles one tile of a matrix. `fuse` builds the table and
+launches the kernels.
 
     quantise_tiles   block formats: blocks of BLOCK_ROWS x BLOCK_COLS within a tile, or whole rows, read twice
     measure_tiles    the largest magnitude of a whole tensor, for the format that has a scale for all of it
     cast_tiles       casts
 
-A BF16 is widened by its bits, and E4M3 is rounded by them where the processor cannot: before compute capability 8.9,
-and in Triton's interpreter, which does not round to even.
+BF16 is widened by shifting its bits. E4M3 is also rounded by its bits where the processor cannot do it: before compute
+capability 8.9, and in Triton's interpreter, which does not round to even.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -38,9 +38,9 @@ TINY_BITS = tl.constexpr(27 << 23)
 
 @triton.jit
 def _matrix(table: tl.tensor, columns: tl.tensor, tiles: tl.tensor, TILE_COLS: tl.constexpr, STRIP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the entry of this program's matrix, and its tile's row and column of tiles.
+    """Return the entry of this program's matrix, and the row and column of its tile among the matrix's tiles.
 
-    table: int64, a column after the other, then the matrix of each tile.
+    table: int64, column by column, followed by the matrix of each tile.
     """
     tile = tl.program_id(0)
     entry = tl.load(table + tiles + tile)
@@ -56,7 +56,7 @@ def _matrix(table: tl.tensor, columns: tl.tensor, tiles: tl.tensor, TILE_COLS: t
 @triton.jit
 def _place(base: tl.tensor, at: tl.tensor, row_in: tl.tensor, col_in: tl.tensor, WIDE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return pointers and mask, with hints that the compiler cannot infer from addresses in a table: sixteen neighbours
-    lie in a row, all or none of them inside. The hints are on values made here: those on arguments are lost."""
+    are in one row and are all inside or all outside. The hints are on new values, since hints on arguments are lost."""
     pointer, mask = base + at, row_in & col_in
     if WIDE:
         pointer = tl.max_contiguous(tl.multiple_of(pointer, (1, 16)), (1, 16))
@@ -73,7 +73,8 @@ def _floats(
     SOURCE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Return the values there in FP32 (FP64 unchanged); 0 where masked. SOURCE is the dtype's name in the format."""
+    """Return the values at these addresses in FP32 (FP64 unchanged), or 0 where masked. SOURCE is the name of the
+    dtype."""
     if SOURCE == "BF16":
         pointer, mask = _place(address.to(tl.pointer_type(tl.uint16)), at, row_in, col_in, WIDE)
         values = (tl.load(pointer, mask=mask, other=0).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -109,13 +110,14 @@ def _magnitude(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _fp8(values: tl.tensor, MANTISSA: tl.constexpr, BIAS: tl.constexpr) -> tl.tensor:
-    """Return the codes, by the bits, of numbers within the range."""
+    """Return the codes of numbers within the range, computed from their bits."""
     bits = values.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     shift: tl.constexpr = 23 - MANTISSA
     even = (size >> shift) & 1
     normal = ((size + ((1 << (shift - 1)) - 1) + even) >> shift) - ((127 - BIAS) << MANTISSA)
-    # Below the normal numbers a code counts steps of 2^(1 - BIAS - MANTISSA): 2^23 is added, whose last bit is one.
+    # Below the normal numbers a code counts steps of 2^(1 - BIAS - MANTISSA). Adding 2^23, whose last bit is one,
+    # rounds to it.
     steps = size.to(tl.float32, bitcast=True) * (1 << (BIAS + MANTISSA - 1)) + 8388608.0
     small = size < ((128 - BIAS) << 23)
     code = tl.where(small, steps.to(tl.uint32, bitcast=True) & 0xFF, normal)
@@ -151,7 +153,7 @@ def _from_e4m3(code: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _scaled(peak: tl.tensor, whole: tl.tensor, SCALING: tl.constexpr, BYTES: tl.constexpr, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the factor of a block, and the bits stored of its scale (int32, or uint8 where BYTES)."""
+    """Return the factor of a block and the bits of its stored scale (uint8 if BYTES, or int32)."""
     bad = peak >= INFINITY_BITS
     finite = tl.where(bad, 0, peak)
     if SCALING == "nv":
@@ -195,9 +197,9 @@ def quantise_tiles(
     WIDE: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    """Quantise a tile in blocks; with STRIP its rows are blocks as long as the matrix.
+    """Quantise a tile in blocks. With STRIP, its rows are blocks as long as the matrix.
 
-    WIDE: source, codes and columns keep to 16 bytes and neighbours in a row are neighbours in memory.
+    With WIDE, source, codes and columns are aligned to 16 bytes, and neighbours in a row are neighbours in memory.
     """
     entry, tile_row, tile_col = _matrix(table, columns, tiles, TILE_COLS, STRIP)
     rows = tl.load(table + ROWS * columns + entry)
@@ -274,7 +276,7 @@ def measure_tiles(
     TILE_COLS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Take the largest magnitude of each matrix, as the bits of an FP32, into its PEAK, which begins as 0."""
+    """Take the largest magnitude of each matrix into its PEAK, as the bits of an FP32. PEAK must start as 0."""
     entry, tile_row, tile_col = _matrix(table, columns, tiles, TILE_COLS, False)
     rows = tl.load(table + ROWS * columns + entry)
     cols = tl.load(table + COLS * columns + entry)
@@ -299,7 +301,7 @@ def cast_tiles(
     TILE_COLS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """Cast each value; TARGET is the dtype's name in the format, OUT_PITCH is in elements."""
+    """Cast each value. TARGET is the name of the dtype, and OUT_PITCH is in elements."""
     entry, tile_row, tile_col = _matrix(table, columns, tiles, TILE_COLS, False)
     rows = tl.load(table + ROWS * columns + entry)
     cols = tl.load(table + COLS * columns + entry)

@@ -1,8 +1,4 @@
-"""Selection of the tensors to quantise, and the entry in config.json with which engines load the result.
-
-In: names, dtypes and shapes; a format; patterns. Out: the names to quantise, the reason why each other is kept, a dict.
-Not here: quantising (`formats`, `quantize`).
-"""
+"""Selection of the tensors to quantise, and the entry in config.json with which engines load the result."""
 
 from __future__ import annotations
 
@@ -40,14 +36,14 @@ KEEP = (
     "*visual*",
     "*vision*",
 )
-"""Patterns of names that are kept unchanged. Source: what stays BF16 in the checkpoints of DeepSeek-V3 and V3.2
+"""Patterns of names that stay unchanged. Source: tensors that stay BF16 in the checkpoints of DeepSeek-V3 and V3.2
 (embeddings, norms, `mlp.gate`, `eh_proj`, `shared_head`, the indexer's `weights_proj`, `lm_head`) and Qwen3-FP8
-(`mlp.gate`, `lm_head`, norms); vision towers and convolutions by the recipes of llm-compressor. Embeddings are `wte`
-and `wpe` in GPT-2; heads are `output` in InternLM2 and Mistral's own files, `score` and `classifier` in transformers'
-sequence classification, `qa_outputs` in its question answering."""
+(`mlp.gate`, `lm_head`, norms), and vision towers and convolutions in the recipes of llm-compressor. Embeddings are
+`wte` and `wpe` in GPT-2. Heads are `output` in InternLM2 and Mistral's files, `score` and `classifier` in transformers'
+sequence classification, and `qa_outputs` in its question answering."""
 
 _SHOWN = 3
-"""Reasons in the error where nothing is left to quantise."""
+"""Number of reasons that the error lists if nothing is left to quantise."""
 
 Tensor = tuple[str, DType, tuple[int, ...]]
 """Name, dtype and shape."""
@@ -55,22 +51,22 @@ Tensor = tuple[str, DType, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The tensors of a model that are quantised, and the reasons why the others are not."""
+    """Tensors of a model that are quantised, and the reasons why the others are not."""
 
     names: tuple[str, ...]
     """Tensors to quantise, in the order given."""
     kept: Mapping[str, str]
-    """The others, each with the reason."""
+    """Reason for each tensor that is kept unchanged."""
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each kept tensor."""
     stored: frozenset[str] = frozenset()
-    """Tensors among the kept ones that the source stores in this format already."""
+    """Kept tensors that the source already stores in this format."""
 
     def modules_kept(self) -> tuple[str, ...]:
-        """Return the modules that are not quantised; without this list engines take every linear layer for quantised.
+        """Return the modules that are not quantised. Without this list engines treat every linear layer as quantised.
 
-        A stack of experts is a parameter of its module, which is named then. The output layer of a model with tied
-        embeddings has no tensor: it is always listed, unless it is quantised.
+        A stack of experts is a parameter of its module, so the module is listed. The output layer of a model with tied
+        embeddings has no tensor. It is always listed unless it is quantised.
         """
         modules = set()
         for name in self.kept.keys() - self.stored:
@@ -84,7 +80,7 @@ class Selection:
 
 
 HEAD = "lm_head"
-"""The name in transformers of a language model's output layer, also where it is tied to the embedding."""
+"""Name of a language model's output layer in transformers, also if it is tied to the embedding."""
 
 
 def select(
@@ -95,25 +91,25 @@ def select(
     only: Sequence[str] = ("*.weight",),
     stored: Collection[str] = (),
 ) -> Selection:
-    """Select linear weights: two dims, a name among `only` and not among `keep` (shell patterns, the whole name).
+    """Select linear weights: tensors of two dims whose name matches `only` and not `keep` (shell patterns for the whole
+    name).
 
     Args:
-        form: the format they are to be stored in.
+        form: format in which they are to be stored.
         tensors: all tensors of the model.
-        keep, only: patterns.
-        stored: names of those that are stored in this format already.
+        stored: names of tensors that are stored in this format already.
 
     Raises:
         PlanError: nothing is left to quantise.
     """
     tensors = list(tensors)
     why = reasons(form, tensors, keep=keep, only=only)
-    # After the reasons, so that a tensor stored in this format already is not quantised a second time.
-    why |= dict.fromkeys(stored, f"it is stored as {form.tag} already")
+    # This overrides the reasons, so that a tensor that is stored in this format already is not quantised again.
+    why |= dict.fromkeys(stored, f"it is already stored as {form.tag}")
     names = tuple(name for name, reason in why.items() if not reason)
     if not names:
-        shown = Counter(why[name] for name, _, shape in tensors if len(shape) > 1).most_common(_SHOWN)
-        detail = "; ".join(f"{reason} ({count} tensors)" for reason, count in shown)
+        common = Counter(why[name] for name, _, shape in tensors if len(shape) > 1).most_common(_SHOWN)
+        detail = "; ".join(f"{reason} ({count} tensors)" for reason, count in common)
         raise PlanError(
             f"no tensor is left to store as {form.tag}: {detail}", hint="change the patterns only= and keep="
         )
@@ -132,19 +128,20 @@ def reasons(
     keep: Sequence[str] = KEEP,
     only: Sequence[str] = ("*.weight",),
 ) -> dict[str, str]:
-    """Return for each tensor why it is kept unchanged; an empty reason: it is quantised. Arguments as of `select`."""
-    # From all tensors first: whether one weight is transposed shows in the biases of others.
-    turned = _transposed(tensors)
+    """Return why each tensor is kept unchanged. An empty reason means that it is quantised. Arguments are those of
+    `select`."""
+    # Check all tensors first, since the biases of other modules can show that a weight is transposed.
+    transposed = _transposed(tensors)
 
     def reason(name: str, dtype: DType, shape: tuple[int, ...]) -> str:
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
-            return "its name matches none of the patterns of only="
+            return "its name matches no pattern of only="
         if pattern := next((pattern for pattern in keep if fnmatch.fnmatchcase(name, pattern)), None):
             return f"its name matches {pattern}"
-        # Three dims are a stack of experts or a convolution, which engines quantise in ways of their own.
+        # Three dims are a stack of experts or a convolution, which engines quantise in their own ways.
         if len(shape) != 2:
             return f"{len(shape)} dims, not 2"
-        if _leaf(name) in turned:
+        if _leaf(name) in transposed:
             return "it is stored [in, out], as its bias shows (Conv1D), which no engine reads quantised"
         return fault(form, dtype, shape) or ""
 
@@ -152,14 +149,13 @@ def reasons(
 
 
 def _transposed(tensors: Iterable[Tensor]) -> frozenset[str]:
-    """Return the last parts of the names of modules whose weights are [in, out]: GPT-2's Conv1D.
+    """Return the last parts of the names of modules whose weights are stored [in, out], like GPT-2's Conv1D.
 
-    A bias has a number for each output, so a bias as long as the second dim only shows the order. It holds for all
-    modules of the same last name, since a square weight (GPT-2's `attn.c_proj`) shows nothing by itself.
+    A bias has one number per output, so a bias as long as the second dim shows this order. It holds for all modules of
+    the same last name, since a square weight (GPT-2's `attn.c_proj`) does not show its order.
     """
     shapes = {name: shape for name, _, shape in tensors}
     modules = set()
-    # Not by the model's class: only names and shapes are known here.
     for name, shape in shapes.items():
         bias = shapes.get(f"{name.removesuffix('.weight')}.bias", ())
         if name.endswith(".weight") and len(shape) == 2 and len(bias) == 1 and shape[0] != bias[0] == shape[1]:
@@ -172,11 +168,11 @@ def _leaf(name: str) -> str:
 
 
 def quantization_config(form: Format, selection: Selection) -> dict[str, Any]:
-    """Return what `config.json` says under `quantization_config`.
+    """Return the `quantization_config` entry for `config.json`.
 
     Raises:
-        PlanError: the format needs no entry, as a cast.
+        PlanError: the format needs no entry, for example a cast.
     """
     if form.config is None:
-        raise PlanError(f"{form.tag} has no quantization_config; its dtype is the tensors' own")
+        raise PlanError(f"{form.tag} needs no quantization_config, since the tensors have its dtype")
     return form.config(selection.modules_kept())
