@@ -191,7 +191,7 @@ def test_changed_file_raises_before_delivery(make: Callable[..., Bench]) -> None
 
     bench.place.on_copy = change
     run = bench.start()
-    with pytest.raises(SourceChanged, match="modified since it was opened"):
+    with pytest.raises(SourceChanged, match="modified after it was opened"):
         list(run.slabs())
     assert bench.place.num_copies < run.plan.num_reads
 

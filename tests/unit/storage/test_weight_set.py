@@ -816,7 +816,7 @@ def test_read_small_limits_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PenstockError):
         storage.read_small(str(tmp_path), settings=SETTINGS)
     monkeypatch.setattr(storage, "MAX_SMALL_BYTES", 3)
-    with pytest.raises(FormatError, match="too many"):
+    with pytest.raises(FormatError, match="at most"):
         storage.read_small(str(path), settings=SETTINGS)
 
 

@@ -1,13 +1,12 @@
 """Local files as a `Source`: read into the caller's buffers by the cheapest path.
 
-In: a path. Out: a `FileSource`.
-Not here: URIs and the choice of a storage (`storage`), opening and checking a file (`local`), mapping it (`mapped`).
+`local` opens and checks files, and `mapped` maps them.
 
-    readv -> known resident? -> preadv, no questions
-             else ask: cachestat -> resident -> preadv;  absent -> O_DIRECT of the aligned middle;  mixed -> by sub-run
+    readv -> known to be cached? -> preadv
+             otherwise ask cachestat: cached -> preadv;  absent -> O_DIRECT for the aligned middle;  mixed -> by parts
 
-What is known of the page cache is a byte for each window of 64 MiB: unknown, resident, or mixed. It only saves
-questions; a wrong entry costs time, never wrong bytes, since each read says itself how much it read.
+The source remembers one byte for each window of 64 MiB: unknown, resident in the page cache, or mixed. This only saves
+questions. A wrong entry costs time but never returns wrong bytes, because each read reports how much it read.
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from penstock.storage.local import (
 from penstock.storage.source import take
 from penstock.types import MIB
 
-# 64 MiB: what one residency question covers; a question costs about as much as 30 KiB of copying.
+# Range covered by one question about residency: 64 MiB. A question costs about as much as copying 30 KiB.
 _WINDOW_SHIFT = 26
-# 1 MiB: granule by which a half-resident request is split; below it a seek costs more than the copy it saves.
+# Unit by which a partly cached request is split. For smaller units, a seek costs more than the saved copy.
 _GRANULE_BYTES = MIB
-# 64 KiB: absent runs shorter than this are read buffered: the head and tail reads would outnumber the middle.
+# Shorter absent parts are read buffered, because the reads of head and tail would outnumber the middle.
 _DIRECT_MIN_BYTES = 64 << 10
-# 4096: every device and file system of today takes it. Used where statx does not say (before Linux 6.1).
+# Alignment that all current devices and file systems accept. Used if statx does not state one (before Linux 6.1).
 _DIRECT_ALIGNMENT = (4096, 4096)
-# 1 MiB: what one direct read asks for; 12 to 16 in flight read 3.4-4.1 GB/s of a disk that gave 3.0-3.7 to 8 MiB.
+# Size of a direct read. 12 to 16 in flight read 3.4-4.1 GB/s from a disk that reached 3.0-3.7 with 8 MiB.
 # Source: benchmarks/results/h200x1_202611/load-history.md, row c.
 _DIRECT_STEP_BYTES = MIB
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 _DIRECT: int = getattr(os, "O_DIRECT", 0)
-# What a file system answers that has no direct I/O, or none for this alignment.
+# Errors of a file system without direct I/O, or without it for this alignment.
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
@@ -89,61 +88,61 @@ class FileSource(LocalFile):
         self._alignment = _DIRECT_ALIGNMENT
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. Paths: `page-cache`, `direct`, `buffered`.
+        """See `Source.readv`. The paths are `page-cache`, `direct` and `buffered`.
 
-        Raises SourceChanged if the file was written to before the read ended. So the bytes of all reads that succeeded
-        are of one state of the file, from any thread and in any order.
+        Raises SourceChanged if the file was written to before the read ended. The bytes of all successful reads belong
+        to one state of the file, from any thread and in any order.
 
-        Cost: what is known to be cached is one preadv(2); the rest asks once per 64 MiB, and once per request where
-        a 64 MiB window is not wholly cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
+        Cost: one preadv(2) for cached ranges. Otherwise one question per 64 MiB, and one per request in windows that
+        are not completely cached. A read that hangs in the kernel (a dead NFS server) cannot be interrupted.
         """
-        # Not by `span`: this is the hot path of a load, and nearly always has one buffer.
+        # Does not use `span`, because this is the hot path of a load, nearly always with one buffer.
         nbytes = buffers[0].nbytes if len(buffers) == 1 else sum([b.nbytes for b in buffers])
         stop = offset + nbytes
         if stop > self.nbytes or offset < 0:
-            raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+            raise SourceTruncated(f"the file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         first, last = offset >> _WINDOW_SHIFT, stop >> _WINDOW_SHIFT
         if self._windows.count(_RESIDENT, first, last + 1) == last + 1 - first and len(buffers) <= MAX_BUFFERS:
-            # With RWF_NOWAIT: were the pages evicted meanwhile, a plain read would wait for readahead instead of going
-            # direct.
+            # RWF_NOWAIT fails for pages that were evicted, which direct I/O then reads. A plain read would wait for
+            # readahead.
             nbytes_read = -1
             try:
                 nbytes_read = os.preadv(self._fd, buffers, offset, self._nowait)
             except OSError as error:
-                # Not every file system has RWF_NOWAIT. Any other error comes again below, and is typed there.
+                # Some file systems lack RWF_NOWAIT. Other errors occur again below and become typed there.
                 if error.errno == errno.EOPNOTSUPP:
                     self._nowait = 0
             self.received_bytes += max(0, nbytes_read)
             if nbytes_read == nbytes:
                 self.require_unmodified()
                 return "page-cache"
-            # It was evicted since it was seen cached: ask before each further read of these windows.
+            # Some pages were evicted. Ask before each further read in these windows.
             self._windows[first : last + 1] = bytes([_MIXED]) * (last + 1 - first)
         path = self._read_asking(offset, [b for b in buffers if b.nbytes], nbytes)
         self.require_unmodified()
         return path
 
     def read_through(self, offset: int, buffer: memoryview) -> str:
-        """Fill a buffer through the page cache, whatever is in it; for a range that `read_ahead` was asked for.
+        """Fill a buffer through the page cache, for a range that `read_ahead` has requested.
 
         Returns:
-            `page-cache` where the range was cached when that was first asked, else `buffered`.
+            `page-cache` if the range was cached when it was first checked, otherwise `buffered`.
 
-        Raises: as `readv`.
+        Raises: see `readv`.
         """
         stop = offset + buffer.nbytes
         if stop > self.nbytes or offset < 0:
-            raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+            raise SourceTruncated(f"the file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         is_cached = self.cached_fd(offset, buffer.nbytes) is not None
         self._read_buffered(offset, [buffer])
         self.require_unmodified()
         if is_cached:
             return "page-cache"
-        self.why = self.why or "read ahead into the page cache: the destination is not aligned for direct I/O"
+        self.why = self.why or "read ahead into the page cache, because the destination is not aligned for direct I/O"
         return "buffered"
 
     def learn_cached(self, start: int, stop: int, is_over: Callable[[], bool]) -> None:
-        """Ask of a range, until `is_over` says to stop, what `cached_fd` would have to ask."""
+        """Look up in advance what `cached_fd` needs for a range, until `is_over` returns True."""
         for window in range(start >> _WINDOW_SHIFT, (stop - 1 >> _WINDOW_SHIFT) + 1):
             if is_over():
                 return
@@ -151,9 +150,9 @@ class FileSource(LocalFile):
                 self._ask_windows(window << _WINDOW_SHIFT, window << _WINDOW_SHIFT)
 
     def cached_fd(self, offset: int, nbytes: int) -> int | None:
-        """Return a descriptor to read the range with, if all of it is in the page cache; None if not, or not known.
+        """Return a descriptor to read the range with if it is in the page cache. None if it is not, or if unknown.
 
-        Cost: a look at a table; asks once per 64 MiB.
+        Cost: a table lookup, and one question per 64 MiB.
         """
         first, last, stop = offset >> _WINDOW_SHIFT, (offset + nbytes) >> _WINDOW_SHIFT, offset + nbytes
         if stop > self.nbytes:
@@ -170,20 +169,20 @@ class FileSource(LocalFile):
         super().close()
 
     def _read_asking(self, offset: int, buffers: list[memoryview], nbytes: int) -> str:
-        """Ask where the range is and read each run by its own path; return the name of the costliest path taken."""
-        taken = set()
-        # The runs follow each other without a gap, so the buffers are used up in order.
+        """Find out where the range is, read each part by its path, and return the costliest path."""
+        paths = set()
+        # The parts are contiguous, so the buffers are used up in order.
         for start, stop, path in self._ask(offset, nbytes):
             part = take(buffers, stop - start)
             if path == "direct":
                 path = self._read_absent(start, part)
             else:
                 self._read_buffered(start, part)
-            taken.add(path)
-        return next((path for path in ("direct", "buffered") if path in taken), "page-cache")
+            paths.add(path)
+        return next((path for path in ("direct", "buffered") if path in paths), "page-cache")
 
     def _ask(self, offset: int, nbytes: int) -> list[tuple[int, int, str]]:
-        """Return the range as runs `(start, stop, path to take)`."""
+        """Divide the range into parts `(start, stop, path to take)`."""
         stop = offset + nbytes
         if not nbytes:
             return []
@@ -198,7 +197,7 @@ class FileSource(LocalFile):
         runs: list[tuple[int, int, str]] = []
         for start in range(offset - offset % _GRANULE_BYTES, stop, _GRANULE_BYTES):
             a, b = max(start, offset), min(start + _GRANULE_BYTES, stop)
-            # Over half cached: copying those pages and reading the rest buffered is cheaper than reading all from the
+            # If more than half is cached, copying it and reading the rest buffered is cheaper than reading all from the
             # device.
             mostly = (resident_pages(self._fd, a, b - a) or 0) * 2 > num_pages(a, b - a)
             path = "page-cache" if mostly and self._arrived(b - 1) else "direct"
@@ -208,10 +207,9 @@ class FileSource(LocalFile):
         return runs
 
     def _arrived(self, position: int) -> bool:
-        """Return whether the byte's page is cached and filled, by RWF_NOWAIT; True where that is not supported."""
-        # Asked beside cachestat, which counts pages that readahead has only asked for. Reading those buffered asks for
-        # the next ones, so a file with a cached head would be read whole at the pace of readahead, a half or third of
-        # direct I/O's.
+        """Return whether the byte's page is cached and filled, by RWF_NOWAIT. True if that is not supported."""
+        # cachestat also counts pages that readahead has only requested. Reading those would request the next ones, and
+        # a file with a cached head would be read at the speed of readahead, a third to a half of direct I/O.
         if not self._nowait:
             return True
         try:
@@ -220,12 +218,12 @@ class FileSource(LocalFile):
             return False
         except OSError as error:
             if error.errno != errno.EOPNOTSUPP:
-                raise self._failed(error, position, position + 1) from error
+                raise typed_error(error, self.uri, (position, position + 1)) from error
             self._nowait = 0
             return True
 
     def _ask_windows(self, offset: int, stop: int) -> None:
-        """Learn whether the windows of a cached range are cached whole, so that the next request need not ask."""
+        """Record whether the windows of a cached range are completely cached, so that later requests need not ask."""
         for window in range(offset >> _WINDOW_SHIFT, (stop >> _WINDOW_SHIFT) + 1):
             if self._windows[window] == _UNKNOWN:
                 start = window << _WINDOW_SHIFT
@@ -234,10 +232,10 @@ class FileSource(LocalFile):
                 self._windows[window] = _RESIDENT if whole else _MIXED
 
     def _sample(self, offset: int, stop: int) -> str:
-        """Return the path for a range when cachestat will not say: RWF_NOWAIT on its first and last byte."""
-        # Not on all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them a second time.
+        """Choose the path for a range without cachestat, by RWF_NOWAIT on its first and last byte."""
+        # Do not try all of it: on absent pages RWF_NOWAIT starts readahead, and direct I/O would read them again.
         arrived = self._arrived(offset) and self._arrived(stop - 1)
-        # Nothing tells what is cached here: buffered is slower than direct for absent pages, and right for all.
+        # Without any information, read buffered. It is slower than direct I/O for absent pages, but always correct.
         if not self._nowait:
             return "buffered"
         if not arrived:
@@ -248,21 +246,21 @@ class FileSource(LocalFile):
         return "page-cache"
 
     def _read_buffered(self, offset: int, buffers: list[memoryview]) -> None:
-        """Fill `buffers` through the page cache, with readahead where that is on; uses them up."""
+        """Fill `buffers` through the page cache, and empty the list."""
         while buffers:
             try:
-                got = os.preadv(self._fd, buffers[:MAX_BUFFERS], offset)
+                received = os.preadv(self._fd, buffers[:MAX_BUFFERS], offset)
             except OSError as error:
-                raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
-            # Nothing at all is the end of the file; less than was asked for is only a short read.
-            if got == 0:
+                raise typed_error(error, self.uri, (offset, offset + sum(b.nbytes for b in buffers))) from error
+            # 0 means the end of the file. Any other number is a short read.
+            if received == 0:
                 raise self._ended(offset)
-            self.received_bytes += got
-            take(buffers, got)
-            offset += got
+            self.received_bytes += received
+            take(buffers, received)
+            offset += received
 
     def _read_absent(self, offset: int, buffers: list[memoryview]) -> str:
-        """Read the aligned middle by direct I/O, head and tail buffered; all of it buffered where that is refused."""
+        """Read the aligned middle by direct I/O, and head and tail buffered. Read all buffered if that is refused."""
         fd = self._open_direct()
         if fd < 0:
             self._read_buffered(offset, buffers)
@@ -274,62 +272,62 @@ class FileSource(LocalFile):
                 path = "buffered" if self._refused else "direct"
             self._read_buffered(start, part)
         if path == "buffered" and not self.why:
-            self.why = "pieces shorter than 64 KiB, or buffers not aligned as their file offset"
+            self.why = "the pieces are shorter than 64 KiB, or the buffers are not aligned like their file offset"
         return path
 
     def _read_direct(self, fd: int, offset: int, buffers: list[memoryview]) -> int:
-        """Read what direct I/O gives; what is left (after a refusal or a short read) stays in `buffers`.
+        """Read by direct I/O. After a refusal or a short read, the rest stays in `buffers`.
 
         Returns:
-            The offset of what is left.
+            The offset of the rest.
         """
-        # A short read may end anywhere, and only an aligned offset can go on by direct I/O.
+        # A short read may end anywhere, but direct I/O needs an aligned offset.
         while buffers and offset % self._alignment[1] == 0:
             try:
-                # Of a copy of the list: a read may give less than it was asked for.
-                got = os.preadv(fd, take(buffers[:MAX_BUFFERS], _DIRECT_STEP_BYTES), offset)
+                # Pass a copy of the list, because the read may be short.
+                received = os.preadv(fd, take(buffers[:MAX_BUFFERS], _DIRECT_STEP_BYTES), offset)
             except OSError as error:
                 if error.errno not in _NO_DIRECT:
-                    raise self._failed(error, offset, offset + sum(b.nbytes for b in buffers)) from error
-                self._refuse_direct(f"direct I/O refused at the first read ({errno.errorcode[error.errno]})")
+                    raise typed_error(error, self.uri, (offset, offset + sum(b.nbytes for b in buffers))) from error
+                self._refuse_direct(f"direct I/O was refused at the first read ({errno.errorcode[error.errno]})")
                 break
-            if got == 0:
+            if received == 0:
                 raise self._ended(offset)
-            self.received_bytes += got
-            take(buffers, got)
-            offset += got
+            self.received_bytes += received
+            take(buffers, received)
+            offset += received
         return offset
 
     def _open_direct(self) -> int:
-        """Return the descriptor for direct I/O, opened for the first absent range; -1: refused, `why` says why."""
+        """Return the descriptor for direct I/O, opened at the first use. -1 if direct I/O is refused; see `why`."""
         if self._direct_fd >= 0 or self._refused:
             return -1 if self._refused else self._direct_fd
-        # Deferred: Ctrl-C between the open and the line that stores the descriptor would leave it open.
+        # Defer signals: Ctrl-C between the open and the assignment would leave the descriptor open.
         with self._lock, interrupts.deferred():
-            # Looked at again: another thread may have opened or refused it while this one waited.
+            # Check again, because another thread may have opened it or been refused.
             if self._direct_fd >= 0 or self._refused:
                 return -1 if self._refused else self._direct_fd
-            # O_DIRECT belongs to the open file, not to a read, so buffered and direct reads need a descriptor each.
+            # O_DIRECT applies to the open file, so buffered and direct reads need separate descriptors.
             alignment = direct_alignment(self._fd)
             if alignment == (0, 0):
-                return self._refuse_direct("no direct I/O on this file (statx)")
+                return self._refuse_direct("this file has no direct I/O (statx)")
             try:
                 fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | _DIRECT)
             except OSError as error:
                 return self._refuse_direct(
-                    f"direct I/O refused at open ({errno.errorcode.get(error.errno or 0, error)})"
+                    f"direct I/O was refused at open ({errno.errorcode.get(error.errno or 0, error)})"
                 )
-            # It was opened by its path, which may name another file by now.
+            # The path may name a different file by now.
             if state_of(os.fstat(fd)).identity != self.identity:
                 os.close(fd)
                 self.check_unchanged()
-                raise SourceChanged("file was replaced while it was opened again", uri=self.uri)
+                raise SourceChanged("the file was replaced while it was opened again", uri=self.uri)
             self._alignment = alignment or _DIRECT_ALIGNMENT
             self._direct_fd = fd
             return fd
 
     def _refuse_direct(self, why: str) -> int:
-        """Read buffered from now on, with readahead; return -1."""
+        """Read buffered from now on, with readahead. Return -1."""
         self.why = why
         self._refused = True
         # Buffered reads live on the readahead that the constructor switched off.
@@ -337,28 +335,25 @@ class FileSource(LocalFile):
         return -1
 
     def _ended(self, offset: int) -> SourceError:
-        """Return the error for a read that returned nothing before the size seen at open."""
+        """Return the error for a read that returned 0 bytes before the size at open."""
         try:
             self.require_unmodified()
         except SourceError as error:
             return error
-        return SourceUnavailable(f"read returned nothing at byte {offset} of {self.nbytes}", uri=self.uri)
-
-    def _failed(self, error: OSError, start: int, stop: int) -> SourceError:
-        """Return the error for a read of `[start, stop)` that the kernel refused."""
-        return typed_error(error, self.uri, (start, stop))
+        message = f"the read returned no bytes at offset {offset} of {self.nbytes}"
+        return SourceUnavailable(message, uri=self.uri)
 
 
 def _align(
     offset: int, buffers: list[memoryview], alignment: tuple[int, int]
 ) -> list[tuple[int, bool, list[memoryview]]]:
-    """Return the request as runs `(offset, fit for direct I/O, buffers)`; neighbours of one kind are one run."""
+    """Divide the request into parts `(offset, fit for direct I/O, buffers)`. Neighbours of one kind are one part."""
     address_step, offset_step = alignment
     runs: list[tuple[int, bool, list[memoryview]]] = []
     for buffer in buffers:
         head = -offset % offset_step
         middle = (buffer.nbytes - head) // offset_step * offset_step
-        # Offset and address must be aligned both, or the kernel answers EINVAL.
+        # Offset and address must both be aligned, otherwise the kernel returns EINVAL.
         if middle < _DIRECT_MIN_BYTES or (address_of(buffer) + head) % address_step:
             head, middle = buffer.nbytes, 0
         for start, stop, direct in (

@@ -1,10 +1,7 @@
-"""io_uring by system call: reads that the kernel's own workers carry out, many at once, without a Python thread each.
+"""io_uring by system calls: many reads at once by the kernel's workers, without a Python thread for each.
 
-In: descriptor, offset, address, length. Out: completions, in the order they happen.
-Not here: which reads suit it (`files`), who waits (`engine.fetch_ring`).
-
-Why: a dozen Python threads that read from the page cache spend a third of their time fighting for the GIL.
-Layouts and numbers are those of include/uapi/linux/io_uring.h.
+A dozen Python threads that read from the page cache spend a third of their time waiting for the GIL. Layouts and
+numbers are from include/uapi/linux/io_uring.h. `engine.fetch_ring` waits for the reads.
 """
 
 from __future__ import annotations
@@ -18,45 +15,45 @@ import struct
 import sys
 from typing import Any
 
-# One number on every architecture but alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
+# The numbers are the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 5.1.
 _SYS_SETUP, _SYS_ENTER, _SYS_REGISTER = 425, 426, 427
 _OP_READ = 22
-# Always by a worker: a read from the page cache would else be done inside the submitting call.
+# Always use a worker. A read from the page cache would otherwise run inside the submitting call.
 _SQE_ASYNC = 0x10
 _ENTER_GETEVENTS, _ENTER_EXT_ARG = 1, 8
-# Linux 5.15.
+# Available since Linux 5.15.
 _REGISTER_MAX_WORKERS = 19
 _FEAT_SINGLE_MMAP, _FEAT_EXT_ARG = 1, 1 << 8
 _OFF_SQES = 0x10000000
 _SQE_BYTES, _CQE_BYTES = 64, 16
 # Offsets in struct io_uring_params: features, sq_off, cq_off.
 _PARAMS_BYTES, _FEATURES_AT, _SQ_AT, _CQ_AT = 120, 20, 40, 80
-# MAX_RW_COUNT: a read of more is cut by the kernel to this. Source: include/linux/fs.h.
+# MAX_RW_COUNT: the kernel shortens larger reads to this size. Source: include/linux/fs.h.
 _MAX_READ_BYTES = 0x7FFFF000
 _SQE = struct.Struct("<BBHiQQIIQQQQ")
 _CQE = struct.Struct("<QiI")
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-# The same call without letting go of the GIL, which a busy thread would keep for a switch interval: to submit only.
+# The same call without releasing the GIL, which takes a switch interval to get back from a busy thread. Only submits.
 _libc_holding_gil: Any = ctypes.PyDLL(None, use_errno=True)
 _libc_holding_gil.syscall.restype = ctypes.c_long
 
 
 def _entered(result: int) -> int:
-    """Return what io_uring_enter returned. Raise OSError unless it only had nothing to do for now."""
-    # EAGAIN, EBUSY: short of memory, or completions wait to be reaped. The caller reaps and calls again.
+    """Check the result of io_uring_enter. Raise OSError unless the call only had to be repeated."""
+    # EAGAIN and EBUSY: the kernel is short of memory, or completions must be reaped first.
     if result < 0 and (code := ctypes.get_errno()) not in {errno.ETIME, errno.EINTR, errno.EAGAIN, errno.EBUSY}:
         raise OSError(code, "io_uring_enter")
     return result
 
 
 def refusal() -> str:
-    """Return why this system has no ring to offer; "" where it has one."""
+    """Return why this system has no usable io_uring, or ""."""
     if sys.platform != "linux":
-        return "io_uring is Linux's"
+        return "io_uring exists only on Linux"
     if platform.machine() != "x86_64":
-        # Ring indices are shared with the kernel; Python has no memory barriers, and only x86 needs none here.
+        # The kernel shares ring indices. Python has no memory barriers, and only x86 needs none.
         return f"io_uring from Python needs x86-64's memory order, not {platform.machine()}"
     return ""
 
@@ -120,65 +117,64 @@ class Uring:
         self._arg_bytes = ctypes.c_size_t(len(arg))
 
     def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
-        """Queue a read of file bytes to memory; `wait` submits it. At most `entries` may be in flight.
+        """Queue a read from a file to memory, which `wait` submits. At most `entries` may be in flight.
 
-        As read(2), it may read less than it is asked for: the caller queues the rest.
-
-        Ownership: the memory and the descriptor must stay until `wait` has returned the token.
+        The memory and the descriptor must stay valid until `wait` has returned the token. Like read(2), the read may
+        be short, and the caller then queues the rest.
         """
         index = self._tail & self._sq_mask
-        # The entry's length has 32 bits.
+        # The length of an entry has 32 bits.
         nbytes = min(nbytes, _MAX_READ_BYTES)
         _SQE.pack_into(
             self._sqes, index * _SQE_BYTES, _OP_READ, _SQE_ASYNC, 0, fd, offset, address, nbytes, 0, token, 0, 0, 0
         )
         self._words[self._sq_array + index] = index
-        # The rings' indices are 32-bit counters that wrap around; the mask makes them slots.
+        # Ring indices are 32-bit counters that overflow. The mask converts them to slots.
         self._tail = (self._tail + 1) & 0xFFFFFFFF
-        # Stored last: x86 keeps stores in order, so the kernel that sees the new tail sees the whole entry.
+        # Store the tail last. x86 keeps the order of stores, so the kernel sees a complete entry.
         self._words[self._sq_tail] = self._tail
         self._unsubmitted += 1
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Submit what is queued; unless a read is complete, wait for one or for the timeout.
+        """Submit queued reads. If no read is complete, wait for one or for the timeout.
 
         Returns:
-            The completed reads as (token, result); a result is the bytes read, or minus an errno.
+            Completed reads as (token, result). The result is the number of bytes read, or a negative errno.
 
         Raises:
-            OSError: the ring itself failed. Reads in flight may go on, and no completion of them can be received.
+            OSError: the ring failed. Reads in flight may continue, but their completions cannot be received.
         """
         is_complete = self._words[self._cq_head] != self._words[self._cq_tail]
         if is_complete and not self._unsubmitted:
             return self._reap()
         if is_complete:
-            # To submit does not block (min_complete 0, every read goes to a worker), so keeping the GIL delays nobody.
+            # Submitting does not block (min_complete 0, all reads use workers), so keep the GIL.
             done = _libc_holding_gil.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 0, 0, None, ctypes.c_size_t(0))
         else:
             self._timespec[0], self._timespec[1] = int(timeout_s), int(timeout_s % 1 * 1e9)
-            # With the timeout as an argument (5.11); before that it took an entry of the ring itself.
+            # Pass the timeout as an argument, which needs Linux 5.11.
             flags = _ENTER_GETEVENTS | _ENTER_EXT_ARG
             done = _libc.syscall(_SYS_ENTER, self._fd, self._unsubmitted, 1, flags, self._arg, self._arg_bytes)
         self._unsubmitted -= max(0, _entered(int(done)))
         return self._reap()
 
     def _reap(self) -> list[tuple[int, int]]:
-        """Take all completions out of the ring."""
+        """Remove and return all completions."""
         completed = []
         head, tail = self._words[self._cq_head], self._words[self._cq_tail]
         while head != tail:
             token, result, _ = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE_BYTES)
             completed.append((token, result))
             head = (head + 1) & 0xFFFFFFFF
-        # After the entries were read: from here on the kernel may overwrite them.
+        # Store the head last, because the kernel may overwrite the entries from now on.
         self._words[self._cq_head] = head
         return completed
 
     def close(self) -> None:
-        """Free the ring. Nothing may be in flight. Idempotent."""
+        """Free the ring. Idempotent. No read may be in flight."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
-            # Before the mmap that it is a view of: an mmap with a view of it cannot be closed.
+            # Release the view first, because an mmap with a view cannot be closed.
             self._words.release()
             self._rings.close()
             self._sqes.close()

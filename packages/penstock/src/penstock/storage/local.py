@@ -1,10 +1,7 @@
-"""Files of this host: opened as regular files only, held to the state they had, and asked about by system call.
+"""Files of this host: opening regular files, detecting changes, and system calls that Python's `os` lacks.
 
-In: paths and descriptors. Out: open descriptors, `FileState`s, typed errors, and what the kernel says of a file: which
-of its pages are cached, how direct I/O must be aligned, whether there is room for it.
-Not here: reading into buffers (`files`), mapping into memory (`mapped`).
-
-The system calls are those that Python's `os` does not have. Elsewhere than Linux each question answers "unknown".
+The calls return which pages are cached, how direct I/O must be aligned, and whether there is space. On systems other
+than Linux they return "unknown".
 """
 
 from __future__ import annotations
@@ -38,32 +35,32 @@ from penstock.types import GIB, MIB
 
 PAGE_BYTES = mmap.PAGESIZE
 
-# 1024: buffers of one readv(2) or writev(2). Source: UIO_MAXIOV, include/uapi/linux/uio.h.
+# Maximum number of buffers for readv(2) or writev(2). Source: UIO_MAXIOV, include/uapi/linux/uio.h.
 MAX_BUFFERS = 1024
 
-# The clock that the kernel stamps files with. Source: clock_gettime(2); Python has no name for it.
+# The kernel's clock for file times, for which Python has no name. Source: clock_gettime(2).
 _COARSE_CLOCK = getattr(time, "CLOCK_REALTIME_COARSE", 5)
-# 2 MiB: the kernel's own step of forced readahead, which also bounds one call by read_ahead_kb. Source: mm/readahead.c.
+# The kernel's step of forced readahead. One call is also limited by read_ahead_kb. Source: mm/readahead.c.
 _WILLNEED_BYTES = 2 * MIB
-# How long an open waits for a file that is written to again and again: that is no finished checkpoint.
+# Maximum seconds to wait for writes to end. A file that is written to for longer is no finished checkpoint.
 _SETTLE_S = 1.0
-# Pause between looks at the clock, whose tick is 1 to 10 ms (CONFIG_HZ).
+# Pause between two checks of the clock, whose tick is 1 to 10 ms (CONFIG_HZ).
 _TICK_S = 0.001
-_HINT = "load it when nobody writes to it; to replace a file, write a new one and rename it"
+_HINT = "load it when no process writes to it; to replace a file, write a new file and rename it"
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """The parts of fstat(2) that tell one content of a file from another."""
+    """The parts of fstat(2) that identify one content of a file."""
 
     dev: int
     inode: int
     nbytes: int
     mtime_ns: int
     ctime_ns: int
-    """Set by the kernel alone: it shows a write after which the modification time was put back (rsync, cp -p)."""
+    """Set only by the kernel. It reveals a write even if the modification time was restored (rsync, cp -p)."""
     access: tuple[int, int, int, int]
-    """Mode, owner, group, links: a change of these sets `ctime_ns` too and changes no byte."""
+    """Mode, owner, group and links. Changing these also changes `ctime_ns`, but no bytes."""
 
     @property
     def identity(self) -> str:
@@ -71,10 +68,10 @@ class FileState:
         return f"{self.dev}:{self.inode}:{self.mtime_ns}:{self.nbytes}"
 
     def same_content(self, other: FileState) -> bool:
-        """Return whether nothing was written to the file between the two."""
+        """Return whether the file was not written to between the two states."""
         if self.identity != other.identity:
             return False
-        # A chmod or a new hard link sets ctime and leaves the bytes alone, so a new ctime counts only without one.
+        # A chmod or a new hard link changes ctime but no bytes. Consider ctime only without such a change.
         return self.ctime_ns == other.ctime_ns or self.access != other.access
 
 
@@ -101,12 +98,13 @@ class LocalFile:
         self._written = (self.nbytes, self.state.mtime_ns, self.state.ctime_ns)
 
     def require_unmodified(self) -> None:
-        """Raise unless the open file is as it was when it was opened, whatever its path names now. One system call.
+        """Raise if the open file was modified. Its path may name another file by now. One system call.
 
         Raises:
-            SourceChanged: it was written to. SourceTruncated: it is shorter now.
+            SourceChanged: the file was written to.
+            SourceTruncated: the file is shorter.
         """
-        # Called after every read. What differs in these three is looked at closely; the rest is of the same open file.
+        # This is called after every read, so compare three fields first.
         try:
             now = os.fstat(self._fd)
         except OSError as error:
@@ -115,43 +113,44 @@ class LocalFile:
             self._require_unchanged(None)
 
     def check_unchanged(self) -> None:
-        """Raise unless the path still names the file that was opened, unmodified. Two system calls.
+        """Raise unless the path still names the opened file, unmodified. Two system calls.
 
         Raises:
-            SourceChanged: modified, replaced or removed since it was opened. SourceTruncated: now shorter.
+            SourceChanged: the file was modified, replaced or removed.
+            SourceTruncated: the file is shorter.
         """
         self._require_unchanged(self._path)
 
     def _require_unchanged(self, path: str | None) -> None:
-        """Raise if the open file, or the file now at `path` if one is given, is not the one that was opened."""
+        """Raise if the open file has changed, or if `path` is given and names another file."""
         try:
             current = state_of(os.fstat(self._fd))
             now = current if path is None else state_of(os.stat(path))
         except FileNotFoundError as error:
-            raise SourceChanged("file was removed since it was opened", uri=self.uri) from error
+            raise SourceChanged("the file was removed after it was opened", uri=self.uri) from error
         except OSError as error:
             raise typed_error(error, self.uri, None) from error
         before = self.state
-        # Ahead of the test for a change, which a truncation is too: this error names the bytes that are gone.
+        # Check for a truncation first, because this error names the missing bytes.
         if current.nbytes < before.nbytes:
-            message = f"file had {before.nbytes} bytes when it was opened and has {current.nbytes} now"
+            message = f"the file had {before.nbytes} bytes when it was opened, and now has {current.nbytes}"
             raise SourceTruncated(message, uri=self.uri, byte_range=(current.nbytes, before.nbytes))
         if not before.same_content(current):
-            raise SourceChanged("file was modified since it was opened", uri=self.uri, hint=_HINT)
+            raise SourceChanged("the file was modified after it was opened", uri=self.uri, hint=_HINT)
         if now.identity != before.identity:
-            raise SourceChanged("file was replaced since it was opened", uri=self.uri)
+            raise SourceChanged("the file was replaced after it was opened", uri=self.uri)
 
     def read_ahead(self, offset: int, nbytes: int) -> None:
-        """Ask the kernel to bring a range into the page cache, in single pages, without waiting for it."""
-        # Not by faults that read 2 MiB folios (MADV_HUGEPAGE), though they take a tenth of the CPU: those folios come
-        # out of large free blocks, which a virtual machine has given back to its host, and getting them again takes
-        # three times as long as the disk. Source: benchmarks/results/cpu2_202611/files.md.
+        """Ask the kernel to read a range into the page cache, without waiting."""
+        # Page faults that read 2 MiB folios (MADV_HUGEPAGE) take a tenth of the CPU. But in a virtual machine, getting
+        # large free blocks back from the host takes three times as long as the disk.
+        # Source: benchmarks/results/cpu2_202611/files.md.
         for start in range(offset, offset + nbytes, _WILLNEED_BYTES):
             os.posix_fadvise(self._fd, start, min(_WILLNEED_BYTES, offset + nbytes - start), os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """See `Source.close`."""
-        # Forgotten before it is closed: a second close must never hit a descriptor that was given out again.
+        # Clear the attribute first, so that a second call cannot close a descriptor that was assigned again.
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -159,13 +158,13 @@ class LocalFile:
     def __del__(self) -> None:
         # By getattr: where opening failed, there is no descriptor.
         if getattr(self, "_fd", -1) >= 0:
-            # A finalizer runs between any two instructions, and Python drops what it raises: Ctrl-C would be lost here.
+            # Defer signals, because Python ignores what a finalizer raises, and Ctrl-C would be lost.
             with interrupts.defer_in_finalizer():
                 self.close()
 
 
 def state_of(result: os.stat_result) -> FileState:
-    """Return the parts of a stat result that matter here."""
+    """Return the file state in a stat result."""
     return FileState(
         dev=result.st_dev,
         inode=result.st_ino,
@@ -177,20 +176,20 @@ def state_of(result: os.stat_result) -> FileState:
 
 
 def _open_regular(path: str) -> tuple[int, FileState]:
-    """Open a regular file for reading, once no write to it is under way."""
+    """Open a regular file for reading, once all writes to it have ended."""
     try:
-        # O_NONBLOCK: opening a pipe that has no writer would hang. It means nothing for a regular file.
+        # O_NONBLOCK does not affect regular files, but opening a pipe without a writer would hang.
         fd = descriptors.opened(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), path)
     except PenstockError:
         raise
     except OSError as error:
         raise typed_error(error, path, None) from error
     try:
-        # Of the descriptor, not of the path: the path may name another file by the time it is looked at.
+        # Use the descriptor, because the path may name another file by now.
         mode = os.fstat(fd).st_mode
         if not stat.S_ISREG(mode):
             kind = "directory" if stat.S_ISDIR(mode) else "pipe, socket or device"
-            raise SourceUnavailable(f"not a regular file but a {kind}", uri=path)
+            raise SourceUnavailable(f"this is a {kind}, not a regular file", uri=path)
         return fd, _settled(fd, path)
     except BaseException:
         os.close(fd)
@@ -198,46 +197,48 @@ def _open_regular(path: str) -> tuple[int, FileState]:
 
 
 def _settled(fd: int, path: str) -> FileState:
-    """Return the file's state at a moment when every write that comes later will change it."""
+    """Return the file's state at a time from which any later write changes it."""
     deadline = time.monotonic() + _SETTLE_S
     before = state_of(os.fstat(fd))
     while True:
-        # A write sets the times when it begins, and then copies for as long as it takes: one of gigabytes may be under
-        # way with times that will not change again. SEEK_DATA waits for the inode's lock, which a write holds (ext4,
-        # btrfs, tmpfs; on XFS reads themselves wait). ENXIO: an empty file; EINVAL: this file system has no SEEK_DATA.
+        # A write sets the times at its start, so a long write may be in progress and never change them again. SEEK_DATA
+        # waits for the inode's lock, which a write holds (ext4, btrfs, tmpfs; on XFS reads themselves wait). It fails
+        # with ENXIO for an empty file and with EINVAL if the file system lacks it.
         with contextlib.suppress(OSError):
             os.lseek(fd, 0, os.SEEK_DATA)
         state = state_of(os.fstat(fd))
-        # A second write in the same tick of the kernel's clock would leave the times as they are, so the tick must
-        # pass. A time far ahead is another clock's (a file server's): its tick cannot be waited for.
+        # A second write in the same tick of the kernel's clock would not change the times, so wait for the next tick. A
+        # time far in the future comes from another clock (a file server's), and cannot be waited for.
         ahead_ns = state.ctime_ns - time.clock_gettime_ns(_COARSE_CLOCK)
         if state == before and not 0 <= ahead_ns < 1_000_000_000:
             return state
         if time.monotonic() > deadline:
-            raise SourceChanged("file is being written to", uri=path, hint=_HINT)
+            raise SourceChanged("the file is being written to", uri=path, hint=_HINT)
         if state == before:
             time.sleep(_TICK_S)
         before = state
 
 
 def read_bounded(path: str, max_bytes: int) -> bytes:
-    """Return all of a small regular file (an index, a manifest, a key).
+    """Return the content of a small regular file (an index, a manifest, a key).
 
     Raises:
-        FormatError: it has more than `max_bytes`. SourceChanged: it was written to meanwhile. Others: `LocalFile`.
+        FormatError: the file has more than `max_bytes`.
+        SourceChanged: the file was written to during the read.
+        SourceError: see `LocalFile`.
     """
     file = LocalFile(path)
     try:
         if file.nbytes > max_bytes:
-            raise FormatError(f"{file.nbytes} bytes are too many; at most {max_bytes} are read", uri=path)
+            raise FormatError(f"the file has {file.nbytes} bytes, and at most {max_bytes} are read", uri=path)
         parts, left = [], file.nbytes
-        # read(2) gives at most 2 GiB at once, and may give less on a network file system.
+        # read(2) returns at most 2 GiB at once, and may return less on a network file system.
         while left and (part := os.read(file._fd, left)):
             parts.append(part)
             left -= len(part)
         file.require_unmodified()
     except PenstockError:
-        # NotFound and PermissionDenied are OSErrors too, and are typed already.
+        # Keep typed errors: NotFound and PermissionDenied are OSErrors too.
         raise
     except OSError as error:
         raise typed_error(error, path, None) from error
@@ -248,49 +249,49 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
 
 def typed_error(error: OSError, uri: str, byte_range: tuple[int, int] | None) -> SourceError:
     """Map an OSError of a local file to a SourceError."""
-    # A path that cannot exist is as absent as one that does not: a link in a circle, a name too long, a file as parent.
+    # Paths that cannot exist count as absent: a loop of links, a name that is too long, a file as parent.
     if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG}:
-        return NotFound("no such file", uri=uri, byte_range=byte_range)
+        return NotFound("there is no such file", uri=uri, byte_range=byte_range)
     if error.errno in {errno.EACCES, errno.EPERM}:
         return PermissionDenied("the file mode forbids reading", uri=uri, byte_range=byte_range)
     return SourceUnavailable(f"{error.strerror or error}", uri=uri, byte_range=byte_range)
 
 
 _LINUX = sys.platform == "linux"
-# One number on every architecture but alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
+# The number is the same on every architecture except alpha. Source: include/uapi/asm-generic/unistd.h, Linux 6.5.
 _SYS_CACHESTAT = 451
-# Source: include/uapi/linux/stat.h, Linux 6.1: the mask, and where dio_mem_align and dio_offset_align stand.
+# Source: include/uapi/linux/stat.h, Linux 6.1: the mask, and the offset of dio_mem_align and dio_offset_align.
 _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _STATX_DIOALIGN_AT = 0x98
 _AT_EMPTY_PATH = 0x1000
-# Of a file at once: 0.3 s in tmpfs, whose pages are made then.
+# Bytes reserved by one call. This takes 0.3 s in tmpfs, which allocates the pages.
 _RESERVED_BYTES = GIB
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 if _LINUX:
-    # ctypes takes an int for 32 bits, and cuts an offset above 4 GiB without a word.
+    # Without argtypes, ctypes passes 32-bit integers and silently truncates offsets above 4 GiB.
     _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _TwoWords = ctypes.c_uint64 * 2
 _FiveWords = ctypes.c_uint64 * 5
-# struct statfs has 120 bytes on 64-bit systems, and the type of the file system first.
+# struct statfs has 120 bytes on 64-bit systems. Its first word is the type of the file system.
 _StatFs = ctypes.c_uint64 * 32
 # TMPFS_MAGIC and RAMFS_MAGIC. Source: include/uapi/linux/magic.h.
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 
 
 def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
-    """Return the pages of a range that are in the page cache, without blocking and without starting I/O.
+    """Return the number of pages of a range that are in the page cache, without blocking or starting I/O.
 
-    None where the kernel will not say: before Linux 6.5, on hugetlbfs, or (since 6.15) on a file that the caller
+    None if the kernel does not tell: before Linux 6.5, on hugetlbfs, or (since 6.15) for a file that the caller
     neither owns nor may write.
 
-    Cost: one system call, about 3 us, plus 10 ns a cached folio.
+    Cost: one system call, about 3 us, plus 10 ns per cached folio.
     """
     if not _LINUX:
         return None
-    # struct cachestat: cached, dirty, under writeback, evicted, evicted recently. Only the first is of use here.
+    # struct cachestat has cached, dirty, under writeback, evicted and recently evicted pages. Only the first is used.
     answer = _FiveWords()
     byte_range = _TwoWords(offset, nbytes)
     if _libc.syscall(ctypes.c_long(_SYS_CACHESTAT), fd, ctypes.byref(byte_range), ctypes.byref(answer), 0):
@@ -299,7 +300,7 @@ def resident_pages(fd: int, offset: int, nbytes: int) -> int | None:
 
 
 def is_in_memory(fd: int) -> bool:
-    """Return whether a file has no other place than memory: it is of a tmpfs or ramfs."""
+    """Return whether a file is in a tmpfs or ramfs, and thus only in memory."""
     if not _LINUX:
         return False
     answer = _StatFs()
@@ -307,12 +308,12 @@ def is_in_memory(fd: int) -> bool:
 
 
 def num_pages(offset: int, nbytes: int) -> int:
-    """Return the number of pages that `[offset, offset + nbytes)` touches."""
+    """Return the number of pages in `[offset, offset + nbytes)`."""
     return (offset + nbytes + PAGE_BYTES - 1) // PAGE_BYTES - offset // PAGE_BYTES
 
 
 def direct_alignment(fd: int) -> tuple[int, int] | None:
-    """Return the (address, offset) alignment that direct I/O on this file needs; (0, 0): it has none; None: unknown."""
+    """Return the (address, offset) alignment for direct I/O. (0, 0) if the file has none, None if unknown."""
     statx = getattr(_libc, "statx", None) if _LINUX else None
     if statx is None:
         return None
@@ -320,7 +321,7 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
     if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, answer):
         return None
     mask: int = struct.unpack_from("=I", answer, 0)[0]
-    # A kernel may have statx without this field; the mask says which fields it filled.
+    # A kernel may have statx without this field. The mask says which fields it set.
     if not mask & _STATX_DIOALIGN:
         return None
     address, offset = struct.unpack_from("=II", answer, _STATX_DIOALIGN_AT)
@@ -328,23 +329,23 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
 
 
 def address_of(buffer: memoryview) -> int:
-    """Return the address of the first byte of a writable buffer of at least one byte."""
+    """Return the address of the first byte of a writable, non-empty buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -> None:
-    """Make a file `nbytes` long at least, with room for all of it, unless `is_over` says to stop.
+    """Extend a file to at least `nbytes` and reserve space for all of it, until `is_over` returns True.
 
-    A file system that promises no room (NFS before 4.2, ZFS, ramfs) gives it the length alone.
+    On a file system that cannot reserve space (NFS before 4.2, ZFS, ramfs), only the length is set.
 
     Raises:
-        OSError: there is no room; the file may have some of it.
+        OSError: there is not enough space. A part may be reserved.
     """
     for at in range(0, nbytes, _RESERVED_BYTES):
-        # Looked at for every GiB: one call for the whole file would take seconds in tmpfs.
+        # Check for every GiB, because one call for the whole file would take seconds in tmpfs.
         if is_over():
             return
-        # Not the C library's `posix_fallocate`: where the file system has no fallocate, that writes to every page.
+        # Do not use `posix_fallocate` of the C library, which writes every page if the file system lacks fallocate.
         code = _fallocate(fd, at, min(_RESERVED_BYTES, nbytes - at))
         if code in {errno.EOPNOTSUPP, errno.ENOSYS}:
             os.ftruncate(fd, max(nbytes, os.fstat(fd).st_size))
@@ -355,11 +356,11 @@ def reserve(fd: int, nbytes: int, is_over: Callable[[], bool] = lambda: False) -
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-"""Source of both: Linux, include/uapi/linux/fcntl.h and fs.h; rename(2)."""
+"""Source: Linux, include/uapi/linux/fcntl.h and fs.h; rename(2)."""
 
 
 def exchange(one: Path, other: Path) -> None:
-    """Exchange two names of one file system, atomically. OSError: EINVAL where the file system cannot do that."""
+    """Exchange two names in a file system atomically. OSError EINVAL if the file system cannot do that."""
     if not _LINUX or not hasattr(_libc, "renameat2"):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     if _libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
@@ -368,11 +369,11 @@ def exchange(one: Path, other: Path) -> None:
 
 
 def _fallocate(fd: int, offset: int, nbytes: int) -> int:
-    """Call fallocate(2); return 0 or an errno."""
+    """Call fallocate(2). Return 0 or an errno."""
     if not _LINUX:
         return errno.ENOSYS
     while _libc.fallocate(fd, 0, offset, nbytes):
-        # A signal ends a long fallocate; what it reserved stays, and the next call goes on.
+        # A signal interrupts a long fallocate. The reserved part stays, so repeat the call.
         if (code := ctypes.get_errno()) != errno.EINTR:
             return code
     return 0

@@ -1,11 +1,8 @@
-"""Local files mapped into memory: zero-copy on the CPU.
+"""Local files mapped into memory, for zero-copy use on the CPU.
 
-In: a path. Out: private writable views; ranges brought into the page cache and page tables ahead of use.
-Not here: reading into the caller's buffers (`files`), opening and checking the file (`local`).
-
-Three levels, each freed by the one above it: a `Mapping` is a range of the process's address space, a `MappedRange` is
-the bytes of one view in it, and a `MappedFile` hands views out. Every release may happen in a finalizer, between any
-two instructions of any thread, so it is done by C code wherever a signal could otherwise be lost.
+A `Mapping` is a range of the process's address space, a `MappedRange` has the bytes of one view in it, and a
+`MappedFile` returns views. Each is freed after the objects that use it. A release may happen in a finalizer, between
+any two instructions of any thread. It runs in C code wherever a signal could otherwise be lost.
 """
 
 from __future__ import annotations
@@ -28,11 +25,11 @@ from penstock.storage.local import PAGE_BYTES, FileState, LocalFile, num_pages, 
 from penstock.types import MIB
 
 _LINUX = sys.platform == "linux"
-# 2 MiB: on x86-64, and with 4 KiB pages on aarch64.
+# Size on x86-64, and on aarch64 with 4 KiB pages.
 _HUGE_PAGE_BYTES = 2 * MIB
-# Source: include/uapi/asm-generic/mman-common.h; 22 since Linux 5.14.
+# Available since Linux 5.14. Source: include/uapi/asm-generic/mman-common.h.
 _MADV_POPULATE_READ = 22
-# Not in Python 3.11's mmap. MAP_NORESERVE: a file larger than memory may be mapped; MAP_FIXED: over what is there.
+# Flags missing in Python 3.11's mmap. MAP_NORESERVE allows files larger than memory. MAP_FIXED replaces a mapping.
 # Source: include/uapi/asm-generic/mman.h; macOS: sys/mman.h.
 _MAP_FIXED = 0x10
 _PROT_NONE = 0
@@ -74,46 +71,49 @@ class MappedFile(LocalFile):
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """Return the bytes `[offset, offset + nbytes)`: writable, private, format "B".
+        """Return a writable, private view of `[offset, offset + nbytes)`, with format "B".
 
-        Ownership: the memoryview alone keeps its range; when it and all made of it are gone, its pages are freed,
-            and the last view's end unmaps the file. A second view of bytes that were viewed gets a mapping of its own.
-        Cost: about 10 us; no byte is read. Each gap that dropped views leave, and each second view, is one of the
-            process's vm.max_map_count mappings (65,530 unless raised); one of 2 MiB or more takes up to three.
+        The memoryview keeps its range. Once it and all objects made from it are gone, its pages are freed. The end of
+        the last view unmaps the file. A second view of the same bytes gets a separate mapping.
+
+        Cost: about 10 us, without reading. Each gap left by dropped views and each second view is one of the process's
+            vm.max_map_count mappings (65,530 by default). A gap of 2 MiB or more takes up to three.
 
         Raises:
-            SourceTruncated: the range lies outside the file. SourceChanged: it was written to since it was opened.
-            DestinationError: no mapping left, or no address space. SourceUnavailable: this file system cannot map.
+            SourceTruncated: the range is outside the file.
+            SourceChanged: the file was written to after it was opened.
+            DestinationError: no mapping or address space is left.
+            SourceUnavailable: this file system cannot map files.
         """
         stop = offset + nbytes
         if offset < 0 or nbytes < 0 or stop > self.nbytes:
-            raise SourceTruncated(f"file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
+            raise SourceTruncated(f"the file has {self.nbytes} bytes", uri=self.uri, byte_range=(offset, stop))
         if not nbytes:
-            # mmap(2) refuses a length of 0.
+            # mmap(2) does not accept a length of 0.
             return memoryview(bytearray())
         with self._lock:
             at = self._place(offset, stop)
             if at is None:
                 start = offset - offset % PAGE_BYTES
                 part = MappedRange(self._map(start, stop - start), offset - start, nbytes)
-                # After the mapping, not before: a write between a check and the mapping would go unseen.
+                # Check after mapping, because a write between a check and the mapping would be missed.
                 self.require_unmodified()
                 return part.bytes()
             mapping, index = at
             part = MappedRange(mapping, offset, nbytes)
             self._starts.insert(index, offset)
             self._stops.insert(index, stop)
-            # Weakly: a view ends with the caller's last reference to it, not with the file.
+            # Use a weak reference, so that a view ends with the caller's last reference.
             self._parts.insert(index, weakref.ref(part))
         self.require_unmodified()
         return part.bytes()
 
     def prefetch(self, offset: int, nbytes: int) -> None:
-        """Bring the range into the page cache and into the page tables of the live views of it; any thread.
+        """Read the range into the page cache, and into the page tables of its live views. Thread-safe.
 
-        Gaps between views are not read, and of views that overlap only the first is filled. Without a view
-        the range goes to the page cache alone.
-        Call it with chunks of 8 MiB from two to four threads. Source: benchmarks/results/cpu2_202611/files.md.
+        Gaps between views are skipped, and only the first of overlapping views is filled. Without a view, only the
+        page cache is filled. Call this for chunks of 8 MiB from two to four threads.
+        Source: benchmarks/results/cpu2_202611/files.md.
 
         Raises:
             SourceTruncated, SourceChanged, SourceUnavailable: the file ended early, or the device failed.
@@ -121,7 +121,7 @@ class MappedFile(LocalFile):
         stop = min(offset + nbytes, self.nbytes)
         if stop <= offset:
             return
-        # Once cold, always cold: readahead counts as cached before it has arrived, and runs ahead of the caller.
+        # Keep this state: readahead runs ahead of the caller, and its pages count as cached before they arrive.
         cold = self._cold = self._cold or not self._is_cached(offset, stop)
         parts = self._live(offset, stop) or ([self._scratch(offset, stop)] if cold else [])
         for part, base in parts:
@@ -135,9 +135,9 @@ class MappedFile(LocalFile):
         self.require_unmodified()
 
     def is_ready(self) -> bool:
-        """Return whether the whole file is in the page cache: there is nothing to bring in, touching it costs the same.
+        """Return whether the whole file is in the page cache, so that prefetching would gain nothing.
 
-        Cost: one system call, 10 ns a cached folio. Nothing is read.
+        Cost: one system call and 10 ns per cached folio, without reading.
         """
         return not self.nbytes or self._is_cached(0, self.nbytes)
 
@@ -150,23 +150,23 @@ class MappedFile(LocalFile):
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise DestinationError(
-                    "no mapping or address space left",
+                    "no mapping or address space is left",
                     uri=self.uri,
                     hint="raise vm.max_map_count, or load with copy=True",
                 ) from error
             raise typed_error(error, self.uri, (start, start + nbytes)) from error
 
     def _place(self, offset: int, stop: int) -> tuple[Mapping, int] | None:
-        """Return the mapping of the whole file and the index for a new part; None if bytes of it were viewed before."""
+        """Return the mapping of the file and the index for a new view. None if some of the bytes have a view."""
         whole = self._whole() if self._whole is not None else None
         if whole is None:
             try:
                 whole = self._map(0, self.nbytes)
             except DestinationError:
-                # Too little address space for the whole file; there may be enough for the view alone.
+                # There may be enough address space for the view alone.
                 return None
             self._whole = weakref.ref(whole)
-            # A view keeps its mapping alive, and the mapping is gone: no view of it is left.
+            # Views keep their mapping alive, so no view is left.
             self._starts = []
             self._stops = []
             self._parts = []
@@ -174,15 +174,15 @@ class MappedFile(LocalFile):
         return None if index and self._stops[index - 1] > offset else (whole, index)
 
     def _live(self, offset: int, stop: int) -> list[tuple[MappedRange, int]]:
-        """Return the live parts that meet the range, with their file offsets."""
+        """Return the live ranges that overlap with the given range, and their file offsets."""
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
             parts = [(self._parts[i](), self._starts[i]) for i in range(first, last)]
-        # None: its view is gone. The entry stays: its pages were given up, so the range must not be handed out again.
+        # Entries of dropped views stay: their pages are gone, so the range must not be used again.
         return [(part, base) for part, base in parts if part is not None]
 
     def _scratch(self, offset: int, stop: int) -> tuple[MappedRange, int]:
-        """Return a mapping of the range for the time of one call, and its file offset."""
+        """Map the range for one call. Return it with its file offset."""
         start = offset - offset % PAGE_BYTES
         return MappedRange(self._map(start, stop - start), 0, stop - start), start
 
@@ -190,15 +190,15 @@ class MappedFile(LocalFile):
         try:
             part.populate(start, nbytes)
         except OSError as error:
-            # EFAULT is what a truncated file gives too: then its change is the error, and not the failed read.
+            # A truncated file also causes EFAULT. Then report the change instead of the failed read.
             self.require_unmodified()
             raise typed_error(error, self.uri, (base + start, base + start + nbytes)) from error
 
     def _touch(self, part: MappedRange, start: int, nbytes: int) -> None:
-        """Read a byte of each page."""
-        # In a virtual machine a page that the device filled faults once more, in the host, at its first use by the CPU;
-        # here that overlaps the disk. Source: benchmarks/results/cpu2_202611/files.md.
-        # First the check: to touch a page that a truncation took away is SIGBUS, which ends the process.
+        """Read one byte of each page."""
+        # In a virtual machine, the first use of a page by the CPU faults again in the host. Here this overlaps with the
+        # disk. Source: benchmarks/results/cpu2_202611/files.md.
+        # Check first, because touching a page that a truncation removed ends the process with SIGBUS.
         self.require_unmodified()
         np.asarray(part)[start : start + nbytes : PAGE_BYTES].max()
 
@@ -231,25 +231,25 @@ class Mapping:
             raise _os_error()
 
     def pages(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Return address and length of the whole pages of a part."""
+        """Return address and length of the complete pages in a range."""
         first = -(-(self.address + start) // PAGE_BYTES) * PAGE_BYTES
         return first, max(0, (self.address + start + nbytes) // PAGE_BYTES * PAGE_BYTES - first)
 
 
-class _GivenUp(weakref.ref["MappedRange"]):
-    """A weak reference that ctypes passes as a C int of 0, so that a function of C can be its callback."""
+class _FreeOnDrop(weakref.ref["MappedRange"]):
+    """A weak reference that ctypes passes as the C int 0, so that a C function can be its callback."""
 
     __slots__ = ()
     _as_parameter_ = 0
 
 
 class MappedRange:
-    """Bytes of a mapping, of one owner: when the last reference goes, their pages are given up.
+    """Bytes of a mapping with one owner. When the last reference goes, their pages are freed.
 
-    numpy reads it through `__array_interface__`, so an array or memoryview made of it keeps it alive.
+    numpy uses `__array_interface__`, so an array or memoryview of this object keeps it alive.
     """
 
-    __slots__ = ("__weakref__", "_given_up", "_mapping", "address", "nbytes")
+    __slots__ = ("__weakref__", "_free_on_drop", "_mapping", "address", "nbytes")
 
     def __init__(self, mapping: Mapping, start: int, nbytes: int) -> None:
         self._mapping = mapping
@@ -257,35 +257,34 @@ class MappedRange:
         self.nbytes = nbytes
         first, length = mapping.pages(start, nbytes)
         if length:
-            # mmap(2) itself is the callback (its seventh argument, the reference, is ignored): Python runs handlers of
-            # signals when a function of its own begins, and in a finalizer drops what they raise, so Ctrl-C would be
-            # lost and the pages kept. The addresses stay reserved, so nothing else moves in. An object keeps its
-            # references until their callbacks were called; should the garbage collector drop both, the pages wait for
-            # the end of the mapping.
+            # The callback is mmap(2) itself, which ignores its seventh argument, the reference. A Python function in a
+            # finalizer could be interrupted by a signal handler, whose exception Python drops. Ctrl-C would be lost and
+            # the pages kept. The addresses stay reserved. An object keeps its weak references until their callbacks
+            # have run. If the garbage collector drops both together, the pages are freed with the mapping.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
-            self._given_up = _GivenUp(self, partial(_libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
+            self._free_on_drop = _FreeOnDrop(self, partial(_libc.mmap, first, length, _PROT_NONE, flags, -1, 0))
 
-    # Not `memoryview(...)` of a ctypes array: that would not keep this object alive.
+    # A memoryview of a ctypes array would not keep this object alive.
     @property
     def __array_interface__(self) -> dict[str, object]:
         return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
 
     def bytes(self) -> memoryview:
-        """Return the bytes, writable, format "B"; the memoryview keeps the part alive."""
+        """Return a writable memoryview with format "B". It keeps this object alive."""
         return memoryview(np.asarray(self).data)
 
     def populate(self, start: int, nbytes: int) -> bool:
-        """Read `nbytes` from `start` on and map them, as if each page were read; nothing is copied.
+        """Read a range and map its pages, without copying.
 
         Returns:
-            False where the kernel has no such call (before Linux 5.14); nothing was done then.
+            False without effect if the kernel lacks the call (before Linux 5.14).
 
         Raises:
-            OSError: EFAULT when the file now ends before the range, or the device failed; ENOMEM.
+            OSError: EFAULT if the file is too short or the device failed, or ENOMEM.
         """
         if not _LINUX:
             return False
-        # madvise(2) takes page-aligned addresses only; bringing in the rest of the first page is one page at most.
+        # madvise(2) needs an aligned address. This adds at most one page.
         head = (self.address + start) % PAGE_BYTES
         if _libc.madvise(self.address + start - head, nbytes + head, _MADV_POPULATE_READ) == 0:
             return True
@@ -296,6 +295,6 @@ class MappedRange:
 
 
 def _os_error() -> OSError:
-    """Return the error of the last call of C in this thread."""
+    """Return the error of the last C call in this thread."""
     number = ctypes.get_errno()
     return OSError(number, os.strerror(number))
