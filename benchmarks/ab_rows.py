@@ -56,6 +56,12 @@ def public(name: str) -> Any:
     raise SystemExit(f"{name} is at none of {NAMES[name]}: add its place to NAMES in {__file__}")
 
 
+def read_options(**options: Any) -> dict[str, Any]:
+    """Return options of a read as keyword arguments. Older trees take each as an argument of its own."""
+    settings = getattr(importlib.import_module("penstock"), "ReadSettings", None)
+    return options if settings is None else {"settings": settings(**options)}
+
+
 def timed(work: Callable[[], object], *, repeat: int, before: Callable[[], object] = lambda: None) -> float:
     """Return the least of the seconds of some calls, after one that warms up: other programs only ever add to it."""
     seconds = []
@@ -71,7 +77,8 @@ def timed(work: Callable[[], object], *, repeat: int, before: Callable[[], objec
 def load_cpu(data: Path) -> float:
     """Load files of the page cache into memory of the process."""
     load = public("load")
-    return timed(lambda: load(data / "large", "cpu", copy=True), repeat=5)
+    copied = read_options(copy=True)
+    return timed(lambda: load(data / "large", "cpu", **copied), repeat=5)
 
 
 def load_into(data: Path) -> float:

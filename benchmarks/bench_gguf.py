@@ -130,7 +130,10 @@ def run(kind: str, who: str, source: str, scratch: Path) -> None:
             "stock": lambda: len(gguf.GGUFReader(source).tensors),
         },
         "load": {"penstock": lambda: ps.load(source), "stock": lambda: stock_tensors(source, copy=False)},
-        "copy": {"penstock": lambda: ps.load(source, copy=True), "stock": lambda: stock_tensors(source, copy=True)},
+        "copy": {
+            "penstock": lambda: ps.load(source, settings=ps.ReadSettings(copy=True)),
+            "stock": lambda: stock_tensors(source, copy=True),
+        },
         "http": {"penstock": lambda: ps.load(source), "stock": stock_http},
         "dequantise": {
             "penstock": lambda: ours_converted(operations="dequantise:to=BF16"),

@@ -116,8 +116,8 @@ def rows(source: Path, home: Path, task_bytes: int | str) -> Iterator[Row]:
 
         def row(case: str, missing_bytes: int, launcher: Launcher) -> Row:
             served(server)
-            workers = WorkerSettings(num_workers=2, launcher=launcher)
-            report = convert(index, home / "out", devices="cpu", workers=workers, task_bytes=task_bytes)
+            workers = WorkerSettings(num_workers=2, launcher=launcher, task_bytes=task_bytes)
+            report = convert(index, home / "out", devices="cpu", workers=workers)
             if not penstock.verify(home / "out").verified:
                 raise SystemExit(f"{case}: the result is not what its manifest says")
             shutil.rmtree(home / "out")

@@ -38,7 +38,9 @@ def publish(name: str, run: int, nbytes: int, transport: str, pack_bytes: int) -
         f"layers.{i}.w": torch.randint(0, 256, size, dtype=torch.uint8, generator=chance) for i in range(NUM_TENSORS)
     }
     connection = ps.ConnectionSettings(transports=[transport])
-    with ps.publisher(name, tensors, mode="live", connection=connection, pack_bytes=pack_bytes) as publisher:
+    with ps.publisher(
+        name, tensors, mode="live", connection=connection, settings=ps.sync.PublisherSettings(pack_bytes=pack_bytes)
+    ) as publisher:
         print("joined", flush=True)
         publisher.wait_subscribers(1)
         for line in sys.stdin:

@@ -80,8 +80,7 @@ def once(source: Path, fate: str, task_bytes: int) -> dict[str, float]:
             Path(folder) / "out",
             operations=[{"op": "function", "function": "benchmarks.bench_stragglers:in_milliseconds"}],
             devices="cpu",
-            workers=WorkerSettings(num_workers=WORKERS, launcher=launcher),
-            task_bytes=task_bytes,
+            workers=WorkerSettings(num_workers=WORKERS, launcher=launcher, task_bytes=task_bytes),
             progress=launcher.progress,
         )
     seconds = launcher.last - launcher.began

@@ -140,7 +140,7 @@ def fresh_load(directory: Path, device: str, nbytes: int, reps: int) -> list[flo
     rates = []
     for _ in range(reps):
         begun = time.perf_counter()
-        weights = ps.load(checkpoint, device=device, copy=True)
+        weights = ps.load(checkpoint, device=device, settings=ps.ReadSettings(copy=True))
         if device != "cpu":
             torch.cuda.synchronize()
         rates.append(total / GB / (time.perf_counter() - begun))
@@ -217,7 +217,7 @@ def keeper_swaps(directory: Path, device: str, nbytes: int, reps: int, num_model
                     made["attach, on the device"].append(time.perf_counter() - begun)
         for _ in range(reps):
             begun = time.perf_counter()
-            ps.load(checkpoint, device=device, copy=True)
+            ps.load(checkpoint, device=device, settings=ps.ReadSettings(copy=True))
             made["fresh load"].append(time.perf_counter() - begun)
     # The first round moves each model down once, to memory that may not be pinned yet.
     made["attach, swapped back"] = made["attach, swapped back"][num_models:]

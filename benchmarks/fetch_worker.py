@@ -150,7 +150,9 @@ class Worker:
             mine = [row for row in range(len(table)) if row % self.world_size == self.rank]
             names = [table.names[row] for row in mine]
         begun = time.perf_counter()
-        weights = penstock.load(uri, device=self.device, names=names, copy=True, progress=False)
+        weights = penstock.load(
+            uri, device=self.device, names=names, progress=False, settings=penstock.ReadSettings(copy=True)
+        )
         self.sync()
         seconds = time.perf_counter() - begun
         nbytes = weights.report.nbytes

@@ -81,7 +81,8 @@ def profile_load(directory: str, device: str, options: dict[str, Any], *, with_p
             if profiler is not None:
                 profiler.enable()
             start = time.perf_counter()
-            weights = penstock.load(directory, device=device, trace=file.name, **options)
+            settings = penstock.ReadSettings(trace=file.name, **options)
+            weights = penstock.load(directory, device=device, settings=settings)
             limits.synchronize(device)
             seconds = time.perf_counter() - start
             if profiler is not None:

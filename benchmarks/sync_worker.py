@@ -114,7 +114,7 @@ class Worker:
             self.params,
             connection=penstock.ConnectionSettings(hub=hub, stall_s=STALL_S),
             mode=mode,
-            replica=replica,
+            snapshot_device=replica,
             transforms=self.tag,
             rank=(rank, world_size),
         )

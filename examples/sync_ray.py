@@ -48,7 +48,7 @@ class Trainer:
         torch.manual_seed(0)
         self.model = LlamaForCausalLM(CONFIG)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.publisher = ps.publisher("policy", self.model, mode="snapshot", replica="cpu")
+        self.publisher = ps.publisher("policy", self.model, mode="snapshot", snapshot_device="cpu")
 
     def step(self, version: int) -> tuple[float, list[int]]:
         """Make a step; return its loss, and the text that the published weights generate."""

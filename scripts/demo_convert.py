@@ -111,7 +111,8 @@ def penstock(words: dict[str, Any], sources: Sequence[str], into: str, killed: b
             os.kill(os.getpid(), signal.SIGKILL)
 
     begun = time.perf_counter()
-    report = ps.convert(list(sources), into, devices="cpu", workers=WORKERS, task_bytes="4M", progress=end, **words)
+    workers = ps.jobs.WorkerSettings(num_workers=WORKERS, task_bytes="4M")
+    report = ps.convert(list(sources), into, devices="cpu", workers=workers, progress=end, **words)
     return {
         "seconds": time.perf_counter() - begun,
         "peak_bytes": sum(one.peak_bytes for one in report.workers),

@@ -119,7 +119,7 @@ def train(task: RankTask, sizes: Sizes) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
         torch.manual_seed(SEED + 1 + task.rank)  # each rank has its own part of the data
 
-        with ps.publisher("policy", model, mode="snapshot", replica="cpu") as publisher:
+        with ps.publisher("policy", model, mode="snapshot", snapshot_device="cpu") as publisher:
             say("joined", member=publisher.member.id)
 
             def step(version: int) -> dict[str, Any]:

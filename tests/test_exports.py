@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,7 @@ VALUES = [
     "Fleet",
     "Hooks",
     "Manifest",
+    "ReadSettings",
     "Shard",
     "TensorStream",
     "Variant",
@@ -36,7 +38,7 @@ MODULES = {
     "jobs": ["WorkerSettings"],
     "modules": ["BackgroundLoad", "load_in_background"],
     "reports": ["InspectReport", "ManifestReport", "VerifyReport"],
-    "sync": ["Publisher", "StagedVersion", "StoredVersion", "Subscriber"],
+    "sync": ["Publisher", "PublisherSettings", "StagedVersion", "StoredVersion", "Subscriber", "SubscriberSettings"],
     "telemetry": ["MetricsEndpoint", "phase", "serve_metrics"],
 }
 
@@ -57,6 +59,17 @@ def test_every_public_name_has_docstring() -> None:
         assert set(names) <= set(dir(module))
         bare = [name for name in names if name != "__version__" and not getattr(module, name).__doc__]
         assert bare == []
+
+
+def test_public_functions_have_at_most_ten_parameters() -> None:
+    tables = {"": exports.PUBLIC, **{f".{name}": table for name, table in exports.MODULES.items()}, ".spi": exports.SPI}
+    for place, table in tables.items():
+        module = importlib.import_module(f"penstock{place}")
+        for name in table:
+            verb = getattr(module, name)
+            # Fields of a value are not counted: they have names of their own, and most are left out.
+            if inspect.isfunction(verb) or name == "WeightCache":
+                assert len(inspect.signature(verb).parameters) <= 10, name
 
 
 def test_public_module_is_found_without_import() -> None:

@@ -84,7 +84,8 @@ def _instanttensor_buffered(call: Call) -> dict[str, Any]:
 def _penstock(call: Call, **options: Any) -> dict[str, Any]:
     import penstock
 
-    given = {"device": call.device, "group": call.group, "memory_bytes": call.memory_bytes} | options
+    settings = penstock.ReadSettings(memory_bytes=call.memory_bytes)
+    given = {"device": call.device, "group": call.group, "settings": settings} | options
     weights: dict[str, Any] = penstock.load(call.directory, **given)
     return weights
 

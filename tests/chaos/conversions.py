@@ -25,7 +25,6 @@ ARGUMENTS: dict[str, Any] = {
     "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],
     "to": "cast:F32",
     "devices": "cpu",
-    "task_bytes": "256K",
     "shard_bytes": 10_000_000,
 }
 TROUBLE = ("hits", "hits", "hits", "file limit", "small disk", "source truncated", "source changed")

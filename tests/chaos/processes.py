@@ -171,7 +171,7 @@ def load(told: dict[str, Any]) -> int:
     import penstock as ps
 
     torch.set_num_threads(1)
-    options = {"storage_options": told["storage_options"], "progress": False}
+    options = {"settings": ps.ReadSettings(storage_options=told["storage_options"]), "progress": False}
     uri = told["uri"]
 
     def attempt() -> dict[str, Any]:
@@ -225,6 +225,7 @@ def convert(told: dict[str, Any]) -> int:
     import torch
 
     from penstock.errors import PenstockError
+    from penstock.jobs.convert import WorkerSettings
     from penstock.jobs.convert import convert as convert_now
     from penstock.jobs.workers import launch as launcher
 
@@ -233,7 +234,11 @@ def convert(told: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (told["limit_file_bytes"], resource.RLIM_INFINITY))
     vars(launcher)["ForkServer"] = lambda imports: fork_server()
     try:
-        report = convert_now(progress=lambda num, total: say("done", num=num, total=total), **told["arguments"])
+        arguments = told["arguments"]
+        workers = WorkerSettings(num_workers=arguments.pop("workers"), task_bytes="256K")
+        report = convert_now(
+            progress=lambda num, total: say("done", num=num, total=total), workers=workers, **arguments
+        )
     except PenstockError as error:
         say("failed", kind=type(error).__name__, text=str(error))
         return 0

@@ -87,7 +87,13 @@ def test_second_device_reads_exchanged_memory() -> None:
 def test_captured_graph_runs_with_new_version(stack: ExitStack, tmp_path: Path, serve: bool) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=True), Model()
     engine = stack.enter_context(
-        ps.subscriber("policy", served, arena=True, serve=serve, connection=SETTINGS, rank=(0, 1))
+        ps.subscriber(
+            "policy",
+            served,
+            connection=SETTINGS,
+            rank=(0, 1),
+            settings=ps.sync.SubscriberSettings(arena=True, serve=serve),
+        )
     )
     assert memory_of(next(served.parameters()).untyped_storage().data_ptr()) is not None
     places = [parameter.data_ptr() for parameter in served.parameters()]
@@ -114,12 +120,20 @@ def test_captured_graph_runs_with_new_version(stack: ExitStack, tmp_path: Path, 
 
 def test_engines_receive_versions_from_each_other(stack: ExitStack, tmp_path: Path) -> None:
     trainer, first, second = Trainer(stack, tmp_path, arena=True), Model(), Model()
-    engine = stack.enter_context(ps.subscriber("policy", first, arena=True, connection=SETTINGS, rank=(0, 2)))
+    engine = stack.enter_context(
+        ps.subscriber(
+            "policy", first, connection=SETTINGS, rank=(0, 2), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     for version in (1, 2, 3):
         trainer.publish(version)
         engine.update(version)
     trainer._process.kill()
-    late = stack.enter_context(ps.subscriber("policy", second, arena=True, connection=SETTINGS, rank=(1, 2)))
+    late = stack.enter_context(
+        ps.subscriber(
+            "policy", second, connection=SETTINGS, rank=(1, 2), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     report = late.update(3)
     assert second.has(trainer.task, 3) and first.has(trainer.task, 3)
     assert list(report.sources) == [engine.member.id]
@@ -127,7 +141,11 @@ def test_engines_receive_versions_from_each_other(stack: ExitStack, tmp_path: Pa
 
 def test_sleep_and_wake_keep_addresses(stack: ExitStack, tmp_path: Path) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=True), Model()
-    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    engine = stack.enter_context(
+        ps.subscriber(
+            "policy", served, connection=SETTINGS, rank=(0, 1), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     places = [parameter.data_ptr() for parameter in served.parameters()]
     for version in (1, 3, 5):
         trainer.publish(version)

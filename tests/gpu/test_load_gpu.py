@@ -175,7 +175,7 @@ def test_streamed_tensors_are_ordered_and_owned(sharded: Path) -> None:
     for path in sorted(sharded.glob("*.safetensors")):
         with theirs_open(path, framework="pt") as file:
             order += file.offset_keys()
-    with penstock.stream(sharded, device=DEVICE, memory_bytes=32 * MIB) as tensors:
+    with penstock.stream(sharded, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=32 * MIB)) as tensors:
         for name, tensor in tensors:
             kept[name] = tensor
     assert list(kept) == order

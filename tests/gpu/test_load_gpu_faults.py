@@ -122,16 +122,18 @@ def test_dropped_tensor_frees_device_memory(checkpoint: Path, allocated: int) ->
 
 
 def test_staging_stays_within_memory_bytes(checkpoint: Path) -> None:
-    weights = penstock.load(checkpoint, device=DEVICE, memory_bytes=24 * MIB)
+    weights = penstock.load(checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=24 * MIB))
     assert 0 < weights.report.peak_staging_bytes <= 24 * MIB
     assert_same(weights, by_safetensors(checkpoint))
 
 
 def test_too_small_budget_is_refused(checkpoint: Path, allocated: int) -> None:
     with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
-        penstock.load(checkpoint, device=DEVICE, memory_bytes=4096)
+        penstock.load(checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=4096))
     assert settled() == allocated
-    found = penstock.load(checkpoint, device=DEVICE, memory_bytes=caught.value.minimum_bytes)
+    found = penstock.load(
+        checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=caught.value.minimum_bytes)
+    )
     assert_same(found, by_safetensors(checkpoint))
 
 
@@ -171,7 +173,7 @@ def test_device_oom_raises_typed_error_without_leaks(checkpoint: Path, allocated
 @pytest.mark.parametrize("taken", [0, 1, 5])
 @pytest.mark.parametrize("how", ["break", "close", "drop"])
 def test_abandoned_stream_drains_and_frees(checkpoint: Path, allocated: int, how: str, taken: int) -> None:
-    tensors = penstock.stream(checkpoint, device=DEVICE, memory_bytes=32 * MIB)
+    tensors = penstock.stream(checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=32 * MIB))
     kept = [next(tensors) for _ in range(taken)]
     if how == "break":
         for pair in tensors:
@@ -253,7 +255,7 @@ def test_digests_cover_every_length_next_to_region(tmp_path: Path, verb: str) ->
 def test_verified_stream_stays_within_window(checkpoint: Path, allocated: int) -> None:
     digested(checkpoint)
     torch.cuda.reset_peak_memory_stats()
-    with penstock.stream(checkpoint, device=DEVICE, memory_bytes=16 * MIB) as stream:
+    with penstock.stream(checkpoint, device=DEVICE, settings=penstock.ReadSettings(memory_bytes=16 * MIB)) as stream:
         for _, tensor in stream:
             del tensor
     assert torch.cuda.max_memory_allocated() - allocated < NUM_TENSORS * TENSOR_BYTES // 2

@@ -74,7 +74,14 @@ def stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ExitStack
 def test_sleeping_engine_frees_device_memory(stack: ExitStack, tmp_path: Path, mode: str, arena: bool) -> None:
     trainer, served = Trainer(stack, tmp_path, arena=arena), Model()
     engine = stack.enter_context(
-        ps.subscriber("policy", served, mode=mode, arena=arena, connection=SETTINGS, rank=(0, 1))
+        ps.subscriber(
+            "policy",
+            served,
+            mode=mode,
+            connection=SETTINGS,
+            rank=(0, 1),
+            settings=ps.sync.SubscriberSettings(arena=arena),
+        )
     )
     trainer.publish(1)
     engine.update()

@@ -32,13 +32,15 @@ def ranks(stack: ExitStack, directory: Path, side: str, first: int, **task: obje
 
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 @pytest.mark.parametrize(
-    ("source", "replica", "path"),
+    ("source", "snapshot_device", "path"),
     [("live", "device", "cuda_ipc"), ("snapshot", "device", "cuda_ipc"), ("snapshot", "cpu", "pinned_shm")],
 )
 def test_each_version_arrives_bitwise_equal(
-    tmp_path: Path, stack: ExitStack, source: str, replica: str, path: str, mode: str
+    tmp_path: Path, stack: ExitStack, source: str, snapshot_device: str, path: str, mode: str
 ) -> None:
-    publishers = ranks(stack, tmp_path, "publisher", 0, mode=source, options={"arena": True, "replica": replica})
+    publishers = ranks(
+        stack, tmp_path, "publisher", 0, mode=source, options={"arena": True, "snapshot_device": snapshot_device}
+    )
     subscribers = ranks(stack, tmp_path, "subscriber", 2, dim=1, mode=mode)
     for one in publishers + subscribers:
         one.say_until("joined", timeout_s=90)

@@ -164,7 +164,7 @@ OTHERS: dict[str, Callable[[Any], object]] = {
     "convert from": lambda name: penstock.convert(name, "nowhere"),
     "convert to": lambda name: penstock.convert("nowhere", name),
     "public_key": lambda name: penstock.verify("nowhere", public_key=name),
-    "trace": lambda name: penstock.load("nowhere", trace=name),
+    "trace": lambda name: penstock.load("nowhere", settings=penstock.ReadSettings(trace=name)),
     "runai files": runai_file,
     "runai tensors": runai_tensors,
 }
@@ -180,11 +180,11 @@ def test_invalid_name_raises_config_error_in_options(verb: str, name: Any) -> No
 
 def test_odd_neighbouring_files_are_ignored(sharded: Path, tmp_path: Path) -> None:
     """Only what would be read is held to be a file."""
-    whole = penstock.load(sharded, copy=True)
+    whole = penstock.load(sharded, settings=penstock.ReadSettings(copy=True))
     os.mkfifo(sharded / "notes.txt")
     (sharded / "README.md").symlink_to("gone")
     (sharded / "backup.safetensors.d").mkdir()
-    again = penstock.load(sharded, copy=True)
+    again = penstock.load(sharded, settings=penstock.ReadSettings(copy=True))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     shutil.copytree(sharded, tmp_path / "copy", symlinks=True, ignore=shutil.ignore_patterns("notes.txt"))
     assert penstock.inspect(tmp_path / "copy").num_tensors == len(whole)

@@ -97,6 +97,12 @@ def _waiting(seconds: float) -> dict[str, float]:
     return {"timeout_s" if "timeout_s" in inspect.signature(_CACHE.attach).parameters else "wait_s": seconds}
 
 
+def _in_arena(name: str) -> dict[str, Any]:
+    """Return the arguments that move tensors into an arena, in the form that this release has for them."""
+    kind = getattr(ps.sync, name, None)
+    return {"arena": True} if kind is None else {"settings": kind(arena=True)}
+
+
 def weights_of(version: int) -> dict[str, torch.Tensor]:
     """Return the weights of a version of a sync."""
     chance = torch.Generator().manual_seed(version)
@@ -106,7 +112,9 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 def publisher(name: str, sync: str, connection: dict[str, Any], options: dict[str, Any]) -> str:
     _tensors[name] = weights_of(0)
     settings = ps.ConnectionSettings(**connection)
-    opened = _open[name] = ps.publisher(sync, _tensors[name], connection=settings, arena=True, **options)
+    opened = _open[name] = ps.publisher(
+        sync, _tensors[name], connection=settings, **_in_arena("PublisherSettings"), **options
+    )
     return opened.member.id
 
 
@@ -129,7 +137,9 @@ def subscriber(name: str, sync: str, connection: dict[str, Any], options: dict[s
     dtype = torch.bfloat16 if "transforms" in options else torch.float32
     _tensors[name] = {tensor: torch.zeros_like(value, dtype=dtype) for tensor, value in weights_of(0).items()}
     settings = ps.ConnectionSettings(**connection)
-    opened = _open[name] = ps.subscriber(sync, _tensors[name], connection=settings, arena=True, **options)
+    opened = _open[name] = ps.subscriber(
+        sync, _tensors[name], connection=settings, **_in_arena("SubscriberSettings"), **options
+    )
     return opened.member.id
 
 

@@ -190,6 +190,10 @@ def _work(task: SyncTask) -> None:
         "rank": (task.rank, task.world_size),
         **task.options,
     }
+    # Fields of the settings, which are classes that a task, as JSON, does not have.
+    buffers = {name: common.pop(name) for name in ("arena", "memory_bytes", "pack_bytes", "serve") if name in common}
+    kind = ps.sync.PublisherSettings if task.side == "publisher" else ps.sync.SubscriberSettings
+    common["settings"] = kind(**buffers)
     if task.mode:
         common["mode"] = task.mode
     if task.tag:

@@ -179,7 +179,9 @@ def streamed(file: Path) -> dict[str, float]:
         return dict(stream.report.phases)
 
 
-@pytest.mark.parametrize("verb", [lambda file: dict(ps.load(file, copy=True).report.phases), into, streamed])
+@pytest.mark.parametrize(
+    "verb", [lambda file: dict(ps.load(file, settings=ps.ReadSettings(copy=True)).report.phases), into, streamed]
+)
 def test_load_records_phases_of_its_report(verb: Callable[[Path], dict[str, float]], file: Path) -> None:
     reported = verb(file)
     now = boot()
@@ -204,7 +206,7 @@ def test_failed_load_records_error(file: Path, tmp_path: Path) -> None:
 
 def test_refused_load_leaves_no_running_phase(file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
-        ps.load(file, trace=tmp_path / "no such directory" / "trace.json")
+        ps.load(file, settings=ps.ReadSettings(trace=tmp_path / "no such directory" / "trace.json"))
     assert boot().state == "failed"
     ps.load(file)
     assert boot().ready

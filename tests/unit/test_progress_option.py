@@ -41,7 +41,7 @@ def update(file: Path, progress: object) -> None:
     target = {"w": torch.zeros(NBYTES // 4)}
     only = ps.ConnectionSettings(transports=["http"])
     with (
-        ps.publisher("s", published, mode="snapshot", replica="device", connection=only) as publisher,
+        ps.publisher("s", published, mode="snapshot", snapshot_device="device", connection=only) as publisher,
         ps.subscriber("s", target, connection=only) as subscriber,
     ):
         publisher.publish(0)
@@ -50,7 +50,7 @@ def update(file: Path, progress: object) -> None:
 
 
 VERBS: dict[str, Callable[[Path, object], object]] = {
-    "load": lambda file, progress: ps.load(file, copy=True, progress=progress),
+    "load": lambda file, progress: ps.load(file, progress=progress, settings=ps.ReadSettings(copy=True)),
     "load_into": lambda file, progress: ps.load_into({"w0": torch.zeros(1024)}, file, strict=False, progress=progress),
     "manifest": lambda file, progress: ps.manifest(file, progress=progress),
     "verify": verify,

@@ -16,7 +16,7 @@ from tests.truth import by_safetensors
 
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, SourceChanged, SourceTruncated
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.operations.operation import CopyOperation
 from penstock.jobs.result import Journal
 from penstock.testing.http_server import RangeServer
@@ -24,6 +24,8 @@ from penstock.testing.http_server import RangeServer
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1}
+SMALL: dict[str, Any] = {"devices": "cpu", "workers": WorkerSettings(num_workers=1, task_bytes="256K")}
+"""The same, with tasks of a quarter of a MiB."""
 BESIDE = [
     "tokenizer.json",
     "tokenizer.model",
@@ -114,7 +116,7 @@ def test_truncated_source_leaves_nothing(tmp_path: Path) -> None:
             os.truncate(source / "model.safetensors", 1 << 20)
 
     with pytest.raises((SourceTruncated, SourceChanged)):
-        convert(source, tmp_path / "out", progress=cut, task_bytes="256K", **TOLD)
+        convert(source, tmp_path / "out", progress=cut, **SMALL)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
@@ -136,11 +138,11 @@ def test_kept_progress_of_failed_conversion_is_reported(tmp_path: Path) -> None:
             raise DiskFull("cannot write: no space left on device", uri=str(tmp_path / "out"))
 
     with pytest.raises(DiskFull) as caught:
-        convert(source, tmp_path / "out", progress=fail, task_bytes="256K", **TOLD)
+        convert(source, tmp_path / "out", progress=fail, **SMALL)
     (kept,) = [path for path in tmp_path.iterdir() if path.is_dir() and path.name.startswith(".out")]
     assert caught.value.hint is not None
     assert "3 finished tasks are kept" in caught.value.hint and str(kept) in caught.value.hint
-    report = convert(source, tmp_path / "out", task_bytes="256K", **TOLD)
+    report = convert(source, tmp_path / "out", **SMALL)
     assert report.num_resumed >= 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
 
@@ -327,7 +329,7 @@ def test_tilde_expands_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
     write(tmp_path / "home" / "source")
-    report = convert("~/source", "~/out", trace="~/trace.json", **TOLD)
+    report = convert("~/source", "~/out", devices="cpu", workers=WorkerSettings(num_workers=1, trace="~/trace.json"))
     assert report.uri == str(tmp_path / "home" / "out")
     assert penstock.load("~/out").keys() == penstock.load(Path("~/source")).keys()
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"source", "out", "trace.json"}

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -65,7 +66,14 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The output's files, by one worker."""
     into = tmp_path_factory.mktemp("expected") / "out"
-    report = convert(source, into, operations=RULES, devices="cpu", workers=1, task_bytes="1M", shard_bytes=10_000_000)
+    report = convert(
+        source,
+        into,
+        operations=RULES,
+        devices="cpu",
+        workers=WorkerSettings(num_workers=1, task_bytes="1M"),
+        shard_bytes=10_000_000,
+    )
     assert report.num_tasks > 20 and report.num_resumed == 0
     return files(into)
 
@@ -74,8 +82,16 @@ SLOWER = [*RULES, {"op": "function", "function": "tests.support.jobs:pauses"}]
 """The same output, a few seconds later."""
 
 
-def run(source: Path, into: Path, operations=RULES, **more):
-    return convert(source, into, operations=operations, devices="cpu", task_bytes="1M", shard_bytes=10_000_000, **more)
+def run(source: Path, into: Path, operations=RULES, workers: WorkerSettings | int | None = None, **more):
+    return convert(
+        source,
+        into,
+        operations=operations,
+        devices="cpu",
+        workers=replace(WorkerSettings.of(workers), task_bytes="1M"),
+        shard_bytes=10_000_000,
+        **more,
+    )
 
 
 def test_converted_weights_match_renamed_source(source, expected, tmp_path):
@@ -334,7 +350,7 @@ def test_unusable_destination_or_device_is_refused_before_work(source, tmp_path)
     with pytest.raises(DestinationError):
         run(source, tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="trace"):
-        run(source, tmp_path / "out", trace=tmp_path / "none" / "trace.json")
+        run(source, tmp_path / "out", workers=WorkerSettings(trace=tmp_path / "none" / "trace.json"))
     with pytest.raises(ConfigError, match="gpu: no such device"):
         convert(source, tmp_path / "out", devices=["gpu"])
     with pytest.raises(ConfigError, match="no device cuda:99"):

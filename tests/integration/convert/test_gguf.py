@@ -68,7 +68,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("to", "task_bytes"), [("F32", "64M"), ("BF16", 700), ("F16", 3000)])
 def test_dequantised_values_match_gguf_package(model: Path, tmp_path: Path, to: str, task_bytes: int | str) -> None:
-    out = convert(model, tmp_path / "out", operations=f"dequantise:to={to}", task_bytes=task_bytes)
+    out = convert(
+        model, tmp_path / "out", operations=f"dequantise:to={to}", workers=ps.jobs.WorkerSettings(task_bytes=task_bytes)
+    )
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[to]
     blocks = ps.inspect(model).blocks
     wanted = {name: tensor.to(dtype) if name in blocks else tensor for name, tensor in values_of(model).items()}
@@ -121,7 +123,10 @@ def test_requantised_gguf_matches_gguf_package(model: Path, tmp_path: Path, kind
 @pytest.mark.parametrize("kind", ["Q8_0", "BF16", "F16"])
 def test_safetensors_become_gguf(llama: Path, tmp_path: Path, kind: str) -> None:
     operation = {"op": "gguf", "type": kind, "architecture": "llama"}
-    out = convert(llama, tmp_path / "out", operations=operation, task_bytes=2000) / "model.gguf"
+    out = (
+        convert(llama, tmp_path / "out", operations=operation, workers=ps.jobs.WorkerSettings(task_bytes=2000))
+        / "model.gguf"
+    )
     _check(out, load_file(llama / "model.safetensors"), kind)
     assert fields_of(out)["general.architecture"] == "llama"
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,7 +323,7 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
 def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
-    first, told = server(), {"workers": WorkerSettings(num_workers=1, scratch=tmp_path), **TOLD}
+    first, workers = server(), WorkerSettings(num_workers=1, scratch=tmp_path)
     into = "s3://weights/converted"
     real, at_a_time, uploaded = obstore.put, threading.Lock(), list[str]()
 
@@ -336,9 +337,9 @@ def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server
 
     with monkeypatch.context() as patch, pytest.raises((SourceError, DestinationError)):
         patch.setattr(obstore, "put", put)
-        convert(made, into, storage_options=first.storage_options, **told)
+        convert(made, into, **TOLD, workers=replace(workers, storage_options=first.storage_options))
     second = server()
-    report = convert(made, into, storage_options=second.storage_options, **told)
+    report = convert(made, into, **TOLD, workers=replace(workers, storage_options=second.storage_options))
     assert report.num_resumed == report.num_tasks
     assert list(tmp_path.iterdir()) == []
     store = second.store("weights")
@@ -350,7 +351,12 @@ def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server
 def test_trace_shows_concurrent_work_of_both_workers(made, tmp_path) -> None:
     word = {"op": "function", "function": "tests.support.jobs:slowly"}
     told = {**TOLD, "operations": [word], "to": "cast:F32"}
-    report = convert(made, tmp_path / "out", workers=2, trace=tmp_path / "trace.json", **told)
+    report = convert(
+        made,
+        tmp_path / "out",
+        workers=penstock.jobs.WorkerSettings(num_workers=2, trace=tmp_path / "trace.json"),
+        **told,
+    )
     events = msgspec.json.decode((tmp_path / "trace.json").read_bytes())["traceEvents"]
     rows = {event["pid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     assert {f"w{i} cpu {name}" for i in range(2) for name in ("fetch", "compute", "send")} <= set(rows.values())

@@ -67,8 +67,8 @@ class Recorder:
 
 def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     seen = Recorder()
-    settings = ps.jobs.WorkerSettings(num_workers=2, observer=seen)
-    report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
+    settings = ps.jobs.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen)
+    report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
     phases = [state.phase for state in seen.states]
     assert phases[0] == "starting" and phases[-2:] == ["publishing", "done"]
     assert set(phases[1:-2]) <= {"running"}
@@ -81,7 +81,7 @@ def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     ended = sum(worker.num_tasks for worker in last.workers)
     assert 0 <= ended - report.num_tasks <= last.num_duplicated + last.num_reassigned
     # The same call once more: nothing is run, and all of it was done before.
-    ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
+    ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
     assert (seen.states[-1].phase, seen.states[-1].num_resumed) == ("done", report.num_tasks)
 
 
@@ -101,8 +101,8 @@ def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path)
 
     seen = Recorder(at)
     with LocalLauncher("cpu", 2) as launcher:
-        settings = ps.jobs.WorkerSettings(num_workers=2, observer=seen, launcher=launcher)
-        ps.convert(source, tmp_path / "out", operations=WAITS, devices="cpu", workers=settings, task_bytes="1M")
+        settings = ps.jobs.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen, launcher=launcher)
+        ps.convert(source, tmp_path / "out", operations=WAITS, devices="cpu", workers=settings)
     (state,) = late
     shown = next(worker for worker in state.workers if worker.worker == stopped[0])
     assert state.workers[0].is_late and state.num_late >= 1
@@ -118,16 +118,14 @@ def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path)
 
 def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    settings = ps.jobs.WorkerSettings(num_workers=2, observer=ps.hub.HubReporter(connection))
+    settings = ps.jobs.WorkerSettings(num_workers=2, task_bytes="1M", observer=ps.hub.HubReporter(connection))
     ran: list[JobState] = []
 
     def progress(done: int, total: int) -> None:
         ran.extend(job.state for job in ps.hub.status(connection=connection).jobs)
 
     into = tmp_path / "llama-slow"
-    report = ps.convert(
-        source, into, operations=WAITS, devices="cpu", workers=settings, task_bytes="1M", progress=progress
-    )
+    report = ps.convert(source, into, operations=WAITS, devices="cpu", workers=settings, progress=progress)
     assert "running" in {state.phase for state in ran}
     assert any(0 < state.num_done < state.num_tasks and state.eta_s > 0 for state in ran)
     (job,) = ps.hub.status(connection=connection).jobs
@@ -141,7 +139,7 @@ def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_pa
 
 def test_error_is_reported_with_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    settings = ps.jobs.WorkerSettings(num_workers=1, observer=HubReporter(connection))
+    settings = ps.jobs.WorkerSettings(num_workers=1, task_bytes="1M", observer=HubReporter(connection))
     broken = [{"op": "function", "function": "tests.support.jobs:raises"}]
     with pytest.raises(ps.errors.OperationFailed):
         ps.convert(source, tmp_path / "out", operations=broken, devices="cpu", workers=settings)
@@ -159,9 +157,9 @@ def test_missing_or_refusing_hub_is_logged_once(
     if token == TOKEN:
         hub.stop()
     reporter = HubReporter(ps.ConnectionSettings(hub=hub.url, token=token))
-    settings = ps.jobs.WorkerSettings(num_workers=1, observer=reporter)
+    settings = ps.jobs.WorkerSettings(num_workers=1, task_bytes="1M", observer=reporter)
     with caplog.at_level(logging.WARNING, "penstock.fleet"):
-        report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings, task_bytes="1M")
+        report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
         for thread in threading.enumerate():
             if thread.name == "penstock-job-report":
                 thread.join(10)

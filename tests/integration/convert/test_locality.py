@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_locality import rows
 
+from penstock.jobs import WorkerSettings
 from penstock.jobs.convert import convert
 from penstock.plan.placement import Assignment, Placement
 from penstock.storage.cache import CACHE_CHUNK_BYTES
@@ -69,5 +70,5 @@ def test_only_uncached_bytes_are_read_from_source(source: Path, tmp_path: Path, 
 
 
 def test_disabled_cache_reads_everything_from_source(source: Path, tmp_path: Path) -> None:
-    report = convert(source, tmp_path / "out", devices="cpu", workers=1, task_bytes="4M")
+    report = convert(source, tmp_path / "out", devices="cpu", workers=WorkerSettings(num_workers=1, task_bytes="4M"))
     assert (report.fetched_bytes, report.held_bytes) == (report.read_bytes, 0)

@@ -53,8 +53,8 @@ def model() -> dict[str, torch.Tensor]:
 
 
 def one_by_one(sources: list[Path] | Path, into: Path, *words: dict[str, object], scratch: Path | None = None, **more):
-    workers = WorkerSettings(num_workers=1, scratch=scratch)
-    return convert(sources, into, operations=words, devices="cpu", workers=workers, task_bytes="256K", **more)
+    workers = WorkerSettings(num_workers=1, scratch=scratch, task_bytes="256K")
+    return convert(sources, into, operations=words, devices="cpu", workers=workers, **more)
 
 
 def test_adapter_uses_its_own_config(model, tmp_path):

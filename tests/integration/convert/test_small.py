@@ -108,11 +108,24 @@ def test_small_conversion_runs_in_thread(llama: Path, tmp_path: Path) -> None:
         during.update(children())
         threads.update(worker_threads())
 
-    report = ps.convert(llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", task_bytes=2000, progress=look)
+    report = ps.convert(
+        llama,
+        tmp_path / "out",
+        to="gguf:Q8_0",
+        devices="cpu",
+        progress=look,
+        workers=ps.jobs.WorkerSettings(task_bytes=2000),
+    )
     assert during <= before and threads == {"penstock-w0"} and not worker_threads()
     assert report.num_workers == 1
     # Two workers are processes, and make the same file.
-    ps.convert(llama, tmp_path / "two", to="gguf:Q8_0", devices="cpu", task_bytes=2000, workers=2)
+    ps.convert(
+        llama,
+        tmp_path / "two",
+        to="gguf:Q8_0",
+        devices="cpu",
+        workers=ps.jobs.WorkerSettings(num_workers=2, task_bytes=2000),
+    )
     made = [(tmp_path / name / "model.gguf").read_bytes() for name in ("out", "two")]
     assert made[0] == made[1]
 
@@ -123,9 +136,18 @@ def test_interrupted_thread_resumes_on_next_call(llama: Path, tmp_path: Path) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        ps.convert(llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", task_bytes=2000, progress=interrupt)
+        ps.convert(
+            llama,
+            tmp_path / "out",
+            to="gguf:Q8_0",
+            devices="cpu",
+            progress=interrupt,
+            workers=ps.jobs.WorkerSettings(task_bytes=2000),
+        )
     assert not worker_threads() and not (tmp_path / "out").exists()
-    report = ps.convert(llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", task_bytes=2000)
+    report = ps.convert(
+        llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", workers=ps.jobs.WorkerSettings(task_bytes=2000)
+    )
     assert report.num_resumed >= 2
     ps.convert(llama, tmp_path / "whole", to="gguf:Q8_0", devices="cpu")
     assert (tmp_path / "out/model.gguf").read_bytes() == (tmp_path / "whole/model.gguf").read_bytes()

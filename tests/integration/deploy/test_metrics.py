@@ -222,7 +222,7 @@ def test_loads_are_counted_by_result_and_path(llama: Path, scrape: Scrape) -> No
 
 
 def test_running_and_cancelled_journeys_are_counted(llama: Path, scrape: Scrape) -> None:
-    with ps.stream(llama, copy=True) as stream:
+    with ps.stream(llama, settings=ps.ReadSettings(copy=True)) as stream:
         next(stream)
         assert scrape.added("penstock_journeys_running", journey="load") == 1
         paths = ("page-cache", "buffered", "direct")

@@ -74,7 +74,7 @@ def test_cache_layout_matches_huggingface_hub(
 def test_load_fills_and_maps_cache(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     extra = {"config.json": b"{}", "pytorch_model.bin": b"x" * 1000, "original/model.safetensors": b"x"}
     hub.commit("org/sharded", sharded() | extra)
-    weights = ps.load("org/sharded", cache=True, storage_options={"endpoint": hub.url})
+    weights = ps.load("org/sharded", settings=ps.ReadSettings(cache=True, storage_options={"endpoint": hub.url}))
     assert_same(weights, TENSORS)
     assert {file.path for file in weights.report.files} == {"mmap"}
     assert weights.report.verified and "SHA-256 of 3 of 3" in weights.report.why
@@ -82,9 +82,9 @@ def test_load_fills_and_maps_cache(hub: HuggingFaceServer, monkeypatch: pytest.M
     assert sent <= hub.storage.num_bytes_sent <= sent + 3
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert sorted(path.name for path in offline("org/sharded").iterdir()) == sorted([*sharded(), "config.json"])
-    again = ps.load("org/sharded", cache=True)
+    again = ps.load("org/sharded", settings=ps.ReadSettings(cache=True))
     assert_same(again, TENSORS)
-    with ps.stream("org/sharded", "cpu", cache=True) as stream:
+    with ps.stream("org/sharded", "cpu", settings=ps.ReadSettings(cache=True)) as stream:
         assert_same(dict(stream), TENSORS)
 
 
@@ -92,7 +92,7 @@ def test_earlier_download_is_not_reported_verified(hub: HuggingFaceServer, monke
     filled(hub)
     # As in a process that starts: nothing is known of what was compared.
     monkeypatch.setattr("penstock.storage.source._storages", {})
-    assert not ps.load("org/sharded", storage_options={"endpoint": hub.url}).report.verified
+    assert not ps.load("org/sharded", settings=ps.ReadSettings(storage_options={"endpoint": hub.url})).report.verified
 
 
 def test_single_file_and_dataset_are_cached(hub: HuggingFaceServer) -> None:
@@ -201,7 +201,7 @@ def test_killed_download_leaves_no_complete_file(hub: HuggingFaceServer) -> None
     hub.storage.requests.clear()
     place = filled(hub)
     assert offline("org/sharded") == place
-    assert_same(ps.load("org/sharded", storage_options={"endpoint": hub.url}), TENSORS)
+    assert_same(ps.load("org/sharded", settings=ps.ReadSettings(storage_options={"endpoint": hub.url})), TENSORS)
     assert not [request for request in hub.storage.requests if sha in request.path], "the complete shard is kept"
 
 
@@ -256,7 +256,9 @@ def test_file_system_without_links_is_supported(hub: HuggingFaceServer, monkeypa
     assert offline("org/tiny") == place
     assert (place / "copy" / "model.safetensors").read_bytes() == TINY["model.safetensors"]
     hub.storage.requests.clear()
-    assert_same(ps.load("org/tiny", cache=True, storage_options={"endpoint": hub.url}), TENSORS)
+    assert_same(
+        ps.load("org/tiny", settings=ps.ReadSettings(cache=True, storage_options={"endpoint": hub.url})), TENSORS
+    )
     assert not hub.storage.requests
 
 

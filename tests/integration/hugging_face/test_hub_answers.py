@@ -55,7 +55,10 @@ def scheme(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def load(scheme: str, endpoint: str) -> PenstockError:
     with pytest.raises(PenstockError) as caught:
-        penstock.load(f"{scheme}://org/name", storage_options={"endpoint": endpoint, "token": TOKEN})
+        penstock.load(
+            f"{scheme}://org/name",
+            settings=penstock.ReadSettings(storage_options={"endpoint": endpoint, "token": TOKEN}),
+        )
     return caught.value
 
 

@@ -65,7 +65,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFace
 
 def load(hub: HuggingFaceServer, uri: str, **options: object) -> ps.Weights:
     extra = options.pop("storage_options", {})
-    return ps.load(uri, "cpu", storage_options={"endpoint": hub.url, **extra}, **options)
+    return ps.load(uri, "cpu", **options, settings=ps.ReadSettings(storage_options={"endpoint": hub.url, **extra}))
 
 
 def test_load_streams_and_compares_hub_digest(hub: HuggingFaceServer, tmp_path: Path) -> None:
@@ -102,7 +102,9 @@ def test_partial_load_skips_file_comparison(hub: HuggingFaceServer, monkeypatch:
     # A reader that waited for the skipped tensors would wait for `stall_s`.
     monkeypatch.setattr(HubSource, "check_whole", lambda source: pytest.fail("a part of the file is not read"))
     target = {"layer.11.weight": torch.zeros(200, 300)}
-    report = ps.load_into(target, "hf://org/tiny", strict=False, storage_options={"endpoint": hub.url})
+    report = ps.load_into(
+        target, "hf://org/tiny", strict=False, settings=ps.ReadSettings(storage_options={"endpoint": hub.url})
+    )
     assert_same(target, {"layer.11.weight": TENSORS["layer.11.weight"]})
     assert not report.verified and report.why
 
@@ -156,7 +158,9 @@ def test_partial_read_is_not_verified(hub: HuggingFaceServer) -> None:
 
 
 def test_streamed_tensors_are_verified(hub: HuggingFaceServer) -> None:
-    with ps.stream("hf://org/sharded", "cpu", storage_options={"endpoint": hub.url}) as stream:
+    with ps.stream(
+        "hf://org/sharded", "cpu", settings=ps.ReadSettings(storage_options={"endpoint": hub.url})
+    ) as stream:
         assert_same(dict(stream), TENSORS)
     assert stream.report.verified
 
@@ -195,7 +199,9 @@ def test_content_differing_from_hub_is_refused(hub: HuggingFaceServer) -> None:
 
 def test_expired_signed_urls_are_renewed(hub: HuggingFaceServer) -> None:
     hub.signed_s = 0.3
-    with ps.stream("hf://org/sharded", "cpu", storage_options={"endpoint": hub.url}, memory_bytes=1 << 20) as stream:
+    with ps.stream(
+        "hf://org/sharded", "cpu", settings=ps.ReadSettings(storage_options={"endpoint": hub.url}, memory_bytes=1 << 20)
+    ) as stream:
         found = {}
         for name, tensor in stream:
             found[name] = tensor
@@ -218,7 +224,7 @@ def test_gated_repository_error_suggests_token(hub: HuggingFaceServer) -> None:
     hub.gated = ("org/tiny",)
     with pytest.raises(PermissionDenied, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
-    weights = load(hub, "hf://org/tiny", storage_options={"token": "secret"})
+    weights = load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": "secret"}))
     assert_same(weights, TENSORS)
     # The token is for the hub; what it redirects to must not see it.
     assert not any("authorization" in request.headers for request in hub.storage.requests)
@@ -242,7 +248,7 @@ def test_private_repository_needs_token(hub: HuggingFaceServer) -> None:
     hub.private = ("org/tiny",)
     with pytest.raises(NotFound, match="HF_TOKEN"):
         load(hub, "hf://org/tiny")
-    assert_same(load(hub, "hf://org/tiny", storage_options={"token": "secret"}), TENSORS)
+    assert_same(load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": "secret"})), TENSORS)
 
 
 def test_empty_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +256,7 @@ def test_empty_token_sends_no_header(hub: HuggingFaceServer, monkeypatch: pytest
     hub.private = ("org/tiny",)
     assert_same(load(hub, "hf://org/tiny"), TENSORS)
     with pytest.raises(NotFound):
-        load(hub, "hf://org/tiny", storage_options={"token": ""})
+        load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": ""}))
 
 
 def test_listing_is_hidden_without_its_token(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +312,7 @@ def test_broken_hub_raises_source_unavailable(hub: HuggingFaceServer, monkeypatc
 def test_unreachable_hub_is_named(monkeypatch: pytest.MonkeyPatch, hub: HuggingFaceServer) -> None:
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     with pytest.raises(SourceUnavailable, match=r"the repository at http://127\.0\.0\.1:9") as caught:
-        ps.load("hf://org/tiny", "cpu", storage_options={"endpoint": "http://127.0.0.1:9"})
+        ps.load("hf://org/tiny", "cpu", settings=ps.ReadSettings(storage_options={"endpoint": "http://127.0.0.1:9"}))
     assert "HF_ENDPOINT" in str(caught.value.hint)
 
 

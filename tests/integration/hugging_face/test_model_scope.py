@@ -150,7 +150,7 @@ def test_private_and_gated_repositories_need_token(hub: ModelScopeServer, monkey
         ps.load("ms://org/tiny")
     with pytest.raises(PermissionDenied, match="MODELSCOPE_API_TOKEN"):
         ps.load("ms://org/sharded")
-    assert_same(ps.load("ms://org/tiny", storage_options={"token": "secret"}), TENSORS)
+    assert_same(ps.load("ms://org/tiny", settings=ps.ReadSettings(storage_options={"token": "secret"})), TENSORS)
     monkeypatch.setenv("MODELSCOPE_API_TOKEN", "secret")
     assert_same(ps.load("ms://org/sharded"), TENSORS)
     assert not any({"authorization", "cookie"} & set(request.headers) for request in hub.storage.requests)
@@ -194,7 +194,7 @@ def test_retry_after_from_hub_is_honoured(hub: ModelScopeServer) -> None:
 def test_unreachable_hub_is_named(hub: ModelScopeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("modelscope_hub._legacy_api.REPO_TREE_PAGE_MAX_ATTEMPTS", 1)
     with pytest.raises(SourceUnavailable, match="MODELSCOPE_ENDPOINT"):
-        ps.load("ms://org/tiny", storage_options={"endpoint": "http://127.0.0.1:9"})
+        ps.load("ms://org/tiny", settings=ps.ReadSettings(storage_options={"endpoint": "http://127.0.0.1:9"}))
 
 
 def test_model_scope_cache_is_not_filled(hub: ModelScopeServer) -> None:

@@ -85,11 +85,11 @@ def do_load(uri: Any) -> None:
 
 
 def do_copy(uri: Any) -> None:
-    penstock.load(uri, copy=True)
+    penstock.load(uri, settings=penstock.ReadSettings(copy=True))
 
 
 def do_stream(uri: Any) -> None:
-    with penstock.stream(uri, memory_bytes="4M") as tensors:
+    with penstock.stream(uri, settings=penstock.ReadSettings(memory_bytes="4M")) as tensors:
         for _ in tensors:
             pass
 
@@ -151,7 +151,7 @@ def test_file_changed_during_copy_stream_raises(
     monkeypatch.setenv("PENSTOCK_IO_URING", ring)
     wanted = {name: tensor.clone() for name, tensor in load_file(big).items()}
     given: dict[str, torch.Tensor] = {}
-    with penstock.stream(big, copy=True, memory_bytes="4M") as tensors:
+    with penstock.stream(big, settings=penstock.ReadSettings(copy=True, memory_bytes="4M")) as tensors:
         given.update([next(tensors)])
         change(big, how)
         with pytest.raises((SourceTruncated, SourceChanged)) as caught:
@@ -341,7 +341,9 @@ def test_server_failing_from_start_raises(server: RangeServer, fault: str) -> No
 )
 def test_retryable_fault_is_recovered(server: RangeServer, big: Path, faults: Faults) -> None:
     wanted = load_file(big)
-    with penstock.stream(f"{server.url}/model.safetensors", memory_bytes="8M") as tensors:
+    with penstock.stream(
+        f"{server.url}/model.safetensors", settings=penstock.ReadSettings(memory_bytes="8M")
+    ) as tensors:
         server.faults = faults
         found = dict(tensors)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -350,7 +352,9 @@ def test_retryable_fault_is_recovered(server: RangeServer, big: Path, faults: Fa
 def test_object_changed_between_ranges_is_never_mixed(server: RangeServer, big: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in load_file(big).items()}
     given: dict[str, torch.Tensor] = {}
-    with penstock.stream(f"{server.url}/model.safetensors", memory_bytes="2M") as tensors:
+    with penstock.stream(
+        f"{server.url}/model.safetensors", settings=penstock.ReadSettings(memory_bytes="2M")
+    ) as tensors:
         given.update([next(tensors)])
         change(big, "replaced")
         with pytest.raises(SourceChanged):
@@ -401,7 +405,10 @@ def test_interrupt_ends_load_after_pending_reads(server: RangeServer, verb: str)
 
 def load_and_sum(path: str, copy: bool) -> int:
     """A checksum by zlib: torch's own threads do not survive a fork."""
-    return sum(zlib.crc32(memoryview(tensor.numpy())) for tensor in penstock.load(path, copy=copy).values())
+    return sum(
+        zlib.crc32(memoryview(tensor.numpy()))
+        for tensor in penstock.load(path, settings=penstock.ReadSettings(copy=copy)).values()
+    )
 
 
 @pytest.mark.parametrize("copy", [True, False])

@@ -144,18 +144,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFace
 def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Path) -> None:
     options = {"endpoint": hub.url, "token": "secret"}
     truth = gguf_file.truth(tmp_path / "padded.gguf")
-    assert_same(ps.load("hf://org/many/m-Q8_0.gguf", storage_options=options), truth)
+    assert_same(ps.load("hf://org/many/m-Q8_0.gguf", settings=ps.ReadSettings(storage_options=options)), truth)
     # Without padding every byte is read, and compared with the hub's SHA-256.
-    report = ps.load("hf://org/many/m-F32.gguf", storage_options=options).report
+    report = ps.load("hf://org/many/m-F32.gguf", settings=ps.ReadSettings(storage_options=options)).report
     assert report.verified and "SHA-256" in report.why
     with pytest.raises(ConfigError, match="name one of these files"):
-        ps.load("hf://org/many", storage_options=options)
+        ps.load("hf://org/many", settings=ps.ReadSettings(storage_options=options))
     parts = sorted(tmp_path.glob("split-*.gguf"))
     for uri in ("hf://org/split", f"hf://org/split/{parts[2].name}"):
-        assert_same(ps.load(uri, storage_options=options), gguf_file.truth(*parts))
+        assert_same(ps.load(uri, settings=ps.ReadSettings(storage_options=options)), gguf_file.truth(*parts))
     for uri in ("hf://org/pickled", "hf://org/pickled/pytorch_model.bin"):
         with pytest.raises(UnsafeFormat, match=r"pytorch_model\.bin: a pickle.*download the files"):
-            ps.load(uri, storage_options=options)
+            ps.load(uri, settings=ps.ReadSettings(storage_options=options))
 
 
 def test_members_fetch_gguf_from_each_other(host: Host, model: Path) -> None:

@@ -112,11 +112,11 @@ def into_live_tensors(path: Path) -> list[int]:
 
 
 def load_a_copy(path: Path) -> list[int]:
-    return values(penstock.load(path, copy=True).values())
+    return values(penstock.load(path, settings=penstock.ReadSettings(copy=True)).values())
 
 
 def stream_a_copy(path: Path) -> list[int]:
-    with penstock.stream(path, copy=True, memory_bytes="8M") as tensors:
+    with penstock.stream(path, settings=penstock.ReadSettings(copy=True, memory_bytes="8M")) as tensors:
         return values(tensor for _, tensor in tensors)
 
 

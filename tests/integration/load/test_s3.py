@@ -326,4 +326,4 @@ def test_brackets_in_names_are_literal(server: S3Server, options: dict[str, str]
         (f"{prefix}/file[1].safetensors", "third"),
         (f"{prefix}/model1/*.safetensors", "other"),
     ):
-        assert list(ps.load(uri, storage_options=options)) == [name]
+        assert list(ps.load(uri, settings=ps.ReadSettings(storage_options=options))) == [name]

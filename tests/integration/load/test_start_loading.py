@@ -213,7 +213,7 @@ def test_failed_load_can_start_again(true: Model, checkpoint: Path, x: torch.Ten
     model = empty()
     own = [id(tensor) for tensor in model.parameters()]
     with RangeServer(checkpoint) as server:
-        loading = ps.modules.load_in_background(model, server.url + "/", memory_bytes="1M")
+        loading = ps.modules.load_in_background(model, server.url + "/", settings=ps.ReadSettings(memory_bytes="1M"))
         loading.close()
         with pytest.raises(Cancelled):
             model(x)

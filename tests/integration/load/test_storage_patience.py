@@ -232,7 +232,10 @@ def test_signed_url_secrets_are_in_no_message() -> None:
 def test_invalid_endpoint_raises_config_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for scheme, name in (("s3", "endpoint"), ("s3", "aws_endpoint_url"), ("gs", "base_url"), ("az", "endpoint")):
         with pytest.raises(ConfigError, match=name):
-            penstock.load(f"{scheme}://bucket/model/", storage_options={name: endpoint, "skip_signature": "true"})
+            penstock.load(
+                f"{scheme}://bucket/model/",
+                settings=penstock.ReadSettings(storage_options={name: endpoint, "skip_signature": "true"}),
+            )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "user:s3cr3t@host:9000")
     with pytest.raises(ConfigError, match="AWS_ENDPOINT_URL") as caught:
         penstock.load("s3://bucket/model/")

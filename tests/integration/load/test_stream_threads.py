@@ -29,7 +29,7 @@ def path(tmp_path: Path) -> Path:
 def test_concurrent_readers_share_stream_tensors(path: Path, copy: bool) -> None:
     got: list[tuple[str, int]] = []
     failed: list[BaseException] = []
-    with penstock.stream(path, copy=copy) as tensors:
+    with penstock.stream(path, settings=penstock.ReadSettings(copy=copy)) as tensors:
 
         def work() -> None:
             try:
@@ -51,7 +51,7 @@ def test_concurrent_readers_share_stream_tensors(path: Path, copy: bool) -> None
 def test_stream_close_ends_its_readers(path: Path) -> None:
     for _ in range(20):
         outcomes: list[str] = []
-        tensors = penstock.stream(path, copy=True)
+        tensors = penstock.stream(path, settings=penstock.ReadSettings(copy=True))
         first = threading.Event()
 
         def work(tensors: penstock.TensorStream = tensors, outcomes: list[str] = outcomes) -> None:

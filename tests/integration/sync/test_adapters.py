@@ -88,6 +88,6 @@ def test_tensors_from_allocate_function_are_filled() -> None:
         subscriber.update()
     assert all(torch.equal(seen[name], tensor) for name, tensor in whole(0).items())
     with pytest.raises(ps.ConfigError, match="into an arena"):
-        ps.subscriber("policy", allocate, arena=True)
+        ps.subscriber("policy", allocate, settings=ps.sync.SubscriberSettings(arena=True))
     with pytest.raises(ps.ConfigError, match="target"):
         ps.subscriber("policy", 3)  # type: ignore[arg-type]

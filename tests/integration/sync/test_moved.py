@@ -109,7 +109,7 @@ MOVES = [
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: move.__name__)
 def test_publisher_follows_moved_parameters(stack: ExitStack, move: Callable[..., None], replica: str) -> None:
     trained, served = model(), model()
-    publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot", replica=replica))
+    publisher = stack.enter_context(ps.publisher("moved", trained, mode="snapshot", snapshot_device=replica))
     subscriber = stack.enter_context(ps.subscriber("moved", served))
     for version in range(1, 5):
         fill(trained, version)

@@ -77,6 +77,6 @@ def test_killed_receiver_releases_packed_memory(host: Host) -> None:
 
 def test_too_small_pack_memory_is_refused_before_publishing() -> None:
     with pytest.raises(BudgetTooSmall) as caught:
-        ps.publisher("policy", {}, pack_bytes=1000)
+        ps.publisher("policy", {}, settings=ps.sync.PublisherSettings(pack_bytes=1000))
     assert caught.value.minimum_bytes == LEAST_PACK_BYTES
     assert caught.value.hint == f"give pack_bytes >= {LEAST_PACK_BYTES}"

@@ -26,7 +26,7 @@ def test_empty_dict_receives_new_tensors(make: type, mode: Any) -> None:
     target = make()
     with (
         ps.publisher("new", weights) as publisher,
-        ps.subscriber("new", target, mode=mode, arena=True) as subscriber,
+        ps.subscriber("new", target, mode=mode, settings=ps.sync.SubscriberSettings(arena=True)) as subscriber,
     ):
         assert subscriber.prepare() and not target
         for version in (1, 2):

@@ -123,5 +123,5 @@ def test_model_wanting_different_form_is_refused(stack: ExitStack) -> None:
     with pytest.raises(PlanError, match=r"layers.0.q_proj.weight: wanted as BF16.*held as F8_E4M3.*fp8-block128"):
         sub.update()
     with pytest.raises(BudgetTooSmall) as caught:
-        ps.publisher("other", checkpoint(0), transforms=TAG, memory_bytes=1 << 10)
+        ps.publisher("other", checkpoint(0), transforms=TAG, settings=ps.sync.PublisherSettings(memory_bytes=1 << 10))
     assert caught.value.minimum_bytes is not None and caught.value.minimum_bytes > 512 * 256

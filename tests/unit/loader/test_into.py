@@ -79,7 +79,7 @@ def test_dict_with_large_tensors_is_filled(tmp_path: Path, memory_bytes: str | N
     wanted = {f"t{i}": torch.randint(0, 1 << 62, (MIB // 4 + i,)) for i in range(4)}
     save_file(wanted, tmp_path / "m.safetensors")
     targets = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
-    penstock.load_into(targets, tmp_path, memory_bytes=memory_bytes)
+    penstock.load_into(targets, tmp_path, settings=penstock.ReadSettings(memory_bytes=memory_bytes))
     assert state(targets) == state(wanted)
 
 
@@ -290,7 +290,7 @@ def test_empty_mapping_receives_new_tensors(path: Path, kind: type[Any]) -> None
     assert report.nbytes == sum(tensor.nbytes for tensor in wanted.values())
     assert state(target) == state({f"m.{name}": tensor for name, tensor in wanted.items() if name != "mean"})
     cast: dict[str, torch.Tensor] = {}
-    penstock.load_into(cast, path, names="hidden*", dtype=torch.float32, arena=True)
+    penstock.load_into(cast, path, names="hidden*", dtype=torch.float32, settings=penstock.ReadSettings(arena=True))
     assert {tensor.dtype for tensor in cast.values()} == {torch.float32} and len(cast) == 2
 
 
@@ -398,7 +398,7 @@ def test_target_is_released_without_collector(path: Path) -> None:
 def test_module_moves_into_arena_and_is_filled(path: Path) -> None:
     model = Model()
     objects = {name: id(t) for name, t in model.named_parameters()}
-    penstock.load_into(model, path, arena=True)
+    penstock.load_into(model, path, settings=penstock.ReadSettings(arena=True))
     assert state(tensors_of(model)) == state(load_file(path))
     assert {name: id(t) for name, t in model.named_parameters()} == objects
     assert model.head.weight is model.embed.weight
@@ -411,5 +411,5 @@ def test_mismatched_target_is_not_moved_to_arena(path: Path) -> None:
     targets = {"embed.weight": torch.zeros(300, 41)}
     address = targets["embed.weight"].data_ptr()
     with pytest.raises(PlanError):
-        penstock.load_into(targets, path, arena=True)
+        penstock.load_into(targets, path, settings=penstock.ReadSettings(arena=True))
     assert targets["embed.weight"].data_ptr() == address

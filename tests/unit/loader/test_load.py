@@ -68,7 +68,7 @@ def test_every_dtype_and_shape_class_is_loaded(tmp_path: Path, aligned: bool, co
     held = [name for name in made if not name.startswith("f6")]
     with theirs_open(path, "pt") as file:
         wanted = {name: file.get_tensor(name) for name in held}
-    found = penstock.load(path, copy=copy, names=held)
+    found = penstock.load(path, names=held, settings=penstock.ReadSettings(copy=copy))
     assert_same(found, wanted)
     assert [bits(tensor)[2] for tensor in found.values()] == [made[name][2] for name in found]
     assert all(tensor.is_contiguous() for tensor in found.values())
@@ -91,7 +91,7 @@ def test_dtypes_missing_in_torch_are_refused_unless_skipped(tmp_path: Path) -> N
 def test_sharded_checkpoint_loads_with_any_budget(
     sharded: Path, copy: bool | None, memory_bytes: int | str | None
 ) -> None:
-    weights = penstock.load(sharded, copy=copy, memory_bytes=memory_bytes)
+    weights = penstock.load(sharded, settings=penstock.ReadSettings(copy=copy, memory_bytes=memory_bytes))
     assert_same(weights, by_safetensors(sharded))
     assert weights.report.peak_staging_bytes <= MIB or memory_bytes is None
     assert {file.path for file in weights.report.files} <= ({"page-cache", "direct"} if copy else {"mmap"})
@@ -112,7 +112,7 @@ def test_every_checkpoint_uri_form_is_loaded(sharded: Path, what: str) -> None:
 @pytest.mark.parametrize("copy", [True, False])
 def test_small_tensors_share_slabs_without_overlap(tmp_path: Path, copy: bool) -> None:
     write_moe(tmp_path, num_tensors=900, tensor_bytes=4096, shards=2)
-    weights = penstock.load(tmp_path, copy=copy)
+    weights = penstock.load(tmp_path, settings=penstock.ReadSettings(copy=copy))
     wanted = by_safetensors(tmp_path)
     assert_same(weights, wanted)
     victim = next(iter(weights))
@@ -166,7 +166,9 @@ def test_boxes_select_along_every_dim(stacked: Path, name: str, num_parts: int) 
     for dim in range(whole.dim()):
         for rank in range(num_parts):
             box = split(tuple(whole.shape), dim, rank, num_parts)
-            found = penstock.load(stacked, names=[name], boxes={name: box}, memory_bytes="1M")
+            found = penstock.load(
+                stacked, names=[name], boxes={name: box}, settings=penstock.ReadSettings(memory_bytes="1M")
+            )
             part = whole[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
             assert_same(found, {name: part.contiguous()})
             assert found.report.nbytes == part.nbytes
@@ -261,10 +263,10 @@ def test_copies_are_freed_without_collector(big: Path, failing: bool, monkeypatc
         digest(big)
         flip_a_bit(big)
         with pytest.raises(penstock.IntegrityError) as caught:
-            penstock.load(big, copy=True)
+            penstock.load(big, settings=penstock.ReadSettings(copy=True))
         del caught
     else:
-        weights = penstock.load(big, copy=True)
+        weights = penstock.load(big, settings=penstock.ReadSettings(copy=True))
         assert all(ref() is not None for ref in made)
         del weights
     assert made and all(ref() is None for ref in made)
@@ -273,7 +275,10 @@ def test_copies_are_freed_without_collector(big: Path, failing: bool, monkeypatc
 def test_loaded_tensors_are_private(big: Path) -> None:
     before = big.read_bytes()
     for copy in (True, False):
-        first, second = penstock.load(big, copy=copy), penstock.load(big, copy=copy)
+        first, second = (
+            penstock.load(big, settings=penstock.ReadSettings(copy=copy)),
+            penstock.load(big, settings=penstock.ReadSettings(copy=copy)),
+        )
         first["t0"].zero_()
         assert not torch.equal(first["t0"], second["t0"])
     assert big.read_bytes() == before
@@ -281,7 +286,7 @@ def test_loaded_tensors_are_private(big: Path) -> None:
 
 def test_loaded_weights_outlive_file(big: Path) -> None:
     wanted = {name: tensor.clone() for name, tensor in load_file(big).items()}
-    mapped, copied = penstock.load(big), penstock.load(big, copy=True)
+    mapped, copied = penstock.load(big), penstock.load(big, settings=penstock.ReadSettings(copy=True))
     big.unlink()
     assert_same(mapped, wanted)
     assert_same(copied, wanted)
@@ -315,7 +320,7 @@ def test_flipped_bit_anywhere_is_detected(sharded: Path, tmp_path: Path, copy: b
     for path in sharded.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     digest(tmp_path)
-    good = penstock.load(tmp_path, copy=copy)
+    good = penstock.load(tmp_path, settings=penstock.ReadSettings(copy=copy))
     assert good.report.verified and "leaf digests" in good.report.why
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
     body = 8 + int.from_bytes(shard.read_bytes()[:8], "little")
@@ -323,14 +328,14 @@ def test_flipped_bit_anywhere_is_detected(sharded: Path, tmp_path: Path, copy: b
     for at in [body, shard.stat().st_size - 1, *rng.integers(body, shard.stat().st_size, 6).tolist()]:
         flip_a_bit(shard, at)
         with pytest.raises(penstock.IntegrityError) as caught:
-            penstock.load(tmp_path, copy=copy)
+            penstock.load(tmp_path, settings=penstock.ReadSettings(copy=copy))
         assert caught.value.tensor is not None and not caught.value.mutated
         assert caught.value.uri == str(shard)
         start, stop = caught.value.byte_range or (0, 0)
         assert start <= at < stop
-        assert not penstock.load(tmp_path, copy=copy, verify=False).report.verified
+        assert not penstock.load(tmp_path, verify=False, settings=penstock.ReadSettings(copy=copy)).report.verified
         flip_a_bit(shard, at)
-    assert penstock.load(tmp_path, copy=copy).report.verified
+    assert penstock.load(tmp_path, settings=penstock.ReadSettings(copy=copy)).report.verified
 
 
 def test_unverified_load_reports_reason(big: Path) -> None:
@@ -351,7 +356,7 @@ def test_unverified_load_reports_reason(big: Path) -> None:
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_report_phases_add_up(sharded: Path, copy: bool, tmp_path: Path) -> None:
-    weights = penstock.load(sharded, copy=copy, trace=tmp_path / "trace.json")
+    weights = penstock.load(sharded, settings=penstock.ReadSettings(copy=copy, trace=tmp_path / "trace.json"))
     report = weights.report
     assert sum(report.phases.values()) == pytest.approx(report.wall_s)
     assert set(report.phases) <= {"open", "plan", "allocate", "move", "finish"}
@@ -380,13 +385,16 @@ def test_missing_device_raises_config_error(sharded: Path, device: str | int) ->
 @pytest.mark.parametrize("memory_bytes", ["a lot", 0, -1, "-1M", ""])
 def test_invalid_memory_bytes_raises_config_error(sharded: Path, memory_bytes: int | str) -> None:
     with pytest.raises(penstock.ConfigError):
-        penstock.load(sharded, memory_bytes=memory_bytes)
+        penstock.load(sharded, settings=penstock.ReadSettings(memory_bytes=memory_bytes))
 
 
 def test_too_small_budget_error_states_minimum(sharded: Path) -> None:
     with pytest.raises(penstock.errors.BudgetTooSmall) as caught:
-        penstock.load(sharded, copy=True, memory_bytes=4096)
-    assert_same(penstock.load(sharded, copy=True, memory_bytes=caught.value.minimum_bytes), by_safetensors(sharded))
+        penstock.load(sharded, settings=penstock.ReadSettings(copy=True, memory_bytes=4096))
+    assert_same(
+        penstock.load(sharded, settings=penstock.ReadSettings(copy=True, memory_bytes=caught.value.minimum_bytes)),
+        by_safetensors(sharded),
+    )
 
 
 # -- again and at once
@@ -397,7 +405,9 @@ def test_repeated_and_concurrent_loads_are_equal(sharded: Path) -> None:
     for _ in range(3):
         assert_same(penstock.load(sharded), wanted)
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda n: penstock.load(sharded, copy=bool(n % 2)), range(12)):
+        for found in pool.map(
+            lambda n: penstock.load(sharded, settings=penstock.ReadSettings(copy=bool(n % 2))), range(12)
+        ):
             assert_same(found, wanted)
     assert gc.isenabled(), "the collector is as it was"
 

@@ -40,7 +40,7 @@ def test_stream_has_signature_of_load(big: Path) -> None:
     assert inspect.signature(penstock.stream).return_annotation == "TensorStream"
     with pytest.raises(TypeError, match="devise"):
         penstock.stream(big, devise="cpu")  # type: ignore[call-arg]
-    with penstock.stream(big, names=["t0[01]"], copy=True) as tensors:
+    with penstock.stream(big, names=["t0[01]"], settings=penstock.ReadSettings(copy=True)) as tensors:
         assert [name for name, _ in tensors] == ["t00", "t01"]
         assert {file.path for file in tensors.report.files} <= {"page-cache", "buffered", "direct"}
 
@@ -50,7 +50,7 @@ def test_stream_has_signature_of_load(big: Path) -> None:
 def test_stream_yields_loaded_tensors_in_file_order(tmp_path: Path, copy: bool, memory_bytes: str | None) -> None:
     write_llama(tmp_path, num_layers=2, hidden=128, shards=3)
     whole = penstock.load(tmp_path)
-    with penstock.stream(tmp_path, copy=copy, memory_bytes=memory_bytes) as tensors:
+    with penstock.stream(tmp_path, settings=penstock.ReadSettings(copy=copy, memory_bytes=memory_bytes)) as tensors:
         assert tensors.manifest.nbytes == whole.report.nbytes
         with pytest.raises(penstock.errors.Cancelled):
             _ = tensors.report
@@ -76,7 +76,7 @@ def test_stream_is_idle_before_iteration(big: Path) -> None:
 @pytest.mark.parametrize("how", ["break", "close", "drop", "raise", "with"])
 @pytest.mark.parametrize("copy", [True, False])
 def test_leaving_early_frees_all_but_yielded_tensors(big: Path, how: str, copy: bool) -> None:
-    tensors = penstock.stream(big, copy=copy)
+    tensors = penstock.stream(big, settings=penstock.ReadSettings(copy=copy))
     first = next(tensors)
     kept = first[1].clone()
     if how == "break":
@@ -128,7 +128,7 @@ def test_dropped_tensors_are_freed_during_iteration(big: Path) -> None:
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("copy", [True, False])
 def test_reads_stay_within_window(big: Path, copy: bool) -> None:
-    tensors = penstock.stream(big, copy=copy, memory_bytes=2 * TENSOR_BYTES)
+    tensors = penstock.stream(big, settings=penstock.ReadSettings(copy=copy, memory_bytes=2 * TENSOR_BYTES))
     next(tensors)
     threading.Event().wait(0.1)
     run = tensors._session.run
@@ -146,7 +146,7 @@ def test_failure_is_raised_once_and_frees_everything(big: Path, monkeypatch: pyt
 
     monkeypatch.setattr(FileSource, "readv", readv)
     names = []
-    with penstock.stream(big, copy=True, memory_bytes="1M") as tensors:
+    with penstock.stream(big, settings=penstock.ReadSettings(copy=True, memory_bytes="1M")) as tensors:
         with pytest.raises(SourceUnavailable) as caught:
             names.extend(name for name, _ in tensors)
         assert not own_threads() and caught.value.uri == str(big) and not caught.value.mutated
@@ -167,7 +167,7 @@ def test_tensors_before_corrupt_tensor_are_yielded(big: Path, tmp_path: Path) ->
     wanted = load_file(big)
     given: dict[str, torch.Tensor] = {}
     bad = pytest.raises(penstock.IntegrityError, match="t11")
-    with bad, penstock.stream(path, copy=True, memory_bytes="1M") as tensors:
+    with bad, penstock.stream(path, settings=penstock.ReadSettings(copy=True, memory_bytes="1M")) as tensors:
         for name, tensor in tensors:
             given[name] = tensor
     assert "t11" not in given and len(given) >= 6
@@ -175,5 +175,5 @@ def test_tensors_before_corrupt_tensor_are_yielded(big: Path, tmp_path: Path) ->
 
 
 def test_interleaved_streams_yield_equal_tensors(big: Path) -> None:
-    with penstock.stream(big) as one, penstock.stream(big, copy=True) as two:
+    with penstock.stream(big) as one, penstock.stream(big, settings=penstock.ReadSettings(copy=True)) as two:
         assert all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in zip(one, two, strict=True))

@@ -42,7 +42,7 @@ from penstock.spi import (
     write_object,
     wrong_argument,
 )
-from penstock.sync import Publisher, Subscriber
+from penstock.sync import Publisher, Subscriber, SubscriberSettings
 
 BASE = "adapter.base"
 """Metadata key for the identity of a version's base."""
@@ -271,7 +271,7 @@ def adapter_subscriber(
     connection: ConnectionSettings | str | None = None,
     mode: UpdateMode = "staged",
     rank: tuple[int, int] | None = None,
-    serve: bool = True,
+    settings: SubscriberSettings | None = None,
     device: str | torch.device = "cpu",
 ) -> AdapterSubscriber:
     """Receive the versions of an adapter that is published under a name.
@@ -284,7 +284,7 @@ def adapter_subscriber(
         check: Called with the configuration before a byte is read. It refuses the version by raising an error.
         check_target: Called before a byte is read and before a version goes live. It refuses by raising an error.
         follow_target: Called before each update, to look up the tensors of `target` again if they may have moved.
-        hooks, connection, mode, rank, serve: See `penstock.subscriber`.
+        hooks, connection, mode, rank, settings: See `penstock.subscriber`.
         device: Device of new tensors.
 
     Raises:
@@ -311,7 +311,7 @@ def adapter_subscriber(
         mode=mode,
         hooks=received.hooks(),
         rank=rank,
-        serve=serve,
+        settings=settings,
     )
     return received
 

@@ -279,7 +279,7 @@ def merged_publisher(
     mode: PublishMode = "snapshot",
     transforms: Transforms | None = None,
     rank: tuple[int, int] | None = None,
-    replica: str = "device",
+    snapshot_device: str = "device",
 ) -> MergedPublisher:
     """Publish the weights of a `PeftModel` with an adapter merged into them, under the base's names.
 
@@ -290,7 +290,7 @@ def merged_publisher(
         name: Name of the sync.
         model: A `PeftModel`. If it is sharded, call `fully_shard` first.
         adapter: Name of the adapter in the model.
-        connection, mode, transforms, rank, replica: See `penstock.publisher`.
+        connection, mode, transforms, rank, snapshot_device: See `penstock.publisher`.
 
     Raises:
         ConfigError, PlanError: The adapter cannot be merged, for the given reason.
@@ -298,7 +298,13 @@ def merged_publisher(
     """
     tensors = MergedTensors(model, adapter)
     publisher = penstock.publisher(
-        name, tensors.published, connection=connection, mode=mode, transforms=transforms, rank=rank, replica=replica
+        name,
+        tensors.published,
+        connection=connection,
+        mode=mode,
+        transforms=transforms,
+        rank=rank,
+        snapshot_device=snapshot_device,
     )
     return MergedPublisher(publisher, tensors)
 

@@ -20,7 +20,7 @@ import penstock
 from penstock import ConnectionSettings, Hooks, PublishReport
 from penstock.errors import ConfigError, PlanError
 from penstock.spi import Closeable, PublishMode, UpdateMode, unwrapped
-from penstock.sync import Publisher
+from penstock.sync import Publisher, SubscriberSettings
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_metadata, base_identity
 from penstock_hf.adapter import adapter_subscriber as _subscriber
 from penstock_hf.peft_layers import AdapterState
@@ -147,7 +147,7 @@ def adapter_publisher(
     connection: ConnectionSettings | str | None = None,
     mode: PublishMode = "snapshot",
     rank: tuple[int, int] | None = None,
-    replica: str = "device",
+    snapshot_device: str = "device",
 ) -> AdapterPublisher:
     """Publish an adapter from this rank under a name that receivers know.
 
@@ -159,7 +159,7 @@ def adapter_publisher(
         base: The weights that the adapter belongs to. See `adapter.base_identity`. Receivers with another base refuse
             the adapter.
         adapter: Name of the adapter in the model.
-        connection, mode, rank, replica: See `penstock.publisher`.
+        connection, mode, rank, snapshot_device: See `penstock.publisher`.
 
     Raises:
         ConfigError: See `adapter_tensors`.
@@ -168,7 +168,9 @@ def adapter_publisher(
     base_identity(base)
     config = adapter_config(model, adapter)
     state = AdapterState(model, adapter, lambda: adapter_parameters(model, adapter))
-    publisher = penstock.publisher(name, state.tensors, connection=connection, mode=mode, rank=rank, replica=replica)
+    publisher = penstock.publisher(
+        name, state.tensors, connection=connection, mode=mode, rank=rank, snapshot_device=snapshot_device
+    )
     return AdapterPublisher(publisher, config, base, state)
 
 
@@ -182,7 +184,7 @@ def adapter_subscriber(
     connection: ConnectionSettings | str | None = None,
     mode: UpdateMode = "staged",
     rank: tuple[int, int] | None = None,
-    serve: bool = True,
+    settings: SubscriberSettings | None = None,
 ) -> AdapterSubscriber:
     """Receive the versions of an adapter into the parameters of a `PeftModel`.
 
@@ -196,7 +198,7 @@ def adapter_subscriber(
         model: A `PeftModel`. Its parameters keep their memory.
         base: The weights that the adapter belongs to. See `adapter.base_identity`.
         adapter: Name of the adapter in the model.
-        hooks, connection, mode, rank, serve: See `penstock.subscriber`.
+        hooks, connection, mode, rank, settings: See `penstock.subscriber`.
 
     Raises:
         ConfigError: See `adapter_tensors`.
@@ -215,7 +217,7 @@ def adapter_subscriber(
         connection=connection,
         mode=mode,
         rank=rank,
-        serve=serve,
+        settings=settings,
     )
 
 

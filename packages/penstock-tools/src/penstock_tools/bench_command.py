@@ -103,10 +103,10 @@ def bench_load(
     before = (lambda: drop_cached(files)) if cold else (lambda: None)
 
     # Look it up here. The first use of the name imports torch, which must not count as part of the first load.
-    load = penstock.load
+    load, settings = penstock.load, penstock.ReadSettings(memory_bytes=budget)
 
     def penstock_load(verify: bool | None = None) -> Loaded:
-        weights = load(uri, device=device, names=names, verify=verify, memory_bytes=budget, progress=False)
+        weights = load(uri, device=device, names=names, verify=verify, progress=False, settings=settings)
         touch(weights.values())
         path = ",".join(sorted({file.path for file in weights.report.files}))
         return Loaded(nbytes=weights.report.nbytes, verified=weights.report.verified, path=path)

@@ -147,8 +147,9 @@ class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]): 
                     # `StagingModel.check` decides instead, because attention has parameters that no checkpoint fills.
                     strict=False,
                     rank=(rank, world_size),
-                    serve=init_info.serve,
-                    memory_bytes=init_info.memory_bytes,
+                    settings=penstock.sync.SubscriberSettings(
+                        serve=init_info.serve, memory_bytes=init_info.memory_bytes
+                    ),
                 )
                 stack.callback(subscriber.close)
             self._joined = subscriber, staging

@@ -1,5 +1,6 @@
 # Written by scripts/stubs.py.
 from penstock.config import ConnectionSettings as ConnectionSettings
+from penstock.config import ReadSettings as ReadSettings
 from penstock.errors import ConfigError as ConfigError
 from penstock.errors import HubUnavailable as HubUnavailable
 from penstock.errors import IntegrityError as IntegrityError
@@ -61,6 +62,7 @@ __all__: list[str] = [
     "PenstockError",
     "PlanError",
     "PublishReport",
+    "ReadSettings",
     "Shard",
     "SourceError",
     "TensorStream",

@@ -1,7 +1,7 @@
 """Every environment variable that Penstock reads, with its default. No other module reads `os.environ`.
 
 `Settings` holds the values of one process. A caller's arguments win over the environment, which wins over the defaults.
-`ConnectionSettings` is the argument of every verb that uses a hub. obstore reads the credentials of object stores
+`ConnectionSettings` is the argument of every verb that uses a hub, `ReadSettings` of the verbs that load. obstore reads the credentials of object stores
 itself, from `AWS_*`, `GOOGLE_*` and `AZURE_*`.
 """
 
@@ -291,6 +291,55 @@ class ConnectionSettings:
         if connection is None or isinstance(connection, str):
             return cls(hub=connection)
         raise wrong("connection", connection, "a penstock.ConnectionSettings, the hub's address as a str, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadSettings:
+    """The settings of a read that most calls leave at their defaults.
+
+    `load`, `stream`, `load_into` and `load_in_background` take one as `settings=`.
+
+    Attributes:
+        memory_bytes: Limit of host staging, as a number or a text such as `"256M"`. None means `PENSTOCK_MEMORY_BYTES`,
+            or 256 MiB without it.
+        storage_options: Options for the object store, by obstore's names. They win over the environment. The repr does
+            not show them, because they may hold credentials.
+        trace: File for a Chrome trace of the load. None writes no trace.
+        cache: Whether a model from a model hub is first written to the local cache of the hub's own library, each file
+            complete and compared, and then loaded from there. Not possible with `group`.
+        copy: Whether `load` and `stream` read into new memory on the CPU. By default local files are mapped (private
+            pages).
+        arena: Whether `load_into` first moves the target into one arena (`memory.rehome`), so that peers reach the
+            target by one registration. The other verbs refuse it.
+
+    Raises:
+        ConfigError: a field has the wrong type, or `memory_bytes` is not a number of bytes.
+    """
+
+    memory_bytes: int | str | None = None
+    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
+    trace: str | os.PathLike[str] | None = None
+    cache: bool = False
+    copy: bool | None = None
+    arena: bool = False
+
+    def __post_init__(self) -> None:
+        # Parsed here only to be checked: an unreadable size should fail where it is written.
+        if self.memory_bytes is not None:
+            parse_bytes(self.memory_bytes)
+        require_type(
+            "storage_options", self.storage_options, (Mapping, type(None)), "options of the store by name, or None"
+        )
+        require_type("trace", self.trace, (str, os.PathLike, type(None)), "a file, or None")
+        require_type("cache", self.cache, bool, "True or False; cache_dir is PENSTOCK_CACHE_DIR")
+        require_type("copy", self.copy, (bool, type(None)), "True, False or None")
+        require_type("arena", self.arena, bool, "True or False")
+
+    @classmethod
+    def of(cls, settings: ReadSettings | None) -> ReadSettings:
+        """Return the settings that a verb's argument stands for. None means the defaults."""
+        require_type("settings", settings, (cls, type(None)), "a penstock.ReadSettings, or None")
+        return cls() if settings is None else settings
 
 
 def _check_token(token: object) -> None:

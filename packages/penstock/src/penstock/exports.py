@@ -30,6 +30,7 @@ PUBLIC = {
     "PenstockError": "penstock.errors",
     "PlanError": "penstock.errors",
     "PublishReport": "penstock.sync.report",
+    "ReadSettings": "penstock.config",
     "Shard": "penstock.sync.shards",
     "SourceError": "penstock.errors",
     "TensorStream": "penstock.loader.load",
@@ -81,9 +82,11 @@ MODULES = {
     },
     "sync": {
         "Publisher": "penstock.sync.publish.publisher",
+        "PublisherSettings": "penstock.sync.settings",
         "StagedVersion": "penstock.sync.check",
         "StoredVersion": "penstock.sync.receive.released",
         "Subscriber": "penstock.sync.receive.subscriber",
+        "SubscriberSettings": "penstock.sync.settings",
     },
     "telemetry": {
         "MetricsEndpoint": "penstock.telemetry.endpoint",

@@ -102,7 +102,13 @@ def test_exchanged_versions_go_live_without_copy(
     task, worker = trainer(stack, tmp_path, frozen=2)
     served = Model()
     engine = stack.enter_context(
-        ps.subscriber("policy", served, arena=True, serve=serve, connection=SETTINGS, rank=(0, 1))
+        ps.subscriber(
+            "policy",
+            served,
+            connection=SETTINGS,
+            rank=(0, 1),
+            settings=ps.sync.SubscriberSettings(arena=True, serve=serve),
+        )
     )
     places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}
     for version in range(1, 7):
@@ -119,13 +125,21 @@ def test_exchanged_versions_go_live_without_copy(
 def test_second_engine_reads_exchanged_memory(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     first, second = Model(), Model()
-    engine = stack.enter_context(ps.subscriber("policy", first, arena=True, connection=SETTINGS, rank=(0, 2)))
+    engine = stack.enter_context(
+        ps.subscriber(
+            "policy", first, connection=SETTINGS, rank=(0, 2), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     for version in (1, 2, 3):
         publish(worker, version)
         engine.update(version)
     # Without a trainer the version comes from the engine, whose live memory was the staging copy before.
     worker.kill()
-    late = stack.enter_context(ps.subscriber("policy", second, arena=True, connection=SETTINGS, rank=(1, 2)))
+    late = stack.enter_context(
+        ps.subscriber(
+            "policy", second, connection=SETTINGS, rank=(1, 2), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     late.update(3)
     second.check(task, 3)
     first.check(task, 3)
@@ -141,7 +155,14 @@ def test_check_sees_staged_version(driver: FakeCuda, stack: ExitStack, tmp_path:
         return version != 2
 
     engine = stack.enter_context(
-        ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1), hooks=ps.Hooks(check=check))
+        ps.subscriber(
+            "policy",
+            served,
+            connection=SETTINGS,
+            rank=(0, 1),
+            hooks=ps.Hooks(check=check),
+            settings=ps.sync.SubscriberSettings(arena=True),
+        )
     )
     publish(worker, 1)
     engine.update(1)
@@ -161,7 +182,14 @@ def test_refused_exchange_keeps_previous_version(driver: FakeCuda, stack: ExitSt
     served, resumed = Model(), list[int]()
     hooks = ps.Hooks(after_resume=resumed.append)
     engine = stack.enter_context(
-        ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1), hooks=hooks)
+        ps.subscriber(
+            "policy",
+            served,
+            connection=SETTINGS,
+            rank=(0, 1),
+            hooks=hooks,
+            settings=ps.sync.SubscriberSettings(arena=True),
+        )
     )
     publish(worker, 1)
     engine.update(1)
@@ -187,7 +215,11 @@ def test_target_without_memory_is_not_touched_again(
 ) -> None:
     _, worker = trainer(stack, tmp_path)
     served = Model()
-    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    engine = stack.enter_context(
+        ps.subscriber(
+            "policy", served, connection=SETTINGS, rank=(0, 1), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     publish(worker, 1)
     engine.update(1)
     live = memory_of(next(served.parameters()).untyped_storage().data_ptr())
@@ -234,7 +266,11 @@ def test_returning_plan_copies_current_staging_memory(driver: FakeCuda, monkeypa
 def test_released_memory_is_freed_immediately(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     """Not only once Python has collected its cycles: another process waits for the memory."""
     _, worker = trainer(stack, tmp_path)
-    engine = stack.enter_context(ps.subscriber("policy", Model(), arena=True, connection=SETTINGS, rank=(0, 1)))
+    engine = stack.enter_context(
+        ps.subscriber(
+            "policy", Model(), connection=SETTINGS, rank=(0, 1), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     for version in (1, 2):
         publish(worker, version)
         engine.update(version)
@@ -252,7 +288,11 @@ def test_released_memory_is_freed_immediately(driver: FakeCuda, stack: ExitStack
 def test_restored_memory_keeps_its_addresses(driver: FakeCuda, stack: ExitStack, tmp_path: Path) -> None:
     task, worker = trainer(stack, tmp_path)
     served = Model()
-    engine = stack.enter_context(ps.subscriber("policy", served, arena=True, connection=SETTINGS, rank=(0, 1)))
+    engine = stack.enter_context(
+        ps.subscriber(
+            "policy", served, connection=SETTINGS, rank=(0, 1), settings=ps.sync.SubscriberSettings(arena=True)
+        )
+    )
     places = {name: tensor.data_ptr() for name, tensor in served.state_dict().items()}
     for version in (1, 2):
         publish(worker, version)

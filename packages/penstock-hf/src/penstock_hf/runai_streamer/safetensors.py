@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import torch
 
-from penstock import TensorStream
+from penstock import ReadSettings, TensorStream
 from penstock.errors import FormatError, SourceTruncated
 from penstock.spi import (
     MIN_CHUNK_BYTES,
@@ -190,7 +190,9 @@ class SafetensorsStreamer:
                 raise ValueError(f"tensor_names appear in more than one file: {repeated}")
         names = None if wanted is None else wanted.__contains__
         self._owned = owned or place.type != "cpu"
-        self._options = ReadOptions(device=place, names=names, storage_options=options, progress=False)
+        self._options = ReadOptions(
+            device=place, names=names, progress=False, settings=ReadSettings(storage_options=options)
+        )
         self._group = _group(limits.distributed, place) if is_distributed else None
         # A weight set has every name only once. Files that share a name are streamed one after the other, as in the
         # original.

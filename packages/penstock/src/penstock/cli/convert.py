@@ -153,8 +153,8 @@ def convert(
         launcher.begin()
     from penstock.jobs.result import SCHEME
 
-    settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "scratch": scratch, "ray": ray}
-    settings["rates"] = speeds
+    settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "task_bytes": task_bytes}
+    settings |= {"scratch": scratch, "ray": ray, "rates": speeds, "trace": trace}
     # By the option alone: a process with PENSTOCK_HUB set for its engine does not announce its conversions.
     if hub is not None:
         from penstock.hub.job_reporter import HubReporter
@@ -169,9 +169,7 @@ def convert(
         operations=words,
         verify=verify,
         devices=devices.split(","),
-        task_bytes=task_bytes,
         shard_bytes=shard_bytes,
-        trace=trace,
         replace=force,
     )
     if places[-1].startswith(SCHEME):

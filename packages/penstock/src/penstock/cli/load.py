@@ -66,10 +66,8 @@ def load(
         uri,
         device=device,
         names=names,
-        memory_bytes=budget,
         verify=verify,
-        trace=None if trace is None else str(trace),
-        cache=cache,
+        settings=penstock.ReadSettings(memory_bytes=budget, trace=trace, cache=cache),
     )
     if format is OutputFormat.json:
         write_json({**plain(weights.report), "gb_per_s": weights.report.gb_per_s})

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from penstock.arguments import require_type
-from penstock.config import Settings, parse_bytes
+from penstock.config import ReadSettings, Settings, parse_bytes
 from penstock.dcp import distcp
 from penstock.dcp.checkpoint import Checkpoint, CheckpointRow, open_checkpoint, table_of
 from penstock.dcp.local_files import LocalFill, num_threads
@@ -250,7 +250,7 @@ class CheckpointReader(StorageReader):
             # Not None: these may be a part of the set, which has no digest of its own then.
             names=[],
             verify=self._verify,
-            storage_options=self._storage_options,
+            settings=ReadSettings(storage_options=self._storage_options),
         )
         num_ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         local_ranks = min(num_ranks, torch.cuda.device_count()) if device.type == "cuda" else 1

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from penstock.config import Settings
+from penstock.config import ReadSettings, Settings
 from penstock.cuda.device_memory import wake
 from penstock.digest.leaf import revision as root_revision
 from penstock.errors import (
@@ -178,7 +178,7 @@ class Discovery:
         if device.type == "cuda":
             _in_background(partial(wake, device.index))
         if fallback is not None:
-            options = ReadOptions(device=device, storage_options=storage_options)
+            options = ReadOptions(device=device, settings=ReadSettings(storage_options=storage_options))
             session = stack.enter_context(LoadSession(fallback, options, self._settings, in_group=True, journey=""))
             return self._stored(session, tensors, is_given)
         wait_s = self._settings.stall_s if wait_s is None else wait_s

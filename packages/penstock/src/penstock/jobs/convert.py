@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,6 +103,11 @@ class WorkerSettings:
         num_workers: workers, which take `devices` in turn; None: one for each device.
         memory_bytes: host memory of each worker, as a number or a text like `"2G"`; None: 512 MiB. A task that does not
             fit is made smaller, or in parts, or refused; also on a GPU, which has its tasks in its own memory.
+        task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory. None:
+            64 MiB, and up to 128 MiB where the sources have more than 8 GiB together.
+        storage_options: options for the object stores of sources and destination, by obstore's names; they win over
+            the environment, and are left out of the repr.
+        trace: a file for one Chrome trace of all workers; None: no trace is written.
         scratch: directory in which files grow that go to an object store; None: the system's temporary directory.
         ray: address of a Ray cluster to start the workers on, where source, destination and `scratch` are the same.
         launcher: starts the workers and ends them; None: processes of this host, or Ray's actors.
@@ -115,6 +120,9 @@ class WorkerSettings:
 
     num_workers: int | None = None
     memory_bytes: int | str | None = None
+    task_bytes: int | str | None = None
+    storage_options: Mapping[str, str] | None = field(default=None, repr=False)
+    trace: str | os.PathLike[str] | None = None
     scratch: str | os.PathLike[str] | None = None
     ray: str | None = None
     launcher: Launcher | None = None
@@ -126,8 +134,12 @@ class WorkerSettings:
         if self.num_workers is not None and self.num_workers < 1:
             raise ConfigError(f"num_workers={self.num_workers}: a conversion needs at least one worker")
         # Parsed here only to be checked: an unreadable size should fail where it is written, not in the conversion.
-        if self.memory_bytes is not None:
-            parse_bytes(self.memory_bytes)
+        for nbytes in (self.memory_bytes, self.task_bytes):
+            if nbytes is not None:
+                parse_bytes(nbytes)
+        options = "options of the store by name, or None"
+        require_type("storage_options", self.storage_options, (Mapping, type(None)), options)
+        require_type("trace", self.trace, (str, os.PathLike, type(None)), "a file, or None")
         require_type("scratch", self.scratch, (str, os.PathLike, type(None)), "a directory, or None")
         require_type("ray", self.ray, (str, type(None)), "the address of a Ray cluster, or None")
         require_type("launcher", self.launcher, (Launcher, type(None)), "an object with spawn, ended and kill, or None")
@@ -159,10 +171,7 @@ def convert(
     verify: bool | None = None,
     devices: str | Sequence[str] = "all",
     workers: WorkerSettings | int | None = None,
-    task_bytes: int | str | None = None,
     shard_bytes: int | str = SHARD_BYTES,
-    storage_options: Mapping[str, str] | None = None,
-    trace: str | os.PathLike[str] | None = None,
     replace: bool = False,
     progress: ProgressOption = None,
 ) -> ConvertReport:
@@ -178,13 +187,9 @@ def convert(
         verify: compare what is read with the leaf digests of each source that has them; True: of all, or fail;
             False: of none.
         devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
-        workers: the number of workers; None: one for each device. Or `WorkerSettings`, for their memory, a Ray cluster,
-            a launcher of your own.
-        task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory. None:
-            64 MiB, and up to 128 MiB where the sources have more than 8 GiB together.
+        workers: the number of workers; None: one for each device. Or `WorkerSettings`, for their memory, the options
+            for object stores, a trace, a Ray cluster, a launcher of your own.
         shard_bytes: largest size of an output file, at least 1; a larger tensor has a file of its own.
-        storage_options: see `load`; for sources and destination.
-        trace: a file for one Chrome trace of all workers.
         replace: a directory with a weight set at the destination stays until the new one is complete, which takes its
             place at once; then it is removed. Not for object stores, which cannot replace several objects at once.
         progress: see `load`; counts tasks.
@@ -212,7 +217,7 @@ def convert(
     with Journey("convert", uri=into) as journey:
         # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
         devices_of(devices, settings.num_workers, list)
-        stages = open_trace(trace)
+        stages = open_trace(settings.trace)
         with ExitStack() as stack:
             shown = stack.enter_context(Progress(progress, into, unit="tasks"))
             only_copies = to is None and is_copy(operations)
@@ -228,10 +233,10 @@ def convert(
                     operations,
                     stack,
                     verify=verify,
-                    task_bytes=task_bytes,
+                    task_bytes=settings.task_bytes,
                     shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
                     memory_bytes=settings.memory_bytes,
-                    storage_options=storage_options,
+                    storage_options=settings.storage_options,
                 )
                 # Again for the files: an index can name some of another directory, and links lead anywhere.
                 files = [source.uri for weights in request.opened for source in weights.sources]
@@ -265,9 +270,9 @@ def convert(
         # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
         with stages.stage("close"):
             end.close()
-        if trace is not None:
+        if settings.trace is not None:
             traces = () if result.ran is None else result.ran.coordinator.traces
-            save_spans(trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
+            save_spans(settings.trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
         report = _report(result, began)
         # Workers that were lost were replaced.
         journey.num_retries = max(0, len(report.workers) - report.num_workers)

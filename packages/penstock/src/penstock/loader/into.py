@@ -6,7 +6,7 @@ Not here: the run itself (`session`).
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from penstock.arguments import require_type
+from penstock.config import ReadSettings
 from penstock.engine.place import place_on
 from penstock.errors import PenstockError, PlanError
 from penstock.lifecycle import paused_gc
@@ -44,14 +45,11 @@ def load_into(
     strict: bool = True,
     rename: Rename = None,
     dtype: Cast = None,
-    arena: bool = False,
     names: Names = None,
     verify: bool | None = None,
     group: ProcessGroup | None = None,
-    memory_bytes: int | str | None = None,
-    storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
-    trace: str | os.PathLike[str] | None = None,
+    settings: ReadSettings | None = None,
 ) -> LoadReport:
     """Fill live parameters and buffers in place from a weight set.
 
@@ -62,15 +60,12 @@ def load_into(
         names: the tensors to load; see `load`.
         verify: whether bytes are compared with digests; see `load`.
         group: ranks that read a part each and exchange it; see `load`.
-        memory_bytes: limit of host staging; see `load`.
-        storage_options: credentials and endpoint of an object store; see `load`.
         progress: a bar, nothing, or a function; see `load`.
-        trace: a file for a Chrome trace; see `load`.
+        settings: the memory limit, an arena for the target, and more (`ReadSettings`).
         strict: every tensor must have a target and every target a tensor; False fills what both sides have.
         rename: checkpoint name to target name.
         dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. None: a
             tensor of another dtype than its target is an error.
-        arena: first move the target into one arena (`memory.rehome`), so that peers reach it by one registration.
 
     Raises:
         PlanError: names, shapes or dtypes do not fit, the target has no tensors, or its tensors overlap; nothing was
@@ -78,47 +73,20 @@ def load_into(
         PenstockError: with `mutated=True` when the target was touched: it must be filled again before use.
 
     Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
-        `arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
+        `settings.arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
     """
     # Before anything is opened: a target that cannot be filled needs no request to a store.
     require_cast(dtype)
+    settings = ReadSettings.of(settings)
     if isinstance(target, MutableMapping) and not target:
-        return _into_empty(
-            target,
-            rename,
-            dtype,
-            arena,
-            partial(
-                load,
-                uri,
-                names=names,
-                verify=verify,
-                group=group,
-                memory_bytes=memory_bytes,
-                storage_options=storage_options,
-                progress=progress,
-                trace=trace,
-            ),
-        )
+        read = dataclasses.replace(settings, arena=False)
+        load_all = partial(load, uri, names=names, verify=verify, group=group, progress=progress, settings=read)
+        return _into_empty(target, rename, dtype, settings.arena, load_all)
     targets = targets_of(target, written=strict)
     device = device_of(targets)
-    options = ReadOptions(
-        device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
-    )
+    options = ReadOptions(device=device, names=names, verify=verify, progress=progress, settings=settings)
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(device)) as journey:
-        report = _load_into(
-            target,
-            targets,
-            uri,
-            options,
-            memory_bytes,
-            group,
-            journey,
-            strict=strict,
-            rename=rename,
-            dtype=dtype,
-            arena=arena,
-        )
+        report = _load_into(target, targets, uri, options, group, journey, strict=strict, rename=rename, dtype=dtype)
         journey.outcome = outcome_of(report)
         return report
 
@@ -128,18 +96,16 @@ def _load_into(
     targets: Mapping[str, torch.Tensor],
     uri: Uris,
     options: ReadOptions,
-    memory_bytes: int | str | None,
     group: ProcessGroup | None,
     journey: Journey,
     *,
     strict: bool,
     rename: Rename,
     dtype: Cast,
-    arena: bool,
 ) -> LoadReport:
     """Run `load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
     # Some small objects for each tensor, all of which stay until the end.
-    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
+    with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
@@ -147,7 +113,7 @@ def _load_into(
             matched = match_targets(session, targets, rename, strict, cast=dtype)
             if not strict and isinstance(target, torch.nn.Module):
                 require_no_copies(target, filled_of(targets, matched))
-            if arena:
+            if options.settings.arena:
                 # After the match: a target that does not fit must not have been moved.
                 rehome(target)
                 matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)

@@ -20,7 +20,7 @@ import torch
 
 from penstock import interrupts, lifecycle
 from penstock.arguments import require_type
-from penstock.config import Settings, parse_bytes
+from penstock.config import ReadSettings, Settings, parse_bytes
 from penstock.engine.place import HostPlace, place_on
 from penstock.errors import Cancelled, ConfigError
 from penstock.lifecycle import Closeable, paused_gc
@@ -187,12 +187,8 @@ def load(
     boxes: Boxes = None,
     verify: bool | None = None,
     group: ProcessGroup | None = None,
-    copy: bool | None = None,
-    memory_bytes: int | str | None = None,
-    storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
-    trace: str | os.PathLike[str] | None = None,
-    cache: bool = False,
+    settings: ReadSettings | None = None,
 ) -> Weights:
     """Load a weight set into memory: {name: tensor}, complete, and verified where there are digests.
 
@@ -207,13 +203,8 @@ def load(
             gaps between them are read.
         verify: compare with the manifest's leaf digests; None: if there are any; True: fail without them; False: never.
         group: a torch.distributed group whose ranks all call this; each reads its part once, and all get everything.
-        copy: on the CPU, read into memory of its own; by default local files are mapped (private pages).
-        memory_bytes: bound of host staging, e.g. `"256M"`; by default `PENSTOCK_MEMORY_BYTES` or 256 MiB.
-        storage_options: for the object store, by obstore's names; they win over the environment.
         progress: a bar on stderr, or a function of (bytes done, bytes in all); None: a bar on a terminal.
-        trace: file for a Chrome trace of the load.
-        cache: of a model hub: first write the model to the local cache of the hub's own library, each file complete and
-            compared, then load from there. Not with `group`.
+        settings: the memory limit, the options for the object store, a trace file, and more (`ReadSettings`).
 
     Returns:
         Tensors in file order, with `.report` and `.manifest`.
@@ -228,21 +219,16 @@ def load(
         names=names,
         boxes=boxes,
         verify=verify,
-        copy=copy,
-        storage_options=storage_options,
         progress=progress,
-        trace=trace,
-        cache=cache,
+        settings=settings_without_arena(settings, "load"),
     )
     with deferred_interrupts(group), Journey("load", uri=str(uri), device=str(options.device)) as journey:
-        return _load(uri, options, memory_bytes, group, journey)
+        return _load(uri, options, group, journey)
 
 
-def _load(
-    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
-) -> Weights:
+def _load(uri: Uris, options: ReadOptions, group: ProcessGroup | None, journey: Journey) -> Weights:
     """Run `load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
-    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
+    with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
@@ -258,14 +244,12 @@ def stream(
     boxes: Boxes = None,
     verify: bool | None = None,
     group: ProcessGroup | None = None,
-    copy: bool | None = None,
-    memory_bytes: int | str | None = None,
-    storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
-    trace: str | os.PathLike[str] | None = None,
-    cache: bool = False,
+    settings: ReadSettings | None = None,
 ) -> TensorStream:
-    """Yield each tensor as soon as its bytes have arrived; reads run at most `memory_bytes` ahead. Arguments as `load`.
+    """Yield each tensor as soon as its bytes have arrived; reads run at most `settings.memory_bytes` ahead.
+
+    The arguments are those of `load`.
 
     Raises:
         PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
@@ -275,14 +259,19 @@ def stream(
         names=names,
         boxes=boxes,
         verify=verify,
-        copy=copy,
-        storage_options=storage_options,
         progress=progress,
-        trace=trace,
-        cache=cache,
+        settings=settings_without_arena(settings, "stream"),
     )
     with deferred_interrupts(group):
-        return open_stream(uri, options, group, lambda: open_session(uri, options, memory_bytes, group))
+        return open_stream(uri, options, group, lambda: open_session(uri, options, group))
+
+
+def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSettings:
+    """Return the settings that an argument stands for. ConfigError: they ask for an arena, which the verb never makes."""
+    settings = ReadSettings.of(settings)
+    if settings.arena:
+        raise ConfigError(f"{verb} moves nothing into an arena", hint="leave out arena=True, or use load_into")
+    return settings
 
 
 def open_stream(
@@ -303,22 +292,20 @@ def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[ob
     return interrupts.deferred() if group is None else nullcontext()
 
 
-def open_session(
-    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None
-) -> LoadSession:
+def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) -> LoadSession:
     """Open the weight set; in a group, a rank that fails reports that to the others.
 
     Raises:
         ConfigError: an argument is of the wrong type. PenstockError: the weight set cannot be opened.
     """
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
-    require_type("cache", options.cache, (bool,), "True or False; cache_dir is PENSTOCK_CACHE_DIR")
-    if options.cache and group is not None:
+    if options.settings.cache and group is not None:
         # Hosts end their downloads at different times, and a group waits `stall_s` for a rank.
         hint = "first run `penstock pull org/name --cache` on each host"
         raise ConfigError("cache=True and group= do not go together", hint=hint)
     if group is not None:
         require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")
+    memory_bytes = options.settings.memory_bytes
     settings = Settings.read(memory_bytes=None if memory_bytes is None else parse_bytes(memory_bytes))
     with reports_failure(group, options, settings.stall_s), paused_gc():
         return LoadSession(uri, options, settings, local_world_size=1 if group is None else group.size())

@@ -13,16 +13,16 @@ from __future__ import annotations
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from penstock import interrupts, lifecycle
-from penstock.config import Settings
+from penstock.config import ReadSettings, Settings
 from penstock.engine.check import Checker, CudaChecker, Expected, HostChecker
 from penstock.engine.fetch_ring import READS_AHEAD
 from penstock.engine.place import Destination, registrar_of
@@ -192,7 +192,9 @@ def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
     from penstock.storage.fill import fill_weights
 
     with Progress(options.progress, str(uri)) as progress:
-        filled = fill_weights(uri, settings=settings, storage_options=options.storage_options, on_bytes=progress)
+        filled = fill_weights(
+            uri, settings=settings, storage_options=options.settings.storage_options, on_bytes=progress
+        )
     return filled.uri
 
 
@@ -228,11 +230,8 @@ class ReadOptions:
     names: Names = None
     boxes: Boxes = None
     verify: bool | None = None
-    copy: bool | None = None
-    storage_options: Mapping[str, str] | None = None
     progress: ProgressOption = None
-    trace: str | os.PathLike[str] | None = None
-    cache: bool = False
+    settings: ReadSettings = field(default_factory=ReadSettings)
 
 
 Batch = tuple[Sequence[str], list[torch.Tensor]]
@@ -268,7 +267,7 @@ class LoadSession(Closeable):
     ) -> None:
         self.options = options
         self.settings = settings
-        first = "cache" if options.cache else "open"
+        first = "cache" if options.settings.cache else "open"
         self.phases = Phases(first, journey=journey, model=next(iter(texts_of(uri)), ""))
         self.intake = Intake(settings, options.device, local_world_size)
         self._ends = ExitStack()
@@ -277,7 +276,7 @@ class LoadSession(Closeable):
             # Headers are parsed by some threads while others pin staging.
             if options.device.type == "cuda":
                 self._ends.enter_context(lifecycle.quick_handover())
-            self.trace = open_trace(options.trace)
+            self.trace = open_trace(options.settings.trace)
             # Before the headers are read, so that both take their time together.
             if not in_group:
                 self.intake.warm(uri)
@@ -286,11 +285,11 @@ class LoadSession(Closeable):
             opening = interrupts.allow_interrupts() if any(map(is_remote, texts_of(uri))) else nullcontext()
             self._is_owner = weights is None
             with opening:
-                if options.cache:
+                if options.settings.cache:
                     uri = _filled(uri, options, settings)
                     self.phases.enter("open")
                 self.weights: WeightSet = weights or open_weights(
-                    uri, settings=settings, storage_options=options.storage_options, names=options.names
+                    uri, settings=settings, storage_options=options.settings.storage_options, names=options.names
                 )
         except BaseException as error:
             self.phases.fail(error)
@@ -363,7 +362,7 @@ class LoadSession(Closeable):
         """Return the rows of a table with the regions that the caller wants; see `wanted_regions`."""
         # The first file and not the URI: configurations are next to the files that were found.
         uri = self.weights.sources[0].uri if self.weights.sources else self.weights.uri
-        return wanted_regions(self.options.boxes, table, uri, self.settings, self.options.storage_options)
+        return wanted_regions(self.options.boxes, table, uri, self.settings, self.options.settings.storage_options)
 
     def make_plan(
         self,
@@ -406,7 +405,12 @@ class LoadSession(Closeable):
     def maps_files(self, boxes: Sequence[Box | None]) -> bool:
         """Return whether the tensors can be views of mapped files: on the CPU, local, whole, and no copy asked for."""
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
-        return self.options.device.type == "cpu" and not self.options.copy and local and boxes.count(None) == len(boxes)
+        return (
+            self.options.device.type == "cpu"
+            and not self.options.settings.copy
+            and local
+            and boxes.count(None) == len(boxes)
+        )
 
     def open_mappings(self) -> TensorMappings:
         """Map the files; the session closes them."""
@@ -608,8 +612,8 @@ class LoadSession(Closeable):
         run = self.run
         if run is not None:
             run.close()
-        if self.options.trace is not None:
-            self.trace.save(self.options.trace)
+        if self.options.settings.trace is not None:
+            self.trace.save(self.options.settings.trace)
         if self._digested:
             self._conclude_files()
         files = [

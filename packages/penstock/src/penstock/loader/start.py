@@ -13,7 +13,7 @@ import atexit
 import fnmatch
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -21,6 +21,7 @@ from itertools import chain
 import torch
 
 from penstock.arguments import require_type
+from penstock.config import ReadSettings
 from penstock.errors import Cancelled, ConfigError, DestinationError, OperationFailed, PenstockError
 from penstock.interrupts import deferred
 from penstock.lifecycle import Closeable, is_ending
@@ -36,7 +37,7 @@ from penstock.loader.into import (
     require_no_copies,
     targets_of,
 )
-from penstock.loader.load import open_session
+from penstock.loader.load import open_session, settings_without_arena
 from penstock.loader.match import Cast, Matched, Rename, match_targets, place_of, require_cast
 from penstock.loader.pending import LazyParameter
 from penstock.loader.progress import ProgressOption
@@ -304,10 +305,8 @@ def load_in_background(
     dtype: Cast = None,
     names: Names = None,
     verify: bool | None = None,
-    memory_bytes: int | str | None = None,
-    storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
-    trace: str | os.PathLike[str] | None = None,
+    settings: ReadSettings | None = None,
 ) -> BackgroundLoad:
     """Start to fill a module from a weight set, and return at once: the module may be called while bytes arrive.
 
@@ -320,8 +319,9 @@ def load_in_background(
         module: its parameters and persistent buffers are filled; on one device, not meta.
         uri: the weight set; see `load`.
         first: globs of names of the module's tensors to read before the others, in the order of the globs.
-        strict, rename, dtype, names, memory_bytes, storage_options, progress, trace: see `load_into`. `progress` is
-            called by the thread that loads.
+        strict, rename, dtype, names: see `load_into`.
+        progress: see `load`. The thread that loads calls it.
+        settings: the memory limit, the options for the object store, and more (`ReadSettings`).
         verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
             files are compared at the end of each file, when parts of it may have been used: with `verify=True` they do
             not suffice.
@@ -342,15 +342,14 @@ def load_in_background(
     globs = "a sequence of globs, such as ['model.language_model.*']"
     require_cast(dtype)
     require_type("first", first, (list, tuple), globs)
+    read = settings_without_arena(settings, "load_in_background")
     targets = targets_of(module, written=strict)
     device = device_of(targets)
-    options = ReadOptions(
-        device=device, names=names, verify=verify, storage_options=storage_options, progress=progress, trace=trace
-    )
+    options = ReadOptions(device=device, names=names, verify=verify, progress=progress, settings=read)
     with deferred():
         journey = Journey("load", uri=str(uri), device=str(device)).begin()
         try:
-            session = open_session(uri, options, memory_bytes, None)
+            session = open_session(uri, options, None)
             try:
                 journey.received = session.received
                 session.phases.enter("plan")

@@ -168,7 +168,7 @@ class ShmTransport:
             raise ConfigError(f"shm reaches host memory only, not {memory.device}")
         mapping = shared_at(memory.address, memory.nbytes)
         if mapping is None:
-            hint = "allocate it from memory.arena.Arena, move live tensors there by rehome, or load_into(arena=True)"
+            hint = "allocate it from memory.arena.Arena, or move live tensors there by ReadSettings(arena=True)"
             raise ConfigError("shm reaches memory in arenas only", hint=hint)
         # Sealed only now: until they are shown to peers, workers of a conversion write to arenas by their path.
         mapping.seal()

@@ -25,7 +25,6 @@ import torch
 from penstock.arguments import require_name, require_seconds, require_type, wrong
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import (
-    BudgetTooSmall,
     Cancelled,
     ConfigError,
     PeerLost,
@@ -37,7 +36,6 @@ from penstock.hub.client import resolve_connection
 from penstock.hub.messages import MAX_VERSION, SyncState
 from penstock.lifecycle import Closeable, quick_handover
 from penstock.logs import log_named
-from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 from penstock.sync.check import encode_values
 from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
@@ -52,6 +50,7 @@ from penstock.sync.publish.strategy import Live, Snapshot, Strategy, TrainerRank
 from penstock.sync.publish.transformed import Transforms
 from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
+from penstock.sync.settings import PublisherSettings
 from penstock.sync.shards import Declarable
 from penstock.sync.together import Stragglers, refusal
 from penstock.telemetry.journey import Journey
@@ -550,10 +549,8 @@ def publisher(
     transforms: Transforms | None = None,
     keep_plain: bool = True,
     rank: tuple[int, int] | None = None,
-    replica: str = "device",
-    arena: bool = False,
-    memory_bytes: int | str | None = None,
-    pack_bytes: int | str = PACK_BYTES,
+    snapshot_device: str = "device",
+    settings: PublisherSettings | None = None,
 ) -> Publisher:
     """Publish the weights of this rank under a name that subscribers know.
 
@@ -562,27 +559,21 @@ def publisher(
         params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank. It is kept:
             each version has the tensors that are in it then. Those of a `state_dict()` do not follow their module.
         connection: see `join`.
-        mode: `snapshot`: receivers read a copy, which takes the size of the parameters once more (`replica`), and
-            `publish` waits for the copy alone. `live`: they read the parameters themselves, and `publish` waits for
-            them; a version that no subscriber has when it returns is lost.
+        mode: `snapshot`: receivers read a copy, which takes the size of the parameters once more, and `publish` waits
+            for the copy alone. `live`: they read the parameters themselves, and `publish` waits for them; a version
+            that no subscriber has when it returns is lost.
         transforms: the formats in which tensors are offered in addition: a tag (`fp8-block128`, `cast:BF16`, ...; see
             `transform.formats`), for the weights that checkpoints store in that format, or tags with patterns of names.
             The same on all ranks.
         keep_plain: whether these tensors are also offered as they are.
         rank: this trainer rank and the number of them, as `(0, 8)`; None: of torch.distributed where it is initialised,
             else `(0, 1)`.
-        replica: the place of a snapshot's copy: `device`, next to the parameters, or `cpu`, in pinned memory.
-        arena: first move the parameters into one arena per device (`memory.rehome`), so that peers reach them by one
-            registration; `shm` reaches host memory only there.
-        memory_bytes: bound of a snapshot's copy and the transformed tensors together; None: no bound.
-        pack_bytes: bound of the memory, on the device of the tensors, into which runs below 8 KiB are packed for
-            receivers on other hosts, as columns of a tensor; it is allocated when they ask for it, in eighths. 0: they
-            read such runs one by one.
+        snapshot_device: where a snapshot is copied to: `device`, next to the parameters, or `cpu`, in pinned memory.
+        settings: the limits of its buffers, and an arena for the parameters (`sync.PublisherSettings`).
 
     Raises:
-        BudgetTooSmall: `pack_bytes` is above 0, and too small to help.
         PlanError: parameters cannot be declared, or transformed; names them; or there are none.
-        BudgetTooSmall: see `memory_bytes`.
+        BudgetTooSmall: `settings.memory_bytes` is too little for a copy.
         ConfigError: another group publishes the name; names it.
         HubUnavailable: there is no hub. SourceStalled: no rank 0 came.
 
@@ -591,20 +582,16 @@ def publisher(
     """
     require_name("name", name)
     connection = resolve_connection(connection)
-    copies = _copies(name, mode, replica)
+    settings = PublisherSettings.of(settings)
+    copies = _copies(name, mode, snapshot_device)
     trainer_rank, world_size = rank_of(rank)
-    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
-    pack_budget = parse_bytes(pack_bytes)
-    if 0 < pack_budget < LEAST_PACK_BYTES:
-        message = f"pack_bytes={pack_budget} leaves no buffer that a reader would gain by"
-        raise BudgetTooSmall(message, minimum_bytes=LEAST_PACK_BYTES, budget="pack_bytes")
     options = OfferOptions(
         copies=copies,
         transforms=transforms,
         keep_plain=keep_plain,
-        arena=arena,
-        memory_bytes=budget,
-        pack_bytes=pack_budget,
+        arena=settings.arena,
+        memory_bytes=None if settings.memory_bytes is None else parse_bytes(settings.memory_bytes),
+        pack_bytes=parse_bytes(settings.pack_bytes),
         world_size=world_size,
     )
     registered = Registered(params, options)
@@ -623,9 +610,9 @@ def publisher(
     return this_rank
 
 
-def _copies(name: str, mode: str, replica: str) -> str | None:
-    """Return the place that versions are copied to; None: they are not copied."""
-    if mode not in ("live", "snapshot") or replica not in ("device", "cpu") or not name:
-        message = f"a publisher of {name!r}, mode {mode!r}, replica {replica!r}"
-        raise ConfigError(message, hint="it has a name, mode live or snapshot, and replica device or cpu")
-    return replica if mode == "snapshot" else None
+def _copies(name: str, mode: str, snapshot_device: str) -> str | None:
+    """Return the place that versions are copied to. None means that they are not copied."""
+    if mode not in ("live", "snapshot") or snapshot_device not in ("device", "cpu") or not name:
+        message = f"a publisher of {name!r}, mode {mode!r}, snapshot_device {snapshot_device!r}"
+        raise ConfigError(message, hint="it has a name, mode live or snapshot, and snapshot_device device or cpu")
+    return snapshot_device if mode == "snapshot" else None

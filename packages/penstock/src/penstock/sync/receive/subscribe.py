@@ -23,8 +23,9 @@ from penstock.sync.receive.target import Target
 from penstock.sync.receive.transfer import LEAST_BYTES
 from penstock.sync.recording.layout import Load
 from penstock.sync.report import UpdateMode
+from penstock.sync.settings import SubscriberSettings
 from penstock.sync.shards import to_arenas
-from penstock.timing import DEFAULT, Timing
+from penstock.timing import DEFAULT
 from penstock.transform.formats import format_of
 
 
@@ -39,10 +40,7 @@ def subscriber(
     transforms: str | Sequence[str] | None = None,
     rank: tuple[int, int] | None = None,
     hooks: Hooks | None = None,
-    serve: bool = True,
-    arena: bool = False,
-    memory_bytes: int | str | None = None,
-    timing: Timing = DEFAULT,
+    settings: SubscriberSettings | None = None,
 ) -> Subscriber:
     """Receive the versions published under a name into a live model; the publisher may be started later.
 
@@ -53,7 +51,6 @@ def subscriber(
             the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`); or an
             empty dict, to which the first update adds new tensors on the CPU, all of them or none.
         connection: hub, token, address and transports; see `publisher`.
-        arena: first move the target into one arena; see `publisher`.
         mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
             they arrive in the target itself while the engine is paused; no further memory is needed.
         load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
@@ -64,18 +61,20 @@ def subscriber(
         rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of
             torch.distributed where it is initialised, else `(0, 1)`.
         hooks: the engine's callbacks around a commit.
-        serve: be a source for other receivers between updates; False, where the engine changes weights in place.
-        memory_bytes: staged, bound of the staging copy; direct, of bytes read and not yet verified.
+        settings: the limit of its buffers, an arena for the target, and whether it serves other receivers
+            (`sync.SubscriberSettings`).
 
     Raises:
         HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
-        BudgetTooSmall: `memory_bytes` is too little for direct mode; in staged mode the first update raises this.
+        BudgetTooSmall: `settings.memory_bytes` is too little for direct mode. In staged mode the first update raises
+            this.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
     if not isinstance(target, torch.nn.Module | Mapping) and not callable(target):
         raise wrong("target", target, "a torch.nn.Module, a dict of tensors or Shards by name, or a function")
-    if arena and not isinstance(target, torch.nn.Module | Mapping):
+    settings = SubscriberSettings.of(settings)
+    if settings.arena and not isinstance(target, torch.nn.Module | Mapping):
         raise ConfigError("the tensors of a function are not moved into an arena", hint="place them in one there")
     if mode not in ("staged", "direct"):
         raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
@@ -83,7 +82,7 @@ def subscriber(
     # An unknown tag fails here, and not at the first update, which may be an hour later.
     for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
         format_of(tag)
-    budget = None if memory_bytes is None else parse_bytes(memory_bytes)
+    budget = None if settings.memory_bytes is None else parse_bytes(settings.memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
         raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
     has_check = hooks is not None and hooks.check is not None
@@ -94,24 +93,24 @@ def subscriber(
         load=load,
         strict=strict,
         transforms=transforms,
-        serve=serve,
+        serve=settings.serve,
         memory_bytes=budget,
         has_check=has_check,
         accept=None if hooks is None else hooks.before_read,
     )
-    if arena and isinstance(target, torch.nn.Module | Mapping):
+    if settings.arena and isinstance(target, torch.nn.Module | Mapping):
         to_arenas(target, is_remappable=mode == "staged")
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
         this_rank = Subscriber(
             name,
             target,
-            Membership(member, name, stall_s, timing=timing),
+            Membership(member, name, stall_s),
             options,
             rank=engine_rank,
             world_size=world_size,
             hooks=hooks or Hooks(),
-            timing=timing,
+            timing=DEFAULT,
         ).open()
         # From here on `close` leaves.
         stack.pop_all()

@@ -1,0 +1,79 @@
+"""Settings of a publisher and of a subscriber that most programs leave at their defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.arguments import require_type
+from penstock.config import parse_bytes
+from penstock.errors import BudgetTooSmall
+from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublisherSettings:
+    """The buffers of a publisher. `publisher` takes one as `settings=`.
+
+    Attributes:
+        arena: Whether the parameters are first moved into one arena per device (`memory.rehome`), so that peers reach
+            them by one registration. `shm` reaches host memory only there.
+        memory_bytes: Limit of a snapshot's copy and the transformed tensors together. None means no limit.
+        pack_bytes: Limit of the memory, on the device of the tensors, into which runs below 8 KiB are packed for
+            receivers on other hosts, as columns of a tensor. It is allocated when they ask for it, in eighths. With 0
+            they read such runs one by one.
+
+    Raises:
+        ConfigError: a field has the wrong type, or is not a number of bytes.
+        BudgetTooSmall: `pack_bytes` is above 0 and too small to help.
+    """
+
+    arena: bool = False
+    memory_bytes: int | str | None = None
+    pack_bytes: int | str = PACK_BYTES
+
+    def __post_init__(self) -> None:
+        require_type("arena", self.arena, bool, "True or False")
+        if self.memory_bytes is not None:
+            parse_bytes(self.memory_bytes)
+        pack_bytes = parse_bytes(self.pack_bytes)
+        if 0 < pack_bytes < LEAST_PACK_BYTES:
+            message = f"pack_bytes={pack_bytes} leaves no buffer that a reader would gain by"
+            raise BudgetTooSmall(message, minimum_bytes=LEAST_PACK_BYTES, budget="pack_bytes")
+
+    @classmethod
+    def of(cls, settings: PublisherSettings | None) -> PublisherSettings:
+        """Return the settings that the argument of `publisher` stands for. None means the defaults."""
+        require_type("settings", settings, (cls, type(None)), "a penstock.sync.PublisherSettings, or None")
+        return cls() if settings is None else settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriberSettings:
+    """The buffers of a subscriber. `subscriber` takes one as `settings=`.
+
+    Attributes:
+        arena: Whether the target is first moved into one arena per device; see `PublisherSettings`.
+        memory_bytes: In staged mode, limit of the staging copy. In direct mode, limit of the bytes that are read and
+            not yet verified. None means the default.
+        serve: Whether this process is a source for other receivers between updates. False is for engines that change
+            weights in place.
+
+    Raises:
+        ConfigError: a field has the wrong type, or is not a number of bytes.
+    """
+
+    arena: bool = False
+    memory_bytes: int | str | None = None
+    serve: bool = True
+
+    def __post_init__(self) -> None:
+        require_type("arena", self.arena, bool, "True or False")
+        require_type("serve", self.serve, bool, "True or False")
+        if self.memory_bytes is not None:
+            parse_bytes(self.memory_bytes)
+
+    @classmethod
+    def of(cls, settings: SubscriberSettings | None) -> SubscriberSettings:
+        """Return the settings that the argument of `subscriber` stands for. None means the defaults."""
+        require_type("settings", settings, (cls, type(None)), "a penstock.sync.SubscriberSettings, or None")
+        return cls() if settings is None else settings
