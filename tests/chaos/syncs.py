@@ -1,7 +1,7 @@
 """Rounds of a sync: trainer ranks publish, subscribers update, some are killed or stopped; then a version for the rest.
 
 In: a round. Out: its violations: a torn or wrong version, an error that says less than it should, a hang; of versions
-that are published together also subscribers on different versions, and one on a version that was withdrawn.
+with a two-phase commit also subscribers on different versions, and one on a version that was withdrawn.
 Not here: fleets that fetch a checkpoint (`fleets`).
 """
 
@@ -196,7 +196,7 @@ class TogetherRound(SyncRound):
         self.tag = ""
         self.num_subscribers = rng.choice([2, 3, 4])
         self.modes = ["staged"] * self.num_subscribers
-        self.laggards = rng.choice(["leave_out", "withdraw"])
+        self.stragglers = rng.choice(["leave_out", "withdraw"])
         self.refuser = rng.randrange(self.num_subscribers) if rng.random() < 0.25 else -1
         self.hits = sorted(
             (rng.random() ** 2 * 1.2, rng.choice(ROLES), rng.choice(["kill", "kill", "stop", "pause"]))
@@ -205,11 +205,11 @@ class TogetherRound(SyncRound):
 
     def __str__(self) -> str:
         refuser = f", {self.refuser} refuses 2" if self.refuser >= 0 else ""
-        return f"together, {self.laggards}{refuser}: {super().__str__()}"
+        return f"together, {self.stragglers}{refuser}: {super().__str__()}"
 
     def rank(self, side: str, **task: Any) -> SyncWorker:
         if side == "publisher":
-            task["terms"] = {"laggards": self.laggards, "deadline_s": DEADLINE_S}
+            task["terms"] = {"stragglers": self.stragglers, "timeout_s": DEADLINE_S}
         elif task.get("name") is None and task["rank"] == self.refuser:
             task["refuses"] = (2,)
         return super().rank(side, **task)
@@ -275,7 +275,7 @@ class TogetherRound(SyncRound):
                 self.violate("withdrawn version", "it is live although a replica refused it")
             told.pop(refuser)  # type: ignore[arg-type]
             versions.pop(refuser)  # type: ignore[arg-type]
-        if self.laggards == "leave_out":
+        if self.stragglers == "leave_out":
             # One that did not prepare it, and says so, may stay behind: these are ranks of one engine, each with its
             # own part, and where a publisher died no member has those bytes. One that prepared the version may not.
             for worker, said in told.items():

@@ -66,9 +66,9 @@ class MemoryHolder:
         spoils: the digests that it sends are those of other bytes.
         silent: it never has digests.
         is_listed: whether the hub lists it.
-        decide_s: of versions that are published together; see `Granted`.
+        decide_s: of versions with a two-phase commit; see `Granted`.
         refused: the decision by which its versions are withdrawn.
-        decision: of the fleet, on a version that is published together.
+        decision: of the fleet, on a version with a two-phase commit.
     """
 
     def __init__(self, sync: MemorySync, name: str) -> None:

@@ -258,7 +258,7 @@ def _publish(
         assert word in ("publish", "together") and number is not None
         for name, tensor in part_of(task, whole(task, number)).items():
             shards[name].tensor.copy_(tensor)
-        terms = {"commit": "together", **task.terms} if word == "together" else {}
+        terms = {"commit": "all", **task.terms} if word == "together" else {}
         if task.base:
             from penstock_hf.adapter import adapter_metadata
 

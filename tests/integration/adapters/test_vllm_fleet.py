@@ -98,7 +98,7 @@ def test_servers_install_version_together_or_not(stack: ExitStack) -> None:
 def test_failed_server_is_excluded_when_allowed(stack: ExitStack) -> None:
     weights, engines = torch.zeros(64), {name: Engine(stack) for name in ("a", "b")}
     publisher = stack.enter_context(ps.publisher("served", {"w": weights}, mode="snapshot"))
-    fleet = FleetClient(engines, laggards="leave_out")
+    fleet = FleetClient(engines, stragglers="leave_out")
     stack.callback(fleet.close)
     fleet.init_weight_transfer_engine({"name": "served"})
     engines["a"].is_broken = True

@@ -230,7 +230,7 @@ def test_page_shows_fleet_state(
         until(lambda: tiles(browser)["Members"] == "6", "every member is counted")
         until(lambda: any(row[3].startswith("filling") and row[7] for row in rows(browser)), "a transfer runs")
         until(lambda: bool(browser.find_elements(By.CSS_SELECTOR, "#relay .edge.runs")), "and is in the picture")
-        until(lambda: versions(browser) == ["8", "7, 1 behind"], "the laggard is marked")
+        until(lambda: versions(browser) == ["8", "7, 1 behind"], "the straggler is marked")
         whole(browser)
         shot("fleet-page")
         shown, said = card(browser, job), status()["jobs"][0]["state"]

@@ -44,7 +44,7 @@ def call_and_write(version: int, staged: ps.sync.StagedVersion) -> None:
     write_all(version, staged)
 
 
-@pytest.mark.parametrize("commit", ["each", "together"])
+@pytest.mark.parametrize("commit", ["each", "all"])
 @pytest.mark.parametrize("check", [call, write_all, call_and_write])
 def test_check_writing_tensors_changes_nothing_live(
     check: Callable[[int, ps.sync.StagedVersion], object], commit: str

@@ -34,7 +34,7 @@ def refused(worker: SyncWorker, version: int) -> str:
 
 
 def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
-    """What the subscribers say of a version that is published together, then the publishers of its decision."""
+    """What the subscribers say of a version with a two-phase commit, then the publishers of its decision."""
     begin(publishers, subscribers, version)
     said = [one.result("update") for one in subscribers]
     ends = [one.result(f"together {version}") for one in publishers]
@@ -52,7 +52,7 @@ def keeps(worker: SyncWorker, version: int) -> None:
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
-    publishers = host.start_ranks("publisher", 2, mode=source, terms={"laggards": "withdraw", "deadline_s": 8.0})
+    publishers = host.start_ranks("publisher", 2, mode=source, terms={"stragglers": "withdraw", "timeout_s": 8.0})
     subscribers = host.start_ranks("subscriber", 2, dim=1) + host.start_ranks("subscriber", 1, refuses=(2,))
     publishers[0].ask("subscribers 3")
     *got, zero, one = together(publishers, subscribers, 1)
@@ -80,7 +80,7 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
 
 
 def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 1.5})
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 1.5})
     subscribers = host.start_ranks("subscriber", 1)
     slow, direct = host.start_ranks("subscriber", 1)[0], host.start_ranks("subscriber", 1, mode="direct")[0]
     publishers[0].ask("subscribers 3")
@@ -95,7 +95,7 @@ def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
 
 
 def test_stalled_subscriber_withdraws_version(host: Host) -> None:
-    publishers = host.start_ranks("publisher", 1, terms={"deadline_s": 1.0, "laggards": "withdraw"})
+    publishers = host.start_ranks("publisher", 1, terms={"timeout_s": 1.0, "stragglers": "withdraw"})
     subscribers = host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)[0]
     publishers[0].ask("subscribers 2")
@@ -113,7 +113,7 @@ def test_stalled_subscriber_withdraws_version(host: Host) -> None:
 def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) -> None:
     """Subscribers that have prepared the version withdraw it at the hub, and the next trainer goes on."""
     first = host.start_ranks("subscriber", 1, **hasty(4.0))  # hosts the hub
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(4.0))
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(4.0))
     subscribers = first + host.start_ranks("subscriber", 1, **hasty(4.0))
     idle = host.start_ranks("subscriber", 1)[0]  # waited for
     publishers[0].ask("subscribers 3")
@@ -142,7 +142,7 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     that it was withdrawn."""
     hub = host.start_rank("subscriber", name="other")
     hub.say_until("joined")
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(4.0))
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(4.0))
     subscriber, other = (host.start_ranks("subscriber", 1, **hasty(4.0))[0] for _ in range(2))
     publishers[0].ask("subscribers 2")
     publishers[0].ask("publish 1")
@@ -160,7 +160,7 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
 
 
 def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
-    publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"deadline_s": 30.0, "laggards": "withdraw"})
+    publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"timeout_s": 30.0, "stragglers": "withdraw"})
     first, awaited = (host.start_ranks("subscriber", 1)[0] for _ in range(2))
     publishers[0].ask("subscribers 2")
     begin(publishers, [first], 1)
@@ -186,7 +186,7 @@ def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
 
 def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
     first = host.start_ranks("subscriber", 1)  # hosts the hub
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 2.0})
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 2.0})
     slow = host.start_ranks("subscriber", 1)[0]
     publishers[0].ask("subscribers 2")
     publishers[0].ask("together 1")
@@ -202,7 +202,7 @@ def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
 def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     hub = host.start_rank("subscriber", name="other")  # hosts the hub
     hub.say_until("joined")
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 60.0}, **hasty(3.0))
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(3.0))
     subscriber, idle = (host.start_ranks("subscriber", 1, **hasty(3.0))[0] for _ in range(2))
     publishers[0].ask("subscribers 2")
     begin(publishers, [subscriber, idle], 1)
@@ -229,7 +229,7 @@ def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
 
 def test_status_shows_serving_version_per_member(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(host.directory))
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"deadline_s": 20.0})
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 20.0})
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     publishers[0].ask("subscribers 2")
     together(publishers, subscribers, 1)
@@ -298,14 +298,14 @@ def test_checks_see_staged_weights_and_trainer_values() -> None:
         ps.subscriber("policy", served, hooks=ps.Hooks(check=check), strict=False) as subscriber,
     ):
         publisher.wait_subscribers(1)
-        publisher.publish(1, commit="together", check=values())
+        publisher.publish(1, commit="all", check=values())
         subscriber.update()
         assert publisher.wait_decision().outcome == "committed"
         assert torch.equal(served(tokens), trained(tokens)[..., :11])
         before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
         torch.nn.init.normal_(trained.head.weight)
         good = values()
-        publisher.publish(2, commit="together", check=good | {"log_probs": good["log_probs"] + 0.5})
+        publisher.publish(2, commit="all", check=good | {"log_probs": good["log_probs"] + 0.5})
         with pytest.raises(ps.VersionRefused, match=r"differs from the trainer's by 0.5") as caught:
             subscriber.update()
         assert (caught.value.version, caught.value.member) == (2, subscriber.member.id)
@@ -314,7 +314,7 @@ def test_checks_see_staged_weights_and_trainer_values() -> None:
         assert all(torch.equal(tensor, before[name]) for name, tensor in served.state_dict().items())
         with torch.no_grad():
             trained.head.bias[3] = float("nan")
-        publisher.publish(3, commit="together", check={"n": 3, "text": "x"})
+        publisher.publish(3, commit="all", check={"n": 3, "text": "x"})
         with pytest.raises(ps.VersionRefused, match=r"head.bias has values that are not finite"):
             subscriber.update()
         assert seen[-1].expected == {"n": 3, "text": "x"}

@@ -26,28 +26,28 @@ class FleetClient:
 
     Args:
         clients: vLLM's clients by server name. The names appear in messages.
-        laggards: What happens if a server does not receive a version. With "withdraw", no server installs it. With
+        stragglers: What happens if a server does not receive a version. With "withdraw", no server installs it. With
             "leave_out", the others install it, and that server keeps its version until the next one.
         init_info: Further fields of the body of `/init_weight_transfer_engine` for each server, such as `listen` on
             several hosts.
 
     Raises:
-        ConfigError: There is no client, or `laggards` has another value.
+        ConfigError: There is no client, or `stragglers` has another value.
     """
 
     def __init__(
         self,
         clients: Mapping[str, Any],
         *,
-        laggards: Stragglers = "withdraw",
+        stragglers: Stragglers = "withdraw",
         init_info: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         if not clients:
             raise ConfigError("a fleet needs at least one server", hint="pass one client for each server")
-        if laggards not in ("leave_out", "withdraw"):
-            raise wrong_argument("laggards", laggards, "'leave_out' or 'withdraw'")
+        if stragglers not in ("leave_out", "withdraw"):
+            raise wrong_argument("stragglers", stragglers, "'leave_out' or 'withdraw'")
         self._clients = dict(clients)
-        self._laggards = laggards
+        self._stragglers = stragglers
         self._init_info = dict(init_info or {})
         self._pool = ThreadPoolExecutor(len(self._clients), "penstock-fleet")
         self._subscription: Mapping[str, Any] | None = None
@@ -103,7 +103,7 @@ class FleetClient:
         # vLLM ends a failed update. The other updates stay open for the next version.
         self._started -= errors.keys()
         self.left_out = {name: _reason(error) for name, error in errors.items()}
-        if errors and (self._laggards == "withdraw" or len(errors) == len(self._clients)):
+        if errors and (self._stragglers == "withdraw" or len(errors) == len(self._clients)):
             name, error = next(iter(errors.items()))
             why = "; ".join(f"{failed}: {reason}" for failed, reason in self.left_out.items())
             message = f"version {self._version} was withdrawn from all {len(self._clients)} servers: {why}"

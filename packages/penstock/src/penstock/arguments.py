@@ -35,6 +35,20 @@ def formerly(**names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return accepting
 
 
+def former_value(what: str, value: T, former: Mapping[str, T]) -> T:
+    """Return the value of an argument, by its present name. A former name causes a DeprecationWarning.
+
+    Args:
+        what: the argument.
+        value: as the caller gave it.
+        former: the former name -> the present one.
+    """
+    if not isinstance(value, str) or value not in former:
+        return value
+    warnings.warn(f"{what}={value!r} is called {former[value]!r} now", DeprecationWarning, stacklevel=3)
+    return former[value]
+
+
 def wrong(what: str, value: object, expected: str) -> ConfigError:
     """Return the error for an argument with an unexpected type or value."""
     # Shorten the repr, because the value may be a dict with thousands of tensors.

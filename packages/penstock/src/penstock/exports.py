@@ -137,7 +137,7 @@ SPI = {
     "VersionReceiver": "penstock.spi.version_receiver",
     "TrainerPublisher": "penstock.spi.trainer_publisher",
     "WholeTensorShares": "penstock.spi.trainer_publisher",
-    "Stragglers": "penstock.sync.together",
+    "Stragglers": "penstock.sync.commit_rules",
     "PublishMode": "penstock.sync.report",
     "UpdateMode": "penstock.sync.report",
     # Sleep: digests of weights in memory.

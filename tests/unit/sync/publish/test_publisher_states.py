@@ -273,7 +273,7 @@ def test_hub_lost_while_showing_ends_the_version(hub: Hub) -> None:
 
 def test_prepared_snapshot_is_committed(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
-    assert publisher.publish(1, commit="together").outcome == "pending"
+    assert publisher.publish(1, commit="all").outcome == "pending"
     assert publisher.state is S.DECIDING and news(publisher, hub) == (1, "open")
     subscriber.report(publisher.member.id, 1, "prepared")
     report = publisher.wait_decision()
@@ -286,7 +286,7 @@ def test_prepared_snapshot_is_committed(hub: Hub) -> None:
 def test_refused_snapshot_is_withdrawn(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1)
-    publisher.publish(2, commit="together")
+    publisher.publish(2, commit="all")
     subscriber.report(publisher.member.id, 2, "refused", why="wrong log-probs")
     with pytest.raises(VersionRefused, match="wrong log-probs"):
         publisher.wait_decision()
@@ -298,7 +298,7 @@ def test_refused_snapshot_is_withdrawn(hub: Hub) -> None:
 def test_stalled_subscriber_is_left_out(hub: Hub) -> None:
     publisher = Rank(hub).open()
     subscribers = [MemorySubscriber(hub, name) for name in ("s0", "s1")]
-    publisher.publish(1, commit="together", deadline_s=0.2)
+    publisher.publish(1, commit="all", timeout_s=0.2)
     subscribers[0].report(publisher.member.id, 1, "prepared")
     report = publisher.wait_decision()
     assert (report.committed, report.late) == ((subscribers[0].member.id,), (subscribers[1].member.id,))
@@ -308,7 +308,7 @@ def test_stalled_subscriber_is_left_out(hub: Hub) -> None:
 def test_stalled_subscriber_withdraws_the_version(hub: Hub) -> None:
     publisher = Rank(hub).open()
     subscribers = [MemorySubscriber(hub, name) for name in ("s0", "s1")]
-    publisher.publish(1, commit="together", deadline_s=0.2, laggards="withdraw")
+    publisher.publish(1, commit="all", timeout_s=0.2, stragglers="withdraw")
     subscribers[0].report(publisher.member.id, 1, "prepared")
     with pytest.raises(VersionRefused, match="before the deadline"):
         publisher.wait_decision()
@@ -317,7 +317,7 @@ def test_stalled_subscriber_withdraws_the_version(hub: Hub) -> None:
 
 def test_dead_subscriber_withdraws_the_version(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
-    publisher.publish(1, commit="together", deadline_s=60.0)
+    publisher.publish(1, commit="all", timeout_s=60.0)
     subscriber.member.die()
     with pytest.raises(VersionRefused, match="process is gone"):
         publisher.wait_decision()
@@ -326,7 +326,7 @@ def test_dead_subscriber_withdraws_the_version(hub: Hub) -> None:
 
 def test_withdrawal_at_the_hub_stands(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
-    publisher.publish(1, commit="together")
+    publisher.publish(1, commit="all")
     decision = FleetDecision(run=publisher.member.id, version=1, outcome="withdrawn", why="rank 0 was silent")
     subscriber.member.decide("policy", decision)
     subscriber.report(publisher.member.id, 1, "prepared")
@@ -337,7 +337,7 @@ def test_withdrawal_at_the_hub_stands(hub: Hub) -> None:
 
 def test_hub_lost_while_deciding_leaves_copy_readable(hub: Hub) -> None:
     publisher, subscriber = Rank(hub, stall_s=0.2).open(), MemorySubscriber(hub, "s0")
-    publisher.publish(1, commit="together", deadline_s=60.0)
+    publisher.publish(1, commit="all", timeout_s=60.0)
     subscriber.decision(publisher.member.id, 1)  # opens the session, which the hub grants
     hub.is_away = True
     subscriber.report(publisher.member.id, 1, "prepared")
@@ -352,7 +352,7 @@ def test_failed_two_phase_version_is_withdrawn(hub: Hub) -> None:
     publisher.publish(1)
     fail_once(rank, publisher, S.SHOWING)
     with pytest.raises(DestinationError):
-        publisher.publish(2, commit="together")
+        publisher.publish(2, commit="all")
     assert publisher.state is S.WITHDRAWN and news(publisher, hub) == (1, "idle")
     decision = subscriber.decision(publisher.member.id, 2).fleet
     assert decision is not None and "the device failed" in decision.why
@@ -360,7 +360,7 @@ def test_failed_two_phase_version_is_withdrawn(hub: Hub) -> None:
 
 def test_next_publish_waits_for_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
-    publisher.publish(1, commit="together", deadline_s=60.0)
+    publisher.publish(1, commit="all", timeout_s=60.0)
     second = publishing(pool, publisher, 2)
     time.sleep(0.1)
     assert publisher.state is S.DECIDING and not second.done()
@@ -374,7 +374,7 @@ def test_live_two_phase_version_is_committed(
     hub: Hub, pool: ThreadPoolExecutor, outcome: str, state: PublisherState
 ) -> None:
     publisher, subscriber = Rank(hub, mode="live").open(), MemorySubscriber(hub, "s0")
-    report = publishing(pool, publisher, 1, commit="together")
+    report = publishing(pool, publisher, 1, commit="all")
     wait_for(publisher, S.WAITING)
     subscriber.report(publisher.member.id, 1, outcome, why="wrong log-probs")
     if outcome == "prepared":
@@ -398,7 +398,7 @@ def two_ranks(hub: Hub, mode: PublishMode, stall_s: float = 5.0) -> tuple[Rank, 
 def test_second_rank_follows_decision(hub: Hub, pool: ThreadPoolExecutor) -> None:
     _, first, _, second = two_ranks(hub, "snapshot")
     subscriber = MemorySubscriber(hub, "s0")
-    reports = [publishing(pool, each, 1, commit="together") for each in (first, second)]
+    reports = [publishing(pool, each, 1, commit="all") for each in (first, second)]
     assert [report.result(10).outcome for report in reports] == ["pending", "pending"]
     assert second.state is S.DECIDING
     subscriber.report(first.member.id, 1, "refused", why="wrong log-probs")
@@ -424,7 +424,7 @@ def test_rank_0_lost_while_deciding_leaves_copy_readable(hub: Hub) -> None:
     zero, first, _, second = two_ranks(hub, "snapshot", stall_s=60.0)
     MemorySubscriber(hub, "s0")
     for each in (first, second):
-        each.publish(1, commit="together")
+        each.publish(1, commit="all")
     zero.member.die()
     with pytest.raises(PeerLost):
         second.wait_decision()
@@ -476,7 +476,7 @@ def test_close_leaves_fleet(hub: Hub, state: PublisherState) -> None:
     if state is S.WITHDRAWN:
         fail_once(rank, publisher, S.SHOWING)
         with pytest.raises(DestinationError):
-            publisher.publish(1, commit="together")
+            publisher.publish(1, commit="all")
     assert publisher.state is state
     publisher.close()
     assert publisher.state is S.CLOSED
@@ -520,7 +520,7 @@ def test_close_while_waiting_cancels(hub: Hub, pool: ThreadPoolExecutor) -> None
 
 def test_close_while_deciding_withdraws(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
-    publisher.publish(1, commit="together", deadline_s=60.0)
+    publisher.publish(1, commit="all", timeout_s=60.0)
     publisher.close()
     with pytest.raises(VersionRefused, match="closed before the decision"):
         publisher.wait_decision()

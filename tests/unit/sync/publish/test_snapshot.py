@@ -190,7 +190,7 @@ def test_failed_copy_withdraws_fleet_version(monkeypatch: pytest.MonkeyPatch) ->
         with monkeypatch.context() as patched:
             paused(patched, 3, fail)
             with pytest.raises(DestinationError):
-                publisher.publish(2, commit="together")
+                publisher.publish(2, commit="all")
         # Not the version itself, which nobody can read any more.
         with pytest.raises(VersionRefused):
             subscriber.wait(2, timeout_s=10.0)

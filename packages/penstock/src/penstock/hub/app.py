@@ -160,7 +160,7 @@ OPERATIONS = (
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.sync(body),
     ),
     HubOperation(
-        name="decide", method="POST", path="/v1/decide", about="The decision on a version that is published together.",
+        name="decide", method="POST", path="/v1/decide", about="The decision on a version with a two-phase commit.",
         takes=DecideRequest, gives=DecideReply, models=lambda request: (request.name,),
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body, caller),
     ),

@@ -486,7 +486,7 @@ class Directory:
         return sync_members(self.store, request, self._grants())
 
     def decide(self, request: DecideRequest, caller: Caller | None = None) -> DecideReply:
-        """Return the decision on a version that is published together; the first proposal stands.
+        """Return the decision on a version with a two-phase commit; the first proposal stands.
 
         Raises:
             UnknownMember: the caller is not known.

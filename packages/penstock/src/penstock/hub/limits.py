@@ -48,7 +48,7 @@ class Capacity:
     member_models: int = 1024
     """Models that one member may fetch and hold: as many as a heartbeat lists."""
     decisions: int = 20_000
-    """Decisions on versions that are published together. They stay for an hour: five a second."""
+    """Decisions on versions with a two-phase commit. They stay for an hour: five a second."""
     failing_members: int = 500
     """Members whose failures are kept for an hour: with four failures of 2 KB each, 4 MB at most."""
     conversions: int = 256

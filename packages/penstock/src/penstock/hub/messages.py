@@ -86,7 +86,7 @@ def sync_key(name: str) -> str:
 
 # 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
 # the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats; 2.3
-# has versions that a fleet commits together; 2.4 spreads chunks over two trees of upstreams; 2.5 claims storage in
+# has versions that a fleet commits as a whole; 2.4 spreads chunks over two trees of upstreams; 2.5 claims storage in
 # a request for upstreams, and has grants that share a signature; 2.6 names the reader's caller in grants.
 PROTOCOL = "2.6"
 """The version that this release speaks."""
@@ -178,7 +178,7 @@ Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
 """`open`: its version can be read now. `dirty`: a direct update failed, so it serves no reader until it is whole."""
 FleetOutcome = Literal["", "committed", "withdrawn"]
-"""The decision on a version that is published together; empty: there is none."""
+"""The decision on a version with a two-phase commit; empty: there is none."""
 
 
 # Messages of a member to the hub, and the hub's answers, in JSON.
@@ -263,7 +263,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FleetDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision on one version that is published together."""
+    """The decision on one version with a two-phase commit."""
 
     run: Annotated[str, Meta(max_length=128)]
     version: Version
@@ -302,7 +302,7 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def fleet(self) -> str:
-        """Return for people which version it has prepared, and the newest decision; empty: nothing is together."""
+        """Return for people which version it has prepared, and the newest decision; empty: there is none."""
         parts = [f"prepared {self.prepared}"] if self.prepared >= 0 else []
         decision = self.decision
         if decision is not None:
@@ -482,7 +482,7 @@ class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecideRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal for the decision on a version that is published together. The first proposal stands."""
+    """A proposal for the decision on a version with a two-phase commit. The first proposal stands."""
 
     member: MemberId
     name: Word

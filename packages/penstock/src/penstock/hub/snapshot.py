@@ -9,7 +9,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), convers
     complaint/KEY/OF~MEMBER   a reader's complaint of a holder
     model/MODEL/KEY           the keys of a model
     sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
-    decision/KEY/RUN/VERSION  the decision on a version of a sync that is published together, for an hour
+    decision/KEY/RUN/VERSION  the decision on a version of a sync with a two-phase commit, for an hour
     job/JOB                   a conversion, until an hour after its last report
     undrained/MEMBER          an operator has just undone the draining of it
     failure/MEMBER            the last failures of its process, for an hour

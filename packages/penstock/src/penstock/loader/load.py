@@ -267,7 +267,7 @@ def stream(
 
 
 def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSettings:
-    """Return the settings that an argument stands for. ConfigError: they ask for an arena, which the verb never makes."""
+    """Return the settings that an argument stands for. ConfigError: they ask for an arena, and the verb makes none."""
     settings = ReadSettings.of(settings)
     if settings.arena:
         raise ConfigError(f"{verb} moves nothing into an arena", hint="leave out arena=True, or use load_into")

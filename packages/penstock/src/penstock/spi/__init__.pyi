@@ -81,6 +81,7 @@ from penstock.storage.safetensors import Header as Header
 from penstock.storage.safetensors import read_header as read_header
 from penstock.storage.weight_set import open_weights as open_weights
 from penstock.storage.write import typed as typed_errors_of_writing
+from penstock.sync.commit_rules import Stragglers as Stragglers
 from penstock.sync.digester import Digester as Digester
 from penstock.sync.memory_digests import MemoryDigests as MemoryDigests
 from penstock.sync.placed import Placed as Placed
@@ -99,7 +100,6 @@ from penstock.sync.shards import ShardRow as ShardRow
 from penstock.sync.shards import declared as declared_shards
 from penstock.sync.shards import regions_of as regions_of
 from penstock.sync.shards import unwrapped as unwrapped
-from penstock.sync.together import Stragglers as Stragglers
 from penstock.transport.protocol import Memory as Memory
 from penstock.transport.storages import RegisteredStorages as RegisteredStorages
 from penstock.types import TensorTable as TensorTable

@@ -2,7 +2,7 @@
 
 `shards` is what a rank declares and `placed` whether it has moved since. `membership` and `request_handler` are
 questions between ranks. `planner` plans, `local_version` holds, `digester` and `memory_digests` compare,
-`copy_plan` flips, `packer` packs short runs. `together` has the rules of a version that a fleet commits together,
+`copy_plan` flips, `packer` packs short runs. `commit_rules` has the rules of a two-phase commit,
 `check` a staged version as a check sees it. `publish/` and `receive/` are the two sides. `recording/` finds which
 published element each parameter needs, by running the model's own loader over tensors without storage.
 """

@@ -2,7 +2,7 @@
 
 In: a staging copy that holds a verified version; values that a trainer gives with a publish. Out: a `StagedVersion`;
 the values as bytes and back; a ready-made check of log-probabilities.
-Not here: when a check runs and what follows from it (`receive.participant`, `together`).
+Not here: when a check runs and what follows from it (`receive.participant`, `commit_rules`).
 
     publish(check={"tokens": ..., "log_probs": ...}) -> bytes -> StagedVersion.expected
     staging copy -> tensors at the places of the live ones -> StagedVersion.tensors (a copy of each), call

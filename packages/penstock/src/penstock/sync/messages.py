@@ -53,7 +53,7 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     part: bytes | None = None
     """None: the part that the receiver has already."""
     decide_s: Annotated[float, Meta(ge=0)] | None = None
-    """The version is published together: seconds until its decision at the latest. None: it may go live at once."""
+    """Seconds until the decision at the latest, for a version with a two-phase commit. None: it may go live at once."""
     refused: FleetDecision | None = None
     """The version was withdrawn, and must not go live."""
     withdrawn: FleetDecision | None = None
@@ -156,7 +156,7 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's decision on the end of a live version, or on a version that is published together."""
+    """Rank 0's decision on the end of a live version, or on a version with a two-phase commit."""
 
     is_over: bool
     is_begun: bool = False
@@ -165,7 +165,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     late: tuple[str, ...] = ()
     failed: dict[str, str] = {}
     fleet: FleetDecision | None = None
-    """Of a version that is published together, once it is over."""
+    """Of a version with a two-phase commit, once it is over."""
 
 
 # All of this module, once, before there are threads.

@@ -53,7 +53,7 @@ class PublishReport(Summarised):
     failed: Mapping[str, str] = field(default_factory=dict)
     """Subscriber -> reason of its failure."""
     outcome: Literal["", "pending", "committed"] = ""
-    """Of a version that is published together: `pending` until `Publisher.wait_decision` returns. A version that was
+    """Of a version with a two-phase commit: `pending` until `Publisher.wait_decision` returns. A version that was
     withdrawn has no report, but `VersionRefused`."""
 
     def summary(self) -> str:

@@ -287,7 +287,7 @@ function chooseTransfer(event) {
   $("relay").querySelector(`[data-member="${id}"]`)?.focus();
 }
 
-// -- Syncs: each replica's version, laggards first.
+// -- Syncs: each replica's version, stragglers first.
 
 function drawSyncs(shown) {
   const names = new Map();

@@ -2,11 +2,11 @@
 
 In: live parameters, a name, a hub or none. Out: for each version a `PublishReport`, when training may go on.
 Not here: declaring tensors (`sync.shards`), the rows and copies on offer (`offer`), planning (`sync.planner`), reading
-(`sync.receive.subscriber`), the rules of a version that a fleet commits together (`sync.together`).
+(`sync.receive.subscriber`), the rules of a version that a fleet commits as a whole (`sync.commit_rules`).
 
     live:      begin(v) -> receivers read the parameters themselves -> all done, or late -> fence -> training goes on
     snapshot:  fence -> copy -> begin(v) -> training goes on, receivers read the copy
-    together:  the same; rank 0 decides when the receivers have reported: live before the fence, snapshot in a thread
+    all:       the same; rank 0 decides when the receivers have reported: live before the fence, snapshot in a thread
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from penstock.arguments import require_name, require_seconds, require_type, wrong
+from penstock.arguments import former_value, formerly, require_name, require_seconds, require_type, wrong
 from penstock.config import ConnectionSettings, parse_bytes
 from penstock.errors import (
     Cancelled,
@@ -37,6 +37,7 @@ from penstock.hub.messages import MAX_VERSION, SyncState
 from penstock.lifecycle import Closeable, quick_handover
 from penstock.logs import log_named
 from penstock.sync.check import encode_values
+from penstock.sync.commit_rules import Stragglers, refusal
 from penstock.sync.local_version import check_metadata
 from penstock.sync.membership import Membership, joined, rank_of
 from penstock.sync.messages import Decision, PartRequest
@@ -52,19 +53,18 @@ from penstock.sync.report import PublishMode, PublishReport, publish_outcome
 from penstock.sync.request_handler import SyncHandler
 from penstock.sync.settings import PublisherSettings
 from penstock.sync.shards import Declarable
-from penstock.sync.together import Stragglers, refusal
 from penstock.telemetry.journey import Journey
 from penstock.waits import Threads
 
-Commit = Literal["each", "together"]
-"""`each`: every subscriber goes live by itself. `together`: the fleet decides once, for all."""
+Commit = Literal["each", "all"]
+"""With `each`, every subscriber goes live by itself. With `all`, the fleet decides once for all subscribers."""
 
 log = log_named("penstock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TwoPhaseReport:
-    """The newest snapshot that was published together: its report, and its decision once it is known."""
+    """The newest snapshot with a two-phase commit: its report, and its decision once it is known."""
 
     report: PublishReport
     decision: Future[Decision]
@@ -234,13 +234,14 @@ class Publisher(Closeable):
         nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
         return sum(nbytes[i] for i in layout.form.tolist())
 
+    @formerly(deadline_s="timeout_s")
     def publish(
         self,
         version: int,
         *,
         commit: Commit = "each",
-        deadline_s: float | None = None,
-        laggards: Stragglers = "leave_out",
+        timeout_s: float | None = None,
+        stragglers: Stragglers = "leave_out",
         check: Mapping[str, object] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> PublishReport:
@@ -253,24 +254,24 @@ class Publisher(Closeable):
 
         Args:
             version: above all before it.
-            commit: `each`: a subscriber goes live when it has the version. `together`: all subscribers prepare the
-                version, and go live when rank 0 has decided so; or none does. Live, it returns after the decision;
-                snapshot, `wait_decision` does.
-            deadline_s: together: the decision comes at the latest after these seconds; None: the stall deadline.
-            laggards: together: what becomes of the version if a subscriber does not prepare it before the deadline, or
-                fails: `leave_out`: the others commit, if there is one. `withdraw`: no subscriber does; for engines of
-                several ranks, each of which is a subscriber.
+            commit: with `each`, a subscriber goes live when it has the version. With `all`, the subscribers prepare the
+                version, and all of them go live when rank 0 decides so, or none does. In live mode this call returns
+                after the decision. In snapshot mode `wait_decision` does.
+            timeout_s: with `all`, seconds until the decision at the latest. None means the stall deadline.
+            stragglers: with `all`, what happens to the version if a subscriber fails, or does not prepare it in time.
+                `leave_out` lets the others commit. `withdraw` lets none commit. It is for engines with several ranks,
+                each of which is a subscriber.
             check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, 1 MiB at most.
-                Together, at least one check must then pass.
+                With `commit="all"`, at least one check must then pass.
             metadata: texts by name that go with the version, the same on all ranks: `Hooks.before_read` of a subscriber
                 gets them before it reads a byte. At most 16, of 65,536 characters each.
 
         Raises:
             ConfigError: an argument is wrong, the version does not grow, another group publishes the name, or tensors
                 have another dtype or shape than when the publisher was made (names them); nothing was shown.
-            VersionRefused: together: the version was withdrawn, and never goes live; says why.
-            HubUnavailable: together: the hub did not record the decision; subscribers keep the version before, or learn
-                from the hub that it was committed.
+            VersionRefused: with `all`, the version was withdrawn and never goes live. The error says why.
+            HubUnavailable: with `all`, the hub did not record the decision. Subscribers keep the version before, or
+                learn from the hub that this one was committed.
             PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
             DestinationError: a device failed. A snapshot on the device may have been shown, and its number is used up.
             PlanError: a tensor cannot be published as it is now: its memory was freed, perhaps. Nothing was shown.
@@ -278,10 +279,11 @@ class Publisher(Closeable):
 
         Order: all ranks call this with the same arguments; `check` counts on rank 0.
         """
+        commit = former_value("commit", commit, {"together": "all"})
         require_type("version", version, int, "a number that grows from version to version")
         if version > MAX_VERSION:
             raise wrong("version", version, f"a number up to {MAX_VERSION}")
-        strategy = self._strategy(self._terms(commit, deadline_s, laggards, needs_check=check is not None))
+        strategy = self._strategy(self._terms(commit, timeout_s, stragglers, needs_check=check is not None))
         values = encode_values(check) if check else b""
         texts = dict(metadata or {})
         with (
@@ -298,7 +300,7 @@ class Publisher(Closeable):
             self._progress.offer_check(version, values)
             copy_s, decision = self._run(strategy, version, texts)
             self._took_s = time.perf_counter() - begun
-            report = self._report(decision, copy_s, is_together=isinstance(strategy, TwoPhase))
+            report = self._report(decision, copy_s, is_two_phase=isinstance(strategy, TwoPhase))
             if report.outcome == "pending":
                 decided = self._deciding.submit(self._decide, strategy, version)
                 self._two_phase = _TwoPhaseReport(report=report, decision=decided)
@@ -307,7 +309,7 @@ class Publisher(Closeable):
             journey.outcome = publish_outcome(report)
             return report
 
-    def _report(self, decision: Decision, copy_s: float, *, is_together: bool) -> PublishReport:
+    def _report(self, decision: Decision, copy_s: float, *, is_two_phase: bool) -> PublishReport:
         """Return the report of the newest version."""
         offer = self._registered.offer
         return PublishReport(
@@ -326,27 +328,27 @@ class Publisher(Closeable):
             committed=decision.committed,
             late=decision.late,
             failed=decision.failed,
-            outcome="" if not is_together else "committed" if decision.fleet is not None else "pending",
+            outcome="" if not is_two_phase else "committed" if decision.fleet is not None else "pending",
         )
 
     def _terms(
-        self, commit: Commit, deadline_s: float | None, laggards: Stragglers, *, needs_check: bool
-    ) -> rank_group.Together | None:
-        """Return the checked terms of a version that is published together; None: it is not."""
-        if deadline_s is not None:
-            require_type("deadline_s", deadline_s, (int, float), "seconds, or None")
-        if commit not in ("each", "together"):
-            raise wrong("commit", commit, "'each' or 'together'")
-        if laggards not in ("leave_out", "withdraw"):
-            raise wrong("laggards", laggards, "'leave_out' or 'withdraw'")
-        if deadline_s is not None and not 0 < deadline_s < math.inf:
-            raise wrong("deadline_s", deadline_s, "seconds above 0, or None for the stall deadline")
+        self, commit: Commit, timeout_s: float | None, stragglers: Stragglers, *, needs_check: bool
+    ) -> rank_group.CommitTerms | None:
+        """Return the checked terms of a version that all subscribers commit. None means that each commits by itself."""
+        if timeout_s is not None:
+            require_type("timeout_s", timeout_s, (int, float), "seconds, or None")
+        if commit not in ("each", "all"):
+            raise wrong("commit", commit, "'each' or 'all'")
+        if stragglers not in ("leave_out", "withdraw"):
+            raise wrong("stragglers", stragglers, "'leave_out' or 'withdraw'")
+        if timeout_s is not None and not 0 < timeout_s < math.inf:
+            raise wrong("timeout_s", timeout_s, "seconds above 0, or None for the stall deadline")
         if commit == "each":
             return None
-        limit_s = self._stall_s if deadline_s is None else float(deadline_s)
-        return rank_group.Together(deadline_s=limit_s, laggards=laggards, needs_check=needs_check)
+        limit_s = self._stall_s if timeout_s is None else float(timeout_s)
+        return rank_group.CommitTerms(timeout_s=limit_s, stragglers=stragglers, needs_check=needs_check)
 
-    def _strategy(self, terms: rank_group.Together | None) -> Strategy:
+    def _strategy(self, terms: rank_group.CommitTerms | None) -> Strategy:
         """Return the way to publish a version."""
         is_live = self.mode == "live"
         if terms is not None:
@@ -408,8 +410,8 @@ class Publisher(Closeable):
                 self._enter_open(PublisherState.WAITING)
                 decision = strategy.wait(version)
             else:
-                is_together = isinstance(strategy, TwoPhase)
-                self._enter_open(PublisherState.DECIDING if is_together else PublisherState.SERVING)
+                is_two_phase = isinstance(strategy, TwoPhase)
+                self._enter_open(PublisherState.DECIDING if is_two_phase else PublisherState.SERVING)
         except BaseException as error:
             # Rows that are never ready would keep receivers waiting until their stall deadline. Live, the trainer goes
             # on with the next step, and the parameters change.
@@ -454,16 +456,15 @@ class Publisher(Closeable):
         return decision
 
     def wait_decision(self) -> PublishReport:
-        """Return the report of the newest snapshot that was published together, once its version is decided.
+        """Return the report of the newest snapshot with a two-phase commit, once its version is decided.
 
         Raises:
-            ConfigError: no snapshot was published together. VersionRefused, HubUnavailable, PeerLost: see `publish`.
+            ConfigError: no snapshot was published with `commit="all"`.
+            VersionRefused, HubUnavailable, PeerLost: see `publish`.
         """
         newest = self._two_phase
         if newest is None:
-            raise ConfigError(
-                "there is no decision to wait for", hint="publish a snapshot with commit='together' first"
-            )
+            raise ConfigError("there is no decision to wait for", hint="publish a snapshot with commit='all' first")
         decision = self._accepted(newest.decision.result())
         return replace(
             newest.report,

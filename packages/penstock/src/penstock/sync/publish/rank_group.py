@@ -3,12 +3,12 @@
 In: the members of the sync; progress reports of receivers. Out: the run of a rank, which is the member id of its rank
 0; a `Decision` about each version; errors that name the earlier group.
 Not here: showing and fencing a version (`publisher`), receiving the reports (`sync.request_handler`), the rules of a
-version that a fleet commits together (`sync.together`).
+version that a fleet commits as a whole (`sync.commit_rules`).
 
     rank 0:       claim -> (check_alone -> SubscriberProgress.begin .. wait) for each version
     other ranks:  join  -> (join        -> decided: ask rank 0)              for each version
     first number: rank 0 looks for the newest version of others once, and tells each rank that joins
-    together:     SubscriberProgress.begin_together .. wait_together -> record at the hub -> settle
+    all:          SubscriberProgress.begin_two_phase .. wait_decision -> record at the hub -> settle
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 
 from penstock.errors import Cancelled, ConfigError, HubUnavailable, NotFound, PeerLost, SourceStalled
 from penstock.hub.messages import FleetDecision, SyncMember
+from penstock.sync.commit_rules import Ballot, Standing, Stragglers, Verdict
 from penstock.sync.membership import Membership, Whereabouts
 from penstock.sync.messages import Decision, RankProgress
-from penstock.sync.together import Ballot, Standing, Stragglers, Verdict
 from penstock.timing import Timing
 
 
@@ -252,11 +252,11 @@ class _Listener:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Together:
-    """The terms of a version that the fleet commits together; see `Publisher.publish`."""
+class CommitTerms:
+    """The terms of a two-phase commit; see `Publisher.publish`."""
 
-    deadline_s: float
-    laggards: Stragglers
+    timeout_s: float
+    stragglers: Stragglers
     needs_check: bool
 
 
@@ -266,7 +266,7 @@ class _Showing:
 
     waited: dict[str, _Listener]
     ballot: Ballot | None = None
-    """Of a version that is published together."""
+    """Of a version with a two-phase commit."""
     due: float = 0.0
     """The time of its decision at the latest."""
     cancelled: str = ""
@@ -319,14 +319,14 @@ class SubscriberProgress:
             while len(self._shown) > _KEPT:
                 self._shown.popitem(last=False)
 
-    def begin_together(self, version: int, expected: Iterable[str], terms: Together) -> None:
-        """Start to collect the reports on a version that the fleet commits together."""
+    def begin_two_phase(self, version: int, expected: Iterable[str], terms: CommitTerms) -> None:
+        """Start to collect the reports on a version that the fleet commits as a whole."""
         now = time.monotonic()
         # To withdraw with one means to wait for each, also for one that was late before.
-        voters = [member for member in expected if terms.laggards == "withdraw" or member not in self.absent]
-        ballot = Ballot.of(voters, terms.laggards, needs_check=terms.needs_check)
+        voters = [member for member in expected if terms.stragglers == "withdraw" or member not in self.absent]
+        ballot = Ballot.of(voters, terms.stragglers, needs_check=terms.needs_check)
         waited = {member: _Listener(now) for member in voters}
-        self._show(version, _Showing(waited, ballot=ballot, due=now + terms.deadline_s))
+        self._show(version, _Showing(waited, ballot=ballot, due=now + terms.timeout_s))
 
     def note_request(self, member: str) -> None:
         """Note a receiver's request for its part as a sign of life."""
@@ -365,7 +365,7 @@ class SubscriberProgress:
                 listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
 
     def _vote(self, showing: _Showing, member: str, progress: RankProgress) -> None:
-        """Note a report on a version that is published together. Order: the caller has the lock."""
+        """Note a report on a version with a two-phase commit. Order: the caller has the lock."""
         assert showing.ballot is not None
         # Subscribers that do not know such versions report `committed` when they have the bytes; they are not sent
         # any before the decision.
@@ -380,14 +380,14 @@ class SubscriberProgress:
         self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
 
     def cancel(self, why: str) -> None:
-        """End the wait for the versions that are not decided yet; one that is published together is withdrawn."""
+        """End the wait for the versions that are not decided yet, and withdraw the one with a two-phase commit."""
         with self._changed:
             for showing in self._shown.values():
                 showing.cancelled = showing.cancelled or why
             self._changed.notify_all()
 
-    def wait_together(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
-        """Return the verdict on a version that is published together, at its deadline at the latest."""
+    def wait_decision(self, version: int, *, whereabouts: Callable[[str], Whereabouts]) -> Verdict:
+        """Return the verdict on a version with a two-phase commit, at its deadline at the latest."""
         with self._changed:
             showing = self._shown[version]
         assert showing.ballot is not None

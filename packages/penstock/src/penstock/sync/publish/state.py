@@ -2,7 +2,7 @@
 
 opening -> idle -> showing -> waiting  -> idle, withdrawn        live: training waits for the receivers
                            -> serving  -> showing ...            snapshot
-                           -> deciding -> serving, withdrawn     snapshot that the fleet commits together
+                           -> deciding -> serving, withdrawn     snapshot that the fleet commits as a whole
 closed follows each of them, and nothing follows it
 """
 

@@ -2,7 +2,7 @@
 
 In: one rank and the version's number. Out: the version at the receivers, and its outcome.
 Not here: which way is chosen, and the states of the publisher (`publisher`); the rules of a version that the fleet
-commits together (`sync.together`).
+commits together (`sync.commit_rules`).
 
     Live:      receivers read the parameters; `wait` returns when they are done or late
     Snapshot:  receivers read a copy; nobody waits for them
@@ -19,13 +19,13 @@ from typing import Protocol
 
 from penstock.errors import HubUnavailable, PenstockError, StaleDescriptor
 from penstock.hub.messages import FleetDecision
+from penstock.sync.commit_rules import Verdict
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision
 from penstock.sync.publish import rank_group
 from penstock.sync.publish.announcements import Announcements
-from penstock.sync.publish.rank_group import SubscriberProgress, Together
+from penstock.sync.publish.rank_group import CommitTerms, SubscriberProgress
 from penstock.sync.publish.registered import Registered
-from penstock.sync.together import Verdict
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -138,7 +138,7 @@ class TwoPhase:
         terms: the terms of the decision.
     """
 
-    def __init__(self, rank: TrainerRank, show: Show, terms: Together) -> None:
+    def __init__(self, rank: TrainerRank, show: Show, terms: CommitTerms) -> None:
         self._rank = rank
         self._show = show
         self._terms = terms
@@ -146,7 +146,7 @@ class TwoPhase:
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
         """See `Strategy`. A version that fails is withdrawn, so that no subscriber waits for it."""
         if self._rank.rank == 0:
-            self._rank.progress.begin_together(version, self._rank.subscribers(), self._terms)
+            self._rank.progress.begin_two_phase(version, self._rank.subscribers(), self._terms)
         with self._withdrawn_on_error(version):
             return self._show(self._rank, version, metadata)
 
@@ -162,7 +162,7 @@ class TwoPhase:
             return rank.decided(version)
         whereabouts = partial(rank.membership.whereabouts, max_age_s=rank.membership.timing.group_list_s)
         with self._withdrawn_on_error(version):
-            verdict = rank.progress.wait_together(version, whereabouts=whereabouts)
+            verdict = rank.progress.wait_decision(version, whereabouts=whereabouts)
         return self._settle(version, verdict, self._recorded(version, verdict))
 
     def withdraw(self) -> None:

@@ -31,7 +31,7 @@ class Hooks:
     """Requests may go on."""
     check: Check | None = None
     """Called with the version and its `StagedVersion` before the version may go live; needs mode `staged`. If it
-    raises, or returns False or a text, the version is refused: here, and in the fleet if it is published together."""
+    raises, or returns False or a text, the version is refused: here, and with a two-phase commit in the fleet."""
 
     def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
         """Call a callback, if there is one. Its errors get a note, as in `noted`.

@@ -1,8 +1,8 @@
 """A subscriber's part in the commit of a version: its check and vote, and the wait for the fleet's decision.
 
-In: a staged version. Out: a report to its planner; for a version that is published together, the return of
+In: a staged version. Out: a report to its planner; for a version with a two-phase commit, the return of
 `await_commit` once it may go live, or the error that says why not.
-Not here: the rules and questions (`sync.together`), the flip (`subscriber`), a check's view (`sync.check`).
+Not here: the rules and questions (`sync.commit_rules`), the flip (`subscriber`), a check's view (`sync.check`).
 
     staged -> check -> vote: prepared, committed (of a version for itself alone), refused or failed
     await_commit: asks rank 0 of the publishers; once that is gone or silent, proposes to the hub to withdraw
@@ -19,13 +19,13 @@ from penstock.errors import ConfigError, PeerLost, PenstockError, SourceStalled,
 from penstock.hub.messages import FleetDecision
 from penstock.report import names_text
 from penstock.sync.check import Check, fault_of, staged_version
+from penstock.sync.commit_rules import MAX_REASON_CHARS, DecisionReply, Undecided, learn, refusal
 from penstock.sync.membership import Membership
 from penstock.sync.messages import Decision, PartRequest
 from penstock.sync.part_outcome import Granted, Withdrawn
 from penstock.sync.receive.staged import Staged
 from penstock.sync.receive.target import Target
 from penstock.sync.receive.update import UpdateLoop
-from penstock.sync.together import MAX_REASON_CHARS, DecisionReply, Undecided, learn, refusal
 from penstock.timing import Timing
 
 

@@ -47,7 +47,8 @@ class Staged:
     """Path (`shm <- MEMBER`) -> bytes."""
     why: tuple[str, ...] = ()
     decide_by: float | None = None
-    """The version is published together: the time of its decision at the latest. None: it may go live at once."""
+    """The time of the decision at the latest, for a version with a two-phase commit. None: it may go live
+    at once."""
     check: bytes = b""
     """The trainer's values for a check, encoded."""
     metadata: Mapping[str, str] = field(default_factory=dict)

@@ -423,7 +423,7 @@ class Subscriber(Closeable):
             return staged.version
 
     def commit(self) -> UpdateReport:
-        """Make the staged version live; one that is published together once the fleet has decided to commit it.
+        """Make the staged version live. In a two-phase commit, wait for the fleet's decision first.
 
         Raises:
             ConfigError: nothing is staged.

@@ -38,6 +38,7 @@ from penstock.hub.messages import MEMBER_PREFIX, FleetDecision, SyncMember, layo
 from penstock.logs import log_named
 from penstock.plan.layout import decode, encode
 from penstock.plan.sync import ReceiverPlan
+from penstock.sync.commit_rules import MAX_REASON_CHARS, refusal
 from penstock.sync.membership import Membership
 from penstock.sync.messages import NewsReply, PartReply, PartRequest, RankProgress, TableReply
 from penstock.sync.receive.followed import FollowedTarget
@@ -56,7 +57,6 @@ from penstock.sync.receive.transfer import (
     tell_failed,
 )
 from penstock.sync.recording.requirements import Requirements
-from penstock.sync.together import MAX_REASON_CHARS, refusal
 from penstock.timing import Timing
 from penstock.transport.storages import RegisteredStorages
 from penstock.types import U64

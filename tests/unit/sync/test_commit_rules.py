@@ -12,16 +12,16 @@ import pytest
 from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision, SyncState
 from penstock.hub.snapshot import standing
-from penstock.sync.together import Ballot, DecisionReply, Undecided, learn, refusal
+from penstock.sync.commit_rules import Ballot, DecisionReply, Undecided, learn, refusal
 
 RUN, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
 
 
 def test_every_vote_combination_has_documented_verdict() -> None:
-    for laggards in ("leave_out", "withdraw"):
+    for stragglers in ("leave_out", "withdraw"):
         for votes in itertools.product((*OUTCOMES, "waiting"), repeat=3):
-            ballot = Ballot.of(["a", "b", "c"], laggards)
+            ballot = Ballot.of(["a", "b", "c"], stragglers)
             for member, vote in zip("abc", votes, strict=True):
                 ballot = ballot.reported(member, vote, f"{vote} {member}") if vote != "waiting" else ballot
             bad = {"failed", "gone", "late"} & set(votes)
@@ -31,12 +31,12 @@ def test_every_vote_combination_has_documented_verdict() -> None:
                 assert now == due and not due.is_commit
                 assert due.by == "abc"[votes.index("refused")] and due.why == f"refused {due.by}"
             elif "waiting" in votes:
-                assert (now is None) == (laggards == "leave_out" or not bad)
+                assert (now is None) == (stragglers == "leave_out" or not bad)
                 assert set(due.late) == {m for m, vote in zip("abc", votes, strict=True) if vote in ("waiting", "late")}
-                assert due.is_commit == (laggards == "leave_out" and "prepared" in votes)
+                assert due.is_commit == (stragglers == "leave_out" and "prepared" in votes)
             else:
                 assert now == due
-                assert due.is_commit == ("prepared" in votes and (laggards == "leave_out" or not bad))
+                assert due.is_commit == ("prepared" in votes and (stragglers == "leave_out" or not bad))
             if due.is_commit:
                 assert due.prepared == tuple(m for m, vote in zip("abc", votes, strict=True) if vote == "prepared")
 
@@ -138,7 +138,7 @@ class Subscriber:
 
 @dataclass(frozen=True)
 class World:
-    laggards: str
+    stragglers: str
     subscribers: tuple[Subscriber, ...]
     delivered: tuple[str, ...]  # the votes that rank 0 has; "" none
     phase: str = "collecting"  # "proposing", "committed", "withdrawn", "dead"
@@ -202,7 +202,7 @@ def following(world: World) -> Iterator[World]:
         if not world.is_zero_reported:
             yield replace(world, is_zero_reported=True)
     if world.phase == "collecting":
-        ballot = Ballot.of(map(str, range(len(world.subscribers))), world.laggards)
+        ballot = Ballot.of(map(str, range(len(world.subscribers))), world.stragglers)
         for i, vote in enumerate(world.delivered):
             ballot = ballot.reported(str(i), vote) if vote else ballot
         for is_due in (False, True):
@@ -236,14 +236,14 @@ def fault(world: World) -> str:
         return "one is live, and rank 0 says that the version is withdrawn"
     if "refused" in world.delivered:
         return "one is live with a version whose refusal rank 0 had"
-    if world.laggards == "withdraw" and any(vote != "prepared" for vote in world.delivered):
+    if world.stragglers == "withdraw" and any(vote != "prepared" for vote in world.delivered):
         return "one is live without all"
     return ""
 
 
-@pytest.mark.parametrize("laggards", ["leave_out", "withdraw"])
-def test_subscribers_never_act_on_conflicting_decisions(laggards: str) -> None:
-    first = World(laggards=laggards, subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
+@pytest.mark.parametrize("stragglers", ["leave_out", "withdraw"])
+def test_subscribers_never_act_on_conflicting_decisions(stragglers: str) -> None:
+    first = World(stragglers=stragglers, subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
     seen, front, num_live = {first}, [first], 0
     while front:
         world = front.pop()
@@ -258,7 +258,7 @@ def test_subscribers_never_act_on_conflicting_decisions(laggards: str) -> None:
 
 def test_model_search_detects_forgetful_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is able to fail: a hub that withdraws although it may have lost a commit is found."""
-    first = World(laggards="leave_out", subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
+    first = World(stragglers="leave_out", subscribers=(Subscriber(), Subscriber()), delivered=("", ""))
 
     careful = standing
 

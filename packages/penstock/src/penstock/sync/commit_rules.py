@@ -1,4 +1,4 @@
-"""The decision on a version that a fleet commits together: pure rules, without clocks, messages or threads.
+"""The decision on a version that a fleet commits as a whole: pure rules, without clocks, messages or threads.
 
 In: what subscribers report of a version; answers of the coordinator and of the hub, with times. Out: a `Verdict`; for a
 subscriber the next question, and at the end the decision or None.
@@ -63,16 +63,16 @@ class Verdict:
 class Ballot:
     """The reports of all subscribers on one version. Immutable: every report makes a new ballot."""
 
-    laggards: Stragglers
+    stragglers: Stragglers
     needs_check: bool = False
     """Whether the version needs one check that passed."""
     votes: Mapping[str, Vote] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, expected: Iterable[str], laggards: Stragglers, *, needs_check: bool = False) -> Ballot:
+    def of(cls, expected: Iterable[str], stragglers: Stragglers, *, needs_check: bool = False) -> Ballot:
         """Return the ballot of these subscribers."""
         votes = dict.fromkeys(sorted(expected), Vote())
-        return cls(laggards=laggards, needs_check=needs_check, votes=votes)
+        return cls(stragglers=stragglers, needs_check=needs_check, votes=votes)
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class Ballot:
         lacking = {**self._named("failed"), **self._named("gone"), **self._named("late")}
         if self.waiting:
             # With `withdraw` one failure decides: the rest need not go on staging.
-            if not is_due and not (lacking and self.laggards == "withdraw"):
+            if not is_due and not (lacking and self.stragglers == "withdraw"):
                 return None
             if is_due:
                 due = self
@@ -118,7 +118,7 @@ class Ballot:
                     due = due.reported(member, "late", "it did not prepare the version before the deadline")
                 return due.decide(is_due=True)
         prepared = self._named("prepared")
-        if lacking and self.laggards == "withdraw":
+        if lacking and self.stragglers == "withdraw":
             member, why = next(iter(lacking.items()))
             return self._withdrawn(f"subscriber {member[:8]} did not prepare it: {why}")
         if lacking and not prepared:
