@@ -90,10 +90,10 @@ class MemoryHolder:
         membership = cast("Membership", MemoryMembership(sync, SimpleNamespace(id=name)))
         self.planner = Planner(membership, self.status, lambda: self.layout, terms=self._terms)
 
-    def _terms(self, asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
+    def _terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         if self.refused is not None:
-            return Withdrawn(version=version, run=run, decision=self.refused)
-        return Granted(version=version, run=run, decide_s=self.decide_s)
+            return Withdrawn(version=version, epoch=epoch, decision=self.refused)
+        return Granted(version=version, epoch=epoch, decide_s=self.decide_s)
 
     @property
     def state(self) -> SyncState:
@@ -101,7 +101,7 @@ class MemoryHolder:
         return SyncState(
             name="policy",
             side="publisher",
-            run=now.run or self.id,
+            epoch=now.epoch or self.id,
             layout=self.layout.digest(),
             version=now.version,
             state="open" if now.is_open else "idle",

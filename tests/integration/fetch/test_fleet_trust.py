@@ -132,7 +132,7 @@ def test_subscriber_never_sends_its_token_to_members(hub: str, record) -> None:
     door, port = record()
     with HubClient.connect(hub, LLAMA) as liar:
         hello = Hello(member=liar.member, host="elsewhere", doors=(f"http://127.0.0.1:{port}",))
-        state = SyncState(name="llama-3", side="publisher", run=liar.member, layout="0" * 32, version=1, state="open")
+        state = SyncState(name="llama-3", side="publisher", epoch=liar.member, layout="0" * 32, version=1, state="open")
         connection = ps.ConnectionSettings(hub=hub, token=OPERATORS, stall_s=2.0)
         reader = ps.subscriber("llama-3", {"w": torch.zeros(8)}, connection=connection)
         with reader:

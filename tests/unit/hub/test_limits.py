@@ -201,7 +201,7 @@ def test_decisions_per_caller_are_limited(bench) -> None:
     join(hub, "f", FLOOD)
     hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOOD)
     for version in range(10):
-        decision = FleetDecision(run="f", version=version, outcome="committed", by="f")
+        decision = FleetDecision(epoch="f", version=version, outcome="committed", by="f")
         hub.decide(DecideRequest(member="f", name="other-a", decision=decision), FLOOD)
     assert len(bench.store.scan("decision/")) == 4
 

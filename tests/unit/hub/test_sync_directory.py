@@ -25,7 +25,7 @@ def bench() -> HubBench:
 
 
 def state(name: str = "policy", version: int = 3) -> SyncState:
-    return SyncState(name=name, side="publisher", run="a", version=version, state="open")
+    return SyncState(name=name, side="publisher", epoch="a", version=version, state="open")
 
 
 def ask(hub, member: str, name: str = "policy", grants=()):
@@ -84,8 +84,8 @@ def test_new_hub_reports_incomplete_knowledge(bench) -> None:
     assert not ask(hub, "a").is_new
 
 
-def propose(hub, member: str, outcome: str, *, version: int = 8, run: str = "a", name: str = "policy", by: str = ""):
-    decision = FleetDecision(run=run, version=version, outcome=outcome, by=by)
+def propose(hub, member: str, outcome: str, *, version: int = 8, epoch: str = "a", name: str = "policy", by: str = ""):
+    decision = FleetDecision(epoch=epoch, version=version, outcome=outcome, by=by)
     return hub.decide(DecideRequest(member=member, name=name, decision=decision))
 
 
@@ -112,7 +112,7 @@ def test_first_proposal_for_version_stands(bench) -> None:
 def test_restarted_hub_learns_decisions_from_members(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a", "b", "c")
-    committed = FleetDecision(run="a", version=8, outcome="committed")
+    committed = FleetDecision(epoch="a", version=8, outcome="committed")
     hub.beat("a", Beat(syncs=(state(),)))
     hub.beat("b", Beat(syncs=(state(),)))
     # Neither a commit nor another's withdrawal is safe before all have reported.

@@ -14,7 +14,7 @@ from penstock.hub.messages import FleetDecision, SyncState
 from penstock.hub.snapshot import standing
 from penstock.sync.commit_rules import Ballot, DecisionReply, Undecided, learn, refusal
 
-RUN, VERSION = "zero", 7
+EPOCH, VERSION = "zero", 7
 OUTCOMES = ("prepared", "failed", "gone", "late", "refused")
 
 
@@ -70,7 +70,7 @@ def test_check_values_require_a_check() -> None:
 
 
 def test_error_names_replica_and_reason() -> None:
-    decision = FleetDecision(run=RUN, version=VERSION, outcome="withdrawn", by="abcdefghij", why="not finite")
+    decision = FleetDecision(epoch=EPOCH, version=VERSION, outcome="withdrawn", by="abcdefghij", why="not finite")
     with pytest.raises(
         VersionRefused, match="version 7 of 'policy' was refused by subscriber abcdefgh: not finite"
     ) as e:
@@ -80,8 +80,8 @@ def test_error_names_replica_and_reason() -> None:
 
 # -- A subscriber that waits.
 
-COMMITTED = FleetDecision(run=RUN, version=VERSION, outcome="committed")
-WITHDRAWN = FleetDecision(run=RUN, version=VERSION, outcome="withdrawn")
+COMMITTED = FleetDecision(epoch=EPOCH, version=VERSION, outcome="committed")
+WITHDRAWN = FleetDecision(epoch=EPOCH, version=VERSION, outcome="withdrawn")
 
 
 def ends(replies: list[DecisionReply]) -> tuple[list[str], FleetDecision | Undecided | None]:
@@ -155,13 +155,13 @@ def hub(world: World, outcome: str, caller: str) -> tuple[World, str]:
     states = {}
     for i, one in enumerate(world.subscribers):
         by = str(i) if one.vote == "refused" else ""
-        known = FleetDecision(run=RUN, version=VERSION, outcome=one.knows, by=by)
+        known = FleetDecision(epoch=EPOCH, version=VERSION, outcome=one.knows, by=by)
         known = known if one.knows and one.is_reported else None
         states[str(i)] = SyncState(name="policy", side="subscriber", decision=known)
     if world.is_zero_reported and world.phase in ("committed", "withdrawn"):
-        known = FleetDecision(run=RUN, version=VERSION, outcome=world.phase)
-        states[RUN] = SyncState(name="policy", side="publisher", decision=known)
-    proposal = FleetDecision(run=RUN, version=VERSION, outcome=outcome)
+        known = FleetDecision(epoch=EPOCH, version=VERSION, outcome=world.phase)
+        states[EPOCH] = SyncState(name="policy", side="publisher", decision=known)
+    proposal = FleetDecision(epoch=EPOCH, version=VERSION, outcome=outcome)
     reply = standing(proposal, states, caller, is_recent=world.is_recent)
     assert not reply.is_past
     found = "" if reply.decision is None else reply.decision.outcome
@@ -210,7 +210,7 @@ def following(world: World) -> Iterator[World]:
             if verdict is not None:
                 yield replace(world, phase="proposing" if verdict.is_commit else "withdrawn")
     if world.phase == "proposing":
-        after, found = hub(world, "committed", RUN)
+        after, found = hub(world, "committed", EPOCH)
         yield after  # the answer is lost, and rank 0 asks again, or dies
         if found:
             yield replace(after, phase=found)

@@ -17,20 +17,20 @@ from penstock.sync.part_outcome import (
     encode_outcome,
 )
 
-DECISION = FleetDecision(run="r", version=4, outcome="withdrawn", why="not finite")
+DECISION = FleetDecision(epoch="r", version=4, outcome="withdrawn", why="not finite")
 
 
 @pytest.mark.parametrize(
     ("outcome", "reply"),
     [
         (LayoutNeeded(), PartReply(needs_layout=True)),
-        (NotYet(why="soon", run="r", version=3), PartReply(not_yet="soon", run="r", version=3)),
-        (Withdrawn(run="r", version=4, decision=DECISION), PartReply(refused=DECISION, run="r", version=4)),
+        (NotYet(why="soon", epoch="r", version=3), PartReply(not_yet="soon", epoch="r", version=3)),
+        (Withdrawn(epoch="r", version=4, decision=DECISION), PartReply(refused=DECISION, epoch="r", version=4)),
         (
-            Granted(run="r", version=3, key="k", part=b"p", decide_s=1.5, later=DECISION, check=b"c"),
-            PartReply(run="r", version=3, key="k", part=b"p", decide_s=1.5, withdrawn=DECISION, check=b"c"),
+            Granted(epoch="r", version=3, key="k", part=b"p", decide_s=1.5, later=DECISION, check=b"c"),
+            PartReply(epoch="r", version=3, key="k", part=b"p", decide_s=1.5, withdrawn=DECISION, check=b"c"),
         ),
-        (Granted(run="r"), PartReply(run="r")),
+        (Granted(epoch="r"), PartReply(epoch="r")),
     ],
 )
 def test_outcome_round_trips_through_one_message(outcome: PartOutcome, reply: PartReply) -> None:
@@ -40,5 +40,5 @@ def test_outcome_round_trips_through_one_message(outcome: PartOutcome, reply: Pa
 
 
 def test_withdrawal_outranks_reason_to_wait() -> None:
-    reply = PartReply(run="r", version=4, refused=DECISION, not_yet="soon", part=b"p")
-    assert decode_outcome(reply) == Withdrawn(run="r", version=4, decision=DECISION)
+    reply = PartReply(epoch="r", version=4, refused=DECISION, not_yet="soon", part=b"p")
+    assert decode_outcome(reply) == Withdrawn(epoch="r", version=4, decision=DECISION)

@@ -69,7 +69,7 @@ def group() -> Group:
     found = Group("p0")
     for rank in (0, 1):
         held = layout(f"p{rank}", start=4 * rank, stop=4 * rank + 4)
-        found.add(held, side="publisher", run="p0", rank=rank, world_size=2, version=3, state="open")
+        found.add(held, side="publisher", epoch="p0", rank=rank, world_size=2, version=3, state="open")
     return found
 
 
@@ -95,7 +95,7 @@ def test_layout_and_part_are_sent_once(planner: Planner, group: Group) -> None:
     first = planner.part("s0", PartRequest(version=-1, digest=want.digest()))
     assert first == LayoutNeeded()
     reply = ask(planner, want)
-    assert (reply.version, reply.run) == (3, "p0")
+    assert (reply.version, reply.epoch) == (3, "p0")
     part = decode(reply.part, ReceiverPlan)
     assert part.nbytes == 128 and [part.sources[i] for i in part.source] == ["p0", "p1"]
     again = planner.part("s0", PartRequest(version=3, digest=want.digest(), have_key=reply.key))
@@ -107,10 +107,10 @@ def test_part_is_planned_before_version_is_published(group: Group) -> None:
     want = layout("s0")
     group.add(want, side="subscriber")
     for held in ("p0", "p1"):
-        group.add(group.layouts[held], side="publisher", run="p0", rank=int(held[1]), world_size=2)
+        group.add(group.layouts[held], side="publisher", epoch="p0", rank=int(held[1]), world_size=2)
     assert isinstance(ask(planner, want), NotYet)
     ahead = ask(planner, want, is_ahead=True)
-    assert isinstance(ahead, Granted) and (ahead.version, ahead.run) == (-1, "p0")
+    assert isinstance(ahead, Granted) and (ahead.version, ahead.epoch) == (-1, "p0")
     assert decode(ahead.part, ReceiverPlan).nbytes == 128
     # The version's own part is the same, and is not sent again.
     planner._version_status.post("p0", 3, is_open=True)
@@ -161,33 +161,35 @@ def test_mismatched_layout_is_refused_alone(planner: Planner, group: Group) -> N
         assert decode(ask(planner, other).part, ReceiverPlan).nbytes == 128
 
 
-def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_status: VersionStatus) -> None:
-    decision = FleetDecision(run="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
+def test_withdrawn_version_in_old_heartbeat_is_ignored(
+    group: Group, version_status: VersionStatus
+) -> None:
+    decision = FleetDecision(epoch="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
 
-    def terms(asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
+    def terms(asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         return (
-            Withdrawn(version=version, run=run, decision=decision)
+            Withdrawn(version=version, epoch=epoch, decision=decision)
             if version == 4
-            else Granted(version=version, run=run)
+            else Granted(version=version, epoch=epoch)
         )
 
     planner = Planner(group, version_status, lambda: group.layouts["p0"], terms=terms)  # type: ignore[arg-type]
-    group.add(layout("s9"), side="subscriber", run="p0", version=4, state="idle")
+    group.add(layout("s9"), side="subscriber", epoch="p0", version=4, state="idle")
     joins = layout("s0")
     group.add(joins, side="subscriber")
     reply = ask(planner, joins)
     assert isinstance(reply, Granted) and reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # Requested by its number, it is refused.
-    assert ask(planner, joins, 4) == Withdrawn(run="p0", version=4, decision=decision)
+    assert ask(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
 
 
 def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version_status: VersionStatus) -> None:
     # The publishers are dead and still listed, with version 4; this receiver has 3 and heard nothing of a decision.
     group.id = "s1"
-    group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
+    group.add(layout("s1"), side="subscriber", epoch="p0", version=3, state="open")
     for rank in (0, 1):
         held = group.layouts[f"p{rank}"]
-        group.add(held, side="publisher", run="p0", rank=rank, world_size=2, version=4, state="open")
+        group.add(held, side="publisher", epoch="p0", rank=rank, world_size=2, version=4, state="open")
     planner = Planner(group, version_status, lambda: group.layouts["s1"])  # type: ignore[arg-type]
     joins = layout("s0")
     group.add(joins, side="subscriber")
@@ -216,31 +218,31 @@ def test_past_version_is_read_from_receivers(planner: Planner, group: Group, ver
     version_status.post("p0", 3, is_open=False)
     with pytest.raises(StaleDescriptor):
         ask(planner, layout("s0"))
-    group.add(layout("s1"), side="subscriber", run="p0", version=3, state="open")
-    group.add(layout("s2"), side="subscriber", run="p0", version=2, state="open")
-    group.add(layout("s3"), side="subscriber", run="other", version=3, state="open")
+    group.add(layout("s1"), side="subscriber", epoch="p0", version=3, state="open")
+    group.add(layout("s2"), side="subscriber", epoch="p0", version=2, state="open")
+    group.add(layout("s3"), side="subscriber", epoch="other", version=3, state="open")
     part = decode(ask(planner, layout("s0")).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"s1"}
     with pytest.raises(StaleDescriptor):
         ask(planner, layout("s0"), without=("s1",))
-    group.add(layout("s5", start=2), side="subscriber", run="p0", version=3, state="open")
+    group.add(layout("s5", start=2), side="subscriber", epoch="p0", version=3, state="open")
     with pytest.raises(StaleDescriptor, match="lack tensors"):
         ask(planner, layout("s0"), without=("s1",))
     del group.members["s5"]
     group.gone.add("s4")
-    group.add(layout("s4"), side="subscriber", run="p0", version=3, state="open")
+    group.add(layout("s4"), side="subscriber", epoch="p0", version=3, state="open")
     part = decode(ask(planner, layout("s0")).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"s1"}, "who is gone gives nothing"
 
 
 def test_updating_receiver_is_awaited(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
-    group.add(layout("s1"), side="subscriber", run="p0", version=2, state="updating")
+    group.add(layout("s1"), side="subscriber", epoch="p0", version=2, state="updating")
     assert "other receivers" in ask(planner, layout("s0")).why
 
 
 def test_receivers_replace_lost_publisher(planner: Planner, group: Group) -> None:
-    group.add(layout("s1", start=4), side="subscriber", run="p0", version=3, state="open")
+    group.add(layout("s1", start=4), side="subscriber", epoch="p0", version=3, state="open")
     part = decode(ask(planner, layout("s0"), without=("p1",)).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"p0", "s1"}
 

@@ -52,8 +52,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 """Files in an adapter's directory. Source: PEFT 0.21, utils/constants.py."""
 _NONE = "none"
-_RUN = " run="
-"""Text before the run in the identity of a synced base."""
+_EPOCH = " run="
+"""Text before the epoch in the identity of a synced base. Other members compare it, so it does not change."""
 
 
 @runtime_checkable
@@ -76,7 +76,7 @@ def base_identity(base: Base) -> str:
     Args:
         base: A text or a function that returns one gives this text. A report from `load`, `inspect`, `verify` or
             `fetch` gives its revision. The base's own `Publisher` or `Subscriber`, or a report from one, gives
-            `NAME:VERSION run=RUN` for the current version. A restarted trainer has a different run, and therefore a
+            `NAME:VERSION epoch=RUN` for the current version. A restarted trainer has a different epoch, and therefore a
             different base, even if the version number is the same.
 
     Raises:
@@ -86,8 +86,8 @@ def base_identity(base: Base) -> str:
         identity = base
     elif isinstance(base, Publisher | Subscriber | PublishReport | UpdateReport):
         is_whole = base.version >= 0 and not getattr(base, "is_dirty", False)
-        run = base.revision.rpartition(":")[0]
-        identity = f"{base.name}:{base.version}{_RUN}{run}" if is_whole else _NONE
+        epoch = base.revision.rpartition(":")[0]
+        identity = f"{base.name}:{base.version}{_EPOCH}{epoch}" if is_whole else _NONE
     elif isinstance(base, InspectReport):
         identity = base.manifest.revision
     elif isinstance(base, Revised):
@@ -104,10 +104,10 @@ def base_identity(base: Base) -> str:
 
 
 def is_same_base(expected: str, found: str) -> bool:
-    """Return whether two identities mean the same base. The run counts only if both have it. vLLM reports no run."""
-    if _RUN in expected and _RUN in found:
+    """Return whether two identities mean the same base. The epoch counts only if both have it. vLLM reports no epoch."""
+    if _EPOCH in expected and _EPOCH in found:
         return expected == found
-    return expected.partition(_RUN)[0] == found.partition(_RUN)[0]
+    return expected.partition(_EPOCH)[0] == found.partition(_EPOCH)[0]
 
 
 def adapter_metadata(base: Base, config: Mapping[str, Any]) -> dict[str, str]:
@@ -319,7 +319,7 @@ def adapter_subscriber(
 class AdapterDirectory(Closeable):
     """Directories with versions of an adapter, as PEFT's `save_pretrained` writes them.
 
-    Each directory is complete when it appears. Its name contains the trainer's run and the version, and its content
+    Each directory is complete when it appears. Its name contains the trainer's epoch and the version, and its content
     never changes, because engines key their caches by the path.
 
     Args:
@@ -347,9 +347,9 @@ class AdapterDirectory(Closeable):
             ConfigError: No version has been received yet.
         """
         config, received = self._received.config, self._received
-        # Include the run, because the same number from a restarted trainer has different bytes.
-        run = received.subscriber.revision.partition(":")[0]
-        into = self._place() / f"{received.name.replace('/', '_')}-{run[:12]}-{received.version}"
+        # Include the epoch, because the same number from a restarted trainer has different bytes.
+        epoch = received.subscriber.revision.partition(":")[0]
+        into = self._place() / f"{received.name.replace('/', '_')}-{epoch[:12]}-{received.version}"
         if into in self._versions:
             return into
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in received.tensors.items()}

@@ -327,7 +327,7 @@ def test_dead_subscriber_withdraws_the_version(hub: Hub) -> None:
 def test_withdrawal_at_the_hub_stands(hub: Hub) -> None:
     publisher, subscriber = Rank(hub).open(), MemorySubscriber(hub, "s0")
     publisher.publish(1, commit="all")
-    decision = FleetDecision(run=publisher.member.id, version=1, outcome="withdrawn", why="rank 0 was silent")
+    decision = FleetDecision(epoch=publisher.member.id, version=1, outcome="withdrawn", why="rank 0 was silent")
     subscriber.member.decide("policy", decision)
     subscriber.report(publisher.member.id, 1, "prepared")
     with pytest.raises(VersionRefused, match="rank 0 was silent"):
@@ -525,7 +525,7 @@ def test_close_while_deciding_withdraws(hub: Hub) -> None:
     with pytest.raises(VersionRefused, match="closed before the decision"):
         publisher.wait_decision()
     assert publisher.state is S.CLOSED
-    decision = FleetDecision(run=publisher.member.id, version=1, outcome="committed")
+    decision = FleetDecision(epoch=publisher.member.id, version=1, outcome="committed")
     standing = subscriber.member.decide("policy", msgspec.structs.replace(decision, outcome="withdrawn")).decision
     assert standing is not None and "closed before" in standing.why
 

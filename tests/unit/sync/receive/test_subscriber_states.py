@@ -72,7 +72,7 @@ def assert_live(sync: MemorySync, subscriber: Subscriber, version: int) -> None:
 def at(*path: SubscriberState) -> SubscriberStates:
     states = SubscriberStates()
     for one in path:
-        states.enter(one, LiveVersion(run="r", version=1) if one is S.LIVE else None)
+        states.enter(one, LiveVersion(epoch="r", version=1) if one is S.LIVE else None)
     return states
 
 
@@ -217,7 +217,7 @@ def test_readers_delay_flip(sync: MemorySync, holder: MemoryHolder) -> None:
 def together(holder: MemoryHolder, outcome: str = "") -> None:
     holder.decide_s = 5.0
     if outcome:
-        holder.decision = FleetDecision(run="p0", version=holder.status.now.version, outcome=outcome, why="so it is")  # type: ignore[arg-type]
+        holder.decision = FleetDecision(epoch="p0", version=holder.status.now.version, outcome=outcome, why="so it is")  # type: ignore[arg-type]
 
 
 def test_prepared_version_waits_for_commit(sync: MemorySync, holder: MemoryHolder) -> None:
@@ -455,7 +455,7 @@ def test_version_withdrawn_by_fleet_is_not_read(sync: MemorySync, holder: Memory
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
-        holder.refused = FleetDecision(run="p0", version=2, outcome="withdrawn", why="a check failed")
+        holder.refused = FleetDecision(epoch="p0", version=2, outcome="withdrawn", why="a check failed")
         with pytest.raises(VersionRefused, match="a check failed"):
             subscriber.update()
         assert_live(sync, subscriber, 1)

@@ -66,8 +66,8 @@ _SPARE = ("key", "host", "readers", "tier", "why", "silent", "revision", "bytes"
 """Columns that a narrow terminal does without, the first one first."""
 _JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
 _SPARE_OF_JOB = ("moved", "workers", "late", "process", "rate", "bytes", "error")
-_SYNC_HEADER = ["member", "host", "sync", "rank", "version", "run", "state", "fleet", "bytes", "from", "silent"]
-_SPARE_OF_SYNC = ("run", "host", "silent", "bytes", "from", "version")
+_SYNC_HEADER = ["member", "host", "sync", "rank", "version", "epoch", "state", "fleet", "bytes", "from", "silent"]
+_SPARE_OF_SYNC = ("epoch", "host", "silent", "bytes", "from", "version")
 
 
 def status(
@@ -196,7 +196,7 @@ def _sync_rows(member: MemberStatus) -> list[list[object]]:
             state.name,
             f"{state.side} {state.rank}/{state.world_size}",
             "" if state.version < 0 else state.version,
-            state.run[:8],
+            state.epoch[:8],
             state.state,
             state.fleet,
             bytes_text(state.nbytes),

@@ -265,7 +265,7 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
 class FleetDecision(msgspec.Struct, frozen=True, kw_only=True):
     """The decision on one version with a two-phase commit."""
 
-    run: Annotated[str, Meta(max_length=128)]
+    epoch: Annotated[str, Meta(max_length=128)] = msgspec.field(name="run")
     version: Version
     outcome: FleetOutcome = ""
     by: Annotated[str, Meta(max_length=128)] = ""
@@ -278,8 +278,9 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Word
     side: Side
-    run: Annotated[str, Meta(max_length=128)] = ""
-    """One life of a group of publishers: the member id of its rank 0. Of a subscriber: the run of its version."""
+    epoch: Annotated[str, Meta(max_length=128)] = msgspec.field(default="", name="run")
+    """Member id of the publishers' rank 0, which is another one after each restart. For a subscriber, the epoch of its
+    version."""
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     layout: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""

@@ -9,7 +9,7 @@ Not here: the hub's answers (`directory`), claims on storage (`claims`), convers
     complaint/KEY/OF~MEMBER   a reader's complaint of a holder
     model/MODEL/KEY           the keys of a model
     sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
-    decision/KEY/RUN/VERSION  the decision on a version of a sync with a two-phase commit, for an hour
+    decision/KEY/EPOCH/VERSION  the decision on a version of a sync with a two-phase commit, for an hour
     job/JOB                   a conversion, until an hour after its last report
     undrained/MEMBER          an operator has just undone the draining of it
     failure/MEMBER            the last failures of its process, for an hour
@@ -575,7 +575,7 @@ _DECISION = msgspec.msgpack.Decoder(FleetDecision)
 
 def decision_name(request: DecideRequest) -> str:
     """Return the name of the store's entry of a decision."""
-    return f"decision/{sync_key(request.name)}/{request.decision.run}/{request.decision.version}"
+    return f"decision/{sync_key(request.name)}/{request.decision.epoch}/{request.decision.version}"
 
 
 def decide(store: Store, request: DecideRequest) -> DecideReply:
@@ -588,7 +588,7 @@ def decide(store: Store, request: DecideRequest) -> DecideReply:
     states = {member: _SYNCED.decode(entry.value).state for member, entry in store.scan(f"sync/{key}/").items()}
     if request.member not in states or states[request.member].name != request.name:
         raise PermissionDenied(f"member {request.member} takes no part in the sync {request.name!r}")
-    if proposal.outcome == "committed" and request.member != proposal.run:
+    if proposal.outcome == "committed" and request.member != proposal.epoch:
         raise PermissionDenied("only rank 0 of the publishers may commit a version")
     name = decision_name(request)
     entry = store.read(name)
@@ -614,7 +614,7 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
         is_recent: the hub may have lost a record, and members that know it may not have reported yet.
     """
     known = [(member, state.decision) for member, state in states.items() if state.decision is not None]
-    ours = [(member, decision) for member, decision in known if decision.run == proposal.run]
+    ours = [(member, decision) for member, decision in known if decision.epoch == proposal.epoch]
     # The members' own knowledge first: the hub that had the record may be gone. A subscriber's own refusal is no
     # decision of the fleet, which may have committed without it: it counts last, and not before all have reported.
     for outcome in ("committed", "withdrawn"):
@@ -626,7 +626,7 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
         return DecideReply(is_past=True)
     # A record may have been lost, and a subscriber that acts on it has not reported yet. Without a commit nobody acts:
     # rank 0, which alone commits, may withdraw at any time.
-    is_safe = not is_recent or (caller == proposal.run and proposal.outcome == "withdrawn")
+    is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
     return DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 
 

@@ -53,10 +53,10 @@ class Verdict:
     late: tuple[str, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
 
-    def decision(self, run: str, version: int) -> FleetDecision:
+    def decision(self, epoch: str, version: int) -> FleetDecision:
         """Return the verdict as the hub records it."""
         outcome: Literal["committed", "withdrawn"] = "committed" if self.is_commit else "withdrawn"
-        return FleetDecision(run=run, version=version, outcome=outcome, by=self.by, why=self.why[:MAX_REASON_CHARS])
+        return FleetDecision(epoch=epoch, version=version, outcome=outcome, by=self.by, why=self.why[:MAX_REASON_CHARS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -577,14 +577,14 @@ class VersionStatus:
     """The newest version of a member, for peers that wait for the next one. Used by any number of threads.
 
     Attributes:
-        now: the run and version, and whether it can be read here.
+        now: the epoch and version, and whether it can be read here.
     """
 
     # Not part of `LocalVersion`: a subscriber has a status before it has memory, and keeps it when the memory changes.
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._now = NewsReply(run="", version=-1, is_open=False)
+        self._now = NewsReply(epoch="", version=-1, is_open=False)
 
     @property
     def now(self) -> NewsReply:
@@ -592,10 +592,10 @@ class VersionStatus:
         # No lock: the status is one immutable object, replaced as a whole.
         return self._now
 
-    def post(self, run: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
+    def post(self, epoch: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
         """Set the status, and wake the threads that wait for a newer version."""
         with self._changed:
-            self._now = NewsReply(run=run, version=version, is_open=is_open, withdrawn=withdrawn)
+            self._now = NewsReply(epoch=epoch, version=version, is_open=is_open, withdrawn=withdrawn)
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:

@@ -35,7 +35,7 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     wants_check: bool = False
     """Whether it checks the version, and needs the values that the trainer gave for it."""
     refused: tuple[Version, ...] = ()
-    """Versions of the planner's run that it knows to be withdrawn, the newest ones."""
+    """Versions of the planner's epoch that it knows to be withdrawn, the newest ones."""
     is_ahead: bool = False
     """Whether it asks before it reads a version: the part is of the publishers' next one."""
     is_outdated: bool = False
@@ -46,7 +46,7 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     """A part of the transfer plan; or a request for the layout; or the reason why there is no part yet."""
 
     version: Version = -1
-    run: str = ""
+    epoch: str = msgspec.field(default="", name="run")
     needs_layout: bool = False
     not_yet: str = ""
     key: str = ""
@@ -75,7 +75,7 @@ class TableReply(msgspec.Struct, frozen=True, kw_only=True):
 class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
     """A publisher's progress."""
 
-    run: str
+    epoch: str = msgspec.field(name="run")
     version: Version
     """The newest that it began."""
     is_open: bool

@@ -22,7 +22,7 @@ class NotYet:
     """There is no part yet, and the receiver asks again."""
 
     why: str
-    run: str = ""
+    epoch: str = ""
     version: int = -1
 
 
@@ -30,7 +30,7 @@ class NotYet:
 class Withdrawn:
     """The version was withdrawn, and must not go live."""
 
-    run: str
+    epoch: str
     version: int
     decision: FleetDecision
 
@@ -39,7 +39,7 @@ class Withdrawn:
 class Granted:
     """The terms on which a receiver may read a version, and its part of the plan."""
 
-    run: str
+    epoch: str
     version: int = -1
     """-1: the publishers' next one."""
     key: str = ""
@@ -62,14 +62,14 @@ def encode_outcome(outcome: PartOutcome) -> PartReply:
     match outcome:
         case LayoutNeeded():
             return PartReply(needs_layout=True)
-        case NotYet(why=why, run=run, version=version):
-            return PartReply(version=version, run=run, not_yet=why)
-        case Withdrawn(run=run, version=version, decision=decision):
-            return PartReply(version=version, run=run, refused=decision)
+        case NotYet(why=why, epoch=epoch, version=version):
+            return PartReply(version=version, epoch=epoch, not_yet=why)
+        case Withdrawn(epoch=epoch, version=version, decision=decision):
+            return PartReply(version=version, epoch=epoch, refused=decision)
         case Granted():
             return PartReply(
                 version=outcome.version,
-                run=outcome.run,
+                epoch=outcome.epoch,
                 key=outcome.key,
                 part=outcome.part,
                 decide_s=outcome.decide_s,
@@ -83,11 +83,11 @@ def decode_outcome(reply: PartReply) -> PartOutcome:
     if reply.needs_layout:
         return LayoutNeeded()
     if reply.refused is not None:
-        return Withdrawn(run=reply.run, version=reply.version, decision=reply.refused)
+        return Withdrawn(epoch=reply.epoch, version=reply.version, decision=reply.refused)
     if reply.not_yet:
-        return NotYet(why=reply.not_yet, run=reply.run, version=reply.version)
+        return NotYet(why=reply.not_yet, epoch=reply.epoch, version=reply.version)
     return Granted(
-        run=reply.run,
+        epoch=reply.epoch,
         version=reply.version,
         key=reply.key,
         part=reply.part,

@@ -29,11 +29,11 @@ from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcom
 _KEPT_PLANS = 4
 
 Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
-"""Returns the terms of a version, without a part. Its arguments: the receiver, its request, the run, the version."""
+"""Returns the terms of a version, without a part. Its arguments: the receiver, its request, the epoch, the version."""
 
 
-def _no_terms(asker: str, request: PartRequest, run: str, version: int) -> Granted:
-    return Granted(version=version, run=run)
+def _no_terms(asker: str, request: PartRequest, epoch: str, version: int) -> Granted:
+    return Granted(version=version, epoch=epoch)
 
 
 LayoutToken = tuple[str, ...]
@@ -52,7 +52,7 @@ class _Plan:
 class _Sources:
     """The members to read a version from."""
 
-    run: str
+    epoch: str
     members: list[SyncMember]
 
 
@@ -106,17 +106,17 @@ class Planner:
             return LayoutNeeded()
         # A source that registers its memory again reports the new layout first.
         members = self._membership.look(max_age_s=0.0 if request.is_outdated else self._membership.timing.member_list_s)
-        run = self._run(members)
-        ranks = _ranks(members, run)
+        epoch = self._epoch_of(members)
+        ranks = _ranks(members, epoch)
         if request.is_ahead and ranks and not _missing(ranks):
             # Layouts do not change between versions, so the plan of the next one is known before it is published.
             plan, raw = self._planned(asker, members, ranks)
-            return Granted(run=run, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
+            return Granted(epoch=epoch, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
         versions = [request.version] if request.version >= 0 else self._newest_first(members, request.refused)
         if not versions:
             return NotYet(why="no version is published yet")
         for version in versions:
-            terms = self._terms(asker, request, run, version)
+            terms = self._terms(asker, request, epoch, version)
             # A member's last heartbeat may name a version that was withdrawn since: the one before it is the newest.
             if not isinstance(terms, Withdrawn):
                 break
@@ -142,7 +142,7 @@ class Planner:
             raise StaleDescriptor(message) from error
         # Megabytes, and the same for every version of a plan: sent once.
         has_part = request.have_key == plan.plan.key
-        return replace(terms, run=sources.run, key=plan.plan.key, part=None if has_part else raw)
+        return replace(terms, epoch=sources.epoch, key=plan.plan.key, part=None if has_part else raw)
 
     def table(self) -> TableReply:
         """Return names, dtypes and shapes of all publishers' tensors together; on a receiver, as it received them.
@@ -154,7 +154,7 @@ class Planner:
         if known is not None:
             return known
         members = self._membership.look(max_age_s=self._membership.timing.member_list_s)
-        holders = _ranks(members, self._run(members))
+        holders = _ranks(members, self._epoch_of(members))
         if not holders or _missing(holders):
             raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
         rows: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
@@ -190,21 +190,21 @@ class Planner:
             self._wants[asker] = request.digest, layout
         return True
 
-    def _run(self, members: Sequence[SyncMember]) -> str:
-        """Return the run of the versions: the run of this member's version, else of the newest publisher."""
-        if self._version_status.now.run:
-            return self._version_status.now.run
-        return next((member.state.run for member in reversed(members) if member.state.run == member.member), "")
+    def _epoch_of(self, members: Sequence[SyncMember]) -> str:
+        """Return the epoch of the versions: the epoch of this member's version, else of the newest publisher."""
+        if self._version_status.now.epoch:
+            return self._version_status.now.epoch
+        return next((member.state.epoch for member in reversed(members) if member.state.epoch == member.member), "")
 
     def _newest_first(self, members: Sequence[SyncMember], refused: Sequence[int]) -> list[int]:
-        """Return the versions of the run that members have, the newest first.
+        """Return the versions of the epoch that members have, the newest first.
 
         Args:
             refused: versions that the receiver knows to be withdrawn; left out where this member does not have them.
         """
         # By all members: this one may be a receiver that is behind others.
-        run, ours = self._run(members), self._version_status.now.version
-        theirs = {member.state.version for member in members if member.state.run == run}
+        epoch, ours = self._epoch_of(members), self._version_status.now.version
+        theirs = {member.state.version for member in members if member.state.epoch == epoch}
         # The hub lists a publisher for a while after its death, with a version that may have been withdrawn since.
         # This member need not know that, but the receiver does: it would raise VersionRefused for it a second time.
         theirs -= {version for version in refused if version > ours}
@@ -213,35 +213,35 @@ class Planner:
     def _sources(
         self, members: Sequence[SyncMember], asker: str, version: int, request: PartRequest
     ) -> _Sources | NotYet:
-        """Return the run of a version and its sources, or the reason to wait.
+        """Return the epoch of a version and its sources, or the reason to wait.
 
         Sources are the publishers while they serve the version, else the receivers that have it.
         """
-        run, now = self._run(members), self._version_status.now
-        ranks = [rank for rank in _ranks(members, run) if rank.member not in request.without]
+        epoch, now = self._epoch_of(members), self._version_status.now
+        ranks = [rank for rank in _ranks(members, epoch) if rank.member not in request.without]
         is_ours = (
             now.is_open and now.version == version and any(rank.member == self._membership.member.id for rank in ranks)
         )
         # The publishers are complete and consistent: prefer them until the receiver reports that one of them failed.
         if is_ours and not request.without:
             why = _missing(ranks)
-            return NotYet(version=version, run=run, why=why) if why else _Sources(run, ranks)
+            return NotYet(version=version, epoch=epoch, why=why) if why else _Sources(epoch, ranks)
         having = [
             member
             for member in members
             if member.state.side == "subscriber"
-            and (member.state.run, member.state.version, member.state.state) == (run, version, "open")
+            and (member.state.epoch, member.state.version, member.state.state) == (epoch, version, "open")
             and member.member not in (asker, *request.without)
         ]
         available = having + (ranks if is_ours else [])
         if available:
-            return _Sources(run, available)
+            return _Sources(epoch, available)
         # No source now. A reason to wait is worth a wait: an error would end the receiver's update.
         if version > now.version:
-            return NotYet(version=version, run=run, why=f"version {version} is not published yet")
+            return NotYet(version=version, epoch=epoch, why=f"version {version} is not published yet")
         if any(member.state.state == "updating" and member.member != asker for member in members):
             why = f"other receivers are reading version {version} now, and may serve it afterwards"
-            return NotYet(version=version, run=run, why=why)
+            return NotYet(version=version, epoch=epoch, why=why)
         raise StaleDescriptor(f"no member has version {version} any more; update to the next one")
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
@@ -363,18 +363,18 @@ def layout_in(request: PartRequest, asker: str) -> Layout:
     return layout
 
 
-def _ranks(members: Sequence[SyncMember], run: str) -> list[SyncMember]:
-    """Return the publishers of a run, by rank."""
+def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
+    """Return the publishers of an epoch, by rank."""
     publishers = [
         member
         for member in members
-        if member.state.side == "publisher" and member.state.run == run and member.state.layout
+        if member.state.side == "publisher" and member.state.epoch == epoch and member.state.layout
     ]
     return sorted(publishers, key=lambda publisher: publisher.state.rank)
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    """Return a message about the absent ranks of a run; empty: none is absent, or these are receivers."""
+    """Return a message about the absent ranks of an epoch; empty: none is absent, or these are receivers."""
     # Receivers are not ranks of the trainer: the planning checks whether they have all elements.
     if not ranks or ranks[0].state.side != "publisher":
         return ""

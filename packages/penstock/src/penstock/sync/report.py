@@ -28,7 +28,7 @@ class PublishReport(Summarised):
     name: str
     version: int
     revision: str
-    """The run of the publishers and the version: equal revisions are equal bytes."""
+    """The epoch of the publishers and the version: equal revisions are equal bytes."""
     mode: PublishMode
     nbytes: int
     """Bytes of the tensors on this rank."""
@@ -81,7 +81,7 @@ class UpdateReport(Summarised):
     name: str
     version: int
     revision: str
-    """The publishers' run and the version: equal revisions are equal bytes."""
+    """The publishers' epoch and the version: equal revisions are equal bytes."""
     mode: UpdateMode
     nbytes: int
     """Bytes read."""

@@ -15,14 +15,14 @@ class Announcements:
     """The versions of one rank, as others hear of them. One thread at a time changes them.
 
     Attributes:
-        run: the run of the publishers: the member id of their rank 0.
+        epoch: the epoch of the publishers: the member id of their rank 0.
         version: the newest version that was announced, or whose number is used up; -1: none.
         status: the news for receivers.
         decision: the newest decision of the fleet; None: there is none.
     """
 
     def __init__(self, member: Member) -> None:
-        self.run = ""
+        self.epoch = ""
         self.version = -1
         self.status = VersionStatus()
         self.decision: FleetDecision | None = None
@@ -34,20 +34,24 @@ class Announcements:
     def is_withdrawn(self) -> bool:
         """Return whether the newest version was withdrawn."""
         known = self.decision
-        return known is not None and (known.run, known.version, known.outcome) == (self.run, self.version, "withdrawn")
+        return known is not None and (known.epoch, known.version, known.outcome) == (
+            self.epoch,
+            self.version,
+            "withdrawn",
+        )
 
     def begin(self, version: int) -> None:
         """Tell receivers and the hub that a version can be read here."""
         self.version = version
         self._before = self.status.now
-        self.status.post(self.run, version, is_open=True)
+        self.status.post(self.epoch, version, is_open=True)
         self._member.beat_now()
 
     def end(self) -> None:
         """Tell receivers and the hub that the version cannot be read here; after a withdrawal name the one before."""
         # Otherwise subscribers that request the newest version would request the withdrawn one.
         newest, withdrawn = (self._before.version, self.decision) if self.is_withdrawn else (self.version, None)
-        self.status.post(self.run, newest, is_open=False, withdrawn=withdrawn)
+        self.status.post(self.epoch, newest, is_open=False, withdrawn=withdrawn)
         self._member.beat_now()
 
     def decided(self, decision: FleetDecision) -> None:

@@ -118,10 +118,10 @@ class BoundaryPlanner:
             plan = self._planned(ranks)
         # A rank whose shards end at blocks needs nothing, and still takes part as a source.
         if asker not in plan.receivers:
-            return Granted(run="", version=request.version, key=plan.key)
+            return Granted(epoch="", version=request.version, key=plan.key)
         same = request.have_key == plan.key
         part = None if same else encode(plan.part(plan.receivers.index(asker)))
-        return Granted(run="", version=request.version, key=plan.key, part=part)
+        return Granted(epoch="", version=request.version, key=plan.key, part=part)
 
     def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
         """Return the plan for these ranks, made again only after a change. Order: one thread at a time."""
@@ -208,7 +208,7 @@ class BoundaryExchange:
         )
 
     @contextlib.contextmanager
-    def exchanged(self, version: int, run: str) -> Iterator[None]:
+    def exchanged(self, version: int, epoch: str) -> Iterator[None]:
         """Read the elements of other ranks, run the body, and wait on leaving until every rank is done.
 
         After it the parameters may change.
@@ -221,10 +221,10 @@ class BoundaryExchange:
         """
         self._local_version.begin(version)
         self._local_version.ready()
-        self._version_status.post(run, version, is_open=True)
+        self._version_status.post(epoch, version, is_open=True)
         try:
-            self._begin(version, run)
-            self._run(version, run)
+            self._begin(version, epoch)
+            self._run(version, epoch)
             yield
         except BaseException as error:
             if isinstance(error, PenstockError):
@@ -235,20 +235,20 @@ class BoundaryExchange:
             # The other ranks must hear of the failure, else they wait for the stall deadline. An error of this report
             # must not hide the first one.
             with contextlib.suppress(PenstockError):
-                self._report(version, run, why[:1024])
+                self._report(version, epoch, why[:1024])
             # Rank 0 serves the decision: it stays until the others had time to report, so that they get it.
             if self._peers is not None:
                 self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             raise
         else:
-            self._report(version, run, "")
-            self._settle(version, run)
+            self._report(version, epoch, "")
+            self._settle(version, epoch)
         finally:
             # The parameters change from here on.
             self._local_version.fence()
-            self._version_status.post(run, version, is_open=False)
+            self._version_status.post(epoch, version, is_open=False)
 
-    def _begin(self, version: int, run: str) -> None:
+    def _begin(self, version: int, epoch: str) -> None:
         """As rank 0, set the ranks to wait for, and start to serve their parts."""
         if self._peers is not None:
             # Every rank is needed for every version: none may be skipped for being late once.
@@ -256,21 +256,21 @@ class BoundaryExchange:
             # Twice: another rank may ask for the decision while this one still looks for the ranks, and must find a
             # version that has begun and is not over.
             self._peers.begin(version, [self._member.id])
-            ranks = self._ranks(run)
+            ranks = self._ranks(epoch)
             self._peers.begin(version, [rank.member for rank in ranks])
             self._planner.begin(version, ranks)
 
-    def _report(self, version: int, run: str, why: str) -> None:
+    def _report(self, version: int, epoch: str, why: str) -> None:
         """Report to rank 0 that this rank is done, or the reason of its failure."""
         moved = self.moved_bytes
         progress = RankProgress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
             self._peers.note_progress(self._member.id, progress)
         else:
-            self._membership.ask(run, lambda sync_client: sync_client.progress(progress), channel="progress")
+            self._membership.ask(epoch, lambda sync_client: sync_client.progress(progress), channel="progress")
 
-    def _ranks(self, run: str) -> list[SyncMember]:
-        """Return all ranks of this run, the newest process of each.
+    def _ranks(self, epoch: str) -> list[SyncMember]:
+        """Return all ranks of this epoch, the newest process of each.
 
         Raises:
             SourceStalled: a rank did not come.
@@ -280,7 +280,7 @@ class BoundaryExchange:
             newest = {
                 member.state.rank: member
                 for member in sorted(self._membership.look(), key=lambda member: member.since)
-                if member.state.side == "publisher" and member.state.run == run
+                if member.state.side == "publisher" and member.state.epoch == epoch
             }
             if len(newest) == self._world_size:
                 return [newest[rank] for rank in sorted(newest)]
@@ -289,10 +289,10 @@ class BoundaryExchange:
                 raise SourceStalled(f"{message} after {self._stall_s:g} s")
             time.sleep(self._timing.exchange_pause_s)
 
-    def _run(self, version: int, run: str) -> None:
+    def _run(self, version: int, epoch: str) -> None:
         """Read and verify the elements that this rank needs."""
         self.moved_bytes = 0
-        if not self._has_part(version, run):
+        if not self._has_part(version, epoch):
             return
         assert self._transfer is not None
         part = self._transfer.part
@@ -308,7 +308,7 @@ class BoundaryExchange:
             links[self._member.id] = LocalLink(self._local_version)
         self.moved_bytes = self._transfer.run(links).nbytes
 
-    def _has_part(self, version: int, run: str) -> bool:
+    def _has_part(self, version: int, epoch: str) -> bool:
         """Return whether this rank needs elements of others; if so, `_transfer` is of this version's plan."""
         have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
@@ -316,7 +316,7 @@ class BoundaryExchange:
         nap_s = self._timing.exchange_first_pause_s
         while True:
             request = PartRequest(version=version, digest=self._digest, layout=layout, have_key=have)
-            outcome = self._request_part(request, run)
+            outcome = self._request_part(request, epoch)
             if isinstance(outcome, Granted):
                 break
             if isinstance(outcome, LayoutNeeded):
@@ -341,22 +341,22 @@ class BoundaryExchange:
             raise PlanError("rank 0 sent no part, or a part whose key differs from the one in its answer")
         return bool(self._want.names)
 
-    def _request_part(self, request: PartRequest, run: str) -> PartOutcome:
+    def _request_part(self, request: PartRequest, epoch: str) -> PartOutcome:
         """Request this rank's part; rank 0 asks its own planner."""
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
-            return decode_outcome(self._membership.ask(run, lambda sync_client: sync_client.part(request)))
+            return decode_outcome(self._membership.ask(epoch, lambda sync_client: sync_client.part(request)))
         except StaleDescriptor as error:
             # The planner's word for a failed version. For the trainer it is the loss of a rank, not of a descriptor.
-            raise PeerLost(error.message, uri=f"penstock:{run}") from error
+            raise PeerLost(error.message, uri=f"penstock:{epoch}") from error
 
-    def _settle(self, version: int, run: str) -> None:
+    def _settle(self, version: int, epoch: str) -> None:
         """Wait until all ranks are done; raise if one failed or is late."""
         if self._peers is not None:
             decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
         else:
-            decision = decided(self._membership, run, version)
+            decision = decided(self._membership, epoch, version)
         if decision.failed or decision.late:
             raise _undone(version, decision)
 

@@ -127,7 +127,7 @@ class Offer:
                 sync, self._blocked, self.transformed.wants, is_first=rank == 0, world_size=world_size
             )
 
-    def fill(self, version: int, run: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
+    def fill(self, version: int, epoch: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
         """Transform the parameters' current values; call `ready` with the rows of the layout that became ready.
 
         Raises:
@@ -137,7 +137,7 @@ class Offer:
         begun = time.perf_counter()
         exchange = self._boundary_exchange
         # Quantising is inside the exchange: other ranks read this rank's elements until all are done.
-        with contextlib.nullcontext() if exchange is None else exchange.exchanged(version, run):
+        with contextlib.nullcontext() if exchange is None else exchange.exchanged(version, epoch):
             self.transformed.fill(lambda rows: ready(len(self.plain) + rows), stall_s=stall_s)
         self.seconds = time.perf_counter() - begun
 

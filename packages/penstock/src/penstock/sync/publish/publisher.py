@@ -119,7 +119,7 @@ class Publisher(Closeable):
     def open(
         cls, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
     ) -> Publisher:
-        """Claim the name as rank 0, or join the run of rank 0. See `Publisher` for the arguments.
+        """Claim the name as rank 0, or join the epoch of rank 0. See `Publisher` for the arguments.
 
         Raises:
             ConfigError: another group publishes the name, or this rank. HubUnavailable: there is no hub.
@@ -148,14 +148,14 @@ class Publisher(Closeable):
         )
         self.member.syncs.append(self._sync_state)
         if self.rank == 0:
-            self._announcements.run = self.member.id
+            self._announcements.epoch = self.member.id
             # Reported before the claim: two groups that start together must see each other, to agree on the first.
             self.member.report_now()
             rank_group.claim(membership)
             self.latest = self._newest_of_others()
             self._first_versions.begin(self.latest)
         else:
-            # Joined before the report, which names the run.
+            # Joined before the report, which names the epoch.
             self._join()
             self.member.report_now()
         self._registered.connect(membership, rank=self.rank)
@@ -181,27 +181,27 @@ class Publisher(Closeable):
         return self._announcements.version
 
     def _newest_of_others(self) -> int:
-        """As rank 0, return the highest version of the members that are not of this run."""
-        # This run's own version is not one of others. Another rank may be ahead.
+        """As rank 0, return the highest version of the members that are not of this epoch."""
+        # This epoch's own version is not one of others. Another rank may be ahead.
         members = self._membership.look_at_all(self._stall_s)
-        run = self._announcements.run
-        return max((other.state.version for other in members if other.state.run != run), default=-1)
+        epoch = self._announcements.epoch
+        return max((other.state.version for other in members if other.state.epoch != epoch), default=-1)
 
     def _join(self) -> None:
-        """As another rank, belong to the run of rank 0, and begin where it says; nothing to do while it lives."""
+        """As another rank, belong to the epoch of rank 0, and begin where it says; nothing to do while it lives."""
         deadline = time.monotonic() + self._stall_s
         while True:
-            run = rank_group.join(self._membership, self.rank, self.world_size, self._announcements.run)
-            if run == self._announcements.run:
+            epoch = rank_group.join(self._membership, self.rank, self.world_size, self._announcements.epoch)
+            if epoch == self._announcements.epoch:
                 return
             try:
-                latest = rank_group.begins_after(self._membership, run, self.rank)
+                latest = rank_group.begins_after(self._membership, epoch, self.rank)
             except PeerLost:
                 # A rank 0 that does not get the name leaves, and another one may come.
                 if time.monotonic() > deadline:
                     raise
                 continue
-            self._announcements.run, self.latest = run, max(self.latest, latest)
+            self._announcements.epoch, self.latest = epoch, max(self.latest, latest)
             return
 
     def _sync_state(self) -> SyncState:
@@ -210,7 +210,7 @@ class Publisher(Closeable):
         return SyncState(
             name=self.name,
             side="publisher",
-            run=self._announcements.run,
+            epoch=self._announcements.epoch,
             rank=self.rank,
             world_size=self.world_size,
             layout=self._registered.digest,
@@ -223,8 +223,8 @@ class Publisher(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the run of the publishers and the newest version; empty: none is published."""
-        return f"{self._announcements.run}:{self.version}" if self.version >= 0 else ""
+        """Return the epoch of the publishers and the newest version; empty: none is published."""
+        return f"{self._announcements.epoch}:{self.version}" if self.version >= 0 else ""
 
     @property
     def nbytes(self) -> int:
@@ -360,7 +360,7 @@ class Publisher(Closeable):
         if self._state is PublisherState.CLOSED:
             raise Cancelled("the publisher was closed")
         if self.rank != 0:
-            # Rank 0 may have been restarted since the last version: then this rank belongs to its new run.
+            # Rank 0 may have been restarted since the last version: then this rank belongs to its new epoch.
             self._join()
         newest = max(self.version, self.latest)
         if version <= newest:
@@ -393,7 +393,7 @@ class Publisher(Closeable):
         """End the version before, whose memory is unregistered next."""
         if self._state is not PublisherState.IDLE:
             self._enter(PublisherState.IDLE)
-        self._announcements.status.post(self._announcements.run, self.version, is_open=False)
+        self._announcements.status.post(self._announcements.epoch, self.version, is_open=False)
 
     def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
         """Show a version, and live wait for its outcome. Return the seconds of the copy, and the decision.
@@ -474,20 +474,20 @@ class Publisher(Closeable):
             failed=decision.failed,
         )
 
-    def _terms_for(self, asker: str, request: PartRequest, run: str, version: int) -> NotYet | Withdrawn | Granted:
+    def _terms_for(self, asker: str, request: PartRequest, epoch: str, version: int) -> NotYet | Withdrawn | Granted:
         """Return the terms of a version for a receiver; see `Planner`."""
         progress = self._progress
         refused = progress.refused(version)
         if refused is not None:
-            return Withdrawn(version=version, run=run, decision=refused)
+            return Withdrawn(version=version, epoch=epoch, decision=refused)
         decide_s = progress.decide_s(version)
         if decide_s is not None and not request.can_wait:
             progress.cannot_wait(asker, version)
-            return NotYet(version=version, run=run, why=f"version {version} is not decided yet")
+            return NotYet(version=version, epoch=epoch, why=f"version {version} is not decided yet")
         check = progress.check_of(version) if request.wants_check else b""
         later = self._announcements.status.now.withdrawn
         later = later if later is not None and later.version > version else None
-        return Granted(version=version, run=run, decide_s=decide_s, check=check, later=later)
+        return Granted(version=version, epoch=epoch, decide_s=decide_s, check=check, later=later)
 
     def wait_ranks(self) -> None:
         """Wait until all ranks of this trainer take part. Until then a rank that joins may find a version of theirs.
@@ -507,7 +507,7 @@ class Publisher(Closeable):
 
     def _ranks_present(self) -> set[int]:
         states = [other.state for other in self._membership.look() if other.state.side == "publisher"]
-        return {self.rank, *(state.rank for state in states if state.run == self._announcements.run)}
+        return {self.rank, *(state.rank for state in states if state.epoch == self._announcements.epoch)}
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
         """Wait until this number of subscribers take part.

@@ -1,6 +1,6 @@
-"""Agreement of a trainer's ranks: one run publishes a name at a time, and its rank 0 decides when a version may end.
+"""Agreement of a trainer's ranks: one epoch publishes a name at a time, and its rank 0 decides when a version may end.
 
-In: the members of the sync; progress reports of receivers. Out: the run of a rank, which is the member id of its rank
+In: the members of the sync; progress reports of receivers. Out: the epoch of a rank, which is the member id of its rank
 0; a `Decision` about each version; errors that name the earlier group.
 Not here: showing and fencing a version (`publisher`), receiving the reports (`sync.request_handler`), the rules of a
 version that a fleet commits as a whole (`sync.commit_rules`).
@@ -29,7 +29,7 @@ from penstock.timing import Timing
 
 
 def claim(membership: Membership) -> str:
-    """As rank 0, claim the name for this group, and return its run.
+    """As rank 0, claim the name for this group, and return its epoch.
 
     An earlier group whose process is gone does not count; one that is silent counts until the hub forgets it.
 
@@ -79,10 +79,10 @@ def taken(name: str, other: SyncMember) -> ConfigError:
 
 
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
-    """As another rank, return the run to belong to: `now` while its rank 0 lives, else the newest without this rank.
+    """As another rank, return the epoch to belong to: `now` while its rank 0 lives, else the newest without this rank.
 
     Raises:
-        ConfigError: every run has this rank already. SourceStalled: no rank 0 came within the stall deadline.
+        ConfigError: every epoch has this rank already. SourceStalled: no rank 0 came within the stall deadline.
     """
     stall_s = membership.stall_s
     deadline = time.monotonic() + stall_s
@@ -92,9 +92,9 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
         if any(zero.member == now for zero in zeros):
             return now
         # By world_size too: ranks of an old trainer that was restarted with another size must not mix with the new.
-        same = [zero for zero in zeros if zero.state.world_size == world_size and zero.state.run == zero.member]
+        same = [zero for zero in zeros if zero.state.world_size == world_size and zero.state.epoch == zero.member]
         rivals = []
-        # The newest first: a trainer that was restarted is listed twice until the hub drops the old run.
+        # The newest first: a trainer that was restarted is listed twice until the hub drops the old epoch.
         for zero in sorted(same, key=lambda zero: -zero.since):
             rival = _holder(membership, members, zero.member, rank)
             if rival is None and not membership.is_gone(zero):
@@ -114,7 +114,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
         _pause(membership)
 
 
-def begins_after(membership: Membership, run: str, rank: int) -> int:
+def begins_after(membership: Membership, epoch: str, rank: int) -> int:
     """As another rank, return the version above which rank 0 says that this rank begins; see `FirstVersions`.
 
     Raises:
@@ -124,11 +124,11 @@ def begins_after(membership: Membership, run: str, rank: int) -> int:
     deadline = time.monotonic() + stall_s
     while True:
         try:
-            return membership.ask(run, lambda sync_client: sync_client.begins_after(rank, wait_s))
+            return membership.ask(epoch, lambda sync_client: sync_client.begins_after(rank, wait_s))
         except NotFound as error:
             if time.monotonic() > deadline:
                 message = f"rank 0 of {membership.name!r} did not begin to publish within {stall_s:g} s"
-                raise SourceStalled(message, uri=f"penstock:{run}") from error
+                raise SourceStalled(message, uri=f"penstock:{epoch}") from error
             _pause(membership)
 
 
@@ -169,7 +169,7 @@ class FirstVersions:
             return self._latest if is_first else max(self._latest, self._newest())
 
 
-def decided(membership: Membership, run: str, version: int) -> Decision:
+def decided(membership: Membership, epoch: str, version: int) -> Decision:
     """As another rank, return rank 0's decision about a version.
 
     Raises:
@@ -180,7 +180,7 @@ def decided(membership: Membership, run: str, version: int) -> Decision:
     while True:
         try:
             decision = membership.ask(
-                run, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
+                epoch, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
             )
         except PeerLost as error:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
@@ -192,7 +192,7 @@ def decided(membership: Membership, run: str, version: int) -> Decision:
         elif time.monotonic() - since > stall_s:
             raise SourceStalled(
                 f"rank 0 did not begin version {version} within {stall_s:g} s",
-                uri=f"penstock:{run}",
+                uri=f"penstock:{epoch}",
                 hint="all ranks must publish the same versions",
             )
 
@@ -217,17 +217,17 @@ def recorded(membership: Membership, decision: FleetDecision, within_s: float) -
         time.sleep(membership.timing.record_pause_s)
 
 
-def _holder(membership: Membership, members: Sequence[SyncMember], run: str, rank: int) -> SyncMember | None:
-    """Return another live member that has this rank of a run."""
+def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, rank: int) -> SyncMember | None:
+    """Return another live member that has this rank of an epoch."""
     for member in members:
-        is_same = (member.state.side, member.state.run, member.state.rank) == ("publisher", run, rank)
+        is_same = (member.state.side, member.state.epoch, member.state.rank) == ("publisher", epoch, rank)
         if is_same and member.member != membership.member.id and not membership.is_gone(member):
             return member
     return None
 
 
 def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[SyncMember]:
-    """Return the rank 0 of each earlier run whose process is not gone."""
+    """Return the rank 0 of each earlier epoch whose process is not gone."""
     # The hub's order of arrival decides, then the id: two groups that start together agree on the first.
     mine = next(
         ((member.since, member.member) for member in members if member.member == membership.member.id),

@@ -16,7 +16,7 @@ class PublisherState(enum.Enum):
     """What a publisher does, and what can be read at this rank."""
 
     OPENING = "opening"
-    """It claims the name, or joins the run of rank 0."""
+    """It claims the name, or joins the epoch of rank 0."""
     IDLE = "idle"
     """No version can be read here."""
     SHOWING = "showing"

@@ -52,7 +52,7 @@ class TrainerRank:
 
     def decided(self, version: int) -> Decision:
         """As another rank, return rank 0's decision."""
-        decision = rank_group.decided(self.membership, self.announcements.run, version)
+        decision = rank_group.decided(self.membership, self.announcements.epoch, version)
         if decision.fleet is not None:
             self.announcements.decided(decision.fleet)
         return decision
@@ -172,7 +172,7 @@ class TwoPhase:
     def _recorded(self, version: int, verdict: Verdict) -> FleetDecision:
         """Return the decision that stands at the hub."""
         rank = self._rank
-        proposal = verdict.decision(rank.announcements.run, version)
+        proposal = verdict.decision(rank.announcements.epoch, version)
         try:
             # A withdrawal needs no record: without a recorded commit no subscriber goes live. It is recorded for
             # operators, and for subscribers that cannot reach this rank.
@@ -200,7 +200,7 @@ class TwoPhase:
                 verdict = Verdict(is_commit=False, why=f"rank 0 failed: {str(error) or type(error).__name__}")
                 # The number is used up: a subscriber may have heard that it is withdrawn.
                 self._rank.announcements.version = version
-                self._settle(version, verdict, verdict.decision(self._rank.announcements.run, version))
+                self._settle(version, verdict, verdict.decision(self._rank.announcements.epoch, version))
             raise
 
 
@@ -216,18 +216,18 @@ def show_parameters(rank: TrainerRank, version: int, metadata: Mapping[str, str]
     # After the announcement, so that the plain rows are read while the tagged ones are quantised. Of these a reader
     # waits for no more than its own: the device has written them when `fill` says so.
     ready = partial(local_version.ready, is_written=True)
-    offer.fill(version, rank.announcements.run, ready, stall_s=rank.stall_s)
+    offer.fill(version, rank.announcements.epoch, ready, stall_s=rank.stall_s)
     return 0.0
 
 
 def show_copy(rank: TrainerRank, version: int, metadata: Mapping[str, str]) -> float:
     """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
-    registered, offer, run = rank.registered, rank.registered.offer, rank.announcements.run
+    registered, offer, epoch = rank.registered, rank.registered.offer, rank.announcements.epoch
     assert registered.snapshot is not None
     # Host copies have the tagged rows too, so these must be complete before the copy. Otherwise they are served from
     # the device, and receivers may read the plain rows meanwhile.
     if offer.is_copied:
-        offer.fill(version, run, lambda rows: None, stall_s=rank.stall_s)
+        offer.fill(version, epoch, lambda rows: None, stall_s=rank.stall_s)
     copy_s = registered.snapshot.snapshot(
         version,
         rows=None if offer.is_copied else offer.plain_rows,
@@ -237,5 +237,5 @@ def show_copy(rank: TrainerRank, version: int, metadata: Mapping[str, str]) -> f
     )
     if not offer.is_copied:
         ready = partial(registered.local_version.ready, is_written=True)
-        offer.fill(version, run, ready, stall_s=rank.stall_s)
+        offer.fill(version, epoch, ready, stall_s=rank.stall_s)
     return copy_s

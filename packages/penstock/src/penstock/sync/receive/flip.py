@@ -116,13 +116,13 @@ class FlipOrder:
         flip.paused_at, flip.before = at, self._states.now
         self._states.enter(S.FLIPPING)
         live = self._states.live
-        self._serving.withdraw(live.run, self._states.version)
+        self._serving.withdraw(live.epoch, self._states.version)
         self._update_loop.require_in_place()
 
     def _go_live(self, staged: Staged, begun: float) -> None:
         now = time.perf_counter()
         live = LiveVersion(
-            run=staged.run,
+            epoch=staged.epoch,
             version=staged.version,
             metadata=staged.metadata,
             path=staged.path,
@@ -136,7 +136,7 @@ class FlipOrder:
         self._on_live()
         self._call("at_commit", staged.version)
         if self._states.now is not S.CLOSED:
-            self._serving.begin(live.run, live.version, live.metadata)
+            self._serving.begin(live.epoch, live.version, live.metadata)
             self._report_now()
         self._leases.open_to_readers()
         self._call("after_resume", staged.version)
@@ -164,7 +164,7 @@ class FlipOrder:
         if states.version < 0 or states.at_rest is S.DIRTY:
             return
         if states.is_current:
-            self._serving.begin(states.live.run, states.version, states.live.metadata)
+            self._serving.begin(states.live.epoch, states.version, states.live.metadata)
         self._leases.open_to_readers()
         self._call("after_resume", states.version)
 

@@ -99,7 +99,7 @@ class Participant:
         if why:
             self._update_loop.report("refused" if staged.decide_by is not None else "failed", why)
             decision = FleetDecision(
-                run=staged.run,
+                epoch=staged.epoch,
                 version=staged.version,
                 outcome="withdrawn",
                 by=self._membership.member.id,
@@ -124,7 +124,7 @@ class Participant:
             VersionRefused: it was withdrawn. StaleDescriptor: later versions are decided. SourceStalled: nothing could
                 be learned; it may be called again.
         """
-        run, version = staged.run, staged.version
+        epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
         # Rank 0 may need as long as the stall deadline to have the decision recorded.
         limit_s = max(0.0, decide_by - begun) + self._stall_s
@@ -132,7 +132,7 @@ class Participant:
         question = next(asking)
         while True:
             self._check_open()
-            reply = self._ask_rank_0(run, version) if question == "coordinator" else self._ask_hub(run, version)
+            reply = self._ask_rank_0(epoch, version) if question == "coordinator" else self._ask_hub(epoch, version)
             try:
                 question = asking.send(reply)
             except StopIteration as end:
@@ -155,37 +155,37 @@ class Participant:
         if decision.outcome == "withdrawn":
             raise refusal(name, decision)
 
-    def _ask_rank_0(self, run: str, version: int) -> DecisionReply:
+    def _ask_rank_0(self, epoch: str, version: int) -> DecisionReply:
         """Return rank 0's answer about a version, which comes as soon as there is a decision."""
         wait_s = self._timing.decision_wait_s
         try:
             answer: Decision = self._membership.ask(
-                run, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
+                epoch, lambda sync_client: sync_client.decision(version, wait_s), channel="decision"
             )
         except PeerLost:
-            is_gone = self._membership.has_left(run, max_age_s=wait_s)
+            is_gone = self._membership.has_left(epoch, max_age_s=wait_s)
             return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
         # A rank 0 that does not know the version has forgotten it, among many later ones.
         return DecisionReply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
 
-    def _ask_hub(self, run: str, version: int) -> DecisionReply:
+    def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
         """Propose to the hub to withdraw a version, and return the decision that it has recorded."""
         member = self._membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
-        proposal = FleetDecision(run=run, version=version, outcome="withdrawn", why=why)
+        proposal = FleetDecision(epoch=epoch, version=version, outcome="withdrawn", why=why)
         try:
             answer = member.decide(self._membership.name, proposal)
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
         return DecisionReply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
 
-    def terms(self, asker: str, request: PartRequest, run: str, version: int) -> Withdrawn | Granted:
+    def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
         """Return the terms of a version that this subscriber plans for another receiver; see `Planner`."""
-        known = self._update_loop.decisions.get((run, version))
+        known = self._update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
-            return Withdrawn(version=version, run=run, decision=known)
+            return Withdrawn(version=version, epoch=epoch, decision=known)
         # Live here, so it is committed; the values of its check are kept for others that check it.
         check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
-        return Granted(version=version, run=run, check=check)
+        return Granted(version=version, epoch=epoch, check=check)

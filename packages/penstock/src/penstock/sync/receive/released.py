@@ -185,7 +185,7 @@ class ReleasedVersion:
 
     name: str
     """Of the sync."""
-    run: str
+    epoch: str
     version: int
     proven: list[tuple[Strips, U64]]
     """Its strips with their verified digests."""
@@ -219,8 +219,8 @@ class ReleasedVersion:
         buffers.install()
         return Staged(
             version=stored.version,
-            # Without the run, where nothing proves that these bytes are the trainer's: then it is not served to others.
-            run=self.run if is_same else "",
+            # Without the epoch it is not served to others: nothing proves that these bytes are the trainer's.
+            epoch=self.epoch if is_same else "",
             origin="restore",
             begun=begun,
             attempts=1,
@@ -243,7 +243,7 @@ class ReleasedVersion:
             raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
         if update_loop.checkpoint is not None:
             update_loop.allocate_again(self.proven)
-        return Staged(version=self.version, run=self.run, origin="restore", begun=begun, attempts=1, sources={})
+        return Staged(version=self.version, epoch=self.epoch, origin="restore", begun=begun, attempts=1, sources={})
 
 
 class Release:
@@ -299,14 +299,14 @@ class Release:
         self._leases.close_to_readers()
         try:
             digests = MemoryDigests.of_target(target) if returns and target is not None else None
-            run, version = states.live.run, states.version
-            self._serving.withdraw(run, version)
+            epoch, version = states.live.epoch, states.version
+            self._serving.withdraw(epoch, version)
             states.enter(SubscriberState.RELEASED)
             # Before the memory goes: a registration of memory that is unmapped cannot be ended.
             proven = loop.free()
             memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
             self._released = ReleasedVersion(
-                name=self._name, run=run, version=version, proven=proven, memory=memory, digests=digests
+                name=self._name, epoch=epoch, version=version, proven=proven, memory=memory, digests=digests
             )
         finally:
             self._leases.open_to_readers()

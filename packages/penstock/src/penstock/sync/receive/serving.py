@@ -1,6 +1,6 @@
 """The live version of a subscriber as a source for other members: announced, served, and withdrawn before it changes.
 
-In: the run and the version that is live. Out: the status and the memory that the server's threads answer from.
+In: the epoch and the version that is live. Out: the status and the memory that the server's threads answer from.
 Not here: the moment of a flip (`flip`), the memory itself (`target`).
 """
 
@@ -18,7 +18,7 @@ class Serving:
     """A subscriber's live version, served to others. One thread at a time changes it; the server's threads read.
 
     Attributes:
-        status: the run and version, and whether it can be read here.
+        status: the epoch and version, and whether it can be read here.
 
     Args:
         update_loop: has the memory.
@@ -42,21 +42,21 @@ class Serving:
         buffers = self._update_loop.buffers
         return None if buffers is None else buffers.local_version
 
-    def begin(self, run: str, version: int, metadata: Mapping[str, str]) -> None:
+    def begin(self, epoch: str, version: int, metadata: Mapping[str, str]) -> None:
         """Serve the live version to others, where this subscriber is a source."""
         local_version = self.local_version()
-        if local_version is None or not self._serves or not run:
+        if local_version is None or not self._serves or not epoch:
             return
         if local_version.version is not None:
             local_version.fence()
         local_version.begin(version, metadata)
         local_version.ready()
-        self.status.post(run, version, is_open=True)
+        self.status.post(epoch, version, is_open=True)
 
-    def withdraw(self, run: str, version: int) -> None:
+    def withdraw(self, epoch: str, version: int) -> None:
         """Stop serving the live version, because its memory is about to change, or has changed."""
         # The status first: a reader that is fenced asks a planner at once, which must not send it back here.
-        self.status.post(run, version, is_open=False)
+        self.status.post(epoch, version, is_open=False)
         local_version = self.local_version()
         if local_version is not None and local_version.version is not None:
             local_version.fence()

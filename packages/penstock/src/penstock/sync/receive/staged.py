@@ -19,7 +19,7 @@ class Staged:
     """A version, read and verified."""
 
     version: int
-    run: str
+    epoch: str
     origin: Literal["sync", "restore", "here"] = "sync"
     """`restore`: released weights were filled from elsewhere. `here`: the version is live already, nothing was read."""
     part: ReceiverPlan | None = None
@@ -79,4 +79,4 @@ class UpdateOptions:
 
 def nothing_read(reply: PartReply, begun: float, attempt: int) -> Staged:
     """Return the live version, of which nothing was read."""
-    return Staged(version=reply.version, run=reply.run, origin="here", begun=begun, attempts=attempt, sources={})
+    return Staged(version=reply.version, epoch=reply.epoch, origin="here", begun=begun, attempts=attempt, sources={})

@@ -71,7 +71,7 @@ class InvalidTransition(RuntimeError):
 class LiveVersion:
     """The version that a target has."""
 
-    run: str = ""
+    epoch: str = ""
     version: int = -1
     metadata: Mapping[str, str] = field(default_factory=dict)
     path: str = ""

@@ -157,8 +157,8 @@ class Subscriber(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the publishers' run and the live version: equal revisions are equal bytes. Empty: none is live."""
-        return f"{self._states.live.run}:{self.version}" if self.version >= 0 else ""
+        """Return the publishers' epoch and the live version: equal revisions are equal bytes. Empty: none is live."""
+        return f"{self._states.live.epoch}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
         """Return the state of this subscriber for the hub's list."""
@@ -171,7 +171,7 @@ class Subscriber(Closeable):
         return SyncState(
             name=self.name,
             side="subscriber",
-            run=live.run,
+            epoch=live.epoch,
             rank=self._rank,
             world_size=self._world_size,
             layout="" if buffers is None else buffers.digest,
@@ -568,7 +568,7 @@ class Subscriber(Closeable):
     def _stop_serving(self) -> None:
         """Withdraw the live version and report it at once: planners choose sources by the hub's list."""
         if self.version >= 0:
-            self._serving.withdraw(self._states.live.run, self.version)
+            self._serving.withdraw(self._states.live.epoch, self.version)
             self.member.beat_now()
 
     def _check_proven(self) -> None:

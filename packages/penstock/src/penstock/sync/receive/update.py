@@ -3,7 +3,7 @@
 In: the members of the sync, a target, a version. Out: the version verified in memory, as `Staged`; or a typed error.
 Not here: making it live and the engine's hooks (`flip`), serving it (`serving`).
 
-    planner: checkpoint's table (once per run) -> requirements -> layout -> part -> links to its sources -> transfer
+    planner: checkpoint's table (once per epoch) -> requirements -> layout -> part -> links to its sources -> transfer
        source lost: retry without it | fenced: retry with the newest version | planner lost: use the next one
 
 After a loss the plan is another, and all bytes are read again. After a fence the plan may be the same: steps that were
@@ -76,11 +76,11 @@ class UpdateLoop:
 
     Attributes:
         buffers: the memory that receives versions; None before `prepare` and the first update, and other buffers once a
-            run has another checkpoint.
+            epoch has another checkpoint.
         requirements: of the target; None before `prepare` and the first update, and after the target has moved. They
             outlive `buffers`.
         checkpoint: the checkpoint's table from the planner; None before `prepare` and the first update.
-        decisions: the decisions of the fleet that are known here, by run and version, the oldest first.
+        decisions: the decisions of the fleet that are known here, by epoch and version, the oldest first.
         decision: the newest of them.
 
     Args:
@@ -122,8 +122,8 @@ class UpdateLoop:
         self.decision: FleetDecision | None = None
         # The verified strips of the live version.
         self._live_proven: list[tuple[Strips, U64]] = []
-        # The run and the table that `buffers` are for.
-        self._run = ""
+        # The epoch and the table that `buffers` are for.
+        self._epoch = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | None = None
         # The rows of its part that are one memory.
@@ -156,7 +156,7 @@ class UpdateLoop:
 
     def note_decision(self, decision: FleetDecision) -> None:
         """Remember a decision: heartbeats report the newest to the hub, and a withdrawn version is not read again."""
-        self.decisions.setdefault((decision.run, decision.version), decision)
+        self.decisions.setdefault((decision.epoch, decision.version), decision)
         while len(self.decisions) > _KEPT_DECISIONS:
             self.decisions.pop(next(iter(self.decisions)))
         self.decision = decision
@@ -164,7 +164,7 @@ class UpdateLoop:
     def _tell_withdrawn(self, reply: PartReply | NewsReply) -> None:
         """Raise VersionRefused if there is nothing to read because a version was withdrawn; once for each version."""
         withdrawn = reply.withdrawn
-        if withdrawn is not None and (withdrawn.run, withdrawn.version) not in self.decisions:
+        if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
             raise refusal(self._membership.name, withdrawn)
 
@@ -264,7 +264,7 @@ class UpdateLoop:
         self.follow()
         # Without a request: the answer is known, and a planner need not be there.
         if version is not None and version <= self._states.version:
-            wanted = PartReply(version=version, run=self._states.live.run)
+            wanted = PartReply(version=version, epoch=self._states.live.epoch)
             if self._is_live(wanted):
                 return nothing_read(wanted, begun, 0)
         self._asking = None
@@ -285,7 +285,7 @@ class UpdateLoop:
     ) -> Staged:
         """Try to read a version until it succeeds or `TRIES` is used up, each time without the members that failed."""
         lost: dict[str, PenstockError] = {}
-        # The runs that a lost member may have been needed for.
+        # The epochs that a lost member may have been needed for.
         damaged: set[str] = set()
         for attempt in range(1, TRIES + 1):
             planner = self._choose_planner(lost)
@@ -310,14 +310,14 @@ class UpdateLoop:
                 member, error = about if is_other else planner.member, failed
             except (PlanError, StaleDescriptor) as failed:
                 # A trainer that was restarted is whole, whatever its former process does.
-                if planner.state.run not in damaged:
+                if planner.state.epoch not in damaged:
                     raise
                 # The remaining members cannot supply the version: the reason is the member that was lost.
                 raise next(reversed(lost.values())) from failed
             # A source that fenced its version is healthy: it serves the next one, and must not be left out.
             if not isinstance(error, StaleDescriptor):
                 lost[member] = error
-                damaged.add(planner.state.run)
+                damaged.add(planner.state.epoch)
             if attempt == TRIES or not isinstance(error, (*_LOST, StaleDescriptor)):
                 raise error
             left_out = f" without {member[:8]}" if member in lost else ""
@@ -339,8 +339,8 @@ class UpdateLoop:
             # A target that is dirty or has moved may read the live version again: that is the way to repair it.
             if not self._states.is_current:
                 return False
-            # By the run too: the same number of another run has other bytes.
-            if reply.run == self._states.live.run:
+            # By the epoch too: the same number of another epoch has other bytes.
+            if reply.epoch == self._states.live.epoch:
                 return True
         message = f"version {reply.version} is not above {version}, which is live"
         hint = "versions grow, over restarts of the trainer too: number on from Publisher.latest"
@@ -372,10 +372,10 @@ class UpdateLoop:
         return candidates[0]
 
     def _prepare_buffers(self, planner: SyncMember) -> ReceiveBuffers:
-        """Return the receive buffers for this run's versions; allocate new ones where its checkpoint differs."""
-        # A run's checkpoint does not change, so its table is requested once. A restarted trainer is a new run, usually
-        # with the same table: the buffers, and the recording of the loader, stay.
-        if self.requirements is not None and self._run == planner.state.run:
+        """Return the receive buffers for this epoch's versions; allocate new ones where its checkpoint differs."""
+        # An epoch's checkpoint does not change, so its table is requested once. A restarted trainer has a new epoch,
+        # usually with the same table. Then the buffers and the recording of the loader stay.
+        if self.requirements is not None and self._epoch == planner.state.epoch:
             if self.buffers is None:
                 # They were freed while the engine slept.
                 self.buffers = self._allocate(self.requirements)
@@ -394,7 +394,7 @@ class UpdateLoop:
             buffers = self._allocate(requirements)
             self.buffers, self.requirements = buffers, requirements
         self._table = key
-        self._run = planner.state.run
+        self._epoch = planner.state.epoch
         self.checkpoint = checkpoint
         return buffers
 
@@ -449,7 +449,7 @@ class UpdateLoop:
         """
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
-        if self._transfer is not None and not lost and expected >= 0 and self._run == planner.state.run:
+        if self._transfer is not None and not lost and expected >= 0 and self._epoch == planner.state.epoch:
             assert self._tied is not None
             members = self._tied.sources
         return LinkRequests(self._membership, members, expected, self._stall_s, self._threads, self._timing)
@@ -476,7 +476,7 @@ class UpdateLoop:
             refused=tuple(
                 known.version
                 for known in reversed(self.decisions.values())
-                if known.run == planner.state.run and known.outcome == "withdrawn"
+                if known.epoch == planner.state.epoch and known.outcome == "withdrawn"
             ),
             is_ahead=is_ahead,
             is_outdated=self._is_outdated,
@@ -487,7 +487,7 @@ class UpdateLoop:
             full = msgspec.structs.replace(request, layout=encode(buffers.layout))
             reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(full))
         # What is known here first: a withdrawn version must not go live, whatever a planner says.
-        known = self.decisions.get((reply.run, reply.version), reply.refused)
+        known = self.decisions.get((reply.epoch, reply.version), reply.refused)
         if known is not None and known.outcome == "withdrawn":
             self.note_decision(known)
             raise refusal(self._membership.name, known)
@@ -564,7 +564,7 @@ class UpdateLoop:
             self.report("committed")
         return Staged(
             version=reply.version,
-            run=reply.run,
+            epoch=reply.epoch,
             part=part,
             begun=begun,
             attempts=attempt,

@@ -28,7 +28,7 @@ class Waiting(Protocol):
 
     @property
     def revision(self) -> str:
-        """Return the publishers' run and the live version."""
+        """Return the publishers' epoch and the live version."""
         ...
 
     def wait(self, version: int | None = None, timeout_s: float | None = None) -> int:
