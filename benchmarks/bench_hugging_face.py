@@ -6,7 +6,7 @@ The hub is `tests.support.servers.hugging_face` in a process of its own; `--mb-p
 a fresh process with an empty local cache, or with one that a first run has filled. Stock is `snapshot_download` and
 then `safetensors.torch.load_file` for each shard, which is what `from_pretrained` does. The time begins after imports
 and ends when every byte of every tensor was read once, so that mapping alone is no load. The rows of the cache end when
-`snapshot_download` or `penstock pull --cache` has written the repository to an empty one.
+`snapshot_download` or `penstock fetch --cache` has written the repository to an empty one.
 """
 
 from __future__ import annotations

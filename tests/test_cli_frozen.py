@@ -22,7 +22,7 @@ COMMANDS = {
     "manifest": "URI --sign --out --force --format",
     "keep": "URIS --model --device --hub --listen --data-port --token-file --memory-bytes --host-bytes --disk "
     "--disk-bytes --accept --max-readers --max-bytes-per-s --drain-s --format",
-    "pull": "MODEL --to --device --cache --fallback --revision --hub --listen --data-port --token-file "
+    "fetch": "MODEL --to --device --cache --fallback --revision --hub --listen --data-port --token-file "
     "--timeout-s --force --format",
     "convert": "PLACES --to --op --verify --no-verify --devices --workers --memory-bytes --task-bytes --shard-bytes "
     "--scratch --trace --force --ray --rates --hub --token-file --listen --data-port --list-ops --dry-run --format",

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock as ps
-from penstock.fetcher.pull import pull
+from penstock.fetcher.to_files import fetch_to_files
 
 NBYTES = 8 * 4096
 
@@ -26,9 +26,9 @@ def fetch(file: Path, progress: object) -> None:
         fleet.fetch({}, fallback=file, progress=progress)
 
 
-def pulled(file: Path, progress: object) -> None:
+def fetched_to_files(file: Path, progress: object) -> None:
     with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
-        pull(fleet, to=file.parent / "pulled", fallback=file, progress=progress)
+        fetch_to_files(fleet, to=file.parent / "fetched", fallback=file, progress=progress)
 
 
 def verify(file: Path, progress: object) -> None:
@@ -55,7 +55,7 @@ VERBS: dict[str, Callable[[Path, object], object]] = {
     "manifest": lambda file, progress: ps.manifest(file, progress=progress),
     "verify": verify,
     "fetch": fetch,
-    "pull": pulled,
+    "fetch to files": fetched_to_files,
     "update": update,
     "convert": lambda file, progress: ps.convert(
         file, file.parent / "out", devices="cpu", workers=1, progress=progress

@@ -20,8 +20,8 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
-from penstock.fetcher.pull import pull
 from penstock.fetcher.storage_initializer import initialize
+from penstock.fetcher.to_files import fetch_to_files
 from penstock.storage import output
 from penstock.testing.checkpoints import write_llama
 
@@ -74,9 +74,9 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write(source: Path, to: Path, *, replace: bool = False, progress: object = False) -> None:
-    """Write a copy by `pull`, as `convert` writes its result, without the seconds in which workers start."""
+    """Write a copy by `fetch_to_files`, as `convert` writes its result, without the seconds in which workers start."""
     with ps.join("m", connection=ps.ConnectionSettings(transports=["loopback"])) as fleet:
-        pull(fleet, to=to, fallback=source, replace=replace, progress=progress)
+        fetch_to_files(fleet, to=to, fallback=source, replace=replace, progress=progress)
 
 
 def test_force_replaces_result_after_completion(
@@ -86,7 +86,7 @@ def test_force_replaces_result_after_completion(
     write(other, out)
     first = revision(out)
     (out / "notes.txt").write_text("of the old one")
-    for words in (["convert", str(made), str(out)], ["pull", "m", "--to", str(out), "--fallback", str(made)]):
+    for words in (["convert", str(made), str(out)], ["fetch", "m", "--to", str(out), "--fallback", str(made)]):
         refused = commands.run(fork_server, words)
         assert refused.returncode == 2 and "--force" in refused.stderr and revision(out) == first
     refused = commands.run(fork_server, ["convert", str(made), str(out), *TO_F32, "--force"])
@@ -96,8 +96,8 @@ def test_force_replaces_result_after_completion(
     assert done.returncode == 0, done.stderr
     assert revision(out) == json.loads(done.stdout)["revision"] != first
     assert ps.verify(out, progress=False).verified
-    pulled = commands.run(fork_server, ["pull", "m", "--to", str(out), "--fallback", str(other), "--force"])
-    assert pulled.returncode == 0, pulled.stderr
+    fetched = commands.run(fork_server, ["fetch", "m", "--to", str(out), "--fallback", str(other), "--force"])
+    assert fetched.returncode == 0, fetched.stderr
     assert revision(out) == first
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -178,14 +178,14 @@ def test_unsupported_exchange_uses_two_renames(
 NEEDED = re.compile(r"not enough disk space: ([\d.]+) MB needed, ([\d.]+) MB free")
 
 
-@pytest.mark.parametrize("command", ["convert", "pull", "storage-initializer"])
+@pytest.mark.parametrize("command", ["convert", "fetch", "storage-initializer"])
 def test_too_small_disk_is_reported_before_writing(
     command: str, made: Path, small_disk: Callable[[int], Path], fork_server: ForkServer
 ) -> None:
     disk = small_disk(4 << 20)
     words = {
         "convert": ["convert", str(made), str(disk / "out"), *TO_F32],
-        "pull": ["pull", "m", "--to", str(disk / "out"), "--fallback", str(made)],
+        "fetch": ["fetch", "m", "--to", str(disk / "out"), "--fallback", str(made)],
         "storage-initializer": ["storage-initializer", str(made), str(disk / "out")],
     }[command]
     done = commands.run(fork_server, words)
@@ -239,14 +239,14 @@ def test_status_fits_resized_terminal(made: Path, fork_server: ForkServer) -> No
             assert "model" in terminal.text and "whole" in terminal.lines[-2]
 
 
-@pytest.mark.parametrize("command", ["convert", "pull", "storage-initializer"])
+@pytest.mark.parametrize("command", ["convert", "fetch", "storage-initializer"])
 def test_empty_mount_point_is_filled(command: str, made: Path, small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(64 << 20)
     # An empty volume of ext4 has this directory.
     (disk / "lost+found").mkdir()
     if command == "convert":
         ps.convert(made, disk, devices="cpu", workers=1, progress=False)
-    elif command == "pull":
+    elif command == "fetch":
         write(made, disk)
     else:
         initialize(str(made), disk)

@@ -22,8 +22,8 @@ COMMANDS = {
     "load, not verified": "load {sealed} --no-verify",
     "verify": "verify {sealed}",
     "manifest": "manifest {sealed} --out {tmp}/manifest",
-    "pull to files": "pull m --to {tmp}/pulled --fallback {sealed}",
-    "pull to a device": "pull m --device cpu --fallback {sealed}",
+    "fetch to files": "fetch m --to {tmp}/fetched --fallback {sealed}",
+    "fetch to a device": "fetch m --device cpu --fallback {sealed}",
     "convert": "convert {sealed} {tmp}/out --to cast:F32 --devices cpu --workers 1 --task-bytes 1M",
     "convert, as json": "convert {sealed} {tmp}/out --devices cpu --workers 1 --format json",
     "bench load": "bench load {sealed} --repeat 2",
@@ -96,7 +96,7 @@ def test_interrupt_clears_bar(made: Path, fork_server: ForkServer) -> None:
 
 def test_wait_for_holder_counts_seconds(fork_server: ForkServer) -> None:
     with Terminal() as terminal:
-        terminal.fork(fork_server, ["pull", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
+        terminal.fork(fork_server, ["fetch", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
         terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)
         assert terminal.end() == 3
         # Before it, the log says what is waited for.

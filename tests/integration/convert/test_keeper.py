@@ -22,7 +22,7 @@ from tests.truth import assert_same, by_safetensors
 import penstock as ps
 from penstock.cache import attached as attaching
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
-from penstock.fetcher.pull import pull
+from penstock.fetcher.to_files import fetch_to_files
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 from penstock.timing import Timing
@@ -104,7 +104,7 @@ def test_converted_adapter_is_pulled_under_its_name(told, tmp_path: Path) -> Non
     with ps.cache.WeightCache() as keeper:
         ps.convert(tmp_path / "adapter", keeper.into("adapter"), **told)
         with ps.join("adapter") as fleet:
-            pull(fleet, to=tmp_path / "out")
+            fetch_to_files(fleet, to=tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").glob("*.safetensors")] == ["adapter_model.safetensors"]
     assert_same(by_safetensors(tmp_path / "out"), weights)
 

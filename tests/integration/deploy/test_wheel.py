@@ -280,7 +280,7 @@ def test_core_alone_has_no_engine(core: Environment, torch: Path) -> None:
 
 def test_core_command_names_missing_package(core: Environment) -> None:
     added = {name: package for package, groups in ENTRY_POINTS.items() for name in groups.get("penstock.commands", ())}
-    assert added.keys().isdisjoint(core.commands()) and {"load", "pull", "hub"} <= core.commands()
+    assert added.keys().isdisjoint(core.commands()) and {"load", "fetch", "hub"} <= core.commands()
     for command, package in added.items():
         done = run(core.penstock, command)
         assert done.returncode == 2 and done.stderr.endswith(f"pip install {package}\n"), done.stderr

@@ -53,7 +53,7 @@ def test_refused_member_reads_storage_immediately(hub, made, truth, tmp_path, ca
     (tmp_path / "mine").write_text(OTHERS)
     asked = ["m", "--hub", hub, "--token-file", str(tmp_path / "mine"), "--fallback", str(made), "--format", "json"]
     with pytest.raises(SystemExit) as ended:
-        run(["pull", "--to", str(tmp_path / "out"), *asked])
+        run(["fetch", "--to", str(tmp_path / "out"), *asked])
     said = json.loads(capsys.readouterr().out)
     assert not ended.value.code
     assert said["wall_s"] < float(FAR_S) / 4  # half of it, where a hub that is away is waited for

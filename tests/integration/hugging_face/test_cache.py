@@ -291,13 +291,13 @@ def test_commands_fill_and_use_cache(
     for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
-    done = commands.run(fork_server, ["pull", "org/tiny", "--cache"])
+    done = commands.run(fork_server, ["fetch", "org/tiny", "--cache"])
     assert done.returncode == 0, done.stderr
     assert "2 files" in done.stdout and f"in the cache: {offline('org/tiny')}" in done.stdout
     loaded = commands.run(fork_server, ["load", "org/sharded", "--cache", "--format", "json"])
     assert loaded.returncode == 0, loaded.stderr
     assert json.loads(loaded.stdout)["verified"] and offline("org/sharded")
     for wrong in (["--device", "cpu"], ["--fallback", "org/tiny"]):
-        assert commands.run(fork_server, ["pull", "org/tiny", "--cache", *wrong]).returncode == 2
+        assert commands.run(fork_server, ["fetch", "org/tiny", "--cache", *wrong]).returncode == 2
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert commands.run(fork_server, ["load", "org/sharded"]).returncode == 0

@@ -14,8 +14,8 @@ from safetensors.numpy import save_file
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
-from penstock.fetcher.pull import pull_model
 from penstock.fetcher.storage_initializer import initialize
+from penstock.fetcher.to_files import fetch_model
 from penstock.storage.place import DestinationClaim, OutputPlace, clear, fill, remove_dead, require_apart, unlock
 from penstock.storage.write import new_file
 
@@ -330,7 +330,7 @@ _WRITERS: dict[str, Callable[[Path, str], object]] = {
     "convert": convert,
     "initialize": lambda source, to: initialize(str(source), to),
     "place": lambda source, to: OutputPlace.at(to).require_free(),
-    "pull": lambda source, to: pull_model(
+    "fetch": lambda source, to: fetch_model(
         "m", connection=ps.ConnectionSettings(), to=to, fallback=str(source), timeout_s=0.1
     ),
 }
@@ -385,6 +385,6 @@ def test_disk_without_inodes_is_left_unchanged(source: Path, tmp_path: Path) -> 
                 write_to()
             assert not (disk / "a" / "b").exists() and not any(path.is_file() for path in disk.rglob("*"))
         with pytest.raises(DestinationError):
-            pull_model("m", connection=ps.ConnectionSettings(), to="/dev/null/x", fallback=str(source), timeout_s=0.1)
+            fetch_model("m", connection=ps.ConnectionSettings(), to="/dev/null/x", fallback=str(source), timeout_s=0.1)
     finally:
         libc.umount2(str(disk).encode(), 2)

@@ -76,7 +76,7 @@ def base_identity(base: Base) -> str:
     Args:
         base: A text or a function that returns one gives this text. A report from `load`, `inspect`, `verify` or
             `fetch` gives its revision. The base's own `Publisher` or `Subscriber`, or a report from one, gives
-            `NAME:VERSION epoch=RUN` for the current version. A restarted trainer has a different epoch, and therefore a
+            `NAME:VERSION run=EPOCH` for the current version. A restarted trainer has a different epoch, and therefore a
             different base, even if the version number is the same.
 
     Raises:
@@ -104,7 +104,7 @@ def base_identity(base: Base) -> str:
 
 
 def is_same_base(expected: str, found: str) -> bool:
-    """Return whether two identities mean the same base. The epoch counts only if both have it. vLLM reports no epoch."""
+    """Return whether two identities mean the same base. The epoch counts if both have it. vLLM reports none."""
     if _EPOCH in expected and _EPOCH in found:
         return expected == found
     return expected.partition(_EPOCH)[0] == found.partition(_EPOCH)[0]

@@ -1,7 +1,7 @@
-"""`penstock status`, `why`, `keep` and `pull`: commands of a process that uses a fleet.
+"""`penstock status`, `why`, `keep` and `fetch`: commands of a process that uses a fleet.
 
 In: a model's name, or URIs for `keep`. Out: the hub's answers, or reports, on stdout.
-Not here: the answers (`hub.directory`), keeping (`cache.weight_cache`), fetching and writing (`fetcher.pull`).
+Not here: the answers (`hub.directory`), keeping (`cache.weight_cache`), fetching and writing (`fetcher.to_files`).
 """
 
 from __future__ import annotations
@@ -385,7 +385,7 @@ def _fill(uri: str, format: OutputFormat) -> None:
         write_lines(report.summary())
 
 
-def pull(
+def fetch(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="The name its members agree on; with --cache, org/name or hf://.")
     ],
@@ -432,10 +432,10 @@ def pull(
 
     if fallback is not None:
         require_local(fallback)
-    from penstock.fetcher.pull import pull_model
+    from penstock.fetcher.to_files import fetch_model
 
     try:
-        report = pull_model(
+        report = fetch_model(
             model,
             connection=connection_of(hub, token_file, listen, data_port),
             revision=revision,

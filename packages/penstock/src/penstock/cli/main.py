@@ -93,7 +93,7 @@ for _name, _command, *_examples in (
     ("verify", checkpoints.verify, "penstock verify llama --public-key key.pub.pem"),
     ("manifest", checkpoints.manifest, "penstock manifest llama --sign key.pem"),
     ("keep", fleet.keep, "penstock keep s3://bucket/llama/ --model llama --device cuda --memory-bytes 40G"),
-    ("pull", fleet.pull, "penstock pull llama --to /models/llama --fallback s3://bucket/llama/"),
+    ("fetch", fleet.fetch, "penstock fetch llama --to /models/llama --fallback s3://bucket/llama/"),
     (
         "convert",
         convert.convert,

@@ -2,5 +2,5 @@
 
 `join` is the API. `discover` finds tensors and destination. `run` wires `hub_poller`, `claim_loop` and `assignment`:
 `choice` says which chunks are read from which `upstream`, and `retries` when a failed member is tried again.
-`storage_reader` reads storage, `verify` compares digests. `pull` and `storage_initializer` are commands.
+`storage_reader` reads storage, `verify` compares digests. `to_files` and `storage_initializer` are commands.
 """

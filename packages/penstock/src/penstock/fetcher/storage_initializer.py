@@ -1,7 +1,7 @@
 """Storage initializer: a model's files in a directory before an engine starts, from a fleet or from storage.
 
 In: a URI and a directory, as KServe gives them to an init container. Out: all files of the model there, verified.
-Not here: the command (`cli.initialize`), fetching (`fetcher.pull`), copying (`storage.download`).
+Not here: the command (`cli.initialize`), fetching (`fetcher.to_files`), copying (`storage.download`).
 
     SRC --list--> files --hub: fetch the weights; else copy--> DEST/.penstock.partial --verify, rename--> DEST
 """
@@ -234,18 +234,18 @@ def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSet
     """Fetch the weights into the partial directory. None: no hub answers."""
     # On first use: both import torch, which a copy of files does not need.
     from penstock.fetcher.join import join_or_warn
-    from penstock.fetcher.pull import pull
+    from penstock.fetcher.to_files import fetch_to_files
 
-    pulled = partial / "pulled"
+    fetched = partial / "fetched"
     joined = join_or_warn(model, place, connection=connection)
     if isinstance(joined, HubUnavailable):
         return None
     with joined as fleet:
-        report = pull(fleet, to=pulled, fallback=place)
+        report = fetch_to_files(fleet, to=fetched, fallback=place)
     with typed(partial):
-        for file in pulled.iterdir():
+        for file in fetched.iterdir():
             file.rename(partial / file.name)
-        pulled.rmdir()
+        fetched.rmdir()
     return report
 
 

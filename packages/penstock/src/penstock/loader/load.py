@@ -301,7 +301,7 @@ def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) ->
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
     if options.settings.cache and group is not None:
         # Hosts end their downloads at different times, and a group waits `stall_s` for a rank.
-        hint = "first run `penstock pull org/name --cache` on each host"
+        hint = "first run `penstock fetch org/name --cache` on each host"
         raise ConfigError("cache=True and group= do not go together", hint=hint)
     if group is not None:
         require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")

@@ -9,7 +9,7 @@ and `"keeper": false` turn each off.
 
 What is exchanged is the checkpoint, not an engine's parameters after its post-processing: the engine runs its own
 loading code on bytes whose digests were compared, so a replica is what a load from storage makes, and exchanges with
-replicas of other versions, parallel sizes and engines, with keepers and `penstock pull`. The price is one copy of the
+replicas of other versions, parallel sizes and engines, with keepers and `penstock fetch`. The price is one copy of the
 checkpoint in host memory for as long as the replica serves (`"serve": false`: until it is loaded).
 """
 

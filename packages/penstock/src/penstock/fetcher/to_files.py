@@ -1,4 +1,4 @@
-"""The implementation of `penstock pull`: fetch a model from the fleet into files, or to a device as a test.
+"""The implementation of `penstock fetch`: fetch a model from the fleet into files, or to a device as a test.
 
 In: a model's name. Out: a directory of shards with index and manifest, which appears only when complete; a report.
 Not here: fetching (`join`), the format (`storage.safetensors`).
@@ -37,14 +37,14 @@ from penstock.types import GB, Manifest, TensorTable
 SHARD_BYTES = 5 * GB
 """Largest shard, except for a single larger tensor. Source: the default of transformers' `save_pretrained`."""
 
-_TOKEN = "pull-"
+_TOKEN = "fetch-"
 """Begins the token of a staging directory; see `OutputPlace.staging`."""
 
 _EXPLAIN_S = 2.0
 """Longest wait for the hub's word on why storage was read: the fetch is done."""
 
 
-def pull(
+def fetch_to_files(
     fleet: Fleet,
     *,
     to: str | os.PathLike[str] | None = None,
@@ -98,7 +98,7 @@ def pull(
 
 
 @formerly(wait_s="timeout_s")
-def pull_model(
+def fetch_model(
     model: str,
     *,
     connection: ConnectionSettings,
@@ -109,20 +109,20 @@ def pull_model(
     timeout_s: float | None = None,
     replace: bool = False,
 ) -> FetchReport:
-    """Join the fleet of a model, and fetch it as `pull` does; if no hub answers, read the fallback.
+    """Join the fleet of a model, and fetch it as `fetch_to_files` does; if no hub answers, read the fallback.
 
     Args:
         model, connection, revision: see `penstock.join`.
-        to, device, replace: see `pull`.
+        to, device, replace: see `fetch_to_files`.
         fallback: URI of the model in storage; None: a hub that does not answer is an error.
         timeout_s: how long to wait for the hub, and for a first holder.
 
     Raises:
-        HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `pull`.
+        HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `fetch_to_files`.
     """
     before = None if to is None else _directory_at(OutputPlace.at(to).path)
     try:
-        return _pull_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
+        return _fetch_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
     except KeyboardInterrupt as interrupt:
         # The fetch may be published, and its readers waited for.
         if to is not None and _directory_at(to) != before:
@@ -141,7 +141,7 @@ def _directory_at(path: str | os.PathLike[str]) -> int | None:
     return None
 
 
-def _pull_model(
+def _fetch_model(
     model: str,
     connection: ConnectionSettings,
     revision: str,
@@ -152,11 +152,11 @@ def _pull_model(
     device: str | int | torch.device,
     replace: bool,
 ) -> FetchReport:
-    """Fetch as `pull_model`, without a word about an interrupt."""
+    """Fetch as `fetch_model`, without a word about an interrupt."""
     # Without a fallback nothing can be done without the hub, and the error of joining says best what is wrong with it.
     needs_hub = fallback is None
     with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
-        report = pull(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)
+        report = fetch_to_files(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)
         return report if needs_hub or fleet.member.away is not None else _explained(fleet, report)
 
 

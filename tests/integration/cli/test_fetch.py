@@ -1,4 +1,4 @@
-"""`penstock pull`: what lands in a directory is what was held, whole or not there; exit codes say what failed."""
+"""`penstock fetch`: what lands in a directory is what was held, whole or not there; exit codes say what failed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run
-from penstock.fetcher import pull as pulling
+from penstock.fetcher import to_files
 from penstock.storage import local
 from penstock.testing.checkpoints import every_dtype, write_llama
 
@@ -38,7 +38,7 @@ def runtime(monkeypatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("pulled") / "llama"
+    directory = tmp_path_factory.mktemp("fetched") / "llama"
     write_llama(directory, total_bytes=30_000_000)
     return directory
 
@@ -52,12 +52,12 @@ def keeper(llama: Path) -> Iterator[ps.cache.WeightCache]:
 
 def command(*arguments: str | Path) -> int:
     with pytest.raises(SystemExit) as ended:
-        run(["pull", *map(str, arguments)])
+        run(["fetch", *map(str, arguments)])
     return int(ended.value.code or 0)
 
 
 def test_pulled_weights_match_held_weights(keeper, llama, tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(pulling, "SHARD_BYTES", 7_000_000)
+    monkeypatch.setattr(to_files, "SHARD_BYTES", 7_000_000)
     assert command("llama", "--to", tmp_path / "out", "--format", "json") == 0
     said = json.loads(capsys.readouterr().out)
     assert said["storage_bytes"] == 0
@@ -86,7 +86,7 @@ def test_pulled_files_have_source_names(names, single, tmp_path, capsys, monkeyp
     for part, name in enumerate(names):
         save_file({f"w{part}{i}": torch.randn(64, 64) for i in range(2)}, source / name)
     if len(names) > 1:
-        monkeypatch.setattr(pulling, "SHARD_BYTES", 40_000)
+        monkeypatch.setattr(to_files, "SHARD_BYTES", 40_000)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("m", source)
         assert command("m", "--to", tmp_path / "one") == 0
@@ -229,7 +229,7 @@ def test_failed_fetch_leaves_no_partial_files(tmp_path, llama, monkeypatch) -> N
 _PULL = """
 import sys, threading, time
 import penstock as ps
-from penstock.fetcher.pull import pull
+from penstock.fetcher.to_files import fetch_to_files
 
 def held():
     lines = dict(line.split(":") for line in open("/proc/self/status"))
@@ -244,7 +244,7 @@ with ps.join("big", connection=only) as fleet:
         while not is_over.wait(0.005):
             peak = max(peak, held())
     threading.Thread(target=watch).start()
-    report = pull(fleet, to=sys.argv[1])
+    report = fetch_to_files(fleet, to=sys.argv[1])
     is_over.set()
 print(peak - before, report.nbytes)
 """
@@ -271,8 +271,8 @@ def test_interrupt_reports_destination_state(when, llama, tmp_path, capsys, monk
             out.mkdir()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pulling, "_pull_model", interrupted)
+    monkeypatch.setattr(to_files, "_fetch_model", interrupted)
     assert command("llama", "--to", out, "--fallback", llama) == 130
     said = capsys.readouterr().err
-    assert said.startswith("penstock: interrupted; ") and f"penstock pull llama --to {out}" in said
+    assert said.startswith("penstock: interrupted; ") and f"penstock fetch llama --to {out}" in said
     assert (f"{out} is as it was" if when == "before" else f"{out} is complete") in said
