@@ -6,8 +6,8 @@
 
 Each run is a fresh process with a fresh home: no compiler's cache but what Penstock restores. `stock` is the engine's
 own loader, `weights` Penstock's, `artifacts` Penstock's with the bundle that the first run of `weights` has saved.
-`command` (for vLLM) is as `artifacts`, but `penstock artifacts restore` runs before the engine, and its time is in the
-total: vLLM then finds all of its caches, also those that it reads before its plugins can tell it anything.
+`command` (for vLLM) is as `artifacts`, but `penstock compile-cache restore` runs before the engine, and its time is in
+the total: vLLM then finds all of its caches, also those that it reads before its plugins can tell it anything.
 The model has random weights and is in the page cache; the cases take turns. The prompt is the same in all runs, and so
 must be the first token. Phases are the child's own; the total is the parent's clock, from the start of the process.
 """
@@ -164,8 +164,8 @@ def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = 
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(home / "inductor"),
-        "PENSTOCK_ARTIFACT_KEYS": str(directory / "public.pem") if restores else "",
-        "PENSTOCK_ARTIFACT_SIGNING_KEY": str(directory / "private.pem") if save else "",
+        "PENSTOCK_COMPILE_CACHE_KEYS": str(directory / "public.pem") if restores else "",
+        "PENSTOCK_COMPILE_CACHE_SIGNING_KEY": str(directory / "private.pem") if save else "",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
     }
@@ -202,7 +202,7 @@ def boot(asked: argparse.Namespace, case: str, directory: Path, *, save: bool = 
 
 
 def _penstock(environ: dict[str, str], *words: str) -> str:
-    """Run `penstock artifacts`; return what it prints."""
+    """Run `penstock compile-cache`; return what it prints."""
     command = [sys.executable, "-m", "penstock", "artifacts", *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
 

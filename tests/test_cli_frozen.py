@@ -20,7 +20,7 @@ COMMANDS = {
     "inspect": "URI --all --format",
     "verify": "URI --public-key --format",
     "manifest": "URI --sign --out --force --format",
-    "keep": "URIS --model --device --hub --listen --data-port --token-file --memory-bytes --host-bytes --disk "
+    "cache": "URIS --model --device --hub --listen --data-port --token-file --memory-bytes --host-bytes --disk "
     "--disk-bytes --accept --max-readers --max-bytes-per-s --drain-s --format",
     "fetch": "MODEL --to --device --cache --fallback --revision --hub --listen --data-port --token-file "
     "--timeout-s --force --format",
@@ -36,10 +36,10 @@ COMMANDS = {
     "doctor": "--path --format",
     "calibrate": "PATH --format",
     "version": "--format",
-    "artifacts restore": "URI --engine --config --device --at --model --public-key --hub --listen --data-port "
+    "compile-cache restore": "URI --engine --config --device --at --model --public-key --hub --listen --data-port "
     "--token-file --format",
-    "artifacts save": "URI KEY --at --sign --format",
-    "artifacts list": "URI --at --public-key --keep --format",
+    "compile-cache save": "URI KEY --at --sign --format",
+    "compile-cache list": "URI --at --public-key --cache --format",
     "plan load": "URI --names --memory-bytes --explain --format",
     "plan sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --bucket-bytes --explain --format",
     "simulate sync": "MODEL --trainers --receivers --shards --tp --whole-experts --fp8 --direct --arena --one-node "
@@ -70,9 +70,9 @@ ENVIRONMENT = [
     "PENSTOCK_HUB",
     "PENSTOCK_TOKEN_FILE",
     "PENSTOCK_RUNTIME_DIR",
-    "PENSTOCK_ARTIFACT_DIR",
-    "PENSTOCK_ARTIFACT_KEYS",
-    "PENSTOCK_ARTIFACT_SIGNING_KEY",
+    "PENSTOCK_COMPILE_CACHE_DIR",
+    "PENSTOCK_COMPILE_CACHE_KEYS",
+    "PENSTOCK_COMPILE_CACHE_SIGNING_KEY",
     "PENSTOCK_METRICS",
     "PENSTOCK_METRICS_TOKEN_FILE",
     "PENSTOCK_REDIS_URL",

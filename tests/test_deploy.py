@@ -152,7 +152,7 @@ def test_every_command_and_option_exists(engine: str, objects: list[Object]) -> 
             # Types and values too, as far as the command line checks them.
             commands[words[1]].make_context(words[1], words[2:])
             seen.add(words[1])
-    assert seen == {"hub", "keep"} | ({"storage-initializer"} if engine == "sglang" else set())
+    assert seen == {"hub", "cache"} | ({"storage-initializer"} if engine == "sglang" else set())
 
 
 def test_every_variable_is_read(objects: list[Object]) -> None:

@@ -36,10 +36,10 @@ class KeeperRound(Round):
         return f"{self.num_engines} engines of {self.hold_s:.2f} s; keeper: {self.how} at {self.delay_s:.2f} s"
 
     def keeper(self) -> Process:
-        """Start `penstock keep`, and wait until it keeps."""
+        """Start `penstock cache`, and wait until it keeps."""
         errors = self.directory / f"keeper{self.num_keepers}.err"
         self.num_keepers += 1
-        words = ["keep", str(self.checkpoint.directory), "--model", "m", "--drain-s", "10"]
+        words = ["cache", str(self.checkpoint.directory), "--model", "m", "--drain-s", "10"]
         environ = dict(os.environ) | self.environ()
         told = [str(self.directory), environ, "", str(errors), words]
         process = self.start("tests.support.commands:main", told)

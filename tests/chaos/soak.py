@@ -2,7 +2,7 @@
 
     python -m tests.chaos.soak --minutes 30 --seed 1
 
-Long-lived: a hub (`penstock hub`), a keeper (`penstock keep`), a member that serves, a publisher, a subscriber, and a
+Long-lived: a hub (`penstock hub`), a keeper (`penstock cache`), a member that serves, a publisher, a subscriber, and a
 client that joins, fetches, leaves, attaches and lets go in a loop. Beside them members, engines and subscribers are
 born, use those, and leave or are killed, by a seed. Every few seconds memory, descriptors and threads of the long-lived
 ones are read from /proc.

@@ -1,4 +1,4 @@
-"""`penstock keep` in a process of its own, for tests and benchmarks: started, waited for, stopped and killed by them.
+"""`penstock cache` in a process of its own, for tests and benchmarks: started, waited for, stopped and killed by them.
 
 In: the command's arguments. Out: the process, once it keeps; its standard error.
 Not here: what engines do with it.
@@ -27,7 +27,7 @@ class KeeperProcess:
     """A keeper; killed when the context ends.
 
     Args:
-        arguments: of `penstock keep`.
+        arguments: of `penstock cache`.
         environ: variables on top of this process's own.
         timeout_s: within which it must keep.
         fork_server: forks it; None: a process that imports everything itself.
@@ -49,11 +49,11 @@ class KeeperProcess:
         self.process: subprocess.Popen[bytes] | Forked
         self._says: IO[bytes]
         if fork_server is not None:
-            self.process = commands.start(fork_server, ["keep", *arguments], environ)
+            self.process = commands.start(fork_server, ["cache", *arguments], environ)
             self._says = self.process.stdout
         else:
             changed = ["env", *(f"{name}={value}" for name, value in (environ or {}).items())]
-            command = [*prefix, *changed, sys.executable, "-m", "penstock.cli.main", "keep", *arguments]
+            command = [*prefix, *changed, sys.executable, "-m", "penstock.cli.main", "cache", *arguments]
             self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
             assert self.process.stderr is not None
             self._says = self.process.stderr

@@ -97,7 +97,7 @@ def test_verbs_without_torch_raise_missing_extra(tmp_path: Path, llama: str) -> 
 def test_commands_without_torch_exit_as_usage_errors(tmp_path: Path, llama: str) -> None:
     commands = [
         f"load {llama}",
-        f"keep {llama}",
+        f"cache {llama}",
         "keep --accept",
         f"fetch {llama} --to out --fallback {llama}",
         f"fetch {llama} --device cpu",
@@ -125,7 +125,7 @@ def test_doctor_without_torch_names_its_command(tmp_path: Path) -> None:
         ("prometheus_client", "hub"),
         ("starlette", "ui --hub http://127.0.0.1:1"),
         ("redis", "hub --redis redis://127.0.0.1:1/0"),
-        ("starlette", "keep llama"),
+        ("starlette", "cache llama"),
         ("huggingface_hub", "inspect hf://org/name"),
         ("huggingface_hub", "fetch org/name --cache"),
         ("modelscope,modelscope_hub", "inspect ms://org/name"),

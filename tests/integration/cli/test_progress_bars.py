@@ -59,7 +59,7 @@ def test_bars_from_several_processes_are_not_mixed(fork_server: ForkServer) -> N
 
 def test_keep_command_shows_bar(sealed: Path, fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
-        terminal.fork(fork_server, ["keep", str(sealed), "--model", "m"])
+        terminal.fork(fork_server, ["cache", str(sealed), "--model", "m"])
         terminal.until(lambda: "SIGTERM or Ctrl-C ends it" in terminal.text)
         (bar,) = [line for line in terminal.lines if "━" in line]
         assert bar.startswith("m ") and ENDED.search(bar)

@@ -252,15 +252,17 @@ def test_local_hub_passes_between_releases(fleet: Fleet, model: Path, wanted: st
 
 @pytest.mark.parametrize("first", NAMES)
 def test_cache_is_handed_over_between_releases(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
-    words = ["keep", str(model), "--model", "m", "--drain-s", "60"]
-    keeper = fleet.start(first, *words, until="keeping")
+    # The command has another name in the previous release.
+    command = {"old": "keep", "new": "cache"}
+    words = [str(model), "--model", "m", "--drain-s", "60"]
+    keeper = fleet.start(first, command[first], *words, until="keeping")
     engines = list(fleet.drivers.values())
     for engine in engines:
         attached = engine("attach", name="a", model="m")
         assert attached["digests"] == wanted and attached["verified"]
     before = set(fleet[first]("status", model="m"))
 
-    successor = fleet.start(other(first), *words, until="keeping")
+    successor = fleet.start(other(first), command[other(first)], *words, until="keeping")
     # All of the model comes out of the first keeper's memory, and nothing from storage.
     (paths,) = [line for line in successor.said if line.startswith("paths: ")]
     assert re.match(rf"paths: [\d.]+ [MG]B by shm <- {min(before)[:8]}", paths), paths

@@ -35,7 +35,7 @@ EXTRAS = {
 }
 """Extra of the core -> the package that it brings."""
 ENTRY_POINTS = {
-    "penstock-compile-cache": {"penstock.commands": {"artifacts"}},
+    "penstock-compile-cache": {"penstock.commands": {"compile-cache"}},
     "penstock-hf": {"penstock.commands": {"run"}},
     "penstock-rl": {},
     "penstock-sglang": {"sglang.srt.plugins": {"penstock", "penstock_runai"}},
@@ -340,7 +340,7 @@ def test_all_packages_together_add_every_command(install: Callable[..., Environm
     found = environment.probe("penstock-rl", torch=torch)
     assert sorted(found["packages"]) == PACKAGES
     assert {needs.partition(".")[0] for needs in found["missing"].values()} <= HOSTS
-    assert {"artifacts", "run", "bench", "calibrate", "plan", "simulate"} <= environment.commands()
+    assert {"compile-cache", "run", "bench", "calibrate", "plan", "simulate"} <= environment.commands()
 
 
 def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment]) -> None:
@@ -367,7 +367,7 @@ def test_next_python_runs_core_and_commands(install: Callable[..., Environment],
     if python is None:
         pytest.skip(f"this host has no Python {version}")
     environment = install(*PACKAGES, python=python)
-    assert {"load", "run", "simulate", "artifacts"} <= environment.commands()
+    assert {"load", "run", "simulate", "compile-cache"} <= environment.commands()
     write_file(tmp_path / "model.safetensors", {"w": (DType.F32, (2, 3), bytes(24))})
     for verb in ("inspect", "manifest", "verify"):
         done = run(environment.penstock, verb, tmp_path / "model.safetensors")

@@ -61,7 +61,7 @@ def test_taken_data_port_is_named(two_ports: tuple[int, int]) -> None:
 
 def test_cache_listens_on_its_two_ports_only(llama: str, two_ports: tuple[int, int]) -> None:
     control, data = two_ports
-    command = [sys.executable, "-m", "penstock", "keep", llama, "--listen", f"127.0.0.1:{control}"]
+    command = [sys.executable, "-m", "penstock", "cache", llama, "--listen", f"127.0.0.1:{control}"]
     command += ["--data-port", str(data), "--max-readers", "2", "--max-bytes-per-s", "50M"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as keeper:
         assert keeper.stderr is not None

@@ -163,7 +163,7 @@ def test_interrupt_shows_command_to_resume(monkeypatch, capsys) -> None:
         ["load", "missing.safetensors"],
         ["load", "missing/*.safetensors"],
         ["load", "empty"],
-        ["keep", "missing"],
+        ["cache", "missing"],
         ["fetch", "m", "--device", "cpu", "--fallback", "missing"],
         ["bench", "load", "missing"],
         ["convert", "missing", "there"],

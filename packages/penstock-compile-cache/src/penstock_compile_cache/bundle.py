@@ -161,7 +161,7 @@ def describe(raw: bytes, signature: bytes, public_keys_pem: Sequence[bytes]) -> 
         ConfigError: There are no keys, or one is not an Ed25519 public key in PEM.
     """
     if not public_keys_pem:
-        raise ConfigError("no public key is trusted", hint="set PENSTOCK_ARTIFACT_KEYS, or give public_keys=")
+        raise ConfigError("no public key is trusted", hint="set PENSTOCK_COMPILE_CACHE_KEYS, or give public_keys=")
     for pem in public_keys_pem:
         try:
             check_signature(PURPOSE + raw, signature, pem)

@@ -1,6 +1,6 @@
-"""`penstock artifacts`: restore compiled code of engines before a start, save it afterwards, and list it.
+"""`penstock compile-cache`: restore compiled code of engines before a start, save it afterwards, and list it.
 
-Engines do this themselves with the option `"artifacts"`.
+Engines do this themselves with the option `"compile_cache"`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PublicKeys = Annotated[
 @app.command(
     "restore",
     epilog=examples(
-        "penstock artifacts restore s3://bucket/llama/ --engine vllm --config tp=2 --device cuda",
-        "penstock artifacts restore llama --engine mine --config dtype=bf16 --public-key key.pub.pem",
+        "penstock compile-cache restore s3://bucket/llama/ --engine vllm --config tp=2 --device cuda",
+        "penstock compile-cache restore llama --engine mine --config dtype=bf16 --public-key key.pub.pem",
     ),
 )
 def restore(
@@ -107,7 +107,7 @@ def _refusals_in_report_only() -> Iterator[None]:
         log.logger.removeFilter(is_other)
 
 
-@app.command("save", epilog=examples("penstock artifacts save s3://bucket/llama/ 4e08a872249eaad94159c510300f8647"))
+@app.command("save", epilog=examples("penstock compile-cache save s3://bucket/llama/ 4e08a872249eaad94159c510300f8647"))
 def save(
     uri: Uri,
     key: Annotated[str, typer.Argument(metavar="ID", help="Id from the report of an earlier restore.")],
@@ -128,13 +128,13 @@ def save(
         write_lines(str(saved))
 
 
-@app.command("list", epilog=examples("penstock artifacts list s3://bucket/llama/ --public-key key.pub.pem"))
+@app.command("list", epilog=examples("penstock compile-cache list s3://bucket/llama/ --public-key key.pub.pem"))
 def list_all(
     uri: Uri,
     at: At = None,
     public_key: PublicKeys = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Print the arguments with which `penstock keep` also keeps the bundles.")
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Print the arguments with which `penstock cache` keeps the bundles.")
     ] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
@@ -147,7 +147,7 @@ def list_all(
     from penstock_compile_cache.store import bundles_place, fleet_name
 
     bundles = penstock_compile_cache.list_bundles(uri, at=at, public_keys=public_key)
-    if keep:
+    if cache:
         # An engine checks the signature, so it could not use a bundle that is refused here.
         named = [(bundle.uri, fleet_name(bundle.key.id)) for bundle in bundles if bundle.key is not None]
         write_lines(shlex.join(word for place, name in named for word in (place, "--model", name)))
@@ -160,5 +160,5 @@ def list_all(
 
 
 def add(commands: typer.Typer) -> None:
-    """Add `penstock artifacts`."""
-    commands.add_typer(app, name="artifacts")
+    """Add `penstock compile-cache`."""
+    commands.add_typer(app, name="compile-cache")

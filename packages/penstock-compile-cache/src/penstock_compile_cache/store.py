@@ -1,8 +1,8 @@
 """Save, restore and list the bundles next to a model. They are in a directory, an object store or a fleet.
 
-    restore: is ~/.cache/penstock/artifacts/ID there? -> the fleet -> MODEL/penstock-artifacts/ID.safetensors
+    restore: is ~/.cache/penstock/compile-cache/ID there? -> the fleet -> MODEL/penstock-compile-cache/ID.safetensors
              -> check signature and digests -> ID appears -> set this process's variables
-    save:    ~/.cache/penstock/artifacts/ID -> MODEL/penstock-artifacts/ID.safetensors
+    save:    ~/.cache/penstock/compile-cache/ID -> MODEL/penstock-compile-cache/ID.safetensors
 
 A boot must not fail because compiled code is missing. `restore` returns a report with the reason, and logs a warning if
 it refused a bundle. The engine then compiles into a directory that `save` can read. `bundle` defines the format, and
@@ -52,7 +52,7 @@ from penstock.storage.local import read_bounded
 from penstock.storage.locate import display, resolve, sidecar_uri
 from penstock.storage.object_stores import locate_object
 from penstock.storage.objects import upload_file
-from penstock.storage.place import ARTIFACTS, lock_within
+from penstock.storage.place import BUNDLES, lock_within
 from penstock.storage.weight_set import WeightSet, open_weights
 from penstock.storage.write import new_directory, typed
 from penstock.types import MIB, DType
@@ -122,7 +122,7 @@ class Restored(Summarised):
 
     def summary(self) -> str:
         """Return one line of text."""
-        text = f"artifacts {self.key.id}: "
+        text = f"compile cache {self.key.id}: "
         if not self.is_found:
             text += f"none, the engine compiles: {self.why}"
         elif self.num_files:
@@ -208,7 +208,7 @@ def restore(
         at: Directory or prefix of the bundles. None means `penstock-artifacts` next to the model.
         model: Revision or name of the model. None means that it is read from `uri`.
         public_keys: Paths of Ed25519 public keys in PEM. One of them must have signed the bundle. None means
-            `PENSTOCK_ARTIFACT_KEYS`. Without keys, nothing is unpacked.
+            `PENSTOCK_COMPILE_CACHE_KEYS`. Without keys, nothing is unpacked.
         connection: Connection to a hub. Its members are read before storage, and this process then serves the bundle to
             other members until it ends. None means storage only.
         storage_options: See `load`.
@@ -224,7 +224,7 @@ def restore(
     key = key_of(
         model if model is not None else _revision(place, storage_options), engine=engine, config=config, device=device
     )
-    trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
+    trusted = [read_key(path) for path in (settings.compile_cache_keys if public_keys is None else public_keys)]
     directory = _directory(settings)
     root = directory / key.id
     with typed(root), _locked(root):
@@ -270,7 +270,7 @@ def save(
     Args:
         uri, at, storage_options: See `restore`.
         key: Key from `Restored`, or its id. If it has a revision of the model, the model at `uri` must have the same.
-        private_key: Path of an Ed25519 private key in PEM. None means `PENSTOCK_ARTIFACT_SIGNING_KEY`.
+        private_key: Path of an Ed25519 private key in PEM. None means `PENSTOCK_COMPILE_CACHE_SIGNING_KEY`.
 
     Raises:
         ConfigError: An argument is wrong, there is no private key, the key belongs to another model, or nothing was
@@ -280,9 +280,9 @@ def save(
     """
     start_s = time.perf_counter()
     settings = Settings.read()
-    signing_key = settings.artifact_signing_key if private_key is None else private_key
+    signing_key = settings.compile_cache_signing_key if private_key is None else private_key
     if signing_key is None:
-        hint = "set PENSTOCK_ARTIFACT_SIGNING_KEY, or give private_key="
+        hint = "set PENSTOCK_COMPILE_CACHE_SIGNING_KEY, or give private_key="
         raise ConfigError("there is no private key to sign the bundle", hint=hint)
     pem = read_key(signing_key)
     directory = _directory(settings)
@@ -336,7 +336,7 @@ def list_bundles(
         SourceError: The place cannot be listed.
     """
     settings = Settings.read()
-    trusted = [read_key(path) for path in (settings.artifact_keys if public_keys is None else public_keys)]
+    trusted = [read_key(path) for path in (settings.compile_cache_keys if public_keys is None else public_keys)]
     bundles = list(_Bundles(bundles_place(uri, at), settings, storage_options).listed(trusted))
     if not bundles and at is None:
         # A model without bundles is fine, but an empty result for a mistyped path would hide the mistake.
@@ -405,7 +405,7 @@ def _find(
 ) -> _Found:
     """Unpack the bundle for a key to `root`, if a trusted key has signed one."""
     if not trusted:
-        return _Found(why="no public key is trusted (PENSTOCK_ARTIFACT_KEYS)")
+        return _Found(why="no public key is trusted (PENSTOCK_COMPILE_CACHE_KEYS)")
     uri = bundles.uri_of(key)
     try:
         with _opened(uri, key, connection, bundles) as (part, source):
@@ -417,7 +417,7 @@ def _find(
         if description.is_tied and description.directory != str(root):
             log.warning(
                 "the bundle %s was saved in %s and is now in %s, so torch tunes some kernels again; set the same "
-                "PENSTOCK_ARTIFACT_DIR on all hosts",
+                "PENSTOCK_COMPILE_CACHE_DIR on all hosts",
                 display(uri),
                 description.directory,
                 root,
@@ -489,7 +489,7 @@ def _fetch(
 def _read_part(weights: WeightSet, name: str, most_bytes: int) -> memoryview:
     """Read a part of a bundle from storage. See `_Part`.
 
-    This does not use `load`, because its import of torch takes 2 s of `penstock artifacts restore`.
+    This does not use `load`, because its import of torch takes 2 s of `penstock compile-cache restore`.
     """
     table = weights.manifest.tensors
     row = table.names.index(name) if name in table.names else None
@@ -574,7 +574,7 @@ def _require_model_of(key: Key, uri: str, storage_options: Mapping[str, str] | N
 
 def _place_of(uri: str) -> str:
     """Return the directory for the bundles of a model."""
-    return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{ARTIFACTS}"
+    return f"{sidecar_uri(uri).rpartition('/')[0] or '.'}/{BUNDLES}"
 
 
 def _key_path(directory: Path, bundle_id: str) -> Path:
@@ -593,17 +593,17 @@ def _key_of_id(directory: Path, bundle_id: str) -> Key:
 
 def _directory(settings: Settings) -> Path:
     """Return the directory of all caches, which belongs to this user. Raise ConfigError if it cannot be used."""
-    directory = settings.artifact_dir or process.home_cache("artifacts")
+    directory = settings.compile_cache_dir or process.home_cache("compile-cache")
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Use lstat, because a link could lead to a directory of another user.
         status = directory.lstat()
     except OSError as error:
         raise ConfigError(
-            f"cannot create the directory for compiled code: {error}", hint="set PENSTOCK_ARTIFACT_DIR"
+            f"cannot create the directory for compiled code: {error}", hint="set PENSTOCK_COMPILE_CACHE_DIR"
         ) from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        hint = "chmod it to 700, or set PENSTOCK_ARTIFACT_DIR to another directory"
+        hint = "chmod it to 700, or set PENSTOCK_COMPILE_CACHE_DIR to another directory"
         raise ConfigError(f"other users can write to {directory}, so code from it cannot be trusted", hint=hint)
     return directory
 

@@ -216,8 +216,8 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
     if options.get("finished"):
         raise ConfigError('"finished" is for vLLM', hint='give "keeper", which attaches to the checkpoint')
     # DeepGEMM and FlashInfer are imported by now, and have read where their caches are.
-    if options.get("artifacts"):
-        hint = 'run eval "$(penstock artifacts restore URI --engine sglang)" before SGLang'
+    if options.get("compile_cache"):
+        hint = 'run eval "$(penstock compile-cache restore URI --engine sglang)" before SGLang'
         raise ConfigError("SGLang cannot move its caches when it loads a model", hint=hint)
 
 

@@ -30,15 +30,15 @@ def carry(executor: type[Any], load_format: str, log: Callable[[], Log]) -> None
     def construct(original: Any, self: Any, vllm_config: Any, *arguments: Any, **named: Any) -> None:
         if loads_by(vllm_config, load_format):
             options = read_options(vllm_config.load_config.model_loader_extra_config or {})
-            if options.get("artifacts"):
-                self._penstock_artifacts = _restore(vllm_config, options, log())
+            if options.get("compile_cache"):
+                self._penstock_compile_cache = _restore(vllm_config, options, log())
         original(self, vllm_config, *arguments, **named)
 
     def warm_up(original: Any, self: Any, *arguments: Any, **named: Any) -> Any:
         result = original(self, *arguments, **named)
         # Save once only. After a sleep, vLLM calls this method again.
-        restored, self._penstock_artifacts = getattr(self, "_penstock_artifacts", None), None
-        if restored is not None and not restored.is_found and Settings.read().artifact_signing_key is not None:
+        restored, self._penstock_compile_cache = getattr(self, "_penstock_compile_cache", None), None
+        if restored is not None and not restored.is_found and Settings.read().compile_cache_signing_key is not None:
             options = read_options(self.vllm_config.load_config.model_loader_extra_config)
             _save(self.vllm_config, options, restored, log())
         return result
@@ -71,9 +71,7 @@ def _save(vllm_config: Any, options: Mapping[str, Any], restored: Restored, log:
     """Save what was compiled. An engine that cannot save still serves."""
     with Phases("save compiled code", journey="engine"):
         try:
-            log.info(
-                "penstock: artifacts: %s", penstock_compile_cache.save(key=restored.key, **_where(vllm_config, options))
-            )
+            log.info("penstock: %s", penstock_compile_cache.save(key=restored.key, **_where(vllm_config, options)))
         except PenstockError as error:
             log.error("penstock: compiled code was not saved: %s", error)
 
@@ -84,7 +82,7 @@ def _where(vllm_config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     uri = texts_of(getattr(model, "model_weights", "") or model.model)[0]
     if uri.startswith("hf://") and model.revision:
         uri += f"@{model.revision}"
-    at = options["artifacts"]
+    at = options["compile_cache"]
     return {
         "uri": uri,
         "at": at if isinstance(at, str) else None,

@@ -64,7 +64,7 @@ def vllm_logger() -> Log:
 OBJECT_STORES = "models in object stores"
 PREFIX_CACHES = "prefix caches by version"
 REPLIES = "replies of all workers"
-ARTIFACTS = "compiled code of engines"
+COMPILE_CACHE = "compiled code of engines"
 SLEEP = "verified weights after a sleep"
 
 PLUGIN = HostPlugin("vllm", supported="vLLM 0.32 or 0.33", log=vllm_logger)
@@ -87,7 +87,7 @@ def register() -> None:
             REPLIES: _receive_all_replies,
             "phases of the start": _report_phases,
             "functions that torch compiled ahead": _load_functions_of_torch,
-            ARTIFACTS: _carry_artifacts,
+            COMPILE_CACHE: _carry_compile_cache,
             SLEEP: _protect_sleep,
             "names of the newest adapters": _name_newest_adapter,
         }
@@ -134,7 +134,7 @@ def _load_functions_of_torch() -> None:
     patches.load_functions_of_torch(decorators, LOAD_FORMAT)
 
 
-def _carry_artifacts() -> None:
+def _carry_compile_cache() -> None:
     from vllm.v1.executor.abstract import Executor
 
     compile_cache.carry(Executor, LOAD_FORMAT, vllm_logger)
@@ -178,8 +178,8 @@ def _loader_class() -> type[Any]:
 
         def __init__(self, load_config: Any) -> None:
             self._options = read_options(load_config.model_loader_extra_config or {})
-            if self._options.get("artifacts"):
-                PLUGIN.require(ARTIFACTS, feature='the option "artifacts"')
+            if self._options.get("compile_cache"):
+                PLUGIN.require(COMPILE_CACHE, feature='the option "compile_cache"')
             plain = dataclasses.replace(load_config, load_format="safetensors", model_loader_extra_config={})
             super().__init__(plain)
             self._objects: dict[str, str] = {}

@@ -143,14 +143,14 @@ class Settings:
         "PENSTOCK_RUNTIME_DIR", Path, None, "directory of sockets and locks; unset: XDG_RUNTIME_DIR or /tmp"
     )
 
-    artifact_dir: Path | None = _env(
-        "PENSTOCK_ARTIFACT_DIR", Path, None, "compiled code of engines; unset: penstock/artifacts in ~/.cache"
+    compile_cache_dir: Path | None = _env(
+        "PENSTOCK_COMPILE_CACHE_DIR", Path, None, "compiled code of engines; unset: penstock/compile-cache in ~/.cache"
     )
-    artifact_keys: tuple[Path, ...] = _env(
-        "PENSTOCK_ARTIFACT_KEYS", _paths, (), "public keys (PEM) whose bundles are unpacked, by colons"
+    compile_cache_keys: tuple[Path, ...] = _env(
+        "PENSTOCK_COMPILE_CACHE_KEYS", _paths, (), "public keys (PEM) whose bundles are unpacked, by colons"
     )
-    artifact_signing_key: Path | None = _env(
-        "PENSTOCK_ARTIFACT_SIGNING_KEY", Path, None, "private key (PEM) that signs bundles; unset: none are saved"
+    compile_cache_signing_key: Path | None = _env(
+        "PENSTOCK_COMPILE_CACHE_SIGNING_KEY", Path, None, "private key (PEM) that signs bundles; unset: none are saved"
     )
 
     metrics: MetricsAddress | None = _env(

@@ -209,7 +209,7 @@ def attach(
     verify: bool = True,
     timeout_s: float = 1.0,
 ) -> Attached:
-    """Map weights that `penstock keep` holds on this host; no byte is moved.
+    """Map weights that `penstock cache` holds on this host; no byte is moved.
 
     Args:
         model: the name under which they are kept.
@@ -306,7 +306,7 @@ def _attach(
             time.sleep(timing.cache_pause_s)
 
 
-_HINT = "start `penstock keep URI`, or load the weights: penstock.load, fleet.fetch"
+_HINT = "start `penstock cache URI`, or load the weights: penstock.load, fleet.fetch"
 
 
 class _Search:

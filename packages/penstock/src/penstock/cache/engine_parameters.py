@@ -145,7 +145,7 @@ def cache_parameters(
         The attached weights. The module holds them; close this, or drop it, with the module.
 
     Raises:
-        NotFound: no keeper on this host accepts parameters for this device: `penstock keep --accept`.
+        NotFound: no keeper on this host accepts parameters for this device: `penstock cache --accept`.
         PlanError: a tensor is of a class of its own, as quantised ones are, or is not contiguous.
         BudgetTooSmall: the keeper's `memory_bytes` has no room. OperationFailed: it could not keep them; says why.
         PenstockError: as `join` and `attach`. The module is as it was before.
@@ -190,7 +190,7 @@ def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     ]
     if odd:
         message = f"{len(odd)} tensors are of a class of their own: {', '.join(odd[:_SHOWN])}"
-        raise PlanError(message, hint="only bytes are kept: keep the checkpoint instead, with `penstock keep URI`")
+        raise PlanError(message, hint="only bytes are kept: keep the checkpoint instead, with `penstock cache URI`")
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
@@ -218,7 +218,7 @@ def _keeper_of(device: torch.device) -> Path:
                 continue
             if status == HTTPStatus.NO_CONTENT:
                 return socket
-    hint = "start `penstock keep --accept`, with the same user and PENSTOCK_RUNTIME_DIR"
+    hint = "start `penstock cache --accept`, with the same user and PENSTOCK_RUNTIME_DIR"
     raise NotFound(f"no keeper on this host accepts parameters for {device}", hint=hint)
 
 

@@ -1,6 +1,6 @@
-"""`penstock status`, `why`, `keep` and `fetch`: commands of a process that uses a fleet.
+"""`penstock status`, `why`, `cache` and `fetch`: commands of a process that uses a fleet.
 
-In: a model's name, or URIs for `keep`. Out: the hub's answers, or reports, on stdout.
+In: a model's name, or URIs for `cache`. Out: the hub's answers, or reports, on stdout.
 Not here: the answers (`hub.directory`), keeping (`cache.weight_cache`), fetching and writing (`fetcher.to_files`).
 """
 
@@ -285,7 +285,7 @@ def drain(
     write_lines(f"{name} {'gets readers again' if undo else 'is draining'}")
 
 
-def keep(
+def cache(
     uris: Annotated[
         list[str] | None, typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")
     ] = None,

@@ -32,9 +32,9 @@ except KeyboardInterrupt:
 COMMANDS = "penstock.commands"
 """Group of the entry points by which other packages add commands: each names a function that takes a `typer.Typer`."""
 _PACKAGE_OF = {
-    "artifacts": "penstock-compile-cache",
     "bench": "penstock-tools",
     "calibrate": "penstock-tools",
+    "compile-cache": "penstock-compile-cache",
     "plan": "penstock-tools",
     "run": "penstock-hf",
     "simulate": "penstock-tools",
@@ -92,7 +92,7 @@ for _name, _command, *_examples in (
     ("inspect", checkpoints.inspect, "penstock inspect llama --all"),
     ("verify", checkpoints.verify, "penstock verify llama --public-key key.pub.pem"),
     ("manifest", checkpoints.manifest, "penstock manifest llama --sign key.pem"),
-    ("keep", fleet.keep, "penstock keep s3://bucket/llama/ --model llama --device cuda --memory-bytes 40G"),
+    ("cache", fleet.cache, "penstock cache s3://bucket/llama/ --model llama --device cuda --memory-bytes 40G"),
     ("fetch", fleet.fetch, "penstock fetch llama --to /models/llama --fallback s3://bucket/llama/"),
     (
         "convert",

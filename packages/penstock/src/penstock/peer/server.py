@@ -284,7 +284,7 @@ class PeerServer:
             if weights is None:
                 return None
             if request.attach and not (weights.kept and weights.state == "whole"):
-                raise PermissionDenied("this member does not keep memory for engines", hint="run `penstock keep`")
+                raise PermissionDenied("this member does not keep memory for engines", hint="run `penstock cache`")
             same_key = [(lease, leased) for lease, leased in self._leases.items() if leased.weights.key == request.key]
             # Engines that map the memory cost the member nothing while they read, so they take no reader's place.
             reading = [(lease, one) for lease, one in same_key if one.reader != request.member and one.takes_place]

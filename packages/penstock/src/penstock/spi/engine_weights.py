@@ -1,7 +1,7 @@
 """An engine's replica: it reads its checkpoint from a keeper, a fleet or storage, then serves or releases it.
 
 In: options of an engine's loader; the checkpoint's URIs. Out: named tensors, which the engine copies.
-Not here: loading them into the engine, which its adapter does; weights that outlive the engine (`penstock keep`).
+Not here: loading them into the engine, which its adapter does; weights that outlive the engine (`penstock cache`).
 
 If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a keeper of its host that has exactly this
 checkpoint, or else joins the fleet of the model's name and serves there. No further option is needed; `"fleet": false`
@@ -44,7 +44,7 @@ DRAIN_S = 30.0
 OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
-_OWN_OPTIONS = ("artifacts", "device", "distributed", "keeper", "memory_bytes", "storage_options", "verify")
+_OWN_OPTIONS = ("compile_cache", "device", "distributed", "keeper", "memory_bytes", "storage_options", "verify")
 LOADER_OPTIONS = (*_OWN_OPTIONS, *OPTIONS)
 """Keys of an engine's extra configuration: of `penstock.stream`, but for `distributed`; a keeper; those of a fleet."""
 
@@ -143,9 +143,9 @@ def read_options(extra: Any) -> dict[str, Any]:
             raise ConfigError(f"model_loader_extra_config {name!r} must be true or false, not {options[name]!r}")
     if not isinstance(options.get("storage_options", {}), Mapping):
         raise ConfigError("model_loader_extra_config 'storage_options' must be a mapping of strings")
-    place = options.get("artifacts", False)
+    place = options.get("compile_cache", False)
     if not isinstance(place, bool) and (not isinstance(place, str) or not place):
-        raise ConfigError(f"model_loader_extra_config 'artifacts' must be true, false or a URI, not {place!r}")
+        raise ConfigError(f"model_loader_extra_config 'compile_cache' must be true, false or a URI, not {place!r}")
     keeper = options.get("keeper")
     if keeper is not None and keeper is not False and (not isinstance(keeper, str) or not keeper):
         raise ConfigError(f"model_loader_extra_config 'keeper' must be a model's name, or false, not {keeper!r}")

@@ -43,7 +43,7 @@ from penstock.waits import pause
 
 STAMP = "penstock.job"
 """File that a conversion writes into its result. It names the job and the files other than weights."""
-ARTIFACTS = "penstock-artifacts"
+BUNDLES = "penstock-artifacts"
 """Name of the directory next to a model for bundles of compiled code."""
 # An empty volume has this directory, which its file system reserves.
 _LOST_AND_FOUND = "lost+found"
@@ -221,7 +221,7 @@ def foreign(directory: Path) -> list[str]:
             name = f"{place}{folder}"
             is_link = os.path.islink(os.path.join(root, folder))
             if is_link or not (
-                name == ARTIFACTS or name in written or any(one.startswith(f"{name}/") for one in written)
+                name == BUNDLES or name in written or any(one.startswith(f"{name}/") for one in written)
             ):
                 # Do not descend: a link may lead anywhere, and a home directory has a million files.
                 folders.remove(folder)
@@ -234,7 +234,7 @@ def _is_written(name: str, written: Collection[str]) -> bool:
     return (
         name in written
         or name.partition("/")[0] in written
-        or (name.startswith(f"{ARTIFACTS}/") and name.endswith(SUFFIX))
+        or (name.startswith(f"{BUNDLES}/") and name.endswith(SUFFIX))
     )
 
 

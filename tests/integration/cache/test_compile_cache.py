@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tests.support.keeper import KeeperProcess
 from tests.support.servers.s3 import SwiftServer, Unavailable
-from tests.unit.artifacts.test_bundle import fill, keys, read
+from tests.unit.compile_cache.test_bundle import fill, keys, read
 from typer.testing import CliRunner
 
 import penstock as ps
@@ -56,7 +56,7 @@ class Homes:
     def enter(self, name: str) -> Path:
         """Make this process one of a home; return its directory of compiled code."""
         home = self.directory / name
-        self._monkeypatch.setenv("PENSTOCK_ARTIFACT_DIR", str(home))
+        self._monkeypatch.setenv("PENSTOCK_COMPILE_CACHE_DIR", str(home))
         return home
 
     def restore(self, **changes: object) -> store.Restored:
@@ -321,7 +321,7 @@ def test_bundle_is_saved_next_to_its_model(homes: Homes) -> None:
 
 def test_list_names_missing_and_damaged_bundles(homes: Homes) -> None:
     def listed(*words: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, ["artifacts", "list", *words])
+        done = CliRunner().invoke(app, ["compile-cache", "list", *words])
         assert done.exception is None or isinstance(done.exception, ps.PenstockError | SystemExit)
         return done.exit_code, done.stdout if done.exception is None else type(done.exception).__name__
 
@@ -346,8 +346,8 @@ def test_refused_bundle_is_explained_once(homes: Homes) -> None:
     saved, _ = homes.bake()
     Path(saved.uri).write_bytes(Path(saved.uri).read_bytes()[:-1])
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
-    command = [sys.executable, "-m", "penstock", "artifacts", "restore", str(homes.model), *words]
-    env = {**os.environ, "PENSTOCK_ARTIFACT_DIR": str(homes.directory / "second")}
+    command = [sys.executable, "-m", "penstock", "compile-cache", "restore", str(homes.model), *words]
+    env = {**os.environ, "PENSTOCK_COMPILE_CACHE_DIR": str(homes.directory / "second")}
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=env).stderr
     assert said.count("is not used") == 1
     assert "no package 'mine' is installed" in said
@@ -445,7 +445,7 @@ def test_fleet_distributes_bundle(homes: Homes, hub: str) -> None:
 def test_cache_serves_bundles_of_its_models(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
     listed = subprocess.run(
-        [sys.executable, "-m", "penstock", "artifacts", "list", str(homes.model), "--keep"],
+        [sys.executable, "-m", "penstock", "compile-cache", "list", str(homes.model), "--cache"],
         capture_output=True,
         text=True,
         check=True,
@@ -461,20 +461,20 @@ def test_cache_serves_bundles_of_its_models(homes: Homes, hub: str) -> None:
 def test_command_restores_lists_and_saves(homes: Homes) -> None:
     home = homes.enter("first")
     words = ["--engine", "mine", "--config", "dtype=bf16", "--public-key", str(homes.public)]
-    done = CliRunner().invoke(app, ["artifacts", "restore", str(homes.model), *words])
+    done = CliRunner().invoke(app, ["compile-cache", "restore", str(homes.model), *words])
     assert done.exit_code == 0 and "none, the engine compiles" in done.stderr
     variables = dict(line.removeprefix("export ").split("=", 1) for line in done.stdout.splitlines())
     root = Path(variables["TORCHINDUCTOR_CACHE_DIR"]).parent
     assert root.parent == home
     files = fill(root)
     done = CliRunner().invoke(
-        app, ["artifacts", "save", str(homes.model), root.name, "--sign", str(homes.private), "--format", "json"]
+        app, ["compile-cache", "save", str(homes.model), root.name, "--sign", str(homes.private), "--format", "json"]
     )
     assert done.exit_code == 0 and json.loads(done.stdout)["num_files"] == len(files)
-    done = CliRunner().invoke(app, ["artifacts", "list", str(homes.model), "--public-key", str(homes.public)])
+    done = CliRunner().invoke(app, ["compile-cache", "list", str(homes.model), "--public-key", str(homes.public)])
     assert "dtype bf16" in done.stdout and "signature good" in done.stdout
     homes.enter("second")
-    done = CliRunner().invoke(app, ["artifacts", "restore", str(homes.model), *words, "--format", "json"])
+    done = CliRunner().invoke(app, ["compile-cache", "restore", str(homes.model), *words, "--format", "json"])
     assert json.loads(done.stdout)["num_files"] == len(files)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.engines.tiny import MODELS
-from tests.unit.artifacts.test_bundle import keys
+from tests.unit.compile_cache.test_bundle import keys
 
 import penstock_compile_cache
 
@@ -28,7 +28,7 @@ from vllm import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(
         model=sys.argv[1], skip_tokenizer_init=True, dtype="float32", max_model_len=128, seed=0,
-        load_format="penstock", model_loader_extra_config={"artifacts": True},
+        load_format="penstock", model_loader_extra_config={"compile_cache": True},
     )
     greedy = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     (answer,) = llm.generate([{"prompt_token_ids": [1, 5, 9, 200]}], greedy)
@@ -53,8 +53,8 @@ def test_second_home_reuses_compiled_code(tmp_path: Path) -> None:
             **os.environ,
             "HOME": str(home),
             "XDG_CACHE_HOME": str(home / "cache"),
-            "PENSTOCK_ARTIFACT_KEYS": str(tmp_path / "public.pem"),
-            "PENSTOCK_ARTIFACT_SIGNING_KEY": str(tmp_path / "private.pem"),
+            "PENSTOCK_COMPILE_CACHE_KEYS": str(tmp_path / "public.pem"),
+            "PENSTOCK_COMPILE_CACHE_SIGNING_KEY": str(tmp_path / "private.pem"),
         }
         command = [sys.executable, str(tmp_path / "engine.py"), str(model)]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=400, check=False)
@@ -66,7 +66,7 @@ def test_second_home_reuses_compiled_code(tmp_path: Path) -> None:
         # vLLM traces the model in the first home alone.
         assert ("saved AOT compiled function" in said) == (name == "first")
         assert ("Directly load AOT compilation" in said) == (name == "second")
-        (root,) = [path for path in (home / "cache" / "penstock" / "artifacts").iterdir() if path.is_dir()]
+        (root,) = [path for path in (home / "cache" / "penstock" / "compile_cache").iterdir() if path.is_dir()]
         files.append({path.relative_to(root) for path in root.rglob("*.so")})
     assert found[0] == found[1]
     # All that Inductor built in the first home is in the second one, and nothing was built there.

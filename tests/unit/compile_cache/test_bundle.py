@@ -14,7 +14,7 @@ import zstandard
 from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from tests.unit.artifacts.test_key import KEY
+from tests.unit.compile_cache.test_key import KEY
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull, FormatError, IntegrityError, PenstockError
