@@ -13,8 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+from tests.support.jobs import convert_as  # noqa: E402
+
 import penstock  # noqa: E402
-from penstock.jobs.convert import WorkerSettings, convert  # noqa: E402
+from penstock.jobs.convert import WorkerSettings  # noqa: E402
 from penstock.jobs.workers.launch import LocalLauncher  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
 
@@ -50,9 +52,9 @@ class Hostile(LocalLauncher):
 
 def test_killed_worker_does_not_change_quantised_result(sources: list[Path], tmp_path: Path) -> None:
     told = {"to": "fp8-block128", "operations": [{"op": "rename", "rules": [[r"^model\.", "m."]]}], **SMALL}
-    convert(sources[0], tmp_path / "cpu", devices="cpu", workers=4, **told)
+    convert_as(sources[0], tmp_path / "cpu", devices="cpu", workers=4, **told)
     with Hostile() as launcher:
-        report = convert(
+        report = convert_as(
             sources[0],
             tmp_path / "gpu",
             devices=["cuda:0"],
@@ -69,8 +71,8 @@ def test_killed_worker_does_not_change_quantised_result(sources: list[Path], tmp
 
 def test_gpu_merge_matches_cpu_merge(sources: list[Path], tmp_path: Path) -> None:
     told = {"operations": [{"op": "linear", "weights": [0.5, 0.3, 0.2]}], **SMALL}
-    convert(sources, tmp_path / "cpu", devices="cpu", workers=4, **told)
-    convert(sources, tmp_path / "gpu", devices=["cuda:0"], workers=1, **told)
+    convert_as(sources, tmp_path / "cpu", devices="cpu", workers=4, **told)
+    convert_as(sources, tmp_path / "gpu", devices=["cuda:0"], workers=1, **told)
     assert files(tmp_path / "gpu") == files(tmp_path / "cpu")
     assert penstock.verify(tmp_path / "gpu").verified
 
@@ -80,9 +82,9 @@ def test_small_budget_stages_in_pieces(tmp_path: Path) -> None:
     source = tmp_path / "source"
     write_llama(source, num_layers=1, hidden=2048, vocab=4096, fp8=False)
     penstock.manifest(source)
-    convert(source, tmp_path / "cpu", to="fp8-block128", devices="cpu", workers=4, **SMALL)
+    convert_as(source, tmp_path / "cpu", to="fp8-block128", devices="cpu", workers=4, **SMALL)
     for memory, task_bytes in (("4M", "2M"), ("32M", "16M")):
-        report = convert(
+        report = convert_as(
             source,
             tmp_path / f"gpu{memory}",
             to="fp8-block128",
@@ -109,5 +111,5 @@ def test_source_with_wrong_byte_is_refused(sources: list[Path], tmp_path: Path) 
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 16]))
     with pytest.raises(penstock.IntegrityError):
-        convert(source, tmp_path / "gpu", to="fp8-block128", devices=["cuda:0"], workers=1, **SMALL)
+        convert_as(source, tmp_path / "gpu", to="fp8-block128", devices=["cuda:0"], workers=1, **SMALL)
     assert not (tmp_path / "gpu").exists()

@@ -109,7 +109,12 @@ def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_small_tensors_and_small_budget_are_loaded(tmp_path: Path, world_size: int) -> None:
     write_moe(tmp_path / "moe", num_tensors=2000, shards=2)
-    outcomes = run(everything, world_size, [str(tmp_path / "moe")] * world_size, {"memory_bytes": 16 * MIB})
+    outcomes = run(
+        everything,
+        world_size,
+        [str(tmp_path / "moe")] * world_size,
+        {"settings": penstock.ReadSettings(memory_bytes=16 * MIB)},
+    )
     wanted = all_bits(by_safetensors(tmp_path / "moe"))
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes
     assert all(outcome.value[0] == wanted for outcome in outcomes)

@@ -60,7 +60,7 @@ def test_every_rank_gets_everything(tmp_path: Path, kind: str, world_size: int, 
         write_moe(tmp_path / "model", num_tensors=3000, shards=2)
     else:
         write_llama(tmp_path / "model", num_layers=4, hidden=2048, shards=3)
-    args = (str(tmp_path / "model"), on_own_stream, {"memory_bytes": 64 * MIB})
+    args = (str(tmp_path / "model"), on_own_stream, {"settings": penstock.ReadSettings(memory_bytes=64 * MIB)})
     outcomes = run_ranks(load_rank, world_size, *args, timeout_s=90)
     wanted = by_safetensors(tmp_path / "model")
     assert [outcome.ended for outcome in outcomes] == ["returned"] * world_size, outcomes

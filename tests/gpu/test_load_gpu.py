@@ -140,7 +140,7 @@ def test_boxes_load_tensor_parallel_shards(stacked: Path, dim: int, rank: int) -
         name: tensor[tuple(map(slice, boxes[name].start, boxes[name].stop))] if name in boxes else tensor
         for name, tensor in whole.items()
     }
-    for options in ({}, {"memory_bytes": 4 * MIB}):
+    for options in ({}, {"settings": penstock.ReadSettings(memory_bytes=4 * MIB)}):
         assert_same(penstock.load(stacked, device=DEVICE, boxes=boxes, **options), wanted)
 
 
@@ -161,7 +161,8 @@ def test_tensor_larger_than_staging_pool_is_loaded(tmp_path: Path, verb: str) ->
     torch.manual_seed(1)
     wanted = {"a": torch.randint(0, 255, (3,), dtype=torch.uint8), "large": torch.randn(24 * MIB // 4 + 77)}
     save_file(wanted, tmp_path / "model.safetensors")
-    assert_same(load_by(verb, tmp_path / "model.safetensors", wanted, memory_bytes=4 * MIB), wanted)
+    settings = penstock.ReadSettings(memory_bytes=4 * MIB)
+    assert_same(load_by(verb, tmp_path / "model.safetensors", wanted, settings=settings), wanted)
 
 
 def test_thousands_of_small_tensors_are_loaded(tmp_path: Path) -> None:

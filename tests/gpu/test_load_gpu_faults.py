@@ -197,7 +197,7 @@ def test_source_failing_midway_raises_and_frees(
     monkeypatch.setenv("PENSTOCK_IO_URING", "0")  # the kernel's own reads cannot be made to fail from here
     failing_reads(monkeypatch, after=4)
     with pytest.raises(SourceUnavailable) as caught:
-        do(checkpoint, memory_bytes=16 * MIB)
+        do(checkpoint, settings=penstock.ReadSettings(memory_bytes=16 * MIB))
     assert caught.value.mutated is (do is do_load_into)
     assert "model-" in str(caught.value)
     del caught

@@ -15,11 +15,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from penstock import ConvertReport
 from penstock.errors import PenstockError
 from penstock.jobs import convert as convert_module
 from penstock.jobs.convert import WorkerSettings, convert
@@ -73,6 +75,19 @@ class ForkLauncher:
             self._ends[worker] = f"it ended with {os.waitstatus_to_exitcode(status)}"
 
 
+def convert_as(
+    sources: Any,
+    destination: Any,
+    *,
+    workers: WorkerSettings | int | None = None,
+    task_bytes: int | str | None = None,
+    **options: Any,
+) -> ConvertReport:
+    """Convert with tasks of this size. The arguments of a test can then be sent to another process as JSON."""
+    settings = replace(WorkerSettings.of(workers), task_bytes=task_bytes)
+    return convert(sources, destination, workers=settings, **options)
+
+
 def coordinate(values: dict[str, Any]) -> int:
     """`convert` with these arguments; the exit code says whether it came to its end."""
     torch.set_num_threads(1)
@@ -82,7 +97,7 @@ def coordinate(values: dict[str, Any]) -> int:
 
     try:
         workers = WorkerSettings(num_workers=values.pop("workers", None), launcher=ForkLauncher())
-        report = convert(workers=workers, progress=done, **values)
+        report = convert_as(workers=workers, progress=done, **values)
     except PenstockError as error:
         _say(event="failed", kind=type(error).__name__, message=str(error))
         return 1

@@ -15,6 +15,7 @@ import pytest
 import safetensors
 import torch
 from safetensors.torch import load_file
+from tests.support.jobs import convert_as
 
 import penstock
 from penstock.errors import (
@@ -251,12 +252,12 @@ def test_coordinator_does_not_import_torch(source, tmp_path):
 
 PROGRAM = """
 import json, signal, sys
-from penstock.jobs.convert import convert
+from tests.support.jobs import convert_as
 def said(done, total):
     if done == 6:
         print("six", flush=True)
         signal.pause()
-convert(sys.argv[1], sys.argv[2], progress=said, workers=1, **json.loads(sys.argv[3]))
+convert_as(sys.argv[1], sys.argv[2], progress=said, workers=1, **json.loads(sys.argv[3]))
 """
 TOLD = {"operations": RULES, "devices": "cpu", "task_bytes": "1M", "shard_bytes": 10_000_000}
 
@@ -299,7 +300,7 @@ def test_killed_job_resumes(source, expected, tmp_path, harm):
     assert not into.exists()
     (growing,) = [path for path in tmp_path.iterdir() if path.is_dir()]
     harm(*first_done(source, growing))  # what was done is read back, so that it is done again
-    report = convert(source, into, workers=1, **TOLD)
+    report = convert_as(source, into, workers=1, **TOLD)
     assert report.num_resumed == 5 if harm is damage else report.num_resumed < 6
     assert files(into) == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

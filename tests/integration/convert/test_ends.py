@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 from tests.support.fork_server import ForkServer
+from tests.support.jobs import convert_as
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
-from penstock.jobs.convert import WorkerSettings, convert
+from penstock.jobs.convert import WorkerSettings
 from penstock.jobs.workers import launch as launcher_module
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
@@ -42,7 +43,7 @@ def test_changed_object_stops_conversion(tmp_path: Path) -> None:
                 server.replace("model.safetensors", raw[:-8] + b"modified")
 
         with pytest.raises(SourceChanged) as caught:
-            convert(f"{server.url}/model.safetensors", tmp_path / "place" / "out", progress=change, **TOLD)
+            convert_as(f"{server.url}/model.safetensors", tmp_path / "place" / "out", progress=change, **TOLD)
     assert not caught.value.mutated
     assert list((tmp_path / "place").iterdir()) == []
 
@@ -50,11 +51,12 @@ def test_changed_object_stops_conversion(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from penstock.jobs.workers import launch as launcher_module
-from penstock.jobs.convert import convert
+from penstock.jobs.convert import WorkerSettings, convert
 from penstock.jobs.workers.launch import LocalLauncher
 from penstock.jobs.result import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
-convert(sys.argv[1], sys.argv[2], devices="cpu", workers=1, task_bytes="256K", shard_bytes=2_000_000)
+workers = WorkerSettings(num_workers=1, task_bytes="256K")
+convert(sys.argv[1], sys.argv[2], devices="cpu", workers=workers, shard_bytes=2_000_000)
 """
 
 
@@ -64,7 +66,7 @@ def test_job_killed_after_publishing_is_complete(made: Path, tmp_path: Path) -> 
     assert ended.returncode == -signal.SIGKILL
     before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}
     assert len(list(tmp_path.iterdir())) == 2, "its journal is beside it still"
-    report = convert(made, into, **TOLD)
+    report = convert_as(made, into, **TOLD)
     assert report.num_resumed == report.num_tasks and report.read_bytes == 0
     assert report.revision == penstock.verify(into).revision
     assert {path.name: path.stat().st_mtime_ns for path in into.iterdir()} == before
@@ -76,7 +78,7 @@ def test_job_killed_while_publishing_resumes(fork_server: ForkServer, tmp_path: 
     write_llama(tmp_path / "made", total_bytes=2 * MIB, shards=2)
     told = {"sources": str(tmp_path / "made"), "devices": "cpu", "workers": 1, "shard_bytes": 1_000_000}
     into = tmp_path / "expected" / "out"
-    convert(destination=into, **told)
+    convert_as(destination=into, **told)
     expected = {path.name: path.read_bytes() for path in into.iterdir()}
     assert penstock.verify(into).verified
 
@@ -104,18 +106,18 @@ def test_job_killed_while_publishing_resumes(fork_server: ForkServer, tmp_path: 
 
 def test_same_call_is_done_different_call_refused(made: Path, tmp_path: Path) -> None:
     into = tmp_path / "out"
-    first = convert(made, into, **TOLD)
+    first = convert_as(made, into, **TOLD)
     before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}
-    again = convert(made, into, **TOLD)
+    again = convert_as(made, into, **TOLD)
     assert again.revision == first.revision and again.num_resumed == again.num_tasks and again.read_bytes == 0
     assert {path.name: path.stat().st_mtime_ns for path in into.iterdir()} == before
     for changed in ({"to": "cast:F32"}, {"operations": [{"op": "rename", "rules": [["norm", "other"]]}]}):
         with pytest.raises(ConfigError, match="already"):
-            convert(made, into, **TOLD, **changed)
+            convert_as(made, into, **TOLD, **changed)
     shard = next(into.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="already"):
-        convert(made, into, **TOLD)
+        convert_as(made, into, **TOLD)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -147,7 +149,7 @@ def test_job_survives_killed_fork_server(seed: int, made: Path, tmp_path: Path) 
         killer.start()
         try:
             workers = WorkerSettings(num_workers=2, launcher=launcher)
-            convert(made, tmp_path / "out", workers=workers, **SLOWLY)
+            convert_as(made, tmp_path / "out", workers=workers, **SLOWLY)
         finally:
             is_over.set()
             killer.join()
@@ -179,6 +181,6 @@ def test_lost_fork_server_is_restarted(made: Path, tmp_path: Path) -> None:
             patch.setattr(launcher_module, "ForkServer", started)
             launcher.close()
             workers = WorkerSettings(num_workers=2, launcher=launcher)
-            convert(made, tmp_path / "out", workers=workers, **SLOWLY)
+            convert_as(made, tmp_path / "out", workers=workers, **SLOWLY)
     assert len(set(seen)) == 3
     assert penstock.verify(tmp_path / "out").verified

@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 from tests.support.fork_server import Forked, ForkServer
+from tests.support.jobs import convert_as
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.jobs.convert import convert
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -165,7 +165,7 @@ class Drill:
 def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The output's files, by one worker that nothing happens to."""
     into = tmp_path_factory.mktemp("expected") / "out"
-    assert convert(made, into, workers=1, **TOLD).num_tasks > 40
+    assert convert_as(made, into, workers=1, **TOLD).num_tasks > 40
     return files(into)
 
 

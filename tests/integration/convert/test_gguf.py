@@ -23,8 +23,8 @@ from penstock.errors import ConfigError, OperationFailed, PlanError
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 
-def convert(sources: Any, into: Path, **options: Any) -> Path:
-    ps.convert(sources, into, devices="cpu", workers=1, **options)
+def convert(sources: Any, into: Path, workers: ps.jobs.WorkerSettings | int = 1, **options: Any) -> Path:
+    ps.convert(sources, into, devices="cpu", workers=workers, **options)
     return into
 
 
@@ -69,7 +69,10 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("to", "task_bytes"), [("F32", "64M"), ("BF16", 700), ("F16", 3000)])
 def test_dequantised_values_match_gguf_package(model: Path, tmp_path: Path, to: str, task_bytes: int | str) -> None:
     out = convert(
-        model, tmp_path / "out", operations=f"dequantise:to={to}", workers=ps.jobs.WorkerSettings(task_bytes=task_bytes)
+        model,
+        tmp_path / "out",
+        operations=f"dequantise:to={to}",
+        workers=ps.jobs.WorkerSettings(num_workers=1, task_bytes=task_bytes),
     )
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[to]
     blocks = ps.inspect(model).blocks
@@ -111,8 +114,8 @@ def test_parts_become_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "file_type"), [("Q8_0", 7), ("BF16", 32), ("F16", 1), ("F32", 0)])
 def test_requantised_gguf_matches_gguf_package(model: Path, tmp_path: Path, kind: str, file_type: int) -> None:
-    options = {"operations": "dequantise:to=F32", "to": f"gguf:{kind}", "task_bytes": 5000}
-    out = convert(model, tmp_path / "out", **options) / "model.gguf"
+    workers = ps.jobs.WorkerSettings(num_workers=1, task_bytes=5000)
+    out = convert(model, tmp_path / "out", workers, operations="dequantise:to=F32", to=f"gguf:{kind}") / "model.gguf"
     _check(out, values_of(model), kind)
     fields = fields_of(out)
     assert fields.pop("general.file_type") == file_type
@@ -124,7 +127,12 @@ def test_requantised_gguf_matches_gguf_package(model: Path, tmp_path: Path, kind
 def test_safetensors_become_gguf(llama: Path, tmp_path: Path, kind: str) -> None:
     operation = {"op": "gguf", "type": kind, "architecture": "llama"}
     out = (
-        convert(llama, tmp_path / "out", operations=operation, workers=ps.jobs.WorkerSettings(task_bytes=2000))
+        convert(
+            llama,
+            tmp_path / "out",
+            operations=operation,
+            workers=ps.jobs.WorkerSettings(num_workers=1, task_bytes=2000),
+        )
         / "model.gguf"
     )
     _check(out, load_file(llama / "model.safetensors"), kind)

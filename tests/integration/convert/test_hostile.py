@@ -22,12 +22,13 @@ import obstore
 import pytest
 from tests.support.drills import drill
 from tests.support.fork_server import ForkServer
+from tests.support.jobs import convert_as
 from tests.support.servers.s3 import SwiftServer, Unavailable
 from tests.support.tensor_file import write_file
 
 import penstock
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
-from penstock.jobs.convert import WorkerSettings, convert
+from penstock.jobs.convert import WorkerSettings
 from penstock.jobs.job import ConversionJob
 from penstock.jobs.messages import Began, JobSpec, Ready, TaskDone, TaskWork, Wire, WorkerHello
 from penstock.jobs.request import plan
@@ -48,7 +49,7 @@ def files(directory: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     into = tmp_path_factory.mktemp("expected") / "out"
-    assert convert(made, into, workers=1, **TOLD).num_tasks > 40
+    assert convert_as(made, into, workers=1, **TOLD).num_tasks > 40
     return files(into)
 
 
@@ -85,14 +86,14 @@ def test_misbehaving_function_is_named(
 def test_user_function_traceback_is_shown(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     word = {"op": "function", "function": "tests.support.jobs:raises"}
     with pytest.raises(OperationFailed):
-        convert(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
+        convert_as(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
     said = capfd.readouterr().err
     assert ", in raises\n" in said and said.count("ValueError: on purpose") == 1
 
 
 def test_user_function_output_goes_to_stderr(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     words = [{"op": "function", "function": "tests.support.jobs:says"}]
-    convert(made, tmp_path / "out", operations=words, workers=2, **TOLD)
+    convert_as(made, tmp_path / "out", operations=words, workers=2, **TOLD)
     seen = {recipe.outputs[0].spec.name for recipe in plan(made, operations=words).recipes if not recipe.copies}
     said = capfd.readouterr()
     assert seen == {line.removeprefix("saw ") for line in said.err.splitlines() if line.startswith("saw ")}
@@ -110,7 +111,7 @@ class Visited(LocalLauncher):
 
 def test_guessed_secret_is_refused(made: Path, tmp_path: Path) -> None:
     with Visited() as launcher:
-        convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
+        convert_as(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
         with pytest.raises(PeerLost):
             launcher.guest.to_worker()
         launcher.guest.close()
@@ -180,7 +181,7 @@ def test_lost_worker_blames_its_operation(tmp_path: Path, monkeypatch: pytest.Mo
     job = plan(tmp_path / "one.safetensors", **told)
     with Lost(job) as launcher, pytest.raises(OperationFailed, match=r"3 workers were lost .* 'a'"):
         workers = WorkerSettings(num_workers=1, launcher=launcher)
-        convert(tmp_path / "one.safetensors", tmp_path / "out", devices="cpu", workers=workers, **told)
+        convert_as(tmp_path / "one.safetensors", tmp_path / "out", devices="cpu", workers=workers, **told)
     assert len(launcher.wires) == 3
 
 
@@ -218,9 +219,9 @@ def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytes
 
     told: dict[str, Any] = {"operations": [word], "devices": "cpu", "workers": 2}
     with pytest.raises(OperationFailed, match="ran on a task again"):
-        convert(tmp_path / "one.safetensors", tmp_path / "out", progress=overwrite, **told)
+        convert_as(tmp_path / "one.safetensors", tmp_path / "out", progress=overwrite, **told)
     assert not (tmp_path / "out").exists()
-    report = convert(tmp_path / "one.safetensors", tmp_path / "out", **told)
+    report = convert_as(tmp_path / "one.safetensors", tmp_path / "out", **told)
     assert (report.num_tasks, report.num_resumed) == (1, 0)
     assert penstock.verify(tmp_path / "out").verified
 
@@ -228,7 +229,7 @@ def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytes
 def test_too_small_disk_is_reported_before_reading(made, small_disk) -> None:
     disk = small_disk(4 << 20)
     with pytest.raises(DiskFull) as caught:
-        convert(made, disk / "out", workers=1, **TOLD)
+        convert_as(made, disk / "out", workers=1, **TOLD)
     assert not caught.value.mutated
     assert list(disk.iterdir()) == []
 
@@ -243,10 +244,10 @@ def test_disk_filled_midway_allows_resume(made, expected, small_disk) -> None:
                     file.write(bytes(4096))
 
     with pytest.raises(DiskFull):
-        convert(made, disk / "out", workers=1, progress=fill, **TOLD)
+        convert_as(made, disk / "out", workers=1, progress=fill, **TOLD)
     assert not (disk / "out").exists()
     (disk / "other").unlink()
-    report = convert(made, disk / "out", workers=1, **TOLD)
+    report = convert_as(made, disk / "out", workers=1, **TOLD)
     assert report.num_resumed >= report.num_tasks // 2
     assert files(disk / "out") == expected
     assert [path.name for path in disk.iterdir()] == ["out"]
@@ -256,9 +257,9 @@ def test_job_is_run_by_one_process(made, expected, tmp_path) -> None:
     def again(done: int, total: int) -> None:
         if done == 3:
             with pytest.raises(DestinationError, match="another process runs this very job"):
-                convert(made, tmp_path / "out", workers=1, **TOLD)
+                convert_as(made, tmp_path / "out", workers=1, **TOLD)
 
-    convert(made, tmp_path / "out", workers=1, progress=again, **TOLD)
+    convert_as(made, tmp_path / "out", workers=1, progress=again, **TOLD)
     assert files(tmp_path / "out") == expected
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -337,9 +338,9 @@ def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server
 
     with monkeypatch.context() as patch, pytest.raises((SourceError, DestinationError)):
         patch.setattr(obstore, "put", put)
-        convert(made, into, **TOLD, workers=replace(workers, storage_options=first.storage_options))
+        convert_as(made, into, **TOLD, workers=replace(workers, storage_options=first.storage_options))
     second = server()
-    report = convert(made, into, **TOLD, workers=replace(workers, storage_options=second.storage_options))
+    report = convert_as(made, into, **TOLD, workers=replace(workers, storage_options=second.storage_options))
     assert report.num_resumed == report.num_tasks
     assert list(tmp_path.iterdir()) == []
     store = second.store("weights")
@@ -351,7 +352,7 @@ def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server
 def test_trace_shows_concurrent_work_of_both_workers(made, tmp_path) -> None:
     word = {"op": "function", "function": "tests.support.jobs:slowly"}
     told = {**TOLD, "operations": [word], "to": "cast:F32"}
-    report = convert(
+    report = convert_as(
         made,
         tmp_path / "out",
         workers=penstock.jobs.WorkerSettings(num_workers=2, trace=tmp_path / "trace.json"),

@@ -54,8 +54,7 @@ def told() -> Iterator[dict[str, Any]]:
         yield {
             "to": "cast:F32",
             "devices": "cpu",
-            "workers": ps.jobs.WorkerSettings(num_workers=2, launcher=launcher),
-            "task_bytes": "1M",
+            "workers": ps.jobs.WorkerSettings(num_workers=2, launcher=launcher, task_bytes="1M"),
         }
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support.jobs import convert_as
 from tests.support.users import STRANGER, run_as
 
 from penstock.errors import PlanError
 from penstock.jobs import messages
-from penstock.jobs.convert import WorkerSettings, convert
+from penstock.jobs.convert import WorkerSettings
 from penstock.jobs.workers.launch import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
@@ -58,7 +59,9 @@ def test_different_user_cannot_reach_coordinator(made: Path, tmp_path: Path, mon
             seen.append(launcher.visitor.is_alive())
 
     with OtherUser() as launcher:
-        convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD)
+        convert_as(
+            made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD
+        )
         launcher.visitor.join(30)
     assert seen == [False] and len(launcher.seconds) == 1
 
@@ -90,7 +93,7 @@ def test_strangers_take_limited_coordinator_slots(made: Path, tmp_path: Path, mo
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))
     counts = []
     with ExitStack() as stack, Strangers() as launcher:
-        convert(
+        convert_as(
             made,
             tmp_path / "out",
             workers=WorkerSettings(num_workers=1, launcher=launcher),
@@ -113,7 +116,7 @@ def test_silent_connection_is_closed_at_deadline(made: Path, tmp_path: Path, mon
         counts.append(launcher.num_open())
 
     with ExitStack() as stack, Strangers() as launcher:
-        report = convert(
+        report = convert_as(
             made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD
         )
         for sock in launcher.strangers:
@@ -144,4 +147,4 @@ class Newer(LocalLauncher):
 def test_worker_with_different_protocol_ends_job(made: Path, tmp_path: Path) -> None:
     expected = rf"worker w0 speaks job protocol 2.0, the coordinator speaks {messages.JOB_PROTOCOL}"
     with Newer() as launcher, pytest.raises(PlanError, match=expected):
-        convert(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
+        convert_as(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)

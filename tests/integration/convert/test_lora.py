@@ -22,7 +22,7 @@ peft = pytest.importorskip("peft", minversion="0.18")
 from tests.unit.sync.small_models import CONFIGS, SMALL, make  # noqa: E402 - after what it needs
 
 from penstock.errors import ConfigError, PlanError  # noqa: E402
-from penstock.jobs.convert import convert  # noqa: E402
+from penstock.jobs.convert import WorkerSettings, convert  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -109,9 +109,10 @@ def logits(model: Any) -> torch.Tensor:
         return model.eval()(torch.arange(24).view(2, 12)).logits
 
 
-def merge(into: Path, **options: Any) -> Path:
+def merge(into: Path, task_bytes: str | None = None) -> Path:
     words = [{"op": "lora-merge"}]
-    convert([into / "base", into / "adapter"], into / "merged", operations=words, devices="cpu", workers=1, **options)
+    workers = WorkerSettings(num_workers=1, task_bytes=task_bytes)
+    convert([into / "base", into / "adapter"], into / "merged", operations=words, devices="cpu", workers=workers)
     return into / "merged"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -52,8 +53,15 @@ def model() -> dict[str, torch.Tensor]:
     }
 
 
-def one_by_one(sources: list[Path] | Path, into: Path, *words: dict[str, object], scratch: Path | None = None, **more):
-    workers = WorkerSettings(num_workers=1, scratch=scratch, task_bytes="256K")
+def one_by_one(
+    sources: list[Path] | Path,
+    into: Path,
+    *words: dict[str, object],
+    scratch: Path | None = None,
+    storage_options: Mapping[str, str] | None = None,
+    **more,
+):
+    workers = WorkerSettings(num_workers=1, scratch=scratch, task_bytes="256K", storage_options=storage_options)
     return convert(sources, into, operations=words, devices="cpu", workers=workers, **more)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 from tests.support.drills import drill
+from tests.support.jobs import convert_as
 
-from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 
 pytestmark = [
@@ -65,7 +65,8 @@ def said(done, total):
         cluster.remove_node(nodes.pop(), allow_graceful=False)
 
 
-report = convert(source, into, workers=WorkerSettings(num_workers=2, ray=cluster.address), progress=said, **told)
+workers = WorkerSettings(num_workers=2, ray=cluster.address, task_bytes=told.pop("task_bytes"))
+report = convert(source, into, workers=workers, progress=said, **told)
 print(json.dumps({"tasks": report.num_tasks, "ends": [one.end for one in report.workers], "left": len(nodes)}))
 cluster.shutdown()
 """
@@ -105,7 +106,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 def test_dead_ray_node_loses_only_its_tasks(tmp_path: Path, environ: dict[str, str]) -> None:
     write_llama(tmp_path / "source", total_bytes=24_000_000)
-    convert(tmp_path / "source", tmp_path / "expected", workers=1, **TOLD)
+    convert_as(tmp_path / "source", tmp_path / "expected", workers=1, **TOLD)
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "source"), str(tmp_path / "out"), json.dumps(TOLD)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environ)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import xxhash
+from tests.support.jobs import convert_as
 from tests.truth import assert_same, by_safetensors
 
 import penstock
 from penstock.cli.checkpoints import manifest
 from penstock.errors import IntegrityError, NotFound
-from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 
@@ -56,7 +56,7 @@ def test_flipped_bit_fails_job(names: list[str], told: Mapping[str, Any], source
     path = damaged(sources / names[-1], tmp_path / "damaged")
     places = [*(sources / name for name in names[:-1]), path.parent]
     with pytest.raises(IntegrityError) as caught:
-        convert(places, tmp_path / "out", **told, **TOLD)
+        convert_as(places, tmp_path / "out", **told, **TOLD)
     error, at = caught.value, path.stat().st_size - 100_000
     assert error.uri == str(path) and error.tensor and not error.mutated
     assert error.byte_range is not None and error.byte_range[0] <= at < error.byte_range[1]
@@ -65,9 +65,11 @@ def test_flipped_bit_fails_job(names: list[str], told: Mapping[str, Any], source
 
 def test_report_shows_what_was_verified(sources: Path, tmp_path: Path) -> None:
     nbytes = sum(one.stat().st_size for one in (sources / "sealed").glob("*.safetensors"))
-    report = convert(sources / "sealed", tmp_path / "one", **TOLD)
+    report = convert_as(sources / "sealed", tmp_path / "one", **TOLD)
     assert report.verified and 0.9 * nbytes < report.verified_bytes == report.read_bytes
-    report = convert([sources / "bare", sources / "sealed"], tmp_path / "two", operations=[{"op": "average"}], **TOLD)
+    report = convert_as(
+        [sources / "bare", sources / "sealed"], tmp_path / "two", operations=[{"op": "average"}], **TOLD
+    )
     assert not report.verified and 0.9 * nbytes < report.verified_bytes < report.read_bytes
     assert report.why == f"1 of 2 sources without digests: no manifest at {sources / 'bare' / 'penstock.manifest'}"
     assert penstock.verify(tmp_path / "two").verified
@@ -75,10 +77,12 @@ def test_report_shows_what_was_verified(sources: Path, tmp_path: Path) -> None:
 
 def test_disabled_verification_is_skipped(sources: Path, tmp_path: Path) -> None:
     path = damaged(sources / "sealed", tmp_path / "damaged")
-    report = convert(path.parent, tmp_path / "out", verify=False, **TOLD)
+    report = convert_as(path.parent, tmp_path / "out", verify=False, **TOLD)
     assert (report.verified, report.verified_bytes, report.why) == (False, 0, "verify=False")
     with pytest.raises(NotFound, match="verify=True, but no manifest at ") as caught:
-        convert([path.parent, sources / "bare"], tmp_path / "two", operations=[{"op": "average"}], verify=True, **TOLD)
+        convert_as(
+            [path.parent, sources / "bare"], tmp_path / "two", operations=[{"op": "average"}], verify=True, **TOLD
+        )
     assert caught.value.hint == "write one with `penstock manifest URI`"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["damaged", "out"]
 
@@ -94,7 +98,7 @@ def test_damaged_cached_bytes_are_read_again(tmp_path: Path, monkeypatch: pytest
         raw = bytearray(chunk.read_bytes()[:-24])
         raw[-10_000] ^= 1
         chunk.write_bytes(raw + struct.pack("<8sQQ", b"PSCHUNK1", len(raw), xxhash.xxh3_64_intdigest(raw)))
-        report = convert(uri, tmp_path / "out", verify=True, **TOLD)
+        report = convert_as(uri, tmp_path / "out", verify=True, **TOLD)
         assert report.verified and report.fetched_bytes >= len(raw)
     assert penstock.verify(tmp_path / "out").verified
     assert_same(by_safetensors(tmp_path / "out"), by_safetensors(tmp_path / "made"))

@@ -171,7 +171,7 @@ given = Path(sys.argv[1])
 for how in HOWS:
     path = given.with_name(how + ".safetensors")
     shutil.copy(given, path)
-    with penstock.stream(path, memory_bytes="4M") as tensors:
+    with penstock.stream(path, settings=penstock.ReadSettings(memory_bytes="4M")) as tensors:
         next(tensors)
         change(path, how)
         try:
@@ -373,7 +373,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the backgro
 import penstock
 print("going", flush=True)
 if sys.argv[2] == "stream":
-    with penstock.stream(sys.argv[1], memory_bytes="8M") as tensors:
+    with penstock.stream(sys.argv[1], settings=penstock.ReadSettings(memory_bytes="8M")) as tensors:
         for _ in tensors:
             pass
 else:
@@ -442,9 +442,10 @@ MEASURE = """
 import json, resource, sys
 import penstock, torch
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-penstock.load(sys.argv[1], names="t00", copy=True, memory_bytes="64M")
+settings = penstock.ReadSettings(copy=True, memory_bytes="64M")
+penstock.load(sys.argv[1], names="t00", settings=settings)
 before = peak()
-weights = penstock.load(sys.argv[2], copy=True, memory_bytes="64M")
+weights = penstock.load(sys.argv[2], settings=settings)
 print(json.dumps([peak() - before, weights.report.nbytes]))
 """
 

@@ -140,7 +140,7 @@ def test_ranks_load_everything_and_read_once(checkpoint: Path, world_size: int) 
 
 
 def test_budget_below_one_tensor_is_enough(checkpoint: Path) -> None:
-    outcomes = run(everything, 2, [str(checkpoint)] * 2, {"memory_bytes": 1 << 20})
+    outcomes = run(everything, 2, [str(checkpoint)] * 2, {"settings": penstock.ReadSettings(memory_bytes=1 << 20)})
     wanted = all_bits(by_safetensors(checkpoint))
     assert [outcome.value[0] if outcome.ended == "returned" else outcome for outcome in outcomes] == [wanted] * 2
 

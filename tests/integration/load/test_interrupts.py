@@ -29,7 +29,8 @@ import penstock
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits "ignored"
 directory, rounds, chance = sys.argv[1], int(sys.argv[2]), random.Random(int(sys.argv[3]))
 first_file = os.path.join(directory, sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))[0])
-target = dict(penstock.load(directory, copy=True))
+copied = penstock.ReadSettings(copy=True)
+target = dict(penstock.load(directory, settings=copied))
 
 def stream(**options):
     for name, tensor in penstock.stream(directory, **options):
@@ -43,10 +44,10 @@ def safe_open(backend):
 
 verbs = {
     "load": lambda: penstock.load(directory),
-    "load_copy": lambda: penstock.load(directory, copy=True),
+    "load_copy": lambda: penstock.load(directory, settings=copied),
     "load_into": lambda: penstock.load_into(target, directory),
     "stream": stream,
-    "stream_copy": lambda: stream(copy=True),
+    "stream_copy": lambda: stream(settings=copied),
     "safe_open_mmap": lambda: safe_open("mmap"),
     "safe_open_pread": lambda: safe_open("pread"),
 }

@@ -82,8 +82,8 @@ os.setresuid(65534, 65534, 65534)
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 target = {f"t{i}": torch.zeros(1 << 20) for i in range(4)}
 for do in (
-    lambda: penstock.load(sys.argv[1], copy=True),
-    lambda: list(penstock.stream(sys.argv[1], copy=True)),
+    lambda: penstock.load(sys.argv[1], settings=penstock.ReadSettings(copy=True)),
+    lambda: list(penstock.stream(sys.argv[1], settings=penstock.ReadSettings(copy=True))),
     lambda: penstock.load_into(target, sys.argv[1]),
 ):
     try:

@@ -254,7 +254,8 @@ def test_tensors_are_cast_to_target_dtype(tmp_path: Path, dtype: Any, verb: str,
     module.a = torch.nn.Parameter(torch.zeros(700, 900, dtype=torch.bfloat16))
     module.b = torch.nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
     module.register_buffer("n", torch.zeros(5, dtype=torch.int64))
-    loaded = VERBS[verb](module, tmp_path, dtype=dtype, memory_bytes=memory_bytes)
+    settings = penstock.ReadSettings(memory_bytes=memory_bytes)
+    loaded = VERBS[verb](module, tmp_path, dtype=dtype, settings=settings)
     report = loaded.wait() if verb == "load_in_background" else loaded
     for name, tensor in module.state_dict().items():
         assert torch.equal(tensor, stored[name].to(tensor.dtype)), name
