@@ -161,9 +161,7 @@ def test_mismatched_layout_is_refused_alone(planner: Planner, group: Group) -> N
         assert decode(ask(planner, other).part, ReceiverPlan).nbytes == 128
 
 
-def test_withdrawn_version_in_old_heartbeat_is_ignored(
-    group: Group, version_status: VersionStatus
-) -> None:
+def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_status: VersionStatus) -> None:
     decision = FleetDecision(epoch="p0", version=4, outcome="withdrawn", by="s9", why="not finite")
 
     def terms(asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
