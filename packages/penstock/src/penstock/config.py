@@ -1,8 +1,8 @@
 """Every environment variable that Penstock reads, with its default. No other module reads `os.environ`.
 
 `Settings` holds the values of one process. A caller's arguments win over the environment, which wins over the defaults.
-`ConnectionSettings` is the argument of every verb that uses a hub, `ReadSettings` of the verbs that load. obstore reads the credentials of object stores
-itself, from `AWS_*`, `GOOGLE_*` and `AZURE_*`.
+`ConnectionSettings` is the argument of every verb that uses a hub, and `ReadSettings` of the verbs that load. obstore
+reads the credentials of object stores itself, from `AWS_*`, `GOOGLE_*` and `AZURE_*`.
 """
 
 from __future__ import annotations
