@@ -206,7 +206,7 @@ def simulate_sync(
         watermark_bytes: Maximum number of bytes that a receiver has requested but not verified.
         reads_of_one: Number of reads in flight from one source. Sources in the receiver's node count as one.
         staged: Whether to count the flip at the end, which copies all bytes on the device.
-        in_arenas: Whether staged targets are in arenas (`SubscriberSettings(arena=True)`), so that the flip exchanges memory.
+        in_arenas: Whether staged targets are in arenas (`SubscriberSettings.arena`), so that the flip exchanges memory.
         one_node: Whether receivers take the GPUs right after the sources', even in the same node.
         seed: Seed for the slow and the failing members.
     """
