@@ -59,21 +59,21 @@ def start(fork_server: ForkServer, server: RangeServer, name: str, count: int, *
         runtime = stack.enter_context(tempfile.TemporaryDirectory(prefix="penstock-bench-"))
         task = Task(
             fallback=f"{server.url}/{name}",
-            alone=alone,
-            is_held=True,
+            loads_alone=alone,
+            waits_for_input=True,
             environ={"PENSTOCK_RUNTIME_DIR": runtime},
         )
         workers = [stack.enter_context(Worker(task, fork_server)) for _ in range(count)]
         for worker in workers:
-            worker.say_until("ready", timeout_s=timeout_s)
+            worker.wait_for("ready", timeout_s=timeout_s)
         before, began = server.num_bytes_sent, time.monotonic()
         for worker in workers:
-            worker.begin()
+            worker.proceed()
         word = "loaded" if alone else "fetched"
-        said = [worker.say_until(word, timeout_s=timeout_s) for worker in workers]
+        said = [worker.wait_for(word, timeout_s=timeout_s) for worker in workers]
         seconds = time.monotonic() - began
         sent = server.num_bytes_sent - before
-        digests = {worker.say_until("digests", timeout_s=timeout_s)["digests"] for worker in workers}
+        digests = {worker.wait_for("digests", timeout_s=timeout_s)["digests"] for worker in workers}
         if len(digests) != 1:
             raise SystemExit(f"workers have different bytes: {digests}")
         faults = tuple(fault for one in said for fault in one.get("faults", ()))

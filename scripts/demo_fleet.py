@@ -78,9 +78,9 @@ def http_place(server: RangeServer, index: str) -> Place:
 def ready_workers(tasks: Sequence[Task]) -> Iterator[list[Worker]]:
     """Workers that have imported all they need and wait for a word; at the end they leave together."""
     with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(replace(task, is_held=True))) for task in tasks]
+        workers = [stack.enter_context(Worker(replace(task, waits_for_input=True))) for task in tasks]
         for worker in workers:
-            worker.say_until("ready", timeout_s=STARTED_S)
+            worker.wait_for("ready", timeout_s=STARTED_S)
         yield workers
         for worker in workers:
             assert worker.process.stdin is not None
@@ -91,16 +91,16 @@ def ready_workers(tasks: Sequence[Task]) -> Iterator[list[Worker]]:
 
 def load_alone(tasks: Sequence[Task], outcome: Outcome) -> None:
     """Each loads everything by itself, all at once."""
-    with ready_workers([replace(task, alone=True) for task in tasks]) as workers:
+    with ready_workers([replace(task, loads_alone=True) for task in tasks]) as workers:
         outcome.place.forget()
         for worker in workers:
-            worker.begin()
+            worker.proceed()
         for worker in workers:
-            outcome.alone.append(worker.say_until("loaded", timeout_s=DONE_S))
+            outcome.alone.append(worker.wait_for("loaded", timeout_s=DONE_S))
         if outcome.place.served_bytes is not None:
             outcome.alone_bytes += outcome.place.served_bytes()
         for worker in workers:
-            outcome.digests.add(worker.say_until("digests", timeout_s=DONE_S)["digests"])
+            outcome.digests.add(worker.wait_for("digests", timeout_s=DONE_S)["digests"])
 
 
 def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
@@ -110,15 +110,15 @@ def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
         outcome.place.forget()
         for group in (workers[:-1], workers[-1:]):
             for worker in group:
-                worker.begin()
+                worker.proceed()
             for worker in group:
-                outcome.fetched.append(worker.say_until("fetched", timeout_s=DONE_S))
-                outcome.joined.append(worker.said["joined"])
+                outcome.fetched.append(worker.wait_for("fetched", timeout_s=DONE_S))
+                outcome.joined.append(worker.events["joined"])
         reported = sum(int(one["storage_bytes"]) for one in outcome.fetched)
         served = outcome.place.served_bytes
         outcome.storage_bytes = reported if served is None else max(reported, served())
         for worker in workers:
-            outcome.digests.add(worker.say_until("digests", timeout_s=DONE_S)["digests"])
+            outcome.digests.add(worker.wait_for("digests", timeout_s=DONE_S)["digests"])
 
 
 def measure(place: Place, devices: Sequence[str]) -> Outcome:

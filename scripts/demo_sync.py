@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
-from tests.support.fleet import say
+from tests.support.fleet import send_event
 from tests.support.sync import SyncWorker
 
 from penstock.errors import PenstockError
@@ -57,11 +57,11 @@ class RankTask:
 class Rank(SyncWorker):
     """A process. Lines of input: `step V` to a trainer; `update V`, then `logits V`, to an engine."""
 
-    room = "demo_sync"
+    module = "demo_sync"
 
     def ask_done(self, line: str) -> dict[str, Any]:
         """Send a line and return the answer; SystemExit if it failed."""
-        return done(self, line, self.ask(line, timeout_s=WAIT_S))
+        return done(self, line, self.call(line, timeout_s=WAIT_S))
 
 
 def done(rank: Rank, line: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def train(task: RankTask, sizes: Sizes) -> None:
         torch.manual_seed(SEED + 1 + task.rank)  # each rank has its own part of the data
 
         with ps.publisher("policy", model, mode="snapshot", snapshot_device="cpu") as publisher:
-            say("joined", member=publisher.member.id)
+            send_event("joined", member=publisher.member.id)
 
             def step(version: int) -> dict[str, Any]:
                 for _ in range(STEPS):
@@ -152,7 +152,7 @@ def serve(task: RankTask, sizes: Sizes) -> None:
 
     served = served_model(sizes, task.rank)
     with ps.subscriber("policy", served, rank=(task.rank, RANKS)) as subscriber:
-        say("joined", member=subscriber.member.id)
+        send_event("joined", member=subscriber.member.id)
 
         def update(version: int) -> dict[str, Any]:
             return plain(subscriber.update(version, timeout_s=WAIT_S))
@@ -199,7 +199,7 @@ def obey(answers: dict[str, Callable[[int], dict[str, Any]]]) -> None:
             found = answers[word](int(number))
         except PenstockError as error:
             found = {"error": type(error).__name__, "message": str(error)}
-        say(f"{line.strip()} done", **found)
+        send_event(f"{line.strip()} done", **found)
 
 
 # --- the demo --------------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def run(sizes: Sizes, directory: str, table: Table) -> tuple[bool, list[str]]:
         trainers = [stack.enter_context(Rank(task("trainer", rank))) for rank in range(RANKS)]
         servers = [stack.enter_context(Rank(task("server", rank))) for rank in range(RANKS)]
         for one in (*trainers, *servers):
-            one.say_until("joined", timeout_s=WAIT_S)
+            one.wait_for("joined", timeout_s=WAIT_S)
         for version in range(1, VERSIONS + 1):
             progress.print(f"  version {version}")
             notes = [""] * RANKS
@@ -249,15 +249,15 @@ def run(sizes: Sizes, directory: str, table: Table) -> tuple[bool, list[str]]:
                 others = [one for rank, one in enumerate(servers) if rank != KILLED]
                 reports = all_done(others, f"update {version}")
                 servers[KILLED] = stack.enter_context(Rank(task("server", KILLED)))
-                servers[KILLED].say_until("joined", timeout_s=WAIT_S)
+                servers[KILLED].wait_for("joined", timeout_s=WAIT_S)
                 reports.insert(KILLED, servers[KILLED].ask_done(f"update {version}"))
                 notes[KILLED] = ", killed, back"
             else:
                 reports = all_done(servers, f"update {version}")
             compared = [one["is_equal"] for one in all_done(servers, f"logits {version}")]
             equal &= all(compared)
-            names = {one.said["joined"]["member"][:8]: f"trainer {rank}" for rank, one in enumerate(trainers)}
-            names |= {one.said["joined"]["member"][:8]: f"server {rank}" for rank, one in enumerate(servers)}
+            names = {one.events["joined"]["member"][:8]: f"trainer {rank}" for rank, one in enumerate(trainers)}
+            names |= {one.events["joined"]["member"][:8]: f"server {rank}" for rank, one in enumerate(servers)}
             add_rows(table, reports, compared, notes, names)
             below.append(
                 f"version {version}: loss {stepped[0]['loss']:.3f}; training went on after "

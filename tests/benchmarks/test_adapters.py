@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.integration.conftest import Host
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 pytest.importorskip("transformers", minversion="5.23")
 pytest.importorskip("peft", minversion="0.21")
@@ -19,7 +19,7 @@ BENCH = Path(__file__).parents[2] / "benchmarks" / "bench_adapters.py"
 SMALL = ("--hidden", "64", "--layers", "1", "--vocab", "256", "--repeat", "1")
 
 
-@drill
+@long_running
 def test_each_transfer_method_has_a_row(host: Host) -> None:
     done = subprocess.run([sys.executable, str(BENCH), *SMALL], env={**os.environ}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden", "512", "--source-bytes", "20M", "--reps", "1", "--memory", "64M"]
@@ -21,7 +21,7 @@ def rows(home: Path, *more: str) -> tuple[int, list[dict[str, object]]]:
     return done.returncode, [json.loads(line) for line in (home / "convert.jsonl").read_text().splitlines()]
 
 
-@drill
+@long_running
 def test_convert_benchmark_reports_every_case(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "fp8", "--script-bytes", "17M")
     assert code == 0
@@ -30,7 +30,7 @@ def test_convert_benchmark_reports_every_case(tmp_path: Path) -> None:
     assert found[0]["of_limit"] > 0
 
 
-@drill
+@long_running
 def test_failed_row_keeps_other_rows(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--only", "merge", "--mergekit", "/bin/false")
     assert code == 1
@@ -38,7 +38,7 @@ def test_failed_row_keeps_other_rows(tmp_path: Path) -> None:
     assert ["failed" in row for row in found] == [False, True, False]
 
 
-@drill
+@long_running
 def test_rows_beyond_time_budget_are_skipped(tmp_path: Path) -> None:
     code, found = rows(tmp_path, "--budget-s", "1")
     assert code == 1

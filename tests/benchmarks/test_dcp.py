@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@drill
+@long_running
 def test_rows_compare_with_torch() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_dcp", "--mib", "2", "--ranks", "1", "--runs", "1"]
     done = subprocess.run(

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 
 
-@drill
+@long_running
 def test_fetch_benchmark_prints_receivers_and_limit() -> None:
     what = ["--total-gb", "0.02", "--receivers", "2", "--repeat", "2", "--format", "json"]
     command = [sys.executable, "-m", "penstock.cli.main", "bench", "fetch", *what]
@@ -31,7 +31,7 @@ def test_invalid_device_is_refused_before_start() -> None:
     assert done.returncode == 2 and "'gpu' is not a device" in done.stderr
 
 
-@drill
+@long_running
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_page_has_every_row(tmp_path: Path) -> None:

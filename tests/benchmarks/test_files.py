@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ def ran(*arguments: str) -> str:
     return done.stdout
 
 
-@drill
+@long_running
 def test_each_case_has_rows_for_both_states(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     found = ran("--reps", "1", "--cases", "mapped,safetensors", "--dir", str(tmp_path))

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = drill
+pytestmark = long_running
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 from tests.support.servers.network_volume import refusal
 
 ROOT = Path(__file__).parents[2]
 
 
-@drill
+@long_running
 def test_each_file_has_a_row_per_location(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     small = ["--mib", "16", "--tensors", "200", "--runs", "1", "--latency-ms", "0", "--mb-per-s", "0"]

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 
 
-@drill
+@long_running
 @pytest.mark.timeout(400)
 def test_straggler_benchmark_reports_every_case() -> None:
     command = [sys.executable, "-m", "benchmarks.bench_stragglers", "--repeats", "1", "--num-tasks", "60"]

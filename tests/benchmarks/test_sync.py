@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_fetch import rates
 from benchmarks.bench_sync import share_of
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def test_unmeasured_figures_are_not_printed() -> None:
         assert "0.0 GB/s (0.0-0.0)" not in page.read_text(encoding="utf-8"), page
 
 
-@drill
+@long_running
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_page_has_every_row(tmp_path: Path) -> None:

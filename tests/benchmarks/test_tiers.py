@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,7 @@ def test_each_link_has_a_row_with_limit(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@drill
+@long_running
 def test_weight_cache_swaps_are_measured(tmp_path: Path) -> None:
     found = ran("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found

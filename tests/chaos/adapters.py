@@ -95,7 +95,7 @@ class AdapterRound(SyncRound):
                     self.violate("unexpected error", f"{self.expected} of version 2, {has} here: {said['message']}")
             version = self.check(worker, said, {1, 2} if has == self.expected else {1})
             # A publisher counts a receiver that has staged the version: that it did not commit it comes after.
-            have[worker.said["joined"]["member"]] = 2 if is_staged else version
+            have[worker.events["joined"]["member"]] = 2 if is_staged else version
             self.check_metadata(worker, version)
         self.judge_publishers(publishers, have)
 

@@ -89,7 +89,7 @@ class ConvertRound(Round):
                 into = self.world.directory / "expected"
                 into.mkdir()
                 ended = self.follow(self.start_run(into=into))
-                assert ended["say"] == "converted", ended
+                assert ended["event"] == "converted", ended
                 self.world.results["convert"] = files(into / "out")
         found: dict[str, bytes] = self.world.results["convert"]
         return found
@@ -118,7 +118,7 @@ class ConvertRound(Round):
         else:
             self.with_a_source_that_changes(expected)
             return
-        if ended["say"] != "converted":
+        if ended["event"] != "converted":
             self.violate("unexpected error", f"{ended.get('kind')}: {ended.get('text')}")
             return
         self.check(expected)
@@ -136,23 +136,23 @@ class ConvertRound(Round):
 
     def through(self, hits: list[tuple[str, str, str]]) -> dict[str, Any]:
         """Call it, hit it, call it again; what the last call said at its end."""
-        ended: dict[str, Any] = {"say": "ended"}
+        ended: dict[str, Any] = {"event": "ended"}
         hits = list(hits)
         for _ in range(NUM_RUNS):
             run = self.start_run()
             while hits:
                 ended = self.until(run, hits[0][2])
-                if ended["say"] not in {"fork server", "done"}:
+                if ended["event"] not in {"fork server", "done"}:
                     break
                 who, how, _ = hits.pop(0)
                 self.strike(run, who, how)
                 if who == "coordinator" and how == "kill":
                     break
-            ended = self.follow(run) if ended["say"] not in {"converted", "failed"} else ended
+            ended = self.follow(run) if ended["event"] not in {"converted", "failed"} else ended
             run.process.wait(timeout=self.left_s())
-            if ended["say"] == "ended":  # killed: another call goes on
+            if ended["event"] == "ended":  # killed: another call goes on
                 continue
-            if ended["say"] == "converted" or ended.get("kind") not in {"OperationFailed", "PeerLost"}:
+            if ended["event"] == "converted" or ended.get("kind") not in {"OperationFailed", "PeerLost"}:
                 return ended
             self.violate("unexpected error", f"{ended['kind']}: {ended['text']}")
         return ended
@@ -160,8 +160,10 @@ class ConvertRound(Round):
     def until(self, run: Process, phase: str) -> dict[str, Any]:
         """Wait for a moment of a phase; or for how the run ended before."""
         share = {"start": None, "begin": None, "run": self.rng.random(), "end": 0.98, "publish": 1.0}[phase]
-        while (said := self.next(run))["say"] in {"fork server", "done"}:
-            at = said["say"] == "fork server" if share is None else said.get("num", -1) >= share * said.get("total", 1)
+        while (said := self.next(run))["event"] in {"fork server", "done"}:
+            at = (
+                said["event"] == "fork server" if share is None else said.get("num", -1) >= share * said.get("total", 1)
+            )
             if at:
                 pause_s = {"start": 0.03, "begin": 0.6, "run": 0.02, "end": 0.02, "publish": 0.1}[phase]
                 time.sleep(self.rng.random() * pause_s)
@@ -173,17 +175,17 @@ class ConvertRound(Round):
         said = run.next(self.left_s())
         if said is None:
             self.hang("the conversion says nothing")
-        if said["say"] == "fork server":
+        if said["event"] == "fork server":
             self.server = said["pid"]
         return said
 
     def follow(self, run: Process) -> dict[str, Any]:
         """Return what a run says last."""
-        last: dict[str, Any] = {"say": "ended"}
-        while (said := self.next(run))["say"] != "ended":
-            if said["say"] in {"converted", "failed"}:
+        last: dict[str, Any] = {"event": "ended"}
+        while (said := self.next(run))["event"] != "ended":
+            if said["event"] in {"converted", "failed"}:
                 last = said
-            if said["say"] == "census":
+            if said["event"] == "census":
                 self.check_census(said)
         return last
 
@@ -205,7 +207,7 @@ class ConvertRound(Round):
                 os.kill(pid, signal.SIGCONT)
 
     def refused(self, ended: dict[str, Any], kinds: set[str]) -> None:
-        if ended["say"] != "failed" or ended["kind"] not in kinds:
+        if ended["event"] != "failed" or ended["kind"] not in kinds:
             self.violate("unexpected error", f"{sorted(kinds)} was due, and it said {ended}")
 
     def on_a_small_disk(self, result_bytes: int) -> dict[str, Any]:
@@ -226,8 +228,8 @@ class ConvertRound(Round):
         shutil.copytree(self.source, source)
         self.fault(self.trouble)
         run = self.start_run(source)
-        while (said := self.next(run))["say"] in {"fork server", "done"}:
-            if said["say"] == "done" and said["num"] >= self.share * said["total"]:
+        while (said := self.next(run))["event"] in {"fork server", "done"}:
+            if said["event"] == "done" and said["num"] >= self.share * said["total"]:
                 break
         victim = self.rng.choice(sorted(source.glob("*.safetensors")))
         if self.trouble == "source truncated":
@@ -236,8 +238,8 @@ class ConvertRound(Round):
             with victim.open("r+b") as file:
                 file.seek(victim.stat().st_size // 2)
                 file.write(os.urandom(victim.stat().st_size // 2))
-        ended = said if said["say"] in {"converted", "failed"} else self.follow(run)
-        if ended["say"] == "converted":
+        ended = said if said["event"] in {"converted", "failed"} else self.follow(run)
+        if ended["event"] == "converted":
             self.check(expected, is_same_source=False)
             return
         self.refused(ended, CHANGED)

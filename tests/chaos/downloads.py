@@ -64,14 +64,14 @@ class StorageRound(Round):
                 "tensors": self.checkpoint.tensors,
             }
             loader = self.start("load", told)
-            loader.tell("first")
+            loader.send("first")
             self.judge("nothing", self.expect(loader, "loaded"))
             for what in self.trouble:
                 self.fault(f"storage: {what}")
                 if what == "changed":
-                    loader.said.pop("loaded", None)
+                    loader.events.pop("loaded", None)
                     server.faults = Faults(slow_bytes_per_s=8_000_000)
-                    loader.tell("load")
+                    loader.send("load")
                     time.sleep(self.rng.random())
                     victim = self.rng.choice(sorted((place / "bucket").glob("*.safetensors")))
                     data = bytearray(victim.read_bytes())
@@ -83,8 +83,8 @@ class StorageRound(Round):
                     shutil.copytree(self.checkpoint.directory, place / "bucket", dirs_exist_ok=True)
                 else:
                     server.faults = ENDLESS.get(what) or storage_faults(what, self.rng.randint(1, MAX_FAULTS))
-                    loader.said.pop("loaded", None)
-                    loader.tell("load")
+                    loader.events.pop("loaded", None)
+                    loader.send("load")
                     said = self.expect(loader, "loaded")
                 self.judge(what, said)
             server.faults = Faults()

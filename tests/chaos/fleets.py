@@ -114,7 +114,7 @@ class FleetRound(Round):
             self.expect(reader, "ready")
         begun = time.monotonic()
         for reader in readers:
-            reader.begin()
+            reader.proceed()
         self.disturb(readers, holders)
         self.judge(readers, begun)
         for one in mute:
@@ -142,7 +142,7 @@ class FleetRound(Round):
             constants=HASTY,
             connection=connection,
             join=join,
-            is_held=held,
+            waits_for_input=held,
             data_bytes_per_s=0.0 if mute else None,
         )
         return self.stack.enter_context(Worker(task, self))  # type: ignore[arg-type]
@@ -242,7 +242,7 @@ class FleetRound(Round):
             report = self.expect(worker, "fetched")
             got = self.expect(worker, "digests")["digests"]
         except PenstockError as error:
-            said = worker.said.get("failed")
+            said = worker.events.get("failed")
             if said is None:
                 raise
             if self.may_fail():
@@ -343,7 +343,7 @@ class ClockRound(FleetRound):
             time.sleep(self.rng.random() ** 2)
             ahead_s += self.rng.choice([-60.0, -30.0, 30.0, 60.0])
             hub = self.rng.choice(self.hub_processes)
-            hub.said.pop("clock", None)
-            hub.tell(str(ahead_s))
+            hub.events.pop("clock", None)
+            hub.send(str(ahead_s))
             self.expect(hub, "clock")
             self.fault("clock stepped")

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+from tests.support.compare import by_safetensors
 from tests.support.fleet import Worker, digests
 from tests.support.fork_server import Forked, ForkServer
-from tests.truth import by_safetensors
 
 from penstock.cli.checkpoints import manifest
 from penstock.errors import PenstockError, SourceStalled
@@ -239,7 +239,7 @@ class Round:
             PenstockError: it failed or ended instead.
         """
         try:
-            return worker.say_until(word, timeout_s=self.left_s())
+            return worker.wait_for(word, timeout_s=self.left_s())
         except SourceStalled as error:
             self.hang(f"no {word!r}: {error.message}")
 
@@ -263,7 +263,7 @@ class Round:
 
     def ended(self, worker: Worker, *, due: int = 0) -> None:
         """Look at what a process that was told to end left open, and whether it ended with the code that is due."""
-        worker.said.pop("failed", None)
+        worker.events.pop("failed", None)
         self.check_census(self.expect(worker, "census"))
         if (code := worker.process.wait(timeout=END_S)) != due:
             self.violate("untyped error", f"a process that was to end with {due} ended with {code}")
@@ -366,7 +366,7 @@ class Process(Worker):
             return None
         if line is None:
             self._lines.put(None)
-            return {"say": "ended"}
+            return {"event": "ended"}
         return line
 
 

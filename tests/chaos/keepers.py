@@ -58,7 +58,7 @@ class KeeperRound(Round):
         ]
         for engine in engines:
             self.expect(engine, "ready")
-            engine.tell("attach")
+            engine.send("attach")
         time.sleep(self.delay_s)
         self.hit(keeper)
         for engine in engines:
@@ -67,8 +67,8 @@ class KeeperRound(Round):
             keeper = self.keeper()
         if self.how != "terminate":
             for engine in engines:
-                engine.said.pop("attached", None)
-                engine.tell("attach")
+                engine.events.pop("attached", None)
+                engine.send("attach")
             for engine in engines:
                 self.check(engine, may_fail=False)
             keeper.kill(signal.SIGTERM)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.support.fleet import digests, say, set_constants
+from tests.support.fleet import digests, send_event, set_constants
 
 SETTLE_S = 4.0
 """Seconds on top of the stall deadline that threads and descriptors are given to end once the work is over: one that
@@ -120,7 +120,7 @@ def run(told: dict[str, Any]) -> int:
     if found:
         faulthandler.dump_traceback(all_threads=True)
     with contextlib.suppress(BrokenPipeError):
-        say("census", leaks=found, settle_s=time.monotonic() - begun)
+        send_event("census", leaks=found, settle_s=time.monotonic() - begun)
     return code
 
 
@@ -136,7 +136,7 @@ def hub(told: dict[str, Any]) -> int:
     def listen() -> None:
         for line in sys.stdin:
             ahead_s[0] = float(line)
-            say("clock", ahead_s=ahead_s[0])
+            send_event("clock", ahead_s=ahead_s[0])
 
     set_constants(told["constants"])
     store: Store = MemoryStore()
@@ -147,7 +147,7 @@ def hub(told: dict[str, Any]) -> int:
     directory = Directory(store, fresh=told["fresh"], beat_s=told["beat_s"], ttl_s=told["ttl_s"])
     threading.Thread(target=listen, daemon=True).start()
     mark(pooled=2)  # to Redis, by requests that were under way at the end
-    run_hub(directory, told["listen"], ready=lambda url: say("ready", url=url))
+    run_hub(directory, told["listen"], ready=lambda url: send_event("ready", url=url))
     store.close()
     return 0
 
@@ -161,7 +161,7 @@ def _report(attempt: Callable[[], dict[str, Any]], word: str) -> None:
         told = attempt()
     except PenstockError as error:
         told = {"error": type(error).__name__, "message": str(error), "mutated": error.mutated}
-    say(word, seconds=time.monotonic() - begun, **told)
+    send_event(word, seconds=time.monotonic() - begun, **told)
 
 
 def load(told: dict[str, Any]) -> int:
@@ -212,7 +212,7 @@ def engine(told: dict[str, Any]) -> int:
             found["again"] = digests(dict(attached))
             return found | {"standing": attached.lease_state}
 
-    say("ready")
+    send_event("ready")
     for _ in sys.stdin:
         _report(attempt, "attached")
     return 0
@@ -237,12 +237,12 @@ def convert(told: dict[str, Any]) -> int:
         arguments = told["arguments"]
         workers = WorkerSettings(num_workers=arguments.pop("workers"), task_bytes="256K")
         report = convert_now(
-            progress=lambda num, total: say("done", num=num, total=total), workers=workers, **arguments
+            progress=lambda num, total: send_event("done", num=num, total=total), workers=workers, **arguments
         )
     except PenstockError as error:
-        say("failed", kind=type(error).__name__, text=str(error))
+        send_event("failed", kind=type(error).__name__, text=str(error))
         return 0
-    say("converted", revision=report.revision, num_tasks=report.num_tasks, num_resumed=report.num_resumed)
+    send_event("converted", revision=report.revision, num_tasks=report.num_tasks, num_resumed=report.num_resumed)
     return 0
 
 
@@ -285,7 +285,7 @@ def fork_server() -> Any:
         finally:
             os._exit(0)
     there.close()
-    say("fork server", pid=pid)
+    send_event("fork server", pid=pid)
     return Graft(here, Process(pid))
 
 
@@ -294,7 +294,7 @@ def stranger(told: dict[str, Any]) -> int:
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
-    say("ready")
+    send_event("ready")
     held: list[socket.socket] = []
     for line in sys.stdin:
         found: list[str] = []
@@ -307,7 +307,7 @@ def stranger(told: dict[str, Any]) -> int:
             found += [what for pid in pids for what in _looks_into(int(pid))]
         elif words[0] == "hold":
             held += [connection for port in words[1].split(",") for connection in _holds(int(port), int(words[2]))]
-        say(words[0], found=found, num_held=len(held))
+        send_event(words[0], found=found, num_held=len(held))
     return 0
 
 

@@ -40,11 +40,11 @@ from typing import Any
 
 import numpy as np
 from tests.support import commands
-from tests.support.fleet import Task, Worker, digests, say, set_constants
+from tests.support.compare import by_safetensors
+from tests.support.fleet import Task, Worker, digests, send_event, set_constants
 from tests.support.fork_server import ForkServer
 from tests.support.keeper import KeeperProcess
-from tests.support.sync import SyncTask, SyncWorker, truth
-from tests.truth import by_safetensors
+from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
 import penstock as ps
 from penstock.errors import PenstockError
@@ -153,11 +153,11 @@ class Soak:
         arguments = [str(self.checkpoint), "--model", "kept", "--hub", self.hub, "--drain-s", "1"]
         self.keeper = enter(KeeperProcess(arguments, environ=self._environ, fork_server=self.fork_server))
         self.member = self._worker("m")
-        self.member.say_until("serving")
+        self.member.wait_for("serving")
         self.publisher = self._rank("publisher", mode="snapshot")
         self.subscriber = self._rank("subscriber")
         for rank in (self.publisher, self.subscriber):
-            rank.say_until("joined")
+            rank.wait_for("joined")
         told = {"hub": self.hub, "checkpoint": str(self.checkpoint), "wanted": self.wanted}
         self.client = enter(self.fork_server.fork("tests.chaos.soak:client", told, self._environ))
         self.pids = {
@@ -221,18 +221,18 @@ class Soak:
         with self._worker(model, serve=True) as worker:
             self.counts.add("members born")
             if chance.random() < 0.4:
-                worker.say_until("joined")
+                worker.wait_for("joined")
                 time.sleep(chance.random() * 0.3)
                 worker.kill()
                 self.counts.add("members killed")
                 return
-            self._compare(worker.say_until("digests")["digests"], f"a fetch of {model}")
+            self._compare(worker.wait_for("digests")["digests"], f"a fetch of {model}")
             self.counts.add("fetches")
             time.sleep(chance.random() * 0.3)
             if worker.leave() == 0:
                 self.counts.add("members that left")
             else:
-                self.counts.fault("errors of leaving", worker.said)
+                self.counts.fault("errors of leaving", worker.events)
 
     def _attaches(self, chance: random.Random) -> None:
         """An engine is born, attaches, and lets go or is killed."""
@@ -254,9 +254,9 @@ class Soak:
         """A version is published and taken, by the subscriber that stays and now and then by one that is born."""
         version = self.counts.done["versions"] + 1
         self.counts.add("versions")
-        told = self.publisher.ask(f"publish {version}")
-        told = self.subscriber.ask("update") if "error" not in told else told
-        wanted = truth(SyncTask(side="subscriber"), version)
+        told = self.publisher.call(f"publish {version}")
+        told = self.subscriber.call("update") if "error" not in told else told
+        wanted = expected_digest(SyncTask(side="subscriber"), version)
         if "error" in told:
             self.counts.fault("errors of syncs", told)
         elif told["digests"] != wanted:
@@ -267,11 +267,11 @@ class Soak:
             task = SyncTask(side="subscriber", hub=self.hub, environ=self._environ, options={"arena": True})
             with SyncWorker(task, self.fork_server) as born:
                 self.counts.add("subscribers born")
-                born.say_until("joined")
+                born.wait_for("joined")
                 if chance.random() < 0.5:
                     self.counts.add("subscribers killed")
                     return
-                told = born.ask("update")
+                told = born.call("update")
                 if told.get("digests") != wanted:
                     self.counts.fault("wrong bytes" if "error" not in told else "errors of syncs", told)
                 born.leave()
@@ -283,10 +283,10 @@ class Soak:
             if not line.startswith(b"{"):
                 continue
             told = json.loads(line)
-            if told["say"] == "paused":
+            if told["event"] == "paused":
                 with contextlib.suppress(threading.BrokenBarrierError):
                     self._idle_client.set()
-            elif told["say"] == "fault":
+            elif told["event"] == "fault":
                 self.counts.fault(told["what"], told["text"])
             else:
                 self.counts.add("client's turns")
@@ -349,7 +349,7 @@ class Soak:
 def engine(told: dict[str, Any]) -> int:
     """Attach to the kept model, say the digest of its bytes, hold them for a moment and let go."""
     with ps.cache.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
-        say("attached", digests=digests(dict(attached)))
+        send_event("attached", digests=digests(dict(attached)))
         time.sleep(told["hold_s"])
     return 0
 
@@ -370,7 +370,7 @@ def client(told: dict[str, Any]) -> int:
             else:
                 going.clear()
                 idle.wait()
-                say("paused")
+                send_event("paused")
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
@@ -380,7 +380,7 @@ def client(told: dict[str, Any]) -> int:
         try:
             _turn(told)
         except PenstockError as error:
-            say("fault", what="errors of the client", text=str(error))
+            send_event("fault", what="errors of the client", text=str(error))
         if not going.is_set():
             idle.set()
 
@@ -392,12 +392,12 @@ def _turn(told: dict[str, Any]) -> None:
         found = digests(weights)
         fleet.serve(timeout_s=0.1)
     if found != told["wanted"]:
-        say("fault", what="wrong bytes", text="the client's fetch")
+        send_event("fault", what="wrong bytes", text="the client's fetch")
     with ps.cache.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
         if digests(dict(attached)) != told["wanted"]:
-            say("fault", what="wrong bytes", text="the client's attachment")
+            send_event("fault", what="wrong bytes", text="the client's attachment")
         attached.check()
-    say("turn")
+    send_event("turn")
 
 
 # -- what comes of it

@@ -68,8 +68,8 @@ class StrangerRound(Round):
         self.leave([holder, reader])
 
     def told(self, stranger: Process, line: str, word: str) -> None:
-        stranger.said.pop(word, None)
-        stranger.tell(line)
+        stranger.events.pop(word, None)
+        stranger.send(line)
         for what in self.expect(stranger, word)["found"]:
             self.violate("given to a stranger", what)
 

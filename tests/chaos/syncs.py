@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from tests.chaos.harness import HASTY, STALL_S, Round
 from tests.support.fleet import Worker
-from tests.support.sync import SyncTask, SyncWorker, truth
+from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
 REFUSALS = frozenset(
     {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
@@ -137,7 +137,7 @@ class SyncRound(Round):
         have = {}
         for worker in subscribers:
             if worker not in self.lost:
-                have[worker.said["joined"]["member"]] = self.check(worker, self.done(worker, "update"), {1, 2})
+                have[worker.events["joined"]["member"]] = self.check(worker, self.done(worker, "update"), {1, 2})
         self.judge_publishers(publishers, have)
 
     def judge_publishers(self, publishers: list[SyncWorker], have: dict[str, int]) -> None:
@@ -164,7 +164,7 @@ class SyncRound(Round):
                 return 0
         if said["version"] not in versions or said["is_dirty"]:
             self.violate("torn version", f"version {said['version']}, dirty {said['is_dirty']}; due: {versions}")
-        elif said["digests"] != truth(worker.task, said["version"]):
+        elif said["digests"] != expected_digest(worker.task, said["version"]):
             self.violate("wrong bytes", f"not the bytes of version {said['version']}")
         return int(said["version"])
 
@@ -270,7 +270,7 @@ class TogetherRound(SyncRound):
         refuser = subscribers[self.refuser] if self.refuser >= 0 else None
         if refuser in versions and 2 in versions.values():
             # The fleet may commit without a replica that was late or failed; it then refuses the version by itself.
-            member = refuser.said["joined"]["member"]  # type: ignore[union-attr]
+            member = refuser.events["joined"]["member"]  # type: ignore[union-attr]
             if not any(member in (*said.get("late", ()), *said.get("failed", ())) for said in ends):
                 self.violate("withdrawn version", "it is live although a replica refused it")
             told.pop(refuser)  # type: ignore[arg-type]

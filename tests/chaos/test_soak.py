@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.chaos.soak import run
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 
-@drill
+@long_running
 def test_members_joining_and_dying_leak_nothing() -> None:
     outcome = run(20.0, seed=1)
     assert outcome.holds, "\n".join(outcome.lines())

@@ -70,7 +70,7 @@ class Holder:
         self.map: VersionMap = _receive(self.process.stdout, VersionMap)
         self.member = self.map.member
 
-    def ask(self, *request: object) -> tuple[str, bytes]:
+    def call(self, *request: object) -> tuple[str, bytes]:
         """One question, one answer."""
         try:
             with self._lock:
@@ -81,7 +81,7 @@ class Holder:
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
         columns = (strips.at, strips.run_bytes, strips.num_rows, strips.pitch)
-        said, raw = self.ask("digests", *(column.tobytes() for column in columns))
+        said, raw = self.call("digests", *(column.tobytes() for column in columns))
         if said == "stale":
             raise StaleDescriptor("fenced", uri=self.member)
         return Answer(digests=np.frombuffer(raw, np.uint64), num_ready=1)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.keeper import KeeperProcess
-from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.peer.local_weights import LocalWeights

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.compare import all_bits, by_safetensors
 from tests.support.ranks import Outcome, run_ranks
 from tests.support.shards import shard_box
-from tests.truth import all_bits, by_safetensors
 
 import penstock
 from penstock.errors import SourceUnavailable

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
+from tests.support.compare import all_bits, by_safetensors
 from tests.support.ranks import run_ranks
-from tests.truth import all_bits, by_safetensors
 
 import penstock
 from penstock.cuda.driver import load_driver

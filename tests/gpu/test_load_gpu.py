@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
-from tests import truth
+from tests.support import compare
+from tests.support.compare import bits, by_safetensors
 from tests.support.shards import shard_box
-from tests.truth import bits, by_safetensors
 
 import penstock
 from penstock.testing.checkpoints import every_dtype, write_llama, write_moe
@@ -22,7 +22,7 @@ from penstock.types import MIB, Box
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
-assert_same = partial(truth.assert_same, device=DEVICE)
+assert_same = partial(compare.assert_same, device=DEVICE)
 
 
 def torch_holds(name: str) -> bool:

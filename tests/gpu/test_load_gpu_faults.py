@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests import truth
-from tests.truth import by_safetensors, own_threads
+from tests.support import compare
+from tests.support.compare import by_safetensors, own_threads
 
 import penstock
 from penstock.config import Settings
@@ -26,7 +26,7 @@ from penstock.types import MIB, Box
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda:0"
-assert_same = partial(truth.assert_same, device=DEVICE)
+assert_same = partial(compare.assert_same, device=DEVICE)
 NUM_TENSORS = 12
 TENSOR_BYTES = 8 * MIB
 

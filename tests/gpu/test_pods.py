@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from tests.support.compare import by_safetensors
 from tests.support.fleet import digests
 from tests.support.keeper import KeeperProcess
 from tests.support.pods import ROOT, Engine, EngineTask, Pod, inside, namespaces
-from tests.truth import by_safetensors
 
 from penstock.testing.checkpoints import write_llama
 
@@ -63,7 +63,7 @@ def start(stack: ExitStack, pods: tuple[Pod, Pod], segments: str) -> tuple[Keepe
             timeout_s=LAST_S,
         )
     )
-    ready = engine.say_until("ready", timeout_s=LAST_S)
+    ready = engine.wait_for("ready", timeout_s=LAST_S)
     theirs = namespaces(inside(keeper.process.pid))
     assert not set(theirs.values()) & set(ready["namespaces"].values())
     print("namespaces:", ready["namespaces"], theirs)
@@ -74,7 +74,7 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     keeper, engine = start(stack, pods, "True")
     wanted = digests(by_safetensors(llama))
 
-    attached = engine.ask("attach", timeout_s=LAST_S)
+    attached = engine.call("attach", timeout_s=LAST_S)
     print("attached:", attached)
     assert attached["verified"] and attached["path"].startswith("cuda_ipc, mapped: ")
     assert attached["device"] == "cuda:0" and attached["digests"] == wanted
@@ -82,29 +82,29 @@ def test_device_memory_crosses_pods_as_descriptors(llama: Path, pods: tuple[Pod,
     assert attached["allocated_bytes"] < NBYTES // 10
     assert attached["used_bytes"] < NBYTES // 2
 
-    fetched = engine.ask("fetch", timeout_s=LAST_S)
+    fetched = engine.call("fetch", timeout_s=LAST_S)
     print("fetched:", fetched)
     assert fetched["verified"] and fetched["digests"] == wanted
     assert [path.partition(" ")[0] for path in fetched["paths"]] == ["cuda_ipc"], fetched
 
     if os.geteuid() == 0:  # else there is no other user to be
-        stranger = engine.ask("stranger", timeout_s=LAST_S)
+        stranger = engine.call("stranger", timeout_s=LAST_S)
         print("stranger:", stranger)
         assert stranger["error"] == "ConfigError" and "not a private directory of this user" in stranger["message"]
         names = {Path(path).name for path in stranger["answers"]}
         assert {"fds.sock", "peer.sock"} <= names
         assert not any(stranger["answers"].values())
 
-    assert engine.ask("check", timeout_s=LAST_S)["error"] == ""
+    assert engine.call("check", timeout_s=LAST_S)["error"] == ""
     os.kill(inside(keeper.process.pid), signal.SIGKILL)
     keeper.process.wait(30)
-    assert engine.ask("check", timeout_s=LAST_S)["error"] == "PeerLost"
+    assert engine.call("check", timeout_s=LAST_S)["error"] == "PeerLost"
 
 
 def test_device_memory_without_descriptors_is_refused_with_hint(pods: tuple[Pod, Pod], stack: ExitStack) -> None:
     """torch's default memory has a handle only, which names a process of the keeper's PID namespace."""
     _, engine = start(stack, pods, "False")
-    refused = engine.ask("attempt", timeout_s=LAST_S)
+    refused = engine.call("attempt", timeout_s=LAST_S)
     print("refused:", refused)
     assert refused["error"] == "ConfigError"
     assert "expandable_segments:True" in refused["message"]

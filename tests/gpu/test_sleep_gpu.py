@@ -56,10 +56,10 @@ class Trainer:
             environ={"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": "20"},
         )
         self._process = stack.enter_context(SyncWorker(self.task))
-        self._process.say_until("joined", timeout_s=90)
+        self._process.wait_for("joined", timeout_s=90)
 
     def publish(self, version: int) -> None:
-        assert "error" not in self._process.ask(f"publish {version}", timeout_s=90)
+        assert "error" not in self._process.call(f"publish {version}", timeout_s=90)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.holder import HolderProcess, allocate, pattern
-from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.segments import Rectangles

@@ -107,7 +107,7 @@ def test_part_is_read_from_other_processes(links: PeerLinks, device: str) -> Non
         report = take.run({one.member: one for one in holders})
         assert np.array_equal(whole(into.regions.memories), expected)
         assert {one.path for one in report.links} == {"cuda_ipc"}
-        holders[1].ask("fence")
+        holders[1].call("fence")
         with pytest.raises(StaleDescriptor):
             take.run({one.member: one for one in holders})
         assert take.lost == "p1"

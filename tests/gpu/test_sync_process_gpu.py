@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.sync import SyncTask, SyncWorker, truth
+from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(180)]
 
@@ -43,8 +43,8 @@ def test_each_version_arrives_bitwise_equal(
     )
     subscribers = ranks(stack, tmp_path, "subscriber", 2, dim=1, mode=mode)
     for one in publishers + subscribers:
-        one.say_until("joined", timeout_s=90)
-    publishers[0].ask("subscribers 2")
+        one.wait_for("joined", timeout_s=90)
+    publishers[0].call("subscribers 2")
     for version in (3, 4, 9):
         for one in publishers:
             one.send(f"publish {version}")
@@ -54,7 +54,7 @@ def test_each_version_arrives_bitwise_equal(
         for one in subscribers:
             said = one.result("update")
             assert (said["version"], said["is_dirty"]) == (version, False)
-            assert said["digests"] == truth(one.task, version)
+            assert said["digests"] == expected_digest(one.task, version)
             assert said["nbytes"] == sum(said["sources"].values()) == 6 * 64 * 96
             assert path in said["path"]
         for one in publishers:

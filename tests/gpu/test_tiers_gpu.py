@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from tests.benchmarks.test_tiers import ran
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.keeper import KeeperProcess
-from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.engine.place import CudaRegistrar

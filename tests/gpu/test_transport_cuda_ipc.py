@@ -64,7 +64,7 @@ def test_second_process_reads_device_memory(reader, device: str, env) -> None:
         np.random.default_rng(1).shuffle(rows)
         new = holder.fence(2)
         assert read(reader, new, rows) == pattern(NBYTES, 2)
-        holder.ask("close")
+        holder.call("close")
         with pytest.raises(StaleDescriptor):
             read(reader, new)
 

@@ -1,4 +1,4 @@
-"""What tests with processes of a fleet share."""
+"""Fixtures for tests that start processes of a fleet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.compare import by_safetensors
 from tests.support.fleet import Task, Worker, digests
 from tests.support.fork_server import Forked, ForkServer
 from tests.support.sync import SyncTask, SyncWorker
-from tests.truth import by_safetensors
 
 from penstock.cli.checkpoints import manifest
 from penstock.errors import HubUnavailable
@@ -28,12 +28,12 @@ from penstock.jobs.workers import launch as launcher
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
 
-SMALL = {
+SMALL_CHUNKS = {
     "penstock.peer.local_weights.CHUNK_BYTES": 256 << 10,
     "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }
-"""Weights of a few MiB have tens of chunks then."""
+"""Constants with which weights of a few MiB have tens of chunks."""
 STALL_S = 10.0
 
 
@@ -45,36 +45,36 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def launcher_fork_servers(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have launchers of this process fork workers from the tests' own fork server, which saves seconds of imports."""
+    """Fork the workers of launchers from the tests' fork server, which saves seconds of imports."""
     started = launcher.ForkServer
     monkeypatch.setattr(launcher, "ForkServer", lambda imports: fork_server.graft() if imports else started(imports))
 
 
 @pytest.fixture(scope="session")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """8 MiB in two shards, 32 chunks."""
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint of 8 MiB in two shards, which has 32 chunks."""
     directory = tmp_path_factory.mktemp("made")
     write_llama(directory, total_bytes=8 * MIB, shards=2)
     return directory
 
 
 @pytest.fixture(scope="session")
-def sealed(made: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy with a manifest beside it."""
+def checkpoint_with_manifest(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy the small checkpoint and write its manifest."""
     directory = tmp_path_factory.mktemp("sealed") / "m"
-    shutil.copytree(made, directory)
+    shutil.copytree(small_checkpoint, directory)
     manifest(str(directory))
     return directory
 
 
 @pytest.fixture(scope="session")
-def truth(made: Path) -> dict[str, torch.Tensor]:
-    return by_safetensors(made)
+def expected_tensors(small_checkpoint: Path) -> dict[str, torch.Tensor]:
+    return by_safetensors(small_checkpoint)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Mounts a file system of so many bytes."""
+    """Return a function that mounts a file system of the given size in bytes."""
     libc, mounted = ctypes.CDLL(None, use_errno=True), list[Path]()
 
     def mount(nbytes: int) -> Path:
@@ -91,20 +91,20 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 class Host:
-    """A host of its own for the workers of one test: nobody else finds its hub."""
+    """A simulated host for the workers of one test. Other tests cannot find its hub in its private directory."""
 
     def __init__(self, directory: Path, fork_server: ForkServer, stack: ExitStack) -> None:
         self.directory, self._fork_server, self._stack = directory, fork_server, stack
         self.environ = {"PENSTOCK_RUNTIME_DIR": str(directory), "PENSTOCK_STALL_S": str(STALL_S)}
 
     def start(self, constants: dict[str, float] | None = None, **task: Any) -> Worker:
-        """A worker, killed at the end."""
-        constants = {**SMALL, **(constants or {})}
+        """Start a worker, which is killed at the end of the test."""
+        constants = {**SMALL_CHUNKS, **(constants or {})}
         task["environ"] = {**self.environ, **task.get("environ", {})}
         return self._stack.enter_context(Worker(Task(constants=constants, **task), self._fork_server))
 
     def start_rank(self, side: str, **task: Any) -> SyncWorker:
-        """A rank of a sync, its memory in arenas, so that `shm` reaches it."""
+        """Start a rank of a sync. Its memory is in arenas, so that the `shm` transport can read it."""
         options = {"arena": True, **task.pop("options", {})}
         environ = {**self.environ, **task.pop("environ", {})}
         return self._stack.enter_context(
@@ -112,61 +112,61 @@ class Host:
         )
 
     def start_ranks(self, side: str, world_size: int, **task: Any) -> list[SyncWorker]:
-        """All ranks of a side, once they take part."""
+        """Start all ranks of a side and wait until they have joined."""
         found = [self.start_rank(side, rank=rank, world_size=world_size, **task) for rank in range(world_size)]
         for one in found:
-            one.say_until("joined")
+            one.wait_for("joined")
         return found
 
-    def start_at_once(self, count: int, **task: Any) -> list[Worker]:
-        """Several that begin together."""
-        workers = [self.start(is_held=True, **task) for _ in range(count)]
+    def start_together(self, count: int, **task: Any) -> list[Worker]:
+        """Start several workers that begin their tasks together."""
+        workers = [self.start(waits_for_input=True, **task) for _ in range(count)]
         for worker in workers:
-            worker.say_until("ready")
+            worker.wait_for("ready")
         for worker in workers:
-            worker.begin()
+            worker.proceed()
         return workers
 
     def start_hub(self) -> tuple[Forked, str]:
-        """A hub's process, killed at the end, and its address."""
+        """Start a hub process, which is killed at the end, and return it with its address."""
         url = f"unix://{self.directory}/own.sock"
         values = {"listen": url, "fresh": True, "beat_s": 0.5, "ttl_s": 5.0}
-        hub = self._stack.enter_context(self._fork_server.fork("tests.support.fleet:hub", values))
+        hub = self._stack.enter_context(self._fork_server.fork("tests.support.fleet:run_hub_process", values))
         assert b"ready" in hub.stdout.readline()
         return hub, url
 
     def hub_url(self) -> str:
-        """Where the host's hub is."""
+        """Return the address of the host's hub."""
         deadline = time.monotonic() + 30
-        while (url := find_hub(self.directory)) is None:  # who hosted it has gone, and another takes over
+        while (url := find_hub(self.directory)) is None:  # The hosting process has ended, and another one takes over.
             assert time.monotonic() < deadline
             time.sleep(0.01)
         return url
 
     def hub(self) -> HubClient:
-        """The host's hub, to be asked."""
+        """Return a client of the host's hub."""
         return self._stack.enter_context(HubClient.connect(self.hub_url(), timeout_s=2.0))
 
-    def held(self, hub: HubClient | None = None) -> list[HoldingState]:
-        """What all members hold now."""
+    def holdings(self, hub: HubClient | None = None) -> list[HoldingState]:
+        """Return the holdings of all members."""
         return [one for member in (hub or self.hub()).status().members for one in member.holdings]
 
-    def wait_for(self, holds: Callable[[list[HoldingState]], bool], *, timeout_s: float = 30.0) -> None:
-        """Return once what the members hold is so."""
+    def wait_for_holdings(self, is_reached: Callable[[list[HoldingState]], bool], *, timeout_s: float = 30.0) -> None:
+        """Wait until the holdings of the members satisfy the condition."""
         hub, deadline = self.hub(), time.monotonic() + timeout_s
-        held: list[HoldingState] = []
+        holdings: list[HoldingState] = []
         while True:
             try:
-                held = self.held(hub)
-                if holds(held):
+                holdings = self.holdings(hub)
+                if is_reached(holdings):
                     return
             except HubUnavailable:
                 hub = self.hub()
-            assert time.monotonic() < deadline, held
+            assert time.monotonic() < deadline, holdings
             time.sleep(0.01)
 
     def wait_for_versions(self, versions: list[int], *, timeout_s: float = 30.0) -> None:
-        """Return once the hub knows that subscribers have these versions."""
+        """Wait until the hub knows that subscribers have these versions."""
         hub, deadline = self.hub(), time.monotonic() + timeout_s
         while True:
             syncs = [sync for member in hub.status().members for sync in member.syncs]
@@ -179,26 +179,27 @@ class Host:
 
 @pytest.fixture
 def host(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
-    """Members of this process are on it, too."""
+    """Create a simulated host, and put members of this process on it too."""
     directory = Path(tempfile.mkdtemp(prefix="penstock-host-", dir="/tmp"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         found = Host(directory, fork_server, stack)
         for name, value in found.environ.items():
             monkeypatch.setenv(name, value)
-        for path, value in SMALL.items():
+        for path, value in SMALL_CHUNKS.items():
             monkeypatch.setattr(path, value)
         yield found
 
 
-def reads_from_a_whole_holder(held: list[HoldingState]) -> bool:
-    """The first holder is whole, so that the one with a part of it is the reader."""
-    return any(one.state == "whole" for one in held) and any(one.state == "filling" and one.have for one in held)
+def has_reader_of_whole_holder(holdings: list[HoldingState]) -> bool:
+    """Return whether a whole holder exists and a reader has received a part."""
+    has_part = any(one.state == "filling" and one.have for one in holdings)
+    return has_part and any(one.state == "whole" for one in holdings)
 
 
-def check(worker: Worker, truth: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Its report, once it has fetched the very bytes."""
-    report = worker.say_until("fetched")
-    assert worker.say_until("digests")["digests"] == digests(truth)
+def assert_fetched(worker: Worker, truth: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Wait for the fetch of a worker, compare its tensors, and return its report."""
+    report = worker.wait_for("fetched")
+    assert worker.wait_for("digests")["digests"] == digests(truth)
     assert sum(report["paths"].values()) == report["nbytes"] == sum(tensor.nbytes for tensor in truth.values())
     return report

@@ -1,9 +1,9 @@
-"""Workers of a fleet as processes of their own, told what to do by lines of JSON, and killed at will.
+"""Worker processes of a fleet. Tests send them lines of input, read their events as JSON, and kill them.
 
-In: a `Task` a worker. Out: what each says: that it joined, its report, digests of what it got, its error.
-Not here: what is asserted of them (tests), what is shown of them (`scripts/demo.py`).
+A `Task` describes a worker. The worker sends events such as `joined`, `fetched` with its report, `digests` of the
+received tensors, and `failed` with its error.
 
-    worker = Worker(Task(model="m", fallback="/ckpt"));  worker.say_until("fetched");  worker.process.kill()
+    worker = Worker(Task(model="m", fallback="/ckpt"));  worker.wait_for("fetched");  worker.process.kill()
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """The task of a worker: join, fetch into a dict (or into zeroed tensors, `in_place`), serve until terminated."""
+    """Task of a worker: join a fleet, fetch, and serve until SIGTERM.
+
+    The worker fetches into an empty dict, or into zeroed tensors with `in_place`.
+    """
 
     model: str = "m"
     fallback: str | None = None
     storage_options: dict[str, str] = field(default_factory=dict)
-    """Of the fallback."""
+    """Storage options for the fallback."""
     hub: str | None = None
     connection: dict[str, Any] = field(default_factory=dict)
     """Further fields of `ConnectionSettings`."""
@@ -49,41 +52,41 @@ class Task:
     """Further arguments of `join`."""
     environ: dict[str, str] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
-    """`module.NAME` -> value for this process: shorter deadlines, smaller chunks."""
+    """Module constants to overwrite in the process, as `module.NAME` -> value."""
     storage_pause_s: float = 0.0
-    """Time that each chunk of storage takes on top."""
+    """Extra seconds for each chunk that is read from storage."""
     digest_pause_s: float = 0.0
-    """Time that each digesting of chunks takes on top: a member that gets on slowly."""
+    """Extra seconds for each digest of chunks. This makes a slow member."""
     data_bytes_per_s: float | None = None
-    """What its data port gives over each connection: 0 is a port that accepts and says nothing; None: no bound."""
+    """Rate limit of the data port per connection. 0 accepts connections and sends nothing. None means no limit."""
     wait_s: float | None = None
-    alone: bool = False
-    """Load all of `fallback` by itself, in no fleet: what a fetch is compared with."""
-    is_held: bool = False
-    """Import, say "ready", and begin at a line of input: so that several begin at once (`Worker.begin`)."""
-    asks_before_fetch: bool = False
-    """Once it has joined, fetch at a line of input."""
+    loads_alone: bool = False
+    """Load `fallback` without joining a fleet, to compare with a fetch."""
+    waits_for_input: bool = False
+    """Import modules, send `ready`, and wait for `Worker.proceed`, so that several workers can start together."""
+    waits_before_fetch: bool = False
+    """After joining, wait for a line of input before the fetch."""
     corrupt_at: int = -1
-    """Flip a bit of this byte of the first tensor after the fetch, unannounced: a holder whose memory is bad."""
+    """Offset of a byte in the first tensor. The worker flips a bit of it after the fetch. -1 flips none."""
 
 
 class Worker:
-    """A worker process. A context manager: leaving it kills the process, if it is still there.
+    """A worker process. Use it as a context manager, which kills the process at the end.
 
     Args:
-        task: what it does.
-        fork_server: forks it; None: a process that imports everything itself.
-        prefix: words before its command, of one that is not forked.
+        task: the task of the worker.
+        fork_server: process to fork the worker from. If None, start a new interpreter.
+        prefix: words before the command of a new interpreter.
     """
 
-    room = "tests.support.fleet"
-    """The module that has its `work`."""
+    module = "tests.support.fleet"
+    """Module that defines `run_worker`."""
 
     def __init__(self, task: Any, fork_server: ForkServer | None = None, *, prefix: Sequence[str] = ()) -> None:
         self.task = task
         self.process: subprocess.Popen[bytes] | Forked
         if fork_server is not None:
-            self.process = fork_server.fork(f"{self.room}:work", asdict(task), task.environ)
+            self.process = fork_server.fork(f"{self.module}:run_worker", asdict(task), task.environ)
         else:
             changed = ["env", *(f"{name}={value}" for name, value in task.environ.items())]
             command = [
@@ -92,13 +95,13 @@ class Worker:
                 sys.executable,
                 "-u",
                 "-m",
-                self.room,
+                self.module,
                 json.dumps(asdict(task)),
             ]
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
             )
-        self.said: dict[str, dict[str, Any]] = {}
+        self.events: dict[str, dict[str, Any]] = {}
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
@@ -110,46 +113,48 @@ class Worker:
                 self._lines.put(json.loads(line))
         self._lines.put(None)
 
-    def say_until(self, word: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Return what it said under this word, once it has.
+    def wait_for(self, event: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Wait for an event of this name and return its values.
 
         Raises:
-            SourceStalled: not within `timeout_s`.
-            PenstockError: it ended, or failed, without saying it.
+            SourceStalled: if the event does not arrive within `timeout_s`.
+            PenstockError: if the worker ends or fails first.
         """
         deadline = time.monotonic() + timeout_s
-        while word not in self.said:
+        while event not in self.events:
             try:
                 line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise SourceStalled(f"the worker did not say {word!r} in {timeout_s} s: {self.said}") from None
+                raise SourceStalled(f"the worker sent no {event!r} event in {timeout_s} s: {self.events}") from None
             if line is None:
                 self._lines.put(None)
-                raise PenstockError(f"the worker ended with {self.process.wait()} and never said {word!r}: {self.said}")
-            self.said[line.pop("say")] = line
-            if "failed" in self.said and word != "failed":
-                raise PenstockError(f"the worker failed: {self.said['failed']}")
-        return self.said[word]
+                raise PenstockError(
+                    f"the worker ended with {self.process.wait()} before the {event!r} event: {self.events}"
+                )
+            self.events[line.pop("event")] = line
+            if "failed" in self.events and event != "failed":
+                raise PenstockError(f"the worker failed: {self.events['failed']}")
+        return self.events[event]
 
-    def tell(self, word: str) -> None:
-        """A line of input; after the fetch `fence`, `digests` and `corrupt` are understood."""
+    def send(self, line: str) -> None:
+        """Send a line of input. After the fetch a worker accepts `fence`, `digests` and `corrupt OFFSET`."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n".encode())
+        self.process.stdin.write(f"{line}\n".encode())
         self.process.stdin.flush()
 
-    def begin(self) -> None:
-        """Let it go on, where its task has `is_held`."""
-        self.tell("go")
+    def proceed(self) -> None:
+        """Let a worker with `waits_for_input` continue."""
+        self.send("go")
 
     def leave(self, *, timeout_s: float = 30.0) -> int:
-        """Have it leave its fleet; its exit code."""
+        """Make the worker leave its fleet, and return its exit code."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         return self.process.wait(timeout=timeout_s)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Send it a signal."""
+        """Send a signal to the process."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -167,13 +172,13 @@ class Worker:
                     pipe.close()
 
 
-def say(word: str, **values: Any) -> None:
-    """A line of output: a word, and values of JSON."""
-    print(json.dumps({"say": word, **values}), flush=True)
+def send_event(event: str, **values: Any) -> None:
+    """Write an event as a line of JSON."""
+    print(json.dumps({"event": event, **values}), flush=True)
 
 
 def set_constants(constants: dict[str, float]) -> None:
-    """Give module constants other values in this process."""
+    """Overwrite module constants in this process."""
     for path, value in constants.items():
         module, _, name = path.rpartition(".")
         found = importlib.import_module(module)
@@ -182,7 +187,7 @@ def set_constants(constants: dict[str, float]) -> None:
 
 
 def slow_storage(pause_s: float) -> None:
-    """Have every chunk of storage take this long, on top, in this process."""
+    """Add a pause to every chunk read from storage in this process."""
     from penstock.fetcher import join, storage_reader
 
     class SlowPart(storage_reader.StorageReader):
@@ -200,7 +205,7 @@ def slow_storage(pause_s: float) -> None:
 
 
 def slow_digests(pause_s: float) -> None:
-    """Have every digesting of chunks take this long, on top, in this process."""
+    """Add a pause to every digest of chunks in this process."""
     from penstock.peer import local_weights
 
     digest = local_weights.LocalWeights.digest
@@ -226,19 +231,19 @@ def _work(task: Task) -> None:
         slow_digests(task.digest_pause_s)
     if task.data_bytes_per_s is not None:
         throttle_data_port(task.data_bytes_per_s)
-    if task.is_held:
+    if task.waits_for_input:
         if task.device.startswith("cuda"):
             torch.zeros(1, device=task.device)
-        say("ready")
+        send_event("ready")
         sys.stdin.readline()
-    if task.alone:
+    if task.loads_alone:
         _load_alone(task)
         return
     begun = time.monotonic()
     connection = ps.ConnectionSettings(hub=task.hub, **task.connection)
     with ps.join(task.model, connection=connection, **task.join) as fleet:
-        say("joined", member=fleet.member.id, seconds=time.monotonic() - begun)
-        if task.asks_before_fetch:
+        send_event("joined", member=fleet.member.id, seconds=time.monotonic() - begun)
+        if task.waits_before_fetch:
             sys.stdin.readline()
         weights: dict[str, torch.Tensor] = {}
         if task.in_place:
@@ -248,7 +253,7 @@ def _work(task: Task) -> None:
         try:
             _fetch(fleet, task, weights)
         except PenstockError as error:
-            say(
+            send_event(
                 "failed",
                 error=type(error).__name__,
                 message=str(error),
@@ -257,9 +262,9 @@ def _work(task: Task) -> None:
             )
             raise SystemExit(3) from error
         if task.serve:
-            threading.Thread(target=_obey, args=(fleet, weights), daemon=True).start()
+            threading.Thread(target=_run_commands, args=(fleet, weights), daemon=True).start()
             fleet.serve()
-    say("left")
+    send_event("left")
 
 
 def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
@@ -271,7 +276,7 @@ def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
         storage_options=task.storage_options or None,
         timeout_s=task.wait_s,
     )
-    say(
+    send_event(
         "fetched",
         seconds=time.monotonic() - begun,
         nbytes=report.nbytes,
@@ -287,19 +292,19 @@ def _fetch(fleet: Fleet, task: Task, weights: dict[str, Any]) -> None:
     )
     if task.corrupt_at >= 0:
         _corrupt(weights, task.corrupt_at)
-        say("corrupted")
-    say("digests", digests=digests(weights))
+        send_event("corrupted")
+    send_event("digests", digests=digests(weights))
 
 
 def _corrupt(weights: dict[str, Any], at: int) -> None:
-    """Flip a bit, unannounced: memory that is bad."""
+    """Flip a bit, as damaged memory would."""
     import torch
 
     weights[min(weights)].view(-1).view(torch.uint8)[at] ^= 1
 
 
 def _load_alone(task: Task) -> None:
-    """Every page is touched within the time: a mapping counts only once its bytes are there."""
+    """Load without a fleet. Touch every page within the measured time, because a mapping reads its bytes lazily."""
     import torch
 
     import penstock as ps
@@ -310,52 +315,52 @@ def _load_alone(task: Task) -> None:
     for tensor in weights.values():
         if tensor.device.type == "cpu" and tensor.numel():
             int(tensor.view(-1).view(torch.uint8)[::4096].max())
-    say("loaded", seconds=time.monotonic() - begun, nbytes=weights.report.nbytes)
-    say("digests", digests=digests(weights))
+    send_event("loaded", seconds=time.monotonic() - begun, nbytes=weights.report.nbytes)
+    send_event("digests", digests=digests(weights))
 
 
-def _obey(fleet: Fleet, weights: dict[str, Any]) -> None:
-    """Carry out words of input while it serves; at their end terminate as by SIGTERM."""
+def _run_commands(fleet: Fleet, weights: dict[str, Any]) -> None:
+    """Run commands from the input while the worker serves. At the end of the input, send SIGTERM to this process."""
     while signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        time.sleep(0.001)  # it does not serve yet
-    say("serving")
+        time.sleep(0.001)  # serving has not started
+    send_event("serving")
     for line in sys.stdin:
-        word, _, number = line.strip().partition(" ")
-        if word == "fence":
+        command, _, number = line.strip().partition(" ")
+        if command == "fence":
             fleet.fence()
-        elif word == "corrupt":
+        elif command == "corrupt":
             _corrupt(weights, int(number))
-        say(f"done {word}", digests=digests(weights))
+        send_event(f"done {command}", digests=digests(weights))
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def digests(tensors: dict[str, Any], names: Iterable[str] | None = None) -> str:
-    """Return one digest over all tensors, by name, to compare two workers."""
+    """Return one digest over all tensors, to compare two workers."""
     import torch
     from blake3 import blake3
 
     digest = blake3()
-    # Sorted: a fetch gives tensors in the order of their arrival, which differs between workers.
+    # Sort the names, because workers receive tensors in different orders.
     for name in sorted(tensors if names is None else names):
         flat = tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8)
         digest.update(name.encode()).update(flat.numpy().data)
     return str(digest.hexdigest())
 
 
-def work(values: dict[str, Any]) -> int:
-    """Run a worker in this process; return its exit code."""
+def run_worker(values: dict[str, Any]) -> int:
+    """Run a worker in this process and return its exit code."""
     try:
         _work(Task(**values))
     except SystemExit as error:
         return int(str(error.code))
     except PenstockError as error:
-        say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated, num_tensors=0)
+        send_event("failed", error=type(error).__name__, message=str(error), mutated=error.mutated, num_tensors=0)
         return 3
     return 0
 
 
-def hub(values: dict[str, Any]) -> int:
-    """Run a hub in this process: it listens on `listen`; its state is in `redis` where that is given."""
+def run_hub_process(values: dict[str, Any]) -> int:
+    """Run a hub in this process at the address `listen`. Keep its state in `redis` if given."""
     from penstock.hub.directory import Directory
     from penstock.hub.server import run_hub
     from penstock.hub.store import MemoryStore, Store
@@ -367,13 +372,13 @@ def hub(values: dict[str, Any]) -> int:
 
         store = RedisStore(values["redis"])
     directory = Directory(store, fresh=values["fresh"], beat_s=values["beat_s"], ttl_s=values["ttl_s"])
-    run_hub(directory, values["listen"], ready=lambda url: say("ready", url=url))
+    run_hub(directory, values["listen"], ready=lambda url: send_event("ready", url=url))
     return 0
 
 
 def main() -> int:
-    """Return the worker's process."""
-    return work(json.loads(sys.argv[1]))
+    """Run the worker described by the first argument."""
+    return run_worker(json.loads(sys.argv[1]))
 
 
 if __name__ == "__main__":

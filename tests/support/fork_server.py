@@ -4,7 +4,7 @@ In: a function of this package by name, its argument, an environment. Out: proce
 Not here: forking (`jobs.workers.fork_server`), what workers do (`tests.support.fleet`).
 
     with ForkServer() as fork_server:
-        process = fork_server.fork("tests.support.fleet:work", task);  process.send_signal(signal.SIGKILL)
+        process = fork_server.fork("tests.support.fleet:run_worker", task);  process.send_signal(signal.SIGKILL)
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class HolderProcess:
             raise ChildProcessError(f"the holder ended with {self.process.wait(10)}")
         return decode(bytes.fromhex(line))
 
-    def ask(self, line: str) -> Descriptor:
+    def call(self, line: str) -> Descriptor:
         """Have it do something: `fence SEED`, `lie NBYTES`, or `close`. Returns its descriptor afterwards."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
@@ -122,12 +122,12 @@ class HolderProcess:
 
     def fence(self, seed: int) -> Descriptor:
         """Begin a generation and fill it with the pattern of another seed."""
-        self.descriptor = self.ask(f"fence {seed}")
+        self.descriptor = self.call(f"fence {seed}")
         return self.descriptor
 
     def lie(self, nbytes: int) -> Descriptor:
         """Begin a generation that claims `nbytes` bytes, however many there are."""
-        self.descriptor = self.ask(f"lie {nbytes}")
+        self.descriptor = self.call(f"lie {nbytes}")
         return self.descriptor
 
     def __enter__(self) -> HolderProcess:

@@ -1,8 +1,7 @@
-"""Processes in pods: namespaces of their own (PID, mount, network, UTS, IPC), and a directory that they share.
+"""Processes in pods. A pod has separate namespaces (PID, mount, network, UTS, IPC) and may share a directory.
 
-In: the directories of a pod. Out: words before a command, which then runs as process 1 of the pod; an `Engine`, which
-attaches and fetches there.
-Not here: keepers, workers and ranks (`keeper`, `fleet`, `sync`), which take these words as `prefix`.
+`Pod.prefix` holds the words before a command that make it process 1 of the pod. `KeeperProcess`, `Worker` and
+`SyncWorker` accept these words as `prefix`. An `Engine` attaches and fetches inside a pod.
 
     pod = Pod(shared=directory);  KeeperProcess([...], prefix=pod.prefix, environ=pod.environ)
 """
@@ -25,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.fleet import Worker, digests, say
+from tests.support.fleet import Worker, digests, send_event
 from tests.support.users import STRANGER, run_as
 
 from penstock.errors import PenstockError
@@ -137,7 +136,7 @@ def arenas(pid: int | str) -> set[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTask:
-    """The task of an engine: see `Engine`."""
+    """Task of an `Engine`."""
 
     model: str
     device: str = "cpu"
@@ -145,16 +144,19 @@ class EngineTask:
 
 
 class Engine(Worker):
-    """A process that attaches and fetches. Lines of input: `attach`, `check`, `fetch`; to attach and say the error:
-    `attempt`, `stranger` (as another user), `elsewhere` (with another runtime directory)."""
+    """A process that attaches and fetches.
 
-    room = "tests.support.pods"
+    Commands: `attach`, `check`, `fetch`. Three commands attach and return the error: `attempt`, `stranger` (as a
+    different user) and `elsewhere` (with a different runtime directory).
+    """
 
-    def ask(self, word: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Have it do something; what it says of it."""
-        self.said.pop(word, None)
-        self.tell(word)
-        return self.say_until(word, timeout_s=timeout_s)
+    module = "tests.support.pods"
+
+    def call(self, command: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Send a command and wait for its result."""
+        self.events.pop(command, None)
+        self.send(command)
+        return self.wait_for(command, timeout_s=timeout_s)
 
 
 def _attach(task: EngineTask, kept: list[Any]) -> dict[str, Any]:
@@ -257,7 +259,7 @@ def _elsewhere(task: EngineTask) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Be an engine."""
+    """Run an engine."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # process 1 has no default action
     task = EngineTask(**json.loads(sys.argv[1]))
     import torch
@@ -273,12 +275,12 @@ def main() -> int:
         "elsewhere": lambda: _elsewhere(task),
     }
     numbers = [name for name in os.listdir("/proc") if name.isdecimal()]
-    say("ready", pid=os.getpid(), namespaces=namespaces("self"), processes=len(numbers))
+    send_event("ready", pid=os.getpid(), namespaces=namespaces("self"), processes=len(numbers))
     for line in sys.stdin:
         try:
-            say(line.strip(), **words[line.strip()]())
+            send_event(line.strip(), **words[line.strip()]())
         except PenstockError as error:
-            say("failed", error=type(error).__name__, message=str(error))
+            send_event("failed", error=type(error).__name__, message=str(error))
     return 0
 
 

@@ -1,10 +1,9 @@
-"""Ranks of a sync as processes of their own: publishers and subscribers of weights that a seed and a version say.
+"""Processes that are ranks of a sync. A seed and a version number determine the weights that they publish.
 
-In: a `SyncTask` a rank. Out: what each says of every publish and update, and whether the bits are the version's.
-Not here: what is asserted of them (tests), the process itself (`testing.fleet.Worker`).
+A `SyncTask` describes a rank. The rank runs one command per line of input and sends an event with the result.
 
-    rank = SyncWorker(SyncTask(side="publisher", rank=0, world_size=2));  rank.tell("publish 1")
-    rank.say_until("publish 1 done");  rank.process.kill()
+    rank = SyncWorker(SyncTask(side="publisher", rank=0, world_size=2));  rank.send("publish 1")
+    rank.wait_for("publish 1 done");  rank.process.kill()
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tests.support.fleet import Worker, digests, say, set_constants
+from tests.support.fleet import Worker, digests, send_event, set_constants
 
 from penstock.errors import PenstockError
 
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncTask:
-    """The task of a rank. Its tensors, `layers.I.weight`, are [rows, columns]; `dim` is cut among its side's ranks."""
+    """Task of a rank. Each tensor `layers.I.weight` is [rows, columns], and the ranks of a side split `dim`."""
 
     side: str
     name: str = "policy"
@@ -40,7 +39,7 @@ class SyncTask:
     connection: dict[str, Any] = field(default_factory=dict)
     """Further fields of `ConnectionSettings`."""
     mode: str = ""
-    """Empty: the side's default."""
+    """Publish or update mode. If empty, use the default of the side."""
     num_layers: int = 6
     rows: int = 64
     columns: int = 96
@@ -48,52 +47,55 @@ class SyncTask:
     dtype: str = "bfloat16"
     device: str = "cpu"
     rename: str = ""
-    """Put before each name: what the other side does not know."""
+    """Prefix for each tensor name, so that the other side does not know the names."""
     frozen: int = 0
-    """The first layers, that are the same in every version."""
+    """Number of first layers that are equal in every version."""
     tag: str = ""
-    """Under which a subscriber takes the tensors; `options` has what its publishers offer."""
+    """Format tag that a subscriber requests. `options` of a publisher lists the offered formats."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `publisher` or `subscriber`."""
     environ: dict[str, str] = field(default_factory=dict)
     constants: dict[str, float] = field(default_factory=dict)
     wait_s: float = 60.0
-    """How long `wait V` waits."""
+    """Timeout of the command `wait V`."""
     terms: dict[str, Any] = field(default_factory=dict)
     """Further arguments of `publish` for `together V`."""
     base: str = ""
-    """Of the adapter that the versions are; empty: they are no adapter. `base B` changes it."""
+    """Base of the published adapter. If empty, the versions are whole models. The command `base B` changes it."""
     refuses: tuple[int, ...] = ()
-    """Versions that the subscriber's check refuses; not empty: it has a check."""
+    """Versions that the subscriber's check refuses. If empty, the subscriber has no check."""
     holds_buffer: bool = False
-    """The first read of a source's buffer into which it packed short runs begins, says `holding`, and never ends."""
+    """Make the first read of a packed buffer send the event `holding` and never end."""
     pause_s: float = 0.0
-    """Time that each digesting of strips takes on top, at a source and a receiver: a slow rank."""
+    """Extra seconds for each digest of strips, at sources and receivers. This makes a slow rank."""
 
 
 class SyncWorker(Worker):
-    """A rank's process. Lines of input: `publish V`, `together V`, `decision`, `update [V]`, `wait V`, `stage [V]`,
-    `commit`, `subscribers N`, `spoil` (change a byte of its weights, unannounced), `digests`; of adapters `base B`."""
+    """A process that is a rank of a sync.
 
-    room = "tests.support.sync"
+    Commands: `publish V`, `together V`, `decision`, `update [V]`, `wait V`, `stage [V]`, `commit`, `subscribers N`,
+    `ranks`, `spoil` (change a byte of the weights), `digests`, and `base B` for adapters.
+    """
+
+    module = "tests.support.sync"
 
     def send(self, line: str) -> None:
-        """Send it a line; its earlier answers to the same line are forgotten."""
-        self.said.pop(f"{line} done", None)
-        self.tell(line)
+        """Send a command, and drop earlier results of the same command."""
+        self.events.pop(f"{line} done", None)
+        super().send(line)
 
     def result(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Return what it says of a line: with `error` and `message` where that failed."""
-        return self.say_until(f"{line} done", timeout_s=timeout_s)
+        """Wait for the result of a command. A failed command has `error` and `message`."""
+        return self.wait_for(f"{line} done", timeout_s=timeout_s)
 
-    def ask(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
-        """Both."""
+    def call(self, line: str, *, timeout_s: float = 60.0) -> dict[str, Any]:
+        """Send a command and wait for its result."""
         self.send(line)
         return self.result(line, timeout_s=timeout_s)
 
 
 def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
-    """Return the weights of a version, all of them."""
+    """Return the complete weights of a version."""
     import torch
 
     found = {}
@@ -106,7 +108,7 @@ def whole(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
 
 def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
-    """Return what a subscriber takes of a version, all of it: under its tag."""
+    """Return the complete weights that a subscriber receives for a version, in the format of its tag."""
     from penstock.transform.formats import format_of, outputs
     from penstock.transform.quantize import dtype_of, quantise
     from penstock.types import Box
@@ -123,12 +125,12 @@ def taken(task: SyncTask, version: int) -> dict[str, torch.Tensor]:
 
 
 def part_of(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return what this rank has of them: views."""
+    """Return views of the parts that belong to this rank."""
     return {name: one.chunk(task.world_size, task.dim)[task.rank] for name, one in tensors.items()}
 
 
-def truth(task: SyncTask, version: int) -> str:
-    """Return the digest of what a subscriber has once it has a version."""
+def expected_digest(task: SyncTask, version: int) -> str:
+    """Return the digest of the tensors of a subscriber that has this version."""
     return digests({name: one.contiguous() for name, one in part_of(task, taken(task, version)).items()})
 
 
@@ -146,8 +148,8 @@ def _shards(task: SyncTask, tensors: dict[str, torch.Tensor]) -> dict[str, Shard
     return found
 
 
-def _slow(pause_s: float) -> None:
-    """Have every digesting of strips take this long, on top, in this process."""
+def _slow_digests(pause_s: float) -> None:
+    """Add a pause to every digest of strips in this process."""
     from penstock.sync import local_version
 
     digest = local_version.VersionRegions.digests
@@ -159,12 +161,12 @@ def _slow(pause_s: float) -> None:
     vars(local_version)["VersionRegions"].digests = slow
 
 
-def _hold() -> None:
-    """Have every read of a source's buffer stop at its start, in this process."""
+def _block_packed_reads() -> None:
+    """Block every read of a packed buffer at its start in this process."""
     from penstock.sync.receive import sources
 
     def never(*args: Any) -> Any:
-        say("holding")
+        send_event("holding")
         threading.Event().wait()
         yield
 
@@ -179,9 +181,9 @@ def _work(task: SyncTask) -> None:
     torch.set_num_threads(1)
     set_constants(task.constants)
     if task.pause_s:
-        _slow(task.pause_s)
+        _slow_digests(task.pause_s)
     if task.holds_buffer:
-        _hold()
+        _block_packed_reads()
     begin = -1 if task.side == "publisher" else -2
     shards = _shards(task, taken(task, begin))
     connection = ps.ConnectionSettings(hub=task.hub, **task.connection)
@@ -204,30 +206,30 @@ def _work(task: SyncTask) -> None:
     if task.side == "publisher":
         common.setdefault("mode", "live")
         with ps.publisher(task.name, shards, **common) as publisher:
-            say("joined", member=publisher.member.id, latest=publisher.latest)
-            _obey(base, lambda word, number: _publish(task, publisher, shards, base, word, number))
+            send_event("joined", member=publisher.member.id, latest=publisher.latest)
+            _run_commands(base, lambda word, number: _publish(task, publisher, shards, base, word, number))
     elif task.base:
         from penstock_hf.adapter import adapter_subscriber
 
         with adapter_subscriber(task.name, base=lambda: base.identity, target=shards, **common) as received:
-            say("joined", member=received.subscriber.member.id)
-            _obey(base, lambda word, number: _update(task, received.subscriber, shards, word, number))
+            send_event("joined", member=received.subscriber.member.id)
+            _run_commands(base, lambda word, number: _update(task, received.subscriber, shards, word, number))
     else:
         with ps.subscriber(task.name, shards, **common) as subscriber:
-            say("joined", member=subscriber.member.id)
-            _obey(base, lambda word, number: _update(task, subscriber, shards, word, number))
-    say("left")
+            send_event("joined", member=subscriber.member.id)
+            _run_commands(base, lambda word, number: _update(task, subscriber, shards, word, number))
+    send_event("left")
 
 
 @dataclass(slots=True)
 class _Base:
-    """The base of this rank's adapter."""
+    """Identity of the base of this rank's adapter."""
 
     identity: str
 
 
-def _obey(base: _Base, answer: Any) -> None:
-    """Do what each line of input says, one after the other, until they end."""
+def _run_commands(base: _Base, answer: Any) -> None:
+    """Run the command of each line of input until the input ends."""
     for line in sys.stdin:
         word, _, number = line.strip().partition(" ")
         try:
@@ -237,7 +239,7 @@ def _obey(base: _Base, answer: Any) -> None:
                 found = answer(word, int(number) if number else None)
         except PenstockError as error:
             found = {"error": type(error).__name__, "message": str(error), "mutated": error.mutated}
-        say(f"{line.strip()} done", **found)
+        send_event(f"{line.strip()} done", **found)
 
 
 def _publish(
@@ -317,16 +319,16 @@ def _state(subscriber: Subscriber, shards: dict[str, Shard]) -> dict[str, Any]:
     }
 
 
-def work(values: dict[str, Any]) -> int:
-    """Return a rank's process, as far as it goes; its exit code."""
+def run_worker(values: dict[str, Any]) -> int:
+    """Run a rank in this process and return its exit code."""
     threading.current_thread().name = f"{values['side']}-{values.get('rank', 0)}"
     try:
         _work(SyncTask(**values))
     except PenstockError as error:
-        say("failed", error=type(error).__name__, message=str(error), mutated=error.mutated)
+        send_event("failed", error=type(error).__name__, message=str(error), mutated=error.mutated)
         return 3
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(work(json.loads(sys.argv[1])))
+    sys.exit(run_worker(json.loads(sys.argv[1])))

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compare import all_bits, assert_same, by_safetensors
 from tests.support.fork_server import ForkServer
 from tests.support.keeper import KeeperProcess
-from tests.truth import all_bits, assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cache import attached as attaching
@@ -28,7 +28,7 @@ from penstock.timing import Timing
 ENGINE = """
 import json, sys
 import penstock as ps
-from tests.truth import all_bits
+from tests.support.compare import all_bits
 attached = ps.cache.attach("llama")
 maps = [line for line in open("/proc/self/maps") if "memfd:penstock-arena" in line]
 print(json.dumps({"bits": all_bits(attached), "path": attached.report.path, "wall_s": attached.report.wall_s,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.keeper import KeeperProcess
-from tests.truth import assert_same, by_safetensors
 from typer.testing import CliRunner
 
 import penstock as ps

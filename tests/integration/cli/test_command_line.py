@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from tests.support import commands
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.fork_server import ForkServer
 from tests.support.terminal import Terminal
-from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.errors import ConfigError, DestinationError, DiskFull
@@ -80,19 +80,24 @@ def write(source: Path, to: Path, *, replace: bool = False, progress: object = F
 
 
 def test_force_replaces_result_after_completion(
-    made: Path, other: Path, tmp_path: Path, fork_server: ForkServer
+    small_checkpoint: Path, other: Path, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     out = tmp_path / "out"
     write(other, out)
     first = revision(out)
     (out / "notes.txt").write_text("of the old one")
-    for words in (["convert", str(made), str(out)], ["fetch", "m", "--to", str(out), "--fallback", str(made)]):
+    for words in (
+        ["convert", str(small_checkpoint), str(out)],
+        ["fetch", "m", "--to", str(out), "--fallback", str(small_checkpoint)],
+    ):
         refused = commands.run(fork_server, words)
         assert refused.returncode == 2 and "--force" in refused.stderr and revision(out) == first
-    refused = commands.run(fork_server, ["convert", str(made), str(out), *TO_F32, "--force"])
+    refused = commands.run(fork_server, ["convert", str(small_checkpoint), str(out), *TO_F32, "--force"])
     assert refused.returncode == 2 and "notes.txt" in refused.stderr and (out / "notes.txt").exists()
     (out / "notes.txt").unlink()
-    done = commands.run(fork_server, ["convert", str(made), str(out), *TO_F32, "--force", "--format", "json"])
+    done = commands.run(
+        fork_server, ["convert", str(small_checkpoint), str(out), *TO_F32, "--force", "--format", "json"]
+    )
     assert done.returncode == 0, done.stderr
     assert revision(out) == json.loads(done.stdout)["revision"] != first
     assert ps.verify(out, progress=False).verified
@@ -102,9 +107,11 @@ def test_force_replaces_result_after_completion(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_failed_conversion_keeps_old_result(made: Path, tmp_path: Path, launcher_fork_servers: None) -> None:
+def test_failed_conversion_keeps_old_result(
+    small_checkpoint: Path, tmp_path: Path, launcher_fork_servers: None
+) -> None:
     out, seen = tmp_path / "out", set[str]()
-    write(made, out)
+    write(small_checkpoint, out)
     first = revision(out)
 
     def look(done: int, total: int) -> None:
@@ -113,12 +120,12 @@ def test_failed_conversion_keeps_old_result(made: Path, tmp_path: Path, launcher
             raise RuntimeError("the conversion fails at its end")
 
     with pytest.raises(RuntimeError):
-        ps.convert(made, out, to="cast:F32", devices="cpu", workers=1, replace=True, progress=look)
+        ps.convert(small_checkpoint, out, to="cast:F32", devices="cpu", workers=1, replace=True, progress=look)
     assert seen == {first} and ps.verify(out, progress=False).revision == first
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link to nothing"])
-def test_force_replaces_only_weight_sets(kind: str, made: Path, tmp_path: Path) -> None:
+def test_force_replaces_only_weight_sets(kind: str, small_checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     if kind == "file":
         out.write_text("precious")
@@ -127,12 +134,12 @@ def test_force_replaces_only_weight_sets(kind: str, made: Path, tmp_path: Path) 
     else:
         out.symlink_to(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="only weight sets are replaced"):
-        write(made, out, replace=True)
+        write(small_checkpoint, out, replace=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_force_replaces_link_and_keeps_target(made: Path, other: Path, tmp_path: Path) -> None:
-    write(made, tmp_path / "v1")
+def test_force_replaces_link_and_keeps_target(small_checkpoint: Path, other: Path, tmp_path: Path) -> None:
+    write(small_checkpoint, tmp_path / "v1")
     (tmp_path / "current").symlink_to("v1")
     write(other, tmp_path / "current", replace=True)
     assert not (tmp_path / "current").is_symlink()
@@ -140,22 +147,26 @@ def test_force_replaces_link_and_keeps_target(made: Path, other: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["current", "v1"]
 
 
-def test_force_refuses_source_and_object_store(made: Path, tmp_path: Path) -> None:
-    write(made, tmp_path / "out")
+def test_force_refuses_source_and_object_store(small_checkpoint: Path, tmp_path: Path) -> None:
+    write(small_checkpoint, tmp_path / "out")
     with pytest.raises(ConfigError, match="the destination is the source"):
         ps.convert(tmp_path / "out", tmp_path / "out", to="cast:F32", workers=1, replace=True)
     with pytest.raises(ConfigError, match="only a local directory is replaced"):
-        ps.convert(made, "s3://bucket/out", replace=True)
+        ps.convert(small_checkpoint, "s3://bucket/out", replace=True)
 
 
 def test_unsupported_exchange_uses_two_renames(
-    made: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    small_checkpoint: Path,
+    other: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(one: Path, other: Path) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(output, "exchange", refuse)
-    write(made, tmp_path / "out")
+    write(small_checkpoint, tmp_path / "out")
     first = revision(tmp_path / "out")
     write(other, tmp_path / "out", replace=True)
     assert revision(tmp_path / "out") != first and "in two steps" in caplog.text
@@ -170,7 +181,7 @@ def test_unsupported_exchange_uses_two_renames(
 
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(DestinationError):
-        write(made, tmp_path / "out", replace=True)
+        write(small_checkpoint, tmp_path / "out", replace=True)
     assert revision(tmp_path / "out") == second
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -180,13 +191,13 @@ NEEDED = re.compile(r"not enough disk space: ([\d.]+) MB needed, ([\d.]+) MB fre
 
 @pytest.mark.parametrize("command", ["convert", "fetch", "storage-initializer"])
 def test_too_small_disk_is_reported_before_writing(
-    command: str, made: Path, small_disk: Callable[[int], Path], fork_server: ForkServer
+    command: str, small_checkpoint: Path, small_disk: Callable[[int], Path], fork_server: ForkServer
 ) -> None:
     disk = small_disk(4 << 20)
     words = {
-        "convert": ["convert", str(made), str(disk / "out"), *TO_F32],
-        "fetch": ["fetch", "m", "--to", str(disk / "out"), "--fallback", str(made)],
-        "storage-initializer": ["storage-initializer", str(made), str(disk / "out")],
+        "convert": ["convert", str(small_checkpoint), str(disk / "out"), *TO_F32],
+        "fetch": ["fetch", "m", "--to", str(disk / "out"), "--fallback", str(small_checkpoint)],
+        "storage-initializer": ["storage-initializer", str(small_checkpoint), str(disk / "out")],
     }[command]
     done = commands.run(fork_server, words)
     assert done.returncode == 3, done.stderr
@@ -194,7 +205,7 @@ def test_too_small_disk_is_reported_before_writing(
     assert found is not None, done.stderr
     needed, free = (float(number) for number in found.groups())
     # Headers too; the directory has a page or more of the free space.
-    assert needed > ps.inspect(made).nbytes / 1e6 - 0.1 and 4 < free < 4.2
+    assert needed > ps.inspect(small_checkpoint).nbytes / 1e6 - 0.1 and 4 < free < 4.2
     assert "free some space there" in done.stderr
     assert not any(path.is_file() for path in disk.rglob("*"))
 
@@ -208,9 +219,9 @@ def test_disk_filled_midway_reports_needed_bytes(small_disk: Callable[[int], Pat
 
 
 @pytest.mark.usefixtures("own_runtime")
-def test_status_fits_resized_terminal(made: Path, fork_server: ForkServer) -> None:
+def test_status_fits_resized_terminal(small_checkpoint: Path, fork_server: ForkServer) -> None:
     with ps.cache.WeightCache() as keeper:
-        keeper.keep("a-model-with-a-rather-long-name", made, progress=False)
+        keeper.keep("a-model-with-a-rather-long-name", small_checkpoint, progress=False)
         whole = commands.run(fork_server, ["status"]).stdout
         # A pipe gets all of it, however wide.
         assert "a-model-with-a-rather-long-name" in whole and "no member had these chunks" in whole
@@ -240,34 +251,34 @@ def test_status_fits_resized_terminal(made: Path, fork_server: ForkServer) -> No
 
 
 @pytest.mark.parametrize("command", ["convert", "fetch", "storage-initializer"])
-def test_empty_mount_point_is_filled(command: str, made: Path, small_disk: Callable[[int], Path]) -> None:
+def test_empty_mount_point_is_filled(command: str, small_checkpoint: Path, small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(64 << 20)
     # An empty volume of ext4 has this directory.
     (disk / "lost+found").mkdir()
     if command == "convert":
-        ps.convert(made, disk, devices="cpu", workers=1, progress=False)
+        ps.convert(small_checkpoint, disk, devices="cpu", workers=1, progress=False)
     elif command == "fetch":
-        write(made, disk)
+        write(small_checkpoint, disk)
     else:
-        initialize(str(made), disk)
-    assert_same(by_safetensors(disk), by_safetensors(made))
+        initialize(str(small_checkpoint), disk)
+    assert_same(by_safetensors(disk), by_safetensors(small_checkpoint))
     assert not [path.name for path in disk.iterdir() if path.name.startswith(".")]
     assert [path.name for path in disk.parent.iterdir()] == [disk.name]
     if command != "storage-initializer":
         with pytest.raises(ConfigError, match="mount point"):
-            write(made, disk, replace=True)
+            write(small_checkpoint, disk, replace=True)
         assert ps.verify(disk, progress=False).verified
 
 
-def test_bind_mount_on_same_filesystem_is_filled(made: Path, small_disk: Callable[[int], Path]) -> None:
+def test_bind_mount_on_same_filesystem_is_filled(small_checkpoint: Path, small_disk: Callable[[int], Path]) -> None:
     disk = small_disk(64 << 20)
     (disk / "a b").mkdir()
     (disk / "volume").mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     assert not libc.mount(str(disk / "volume").encode(), str(disk / "a b").encode(), None, 4096, None)
     try:
-        write(made, disk / "a b")
-        assert_same(by_safetensors(disk / "volume"), by_safetensors(made))
+        write(small_checkpoint, disk / "a b")
+        assert_same(by_safetensors(disk / "volume"), by_safetensors(small_checkpoint))
         with pytest.raises(ConfigError, match="the destination is the source"):
             ps.convert(disk / "volume", disk / "a b", replace=True, progress=False)
     finally:

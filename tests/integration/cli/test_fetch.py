@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.truth import assert_same, by_safetensors
+from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run

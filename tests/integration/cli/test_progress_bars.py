@@ -39,8 +39,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_progress_bar_ends_at_100_percent(name: str, sealed: Path, tmp_path: Path, fork_server: ForkServer) -> None:
-    words = COMMANDS[name].format(sealed=sealed, tmp=tmp_path).split()
+def test_progress_bar_ends_at_100_percent(
+    name: str, checkpoint_with_manifest: Path, tmp_path: Path, fork_server: ForkServer
+) -> None:
+    words = COMMANDS[name].format(sealed=checkpoint_with_manifest, tmp=tmp_path).split()
     with Terminal(columns=120) as terminal:
         terminal.fork(fork_server, words)
         assert terminal.end() == 0, terminal.text
@@ -57,18 +59,18 @@ def test_bars_from_several_processes_are_not_mixed(fork_server: ForkServer) -> N
         assert bar.startswith("fetch ") and ENDED.search(bar) and "2 fetches" in bar
 
 
-def test_keep_command_shows_bar(sealed: Path, fork_server: ForkServer) -> None:
+def test_keep_command_shows_bar(checkpoint_with_manifest: Path, fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
-        terminal.fork(fork_server, ["cache", str(sealed), "--model", "m"])
+        terminal.fork(fork_server, ["cache", str(checkpoint_with_manifest), "--model", "m"])
         terminal.until(lambda: "SIGTERM or Ctrl-C ends it" in terminal.text)
         (bar,) = [line for line in terminal.lines if "━" in line]
         assert bar.startswith("m ") and ENDED.search(bar)
 
 
 @pytest.mark.parametrize("columns", [120, 60])
-def test_running_load_shows_rate_and_time(columns: int, made: Path, fork_server: ForkServer) -> None:
+def test_running_load_shows_rate_and_time(columns: int, small_checkpoint: Path, fork_server: ForkServer) -> None:
     faults = Faults(total_bytes_per_s=6_000_000)
-    with RangeServer(made, faults=faults) as server, Terminal(columns=columns) as terminal:
+    with RangeServer(small_checkpoint, faults=faults) as server, Terminal(columns=columns) as terminal:
         terminal.fork(
             fork_server,
             ["load", f"{server.url}/model.safetensors.index.json"],
@@ -82,8 +84,8 @@ def test_running_load_shows_rate_and_time(columns: int, made: Path, fork_server:
         assert ENDED.search(end if columns == 120 else end.partition("  ")[0]), terminal.text
 
 
-def test_interrupt_clears_bar(made: Path, fork_server: ForkServer) -> None:
-    with RangeServer(made, faults=Faults(total_bytes_per_s=6_000_000)) as server, Terminal() as terminal:
+def test_interrupt_clears_bar(small_checkpoint: Path, fork_server: ForkServer) -> None:
+    with RangeServer(small_checkpoint, faults=Faults(total_bytes_per_s=6_000_000)) as server, Terminal() as terminal:
         # Small chunks, since a load that is interrupted waits for those under way.
         terminal.fork(
             fork_server, ["load", f"{server.url}/model.safetensors.index.json"], {"PENSTOCK_CHUNK_BYTES": "256K"}

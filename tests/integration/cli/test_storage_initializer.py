@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from tests.support.commands import run
+from tests.support.compare import assert_same
 from tests.support.fork_server import ForkServer
 from tests.support.servers.hugging_face import HuggingFaceServer
 from tests.support.servers.s3 import SwiftServer, Unavailable
-from tests.truth import assert_same
 
 import penstock as ps
 from penstock.cli.checkpoints import manifest

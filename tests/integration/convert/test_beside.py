@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tests.truth import by_safetensors
+from tests.support.compare import by_safetensors
 
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, SourceChanged, SourceTruncated

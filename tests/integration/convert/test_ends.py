@@ -60,13 +60,13 @@ convert(sys.argv[1], sys.argv[2], devices="cpu", workers=workers, shard_bytes=2_
 """
 
 
-def test_job_killed_after_publishing_is_complete(made: Path, tmp_path: Path) -> None:
+def test_job_killed_after_publishing_is_complete(small_checkpoint: Path, tmp_path: Path) -> None:
     into = tmp_path / "out"
-    ended = subprocess.run([sys.executable, "-c", KILLED, str(made), str(into)], timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(small_checkpoint), str(into)], timeout=120, check=False)
     assert ended.returncode == -signal.SIGKILL
     before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}
     assert len(list(tmp_path.iterdir())) == 2, "its journal is beside it still"
-    report = convert_as(made, into, **TOLD)
+    report = convert_as(small_checkpoint, into, **TOLD)
     assert report.num_resumed == report.num_tasks and report.read_bytes == 0
     assert report.revision == penstock.verify(into).revision
     assert {path.name: path.stat().st_mtime_ns for path in into.iterdir()} == before
@@ -104,20 +104,20 @@ def test_job_killed_while_publishing_resumes(fork_server: ForkServer, tmp_path: 
     assert sum(killed) > 12 and killed == sorted(killed, reverse=True), "each step once, then none is left"
 
 
-def test_same_call_is_done_different_call_refused(made: Path, tmp_path: Path) -> None:
+def test_same_call_is_done_different_call_refused(small_checkpoint: Path, tmp_path: Path) -> None:
     into = tmp_path / "out"
-    first = convert_as(made, into, **TOLD)
+    first = convert_as(small_checkpoint, into, **TOLD)
     before = {path.name: path.stat().st_mtime_ns for path in into.iterdir()}
-    again = convert_as(made, into, **TOLD)
+    again = convert_as(small_checkpoint, into, **TOLD)
     assert again.revision == first.revision and again.num_resumed == again.num_tasks and again.read_bytes == 0
     assert {path.name: path.stat().st_mtime_ns for path in into.iterdir()} == before
     for changed in ({"to": "cast:F32"}, {"operations": [{"op": "rename", "rules": [["norm", "other"]]}]}):
         with pytest.raises(ConfigError, match="already"):
-            convert_as(made, into, **TOLD, **changed)
+            convert_as(small_checkpoint, into, **TOLD, **changed)
     shard = next(into.glob("*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="already"):
-        convert_as(made, into, **TOLD)
+        convert_as(small_checkpoint, into, **TOLD)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -130,7 +130,7 @@ NUM_SEEDS = 40 if os.environ.get("DRILLS") == "all" else 5
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_job_survives_killed_fork_server(seed: int, made: Path, tmp_path: Path) -> None:
+def test_job_survives_killed_fork_server(seed: int, small_checkpoint: Path, tmp_path: Path) -> None:
     rng = random.Random(seed)
     left = rng.choice([1, 2, 3])
     is_over = threading.Event()
@@ -149,7 +149,7 @@ def test_job_survives_killed_fork_server(seed: int, made: Path, tmp_path: Path) 
         killer.start()
         try:
             workers = WorkerSettings(num_workers=2, launcher=launcher)
-            convert_as(made, tmp_path / "out", workers=workers, **SLOWLY)
+            convert_as(small_checkpoint, tmp_path / "out", workers=workers, **SLOWLY)
         finally:
             is_over.set()
             killer.join()
@@ -157,7 +157,7 @@ def test_job_survives_killed_fork_server(seed: int, made: Path, tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_lost_fork_server_is_restarted(made: Path, tmp_path: Path) -> None:
+def test_lost_fork_server_is_restarted(small_checkpoint: Path, tmp_path: Path) -> None:
     """Killed before each of the first questions it is asked: who asks has seen it alive."""
     with LocalLauncher("cpu", 2) as launcher:
         launcher.begin()
@@ -181,6 +181,6 @@ def test_lost_fork_server_is_restarted(made: Path, tmp_path: Path) -> None:
             patch.setattr(launcher_module, "ForkServer", started)
             launcher.close()
             workers = WorkerSettings(num_workers=2, launcher=launcher)
-            convert_as(made, tmp_path / "out", workers=workers, **SLOWLY)
+            convert_as(small_checkpoint, tmp_path / "out", workers=workers, **SLOWLY)
     assert len(set(seen)) == 3
     assert penstock.verify(tmp_path / "out").verified

@@ -162,10 +162,10 @@ class Drill:
 
 
 @pytest.fixture(scope="module")
-def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """The output's files, by one worker that nothing happens to."""
     into = tmp_path_factory.mktemp("expected") / "out"
-    assert convert_as(made, into, workers=1, **TOLD).num_tasks > 40
+    assert convert_as(small_checkpoint, into, workers=1, **TOLD).num_tasks > 40
     return files(into)
 
 
@@ -181,13 +181,13 @@ def drill(seed: int, fork_server: ForkServer, source: Path, expected: dict[str, 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
 def test_conversion_survives_random_faults(
-    batch: int, fork_server: ForkServer, made: Path, expected: dict[str, bytes]
+    batch: int, fork_server: ForkServer, small_checkpoint: Path, expected: dict[str, bytes]
 ) -> None:
     if batch >= ALWAYS and os.environ.get("DRILLS") != "all":
         pytest.skip("run with DRILLS=all")
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, fork_server, made, expected), seeds))
+        found = list(pool.map(lambda seed: drill(seed, fork_server, small_checkpoint, expected), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from safetensors.torch import load_file, save_file
 from tests.support import gguf_file
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, OperationFailed, PlanError

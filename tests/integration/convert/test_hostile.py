@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 import obstore
 import pytest
-from tests.support.drills import drill
 from tests.support.fork_server import ForkServer
 from tests.support.jobs import convert_as
+from tests.support.long_running import long_running
 from tests.support.servers.s3 import SwiftServer, Unavailable
 from tests.support.tensor_file import write_file
 
@@ -47,9 +47,9 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     into = tmp_path_factory.mktemp("expected") / "out"
-    assert convert_as(made, into, workers=1, **TOLD).num_tasks > 40
+    assert convert_as(small_checkpoint, into, workers=1, **TOLD).num_tasks > 40
     return files(into)
 
 
@@ -67,10 +67,16 @@ def expected(made: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ],
 )
 def test_misbehaving_function_is_named(
-    function: str, says: str, fork_server: ForkServer, made: Path, tmp_path: Path
+    function: str, says: str, fork_server: ForkServer, small_checkpoint: Path, tmp_path: Path
 ) -> None:
     word = {"op": "function", "function": f"tests.support.jobs:{function}"}
-    values = {"sources": str(made), "destination": str(tmp_path / "out"), "operations": [word], "workers": 2, **TOLD}
+    values = {
+        "sources": str(small_checkpoint),
+        "destination": str(tmp_path / "out"),
+        "operations": [word],
+        "workers": 2,
+        **TOLD,
+    }
     stall = {"PENSTOCK_STALL_S": "3" if function == "hangs" else "60"}
     with fork_server.fork("tests.support.jobs:coordinate", values, stall) as process:
         assert select.select([process.stdout], [], [], 60.0)[0]
@@ -83,18 +89,24 @@ def test_misbehaving_function_is_named(
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
-def test_user_function_traceback_is_shown(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_function_traceback_is_shown(
+    small_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     word = {"op": "function", "function": "tests.support.jobs:raises"}
     with pytest.raises(OperationFailed):
-        convert_as(made, tmp_path / "out", operations=[word], workers=1, **TOLD)
+        convert_as(small_checkpoint, tmp_path / "out", operations=[word], workers=1, **TOLD)
     said = capfd.readouterr().err
     assert ", in raises\n" in said and said.count("ValueError: on purpose") == 1
 
 
-def test_user_function_output_goes_to_stderr(made: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_user_function_output_goes_to_stderr(
+    small_checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [{"op": "function", "function": "tests.support.jobs:says"}]
-    convert_as(made, tmp_path / "out", operations=words, workers=2, **TOLD)
-    seen = {recipe.outputs[0].spec.name for recipe in plan(made, operations=words).recipes if not recipe.copies}
+    convert_as(small_checkpoint, tmp_path / "out", operations=words, workers=2, **TOLD)
+    seen = {
+        recipe.outputs[0].spec.name for recipe in plan(small_checkpoint, operations=words).recipes if not recipe.copies
+    }
     said = capfd.readouterr()
     assert seen == {line.removeprefix("saw ") for line in said.err.splitlines() if line.startswith("saw ")}
     assert not said.out
@@ -109,9 +121,9 @@ class Visited(LocalLauncher):
         super().spawn(worker, device, address, secret)
 
 
-def test_guessed_secret_is_refused(made: Path, tmp_path: Path) -> None:
+def test_guessed_secret_is_refused(small_checkpoint: Path, tmp_path: Path) -> None:
     with Visited() as launcher:
-        convert_as(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
+        convert_as(small_checkpoint, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
         with pytest.raises(PeerLost):
             launcher.guest.to_worker()
         launcher.guest.close()
@@ -226,15 +238,15 @@ def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytes
     assert penstock.verify(tmp_path / "out").verified
 
 
-def test_too_small_disk_is_reported_before_reading(made, small_disk) -> None:
+def test_too_small_disk_is_reported_before_reading(small_checkpoint, small_disk) -> None:
     disk = small_disk(4 << 20)
     with pytest.raises(DiskFull) as caught:
-        convert_as(made, disk / "out", workers=1, **TOLD)
+        convert_as(small_checkpoint, disk / "out", workers=1, **TOLD)
     assert not caught.value.mutated
     assert list(disk.iterdir()) == []
 
 
-def test_disk_filled_midway_allows_resume(made, expected, small_disk) -> None:
+def test_disk_filled_midway_allows_resume(small_checkpoint, expected, small_disk) -> None:
     disk = small_disk(16 << 20)
 
     def fill(done: int, total: int) -> None:
@@ -244,29 +256,29 @@ def test_disk_filled_midway_allows_resume(made, expected, small_disk) -> None:
                     file.write(bytes(4096))
 
     with pytest.raises(DiskFull):
-        convert_as(made, disk / "out", workers=1, progress=fill, **TOLD)
+        convert_as(small_checkpoint, disk / "out", workers=1, progress=fill, **TOLD)
     assert not (disk / "out").exists()
     (disk / "other").unlink()
-    report = convert_as(made, disk / "out", workers=1, **TOLD)
+    report = convert_as(small_checkpoint, disk / "out", workers=1, **TOLD)
     assert report.num_resumed >= report.num_tasks // 2
     assert files(disk / "out") == expected
     assert [path.name for path in disk.iterdir()] == ["out"]
 
 
-def test_job_is_run_by_one_process(made, expected, tmp_path) -> None:
+def test_job_is_run_by_one_process(small_checkpoint, expected, tmp_path) -> None:
     def again(done: int, total: int) -> None:
         if done == 3:
             with pytest.raises(DestinationError, match="another process runs this very job"):
-                convert_as(made, tmp_path / "out", workers=1, **TOLD)
+                convert_as(small_checkpoint, tmp_path / "out", workers=1, **TOLD)
 
-    convert_as(made, tmp_path / "out", workers=1, progress=again, **TOLD)
+    convert_as(small_checkpoint, tmp_path / "out", workers=1, progress=again, **TOLD)
     assert files(tmp_path / "out") == expected
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_terminated_command_ends_its_workers(number, made, tmp_path) -> None:
-    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(made), str(tmp_path / "out")]
+def test_terminated_command_ends_its_workers(number, small_checkpoint, tmp_path) -> None:
+    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(small_checkpoint), str(tmp_path / "out")]
     command += ["--devices", "cpu", "--workers", "2", "--op", "tests.support.jobs:hangs"]  # it does not end before
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     deadline = time.monotonic() + 60
@@ -320,8 +332,8 @@ def server() -> Iterator[Callable[[], SwiftServer]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@drill
-def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server, monkeypatch) -> None:
+@long_running
+def test_conversion_resumes_after_store_failure(small_checkpoint, expected, tmp_path, server, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "10")
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     first, workers = server(), WorkerSettings(num_workers=1, scratch=tmp_path)
@@ -338,9 +350,11 @@ def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server
 
     with monkeypatch.context() as patch, pytest.raises((SourceError, DestinationError)):
         patch.setattr(obstore, "put", put)
-        convert_as(made, into, **TOLD, workers=replace(workers, storage_options=first.storage_options))
+        convert_as(small_checkpoint, into, **TOLD, workers=replace(workers, storage_options=first.storage_options))
     second = server()
-    report = convert_as(made, into, **TOLD, workers=replace(workers, storage_options=second.storage_options))
+    report = convert_as(
+        small_checkpoint, into, **TOLD, workers=replace(workers, storage_options=second.storage_options)
+    )
     assert report.num_resumed == report.num_tasks
     assert list(tmp_path.iterdir()) == []
     store = second.store("weights")
@@ -349,11 +363,11 @@ def test_conversion_resumes_after_store_failure(made, expected, tmp_path, server
     assert penstock.verify(into, storage_options=second.storage_options).verified
 
 
-def test_trace_shows_concurrent_work_of_both_workers(made, tmp_path) -> None:
+def test_trace_shows_concurrent_work_of_both_workers(small_checkpoint, tmp_path) -> None:
     word = {"op": "function", "function": "tests.support.jobs:slowly"}
     told = {**TOLD, "operations": [word], "to": "cast:F32"}
     report = convert_as(
-        made,
+        small_checkpoint,
         tmp_path / "out",
         workers=penstock.jobs.WorkerSettings(num_workers=2, trace=tmp_path / "trace.json"),
         **told,

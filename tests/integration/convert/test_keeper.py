@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.truth import assert_same, by_safetensors
+from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cache import attached as attaching

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.truth import by_safetensors
+from tests.support.compare import by_safetensors
 
 import penstock
 from penstock.cli.checkpoints import manifest

@@ -48,7 +48,9 @@ class OtherUser(LocalLauncher):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_different_user_cannot_reach_coordinator(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_user_cannot_reach_coordinator(
+    small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The socket has a name and no file, so no mode keeps others out: they were held until the deadline of a hello."""
     monkeypatch.setattr(messages, "HELLO_S", 60.0)
     seen: list[bool] = []
@@ -60,7 +62,11 @@ def test_different_user_cannot_reach_coordinator(made: Path, tmp_path: Path, mon
 
     with OtherUser() as launcher:
         convert_as(
-            made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD
+            small_checkpoint,
+            tmp_path / "out",
+            workers=WorkerSettings(num_workers=1, launcher=launcher),
+            progress=look,
+            **TOLD,
         )
         launcher.visitor.join(30)
     assert seen == [False] and len(launcher.seconds) == 1
@@ -89,12 +95,14 @@ class Strangers(LocalLauncher):
         return count
 
 
-def test_strangers_take_limited_coordinator_slots(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_take_limited_coordinator_slots(
+    small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages, "descriptor_limit", lambda: 2 * (128 + 64))
     counts = []
     with ExitStack() as stack, Strangers() as launcher:
         convert_as(
-            made,
+            small_checkpoint,
             tmp_path / "out",
             workers=WorkerSettings(num_workers=1, launcher=launcher),
             progress=lambda done, total: counts.append(launcher.num_open()),
@@ -106,7 +114,9 @@ def test_strangers_take_limited_coordinator_slots(made: Path, tmp_path: Path, mo
     assert counts and counts[0] <= 8, counts
 
 
-def test_silent_connection_is_closed_at_deadline(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_is_closed_at_deadline(
+    small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(messages, "HELLO_S", 0.5)
     counts = []
 
@@ -117,7 +127,11 @@ def test_silent_connection_is_closed_at_deadline(made: Path, tmp_path: Path, mon
 
     with ExitStack() as stack, Strangers() as launcher:
         report = convert_as(
-            made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), progress=look, **TOLD
+            small_checkpoint,
+            tmp_path / "out",
+            workers=WorkerSettings(num_workers=1, launcher=launcher),
+            progress=look,
+            **TOLD,
         )
         for sock in launcher.strangers:
             stack.enter_context(sock)
@@ -144,7 +158,7 @@ class Newer(LocalLauncher):
             sock.close()
 
 
-def test_worker_with_different_protocol_ends_job(made: Path, tmp_path: Path) -> None:
+def test_worker_with_different_protocol_ends_job(small_checkpoint: Path, tmp_path: Path) -> None:
     expected = rf"worker w0 speaks job protocol 2.0, the coordinator speaks {messages.JOB_PROTOCOL}"
     with Newer() as launcher, pytest.raises(PlanError, match=expected):
-        convert_as(made, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)
+        convert_as(small_checkpoint, tmp_path / "out", workers=WorkerSettings(num_workers=1, launcher=launcher), **TOLD)

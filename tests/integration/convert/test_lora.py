@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.truth import by_safetensors
+from tests.support.compare import by_safetensors
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 peft = pytest.importorskip("peft", minversion="0.18")

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 from tests.support.servers.s3 import SwiftServer, Unavailable
 
 import penstock
@@ -193,7 +193,7 @@ def test_documented_operation_works(tmp_path, monkeypatch):
         assert not (tmp_path / f"{kind} out").exists()
 
 
-@drill
+@long_running
 def test_small_files_are_read_from_object_store(model, tmp_path):
     try:
         SwiftServer.check()

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
 from tests.support.jobs import convert_as
+from tests.support.long_running import long_running
 
 from penstock.testing.checkpoints import write_llama
 
@@ -116,7 +116,7 @@ def test_dead_ray_node_loses_only_its_tasks(tmp_path: Path, environ: dict[str, s
     assert files(tmp_path / "out") == files(tmp_path / "expected")
 
 
-@drill
+@long_running
 def test_json_output_stays_clean_with_ray(tmp_path: Path, environ: dict[str, str]) -> None:
     write_llama(tmp_path / "source", total_bytes=2_000_000)
     words = ["--to", "cast:F32", "--workers", "1", "--devices", "cpu", "--format", "json"]

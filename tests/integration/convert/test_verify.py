@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import xxhash
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.jobs import convert_as
-from tests.truth import assert_same, by_safetensors
 
 import penstock
 from penstock.cli.checkpoints import manifest

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 pytest.importorskip("torch")
 pytest.importorskip("starlette")
@@ -34,7 +34,7 @@ def script(name: str, monkeypatch) -> ModuleType:
     return module
 
 
-@drill
+@long_running
 def test_fleet_demo_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> None:
     demo_fleet = script("demo_fleet", monkeypatch)
     write_llama(tmp_path / "llama", total_bytes=32 * MIB, shards=2)
@@ -48,7 +48,7 @@ def test_fleet_demo_reads_storage_once(monkeypatch, tmp_path: Path, capsys) -> N
     assert "DIFFERENT" not in printed
 
 
-@drill
+@long_running
 def test_sync_demo_engine_matches_trainer(monkeypatch, capsys) -> None:
     assert script("demo_sync", monkeypatch).sync_demo(4 * MIB)
     printed = capsys.readouterr().out
@@ -56,7 +56,7 @@ def test_sync_demo_engine_matches_trainer(monkeypatch, capsys) -> None:
     assert "1, killed, back" in printed
 
 
-@drill
+@long_running
 def test_convert_demo_resumes_after_kill(monkeypatch, tmp_path: Path, capsys) -> None:
     assert script("demo_convert", monkeypatch).convert_demo(16 * MIB, tmp_path)
     printed = capsys.readouterr().out

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from tests.support import container
 from tests.support.container import REPOSITORY, Container
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 dockerfile_parse = pytest.importorskip("dockerfile_parse")
-pytestmark = drill
+pytestmark = long_running
 PACKAGED = ("PIP_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 """Variables by which this host reaches a package index; docker would be given them as build arguments."""
 

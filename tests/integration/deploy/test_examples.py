@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 pytest.importorskip("torch")
 
@@ -38,7 +38,7 @@ LONG = {"fetch_torchrun", "load_into_transformers"}
 
 def long_one(example: Path) -> Any:
     """The example, as a drill if it takes long and another one does nearly the same."""
-    return pytest.param(example, marks=drill) if example.stem in LONG else example
+    return pytest.param(example, marks=long_running) if example.stem in LONG else example
 
 
 @pytest.mark.parametrize("example", [long_one(path) for path in EXAMPLES], ids=lambda path: path.stem)

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.conftest import SMALL
+from tests.integration.conftest import SMALL_CHUNKS
 from tests.support.fleet import Task, Worker, digests
 from tests.support.keeper import KeeperProcess
 from tests.support.pods import ROOT, Engine, EngineTask, Pod, arenas, inside, namespaces
-from tests.support.sync import SyncTask, SyncWorker
-from tests.support.sync import truth as sync_truth
+from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
@@ -42,43 +41,43 @@ def stack() -> Iterator[ExitStack]:
 
 
 def test_cache_and_engine_work_in_two_pods(
-    shared: Path, made: Path, truth: dict[str, torch.Tensor], stack: ExitStack
+    shared: Path, small_checkpoint: Path, expected_tensors: dict[str, torch.Tensor], stack: ExitStack
 ) -> None:
     pod = Pod(shared=shared)
     engine = stack.enter_context(Engine(EngineTask(model="m", environ=pod.environ), prefix=pod.prefix))
-    nearby = Pod(shared=shared, mounts={made: "model"})
+    nearby = Pod(shared=shared, mounts={small_checkpoint: "model"})
     keeper = stack.enter_context(
         KeeperProcess([f"{ROOT}/model", "--model", "m"], prefix=nearby.prefix, environ=nearby.environ)
     )
-    ready = engine.say_until("ready")
+    ready = engine.wait_for("ready")
     theirs = inside(keeper.process.pid)
     assert not set(namespaces(theirs).values()) & set(ready["namespaces"].values())
     assert (ready["pid"], ready["processes"]) == (1, 1)
 
-    attached = engine.ask("attach")
+    attached = engine.call("attach")
     assert attached["verified"] and attached["path"].startswith("shm, mapped: ")
-    assert attached["digests"] == digests(truth)
+    assert attached["digests"] == digests(expected_tensors)
     assert attached["arenas"] and set(attached["arenas"]) <= arenas(theirs)
 
-    fetched = engine.ask("fetch")
+    fetched = engine.call("fetch")
     assert fetched["verified"] and not fetched["faults"]
     assert [path.partition(" ")[0] for path in fetched["paths"]] == ["shm"], fetched
-    assert fetched["digests"] == digests(truth)
+    assert fetched["digests"] == digests(expected_tensors)
 
-    elsewhere = engine.ask("elsewhere")
+    elsewhere = engine.call("elsewhere")
     assert elsewhere["error"] == "NotFound" and "no hub runs on this host" in elsewhere["message"]
 
     if os.geteuid() == 0:  # else there is no other user to be
-        stranger = engine.ask("stranger")
+        stranger = engine.call("stranger")
         assert stranger["error"] == "ConfigError" and "not a private directory of this user" in stranger["message"]
         names = {Path(path).name.partition("-")[0] for path in stranger["answers"]}
         assert {"fds.sock", "peer.sock", "data.sock", "hub"} <= names
         assert not any(stranger["answers"].values()), stranger
 
-    assert engine.ask("check")["error"] == ""
+    assert engine.call("check")["error"] == ""
     os.kill(theirs, signal.SIGKILL)
     keeper.process.wait(30)
-    assert engine.ask("check")["error"] == "PeerLost"
+    assert engine.call("check")["error"] == "PeerLost"
 
 
 def test_sync_works_between_two_pods(shared: Path, stack: ExitStack) -> None:
@@ -91,20 +90,25 @@ def test_sync_works_between_two_pods(shared: Path, stack: ExitStack) -> None:
     ]
     publisher, subscriber = ranks
     for rank in ranks:
-        rank.say_until("joined")
-    publisher.ask("subscribers 1")
+        rank.wait_for("joined")
+    publisher.call("subscribers 1")
     for version in (1, 2):
         publisher.send(f"publish {version}")
-        subscriber.ask(f"wait {version}")
-        updated = subscriber.ask("update")
-        assert updated["digests"] == sync_truth(subscriber.task, version)
+        subscriber.call(f"wait {version}")
+        updated = subscriber.call("update")
+        assert updated["digests"] == expected_digest(subscriber.task, version)
         assert "shm" in updated["path"] and "http" not in updated["path"]
-        assert publisher.result(f"publish {version}")["committed"] == [subscriber.said["joined"]["member"]]
+        assert publisher.result(f"publish {version}")["committed"] == [subscriber.events["joined"]["member"]]
 
 
 @pytest.mark.parametrize("has_pids", [True, False], ids=["pids of their own", "one PID namespace"])
 def test_pods_without_shared_directory_use_network(
-    has_pids: bool, shared: Path, made: Path, truth: dict[str, torch.Tensor], stack: ExitStack, tmp_path: Path
+    has_pids: bool,
+    shared: Path,
+    small_checkpoint: Path,
+    expected_tensors: dict[str, torch.Tensor],
+    stack: ExitStack,
+    tmp_path: Path,
 ) -> None:
     """They have one network here, as pods of one node reach each other's addresses. With one PID namespace they report
     one host, and the socket alone tells that they share no memory."""
@@ -114,18 +118,20 @@ def test_pods_without_shared_directory_use_network(
     hub = HubThread(Directory(MemoryStore(), fresh=True), bind("127.0.0.1:0", auth), auth)
     hub.start()
     stack.callback(hub.stop)
-    pod = Pod(mounts={made: "model"}, has_network=False, has_pids=has_pids, has_proc=has_pids)
+    pod = Pod(mounts={small_checkpoint: "model"}, has_network=False, has_pids=has_pids, has_proc=has_pids)
     connection = {"token": TOKEN, "listen": "127.0.0.1:0"}
     workers = [
         stack.enter_context(
             Worker(
-                Task(hub=hub.url, fallback=fallback, connection=connection, environ=pod.environ, constants=SMALL),
+                Task(
+                    hub=hub.url, fallback=fallback, connection=connection, environ=pod.environ, constants=SMALL_CHUNKS
+                ),
                 prefix=pod.prefix,
             )
         )
         for fallback in (f"{ROOT}/model", None)
     ]
     for worker in workers:
-        assert worker.say_until("digests")["digests"] == digests(truth)
-    fetched = workers[1].said["fetched"]
+        assert worker.wait_for("digests")["digests"] == digests(expected_tensors)
+    fetched = workers[1].events["fetched"]
     assert [path.partition(" ")[0] for path in fetched["paths"]] == ["http"], fetched

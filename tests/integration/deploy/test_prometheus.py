@@ -180,7 +180,7 @@ def fleet() -> Iterator[Fleet]:
         for task in (publisher, subscriber):
             fleet.members[task.side] = stack.enter_context(SyncWorker(task, fork_server))
         for process in ("first", "second"):
-            fleet.members[process].say_until("fetched")
+            fleet.members[process].wait_for("fetched")
         until(lambda: answers(f"{fleet.url}/-/ready"), "Prometheus is ready")
         everybody = {*fleet.instances.values(), fleet.hub}
         until(lambda: {one["metric"]["instance"] for one in fleet.query("up == 1")} == everybody, "all are read")
@@ -200,10 +200,10 @@ def sync(fleet: Fleet, version: int) -> None:
     publisher, subscriber = fleet.members["publisher"], fleet.members["subscriber"]
     assert isinstance(publisher, SyncWorker)
     assert isinstance(subscriber, SyncWorker)
-    publisher.ask("subscribers 1")
+    publisher.call("subscribers 1")
     publisher.send(f"publish {version}")
-    subscriber.ask(f"wait {version}")
-    assert "error" not in subscriber.ask(f"update {version}")
+    subscriber.call(f"wait {version}")
+    assert "error" not in subscriber.call(f"update {version}")
     assert len(publisher.result(f"publish {version}")["committed"]) == 1
 
 
@@ -254,7 +254,7 @@ def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
     # A journey that fails: the version is live already, and an older one is asked for.
     subscriber = fleet.members["subscriber"]
     assert isinstance(subscriber, SyncWorker)
-    assert subscriber.ask("update 0")["error"] == "ConfigError"
+    assert subscriber.call("update 0")["error"] == "ConfigError"
     instance = fleet.instances["subscriber"]
     until(lambda: fleet.firing() == {"PenstockJourneysFail": {instance}}, f"one alert fires, not {fleet.firing()}")
 

@@ -21,9 +21,9 @@ from typing import Any
 import pytest
 import torch
 from tests.support import redis_server, release_driver
+from tests.support.compare import by_safetensors
 from tests.support.releases import PREVIOUS, ROOT, Command, Driver, git, previous_release
 from tests.support.releases import this_release as this
-from tests.truth import by_safetensors
 
 from penstock.hub.messages import PROTOCOL
 from penstock.testing.checkpoints import write_llama

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.support.authority import Authority
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, PermissionDenied
@@ -69,18 +69,18 @@ def test_member_requires_its_own_certificate(hub: str, authority: Authority) -> 
 
 
 def test_server_certificate_must_match_member(
-    hub: str, authority: Authority, made: Path, truth, monkeypatch: pytest.MonkeyPatch
+    hub: str, authority: Authority, small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: dict[str, torch.Tensor] = {}
     show(monkeypatch, authority, "holder")
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, listen="127.0.0.1:0", transports=["http"])) as holder:
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         (door,) = [one for one in holder.member.server.addresses if one.startswith("https")]
         show(monkeypatch, authority, "reader")
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: "another host")
         with ps.join("m", connection=ps.ConnectionSettings(hub=hub, transports=["http"])) as reader:
             report = reader.fetch(found, timeout_s=20.0)
-        assert_same(found, truth)
+        assert_same(found, expected_tensors)
         assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
         # One whose doors lead to another member: it would be shown grants, and answer for it.
         liar = HubClient.connect(hub, ca_file=authority.ca_file, certificate=authority.sign("liar"))
@@ -88,7 +88,7 @@ def test_server_certificate_must_match_member(
         liar.beat(liar.member, Beat(holdings=(holder.member.weights[0].status(),)))
         holder.member.hub.leave(holder.member.id)
         with liar, ps.join("m", connection=ps.ConnectionSettings(hub=hub, transports=["http"])) as reader:
-            report = reader.fetch(found, fallback=made)
+            report = reader.fetch(found, fallback=small_checkpoint)
         assert any("the peer's certificate names" in fault for fault in report.faults), report.faults
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import SMALL
+from tests.integration.conftest import SMALL_CHUNKS
 from tests.support import redis_server
+from tests.support.compare import by_safetensors
 from tests.support.fleet import Task, Worker, digests
 from tests.support.fork_server import Forked, ForkServer
 from tests.support.redis_server import RedisServer
-from tests.truth import by_safetensors
 
 from penstock.cli.checkpoints import manifest
 from penstock.errors import HubUnavailable, PenstockError
@@ -38,7 +38,7 @@ BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHE
 AT_ONCE = 6
 DONE_S = 60.0
 """A drill takes two seconds, or some more where somebody falls silent: far below this."""
-HASTY = SMALL | {
+HASTY = SMALL_CHUNKS | {
     "penstock.hub.client.ATTEMPT_S": 1.0,
     "penstock.hub.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
     "penstock.hub.local_hub.BEAT_S": 0.25,
@@ -100,7 +100,7 @@ class Drill:
             "redis": self.redis.url if self.redis is not None else None,
             "constants": HASTY,
         }
-        self.hub = self.stack.enter_context(self.fork_server.fork("tests.support.fleet:hub", values))
+        self.hub = self.stack.enter_context(self.fork_server.fork("tests.support.fleet:run_hub_process", values))
         assert b"ready" in self.hub.stdout.readline()
         self.hub_url = str(values["listen"])
 
@@ -119,7 +119,7 @@ class Drill:
     def begin(self) -> list[Worker]:
         """The first hosts the hub where nobody else does; the last has no way to storage."""
         first = self.start(whole=not self.is_cold)
-        first.say_until("joined" if self.is_cold else "fetched")
+        first.wait_for("joined" if self.is_cold else "fetched")
         return [first, self.start(), self.start(), self.start(fallback=False)]
 
     def lose(self, workers: list[Worker]) -> Worker | None:
@@ -159,7 +159,7 @@ class Drill:
             parents = {one.parent for one in held if one.state == "filling"}
             for worker in workers[1:3]:
                 with contextlib.suppress(PenstockError):
-                    if worker.say_until("joined", timeout_s=0.2)["member"] in parents:
+                    if worker.wait_for("joined", timeout_s=0.2)["member"] in parents:
                         return worker
         return None
 
@@ -180,8 +180,8 @@ class Drill:
 
     def check(self, worker: Worker, deadline: float) -> tuple[int, int]:
         """It has the very bytes; how many, and how many of storage."""
-        report = worker.say_until("fetched", timeout_s=deadline - time.monotonic())
-        got = worker.say_until("digests", timeout_s=deadline - time.monotonic())["digests"]
+        report = worker.wait_for("fetched", timeout_s=deadline - time.monotonic())
+        got = worker.wait_for("digests", timeout_s=deadline - time.monotonic())["digests"]
         assert got == _wanted[self.fallback], "wrong bytes"
         assert sum(report["paths"].values()) == report["nbytes"], report["paths"]
         return report["nbytes"], report["storage_bytes"]

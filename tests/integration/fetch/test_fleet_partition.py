@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.integration.conftest import SMALL, check
+from tests.integration.conftest import SMALL_CHUNKS, assert_fetched
 from tests.support.fleet import Task, Worker
 
 TOKEN = "a-token-of-this-test"
@@ -79,7 +79,9 @@ def link() -> Iterator[Link]:
         link.close()
 
 
-def test_partition_during_transfer_is_survived(link: Link, made: Path, truth, tmp_path: Path) -> None:
+def test_partition_during_transfer_is_survived(
+    link: Link, small_checkpoint: Path, expected_tensors, tmp_path: Path
+) -> None:
     token = tmp_path / "token"
     token.write_text(TOKEN)
     token.chmod(0o600)
@@ -90,24 +92,24 @@ def test_partition_during_transfer_is_survived(link: Link, made: Path, truth, tm
         # A host has a runtime directory of its own: by a common one the two would be two containers of one host.
         environ = {"PENSTOCK_STALL_S": "15", "PENSTOCK_RUNTIME_DIR": str(tmp_path / address)}
         url = f"http://{NEAR}:7070"
-        wanted = Task(hub=url, connection=connection, environ=environ, constants=SMALL, **task)  # type: ignore[arg-type]
+        wanted = Task(hub=url, connection=connection, environ=environ, constants=SMALL_CHUNKS, **task)  # type: ignore[arg-type]
         return stack.enter_context(Worker(wanted, prefix=link.on(address)))
 
     with ExitStack() as stack:
         process = subprocess.Popen([*link.on(NEAR), *hub], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         stack.callback(process.communicate)
         stack.callback(process.kill)
-        holder = start(stack, NEAR, fallback=str(made), join={"max_bytes_per_s": 2 << 20})
-        check(holder, truth)
+        holder = start(stack, NEAR, fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})
+        assert_fetched(holder, expected_tensors)
         near = start(stack, NEAR)
-        far, farther = start(stack, FAR), start(stack, FAR, fallback=str(made))
-        far.say_until("joined")
-        farther.say_until("joined")
+        far, farther = start(stack, FAR), start(stack, FAR, fallback=str(small_checkpoint))
+        far.wait_for("joined")
+        farther.wait_for("joined")
         time.sleep(1.0)
         link.cut()
         time.sleep(CUT_S)
         link.heal()
-        check(near, truth)
-        paths = check(far, truth)["paths"] | check(farther, truth)["paths"]
-        assert any(path == f"http <- {holder.said['joined']['member'][:8]}" for path in paths), paths
-        assert far.said["fetched"]["seconds"] > CUT_S  # it was under way
+        assert_fetched(near, expected_tensors)
+        paths = assert_fetched(far, expected_tensors)["paths"] | assert_fetched(farther, expected_tensors)["paths"]
+        assert any(path == f"http <- {holder.events['joined']['member'][:8]}" for path in paths), paths
+        assert far.events["fetched"]["seconds"] > CUT_S  # it was under way

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.truth import assert_same, by_safetensors
+from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cli.main import run
@@ -49,9 +49,19 @@ def hub(tmp_path: Path) -> Iterator[str]:
     running.stop()
 
 
-def test_refused_member_reads_storage_immediately(hub, made, truth, tmp_path, capsys) -> None:
+def test_refused_member_reads_storage_immediately(hub, small_checkpoint, expected_tensors, tmp_path, capsys) -> None:
     (tmp_path / "mine").write_text(OTHERS)
-    asked = ["m", "--hub", hub, "--token-file", str(tmp_path / "mine"), "--fallback", str(made), "--format", "json"]
+    asked = [
+        "m",
+        "--hub",
+        hub,
+        "--token-file",
+        str(tmp_path / "mine"),
+        "--fallback",
+        str(small_checkpoint),
+        "--format",
+        "json",
+    ]
     with pytest.raises(SystemExit) as ended:
         run(["fetch", "--to", str(tmp_path / "out"), *asked])
     said = json.loads(capsys.readouterr().out)
@@ -59,11 +69,11 @@ def test_refused_member_reads_storage_immediately(hub, made, truth, tmp_path, ca
     assert said["wall_s"] < float(FAR_S) / 4  # half of it, where a hub that is away is waited for
     assert ["refused" in fault and "this token is not for m" in fault for fault in said["faults"]] == [True]
     assert ["it refused: this token is not for m" in why for why in said["why"].values()] == [True]
-    assert_same(by_safetensors(tmp_path / "out"), truth)
+    assert_same(by_safetensors(tmp_path / "out"), expected_tensors)
 
 
-def test_refused_member_without_storage_fails(hub, made, truth) -> None:
-    targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+def test_refused_member_without_storage_fails(hub, small_checkpoint, expected_tensors) -> None:
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected_tensors.items()}
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS)) as fleet:
         for target in ({}, targets):
             with pytest.raises(ps.errors.PermissionDenied, match="this token is not for m") as caught:
@@ -73,13 +83,13 @@ def test_refused_member_without_storage_fails(hub, made, truth) -> None:
         ps.cache.attach("m", connection=ps.ConnectionSettings(hub=hub, token=OTHERS), timeout_s=float(FAR_S))
 
 
-def test_draining_holder_is_reported(hub, made, truth, monkeypatch) -> None:
+def test_draining_holder_is_reported(hub, small_checkpoint, expected_tensors, monkeypatch) -> None:
     monkeypatch.setattr(peer_server, "LEASE_TTL_S", float(FAR_S))
     with (
         ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as holder,
         ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as reader,
     ):
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         (held,) = holder.member.weights
         asked = UpstreamsRequest(
             member=reader.member.id,
@@ -96,14 +106,14 @@ def test_draining_holder_is_reported(hub, made, truth, monkeypatch) -> None:
                 time.sleep(0.02)  # ended by pytest's deadline
             with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as late:
                 weights: dict[str, torch.Tensor] = {}
-                report = late.fetch(weights, fallback=made)
+                report = late.fetch(weights, fallback=small_checkpoint)
         leaving.join()
-    assert_same(weights, truth)
+    assert_same(weights, expected_tensors)
     assert any("is draining" in fault for fault in report.faults), report.faults
-    assert list(report.nbytes_by_path) == [f"storage {made}"]
+    assert list(report.nbytes_by_path) == [f"storage {small_checkpoint}"]
 
 
-def test_members_with_same_token_share_leases(hub, made) -> None:
+def test_members_with_same_token_share_leases(hub, small_checkpoint) -> None:
     with contextlib.ExitStack() as stack:
 
         def join(token: str, **options: int) -> ps.Fleet:
@@ -111,7 +121,7 @@ def test_members_with_same_token_share_leases(hub, made) -> None:
             return stack.enter_context(ps.join("m", connection=connection, **options))
 
         holder = join(ALL, max_readers=2)
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         (held,) = holder.member.weights
 
         def lease(token: str) -> PeerClient:
@@ -132,10 +142,10 @@ def test_members_with_same_token_share_leases(hub, made) -> None:
         second.log(0, 0.0)
 
 
-def test_missing_holder_is_reported(hub, made) -> None:
+def test_missing_holder_is_reported(hub, small_checkpoint) -> None:
     with ps.join("m", connection=ps.ConnectionSettings(hub=hub, token=ALL)) as fleet:
         with pytest.raises(ps.NotFound, match="no member holds 'm'"):
             fleet.fetch({}, timeout_s=0.0)
-        report = fleet.fetch({}, fallback=made)
+        report = fleet.fetch({}, fallback=small_checkpoint)
     assert report.faults == ()
     assert list(report.why.values()) == ["no member had these chunks or was reading them"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.conftest import SMALL, Host, check, reads_from_a_whole_holder
+from tests.integration.conftest import SMALL_CHUNKS, Host, assert_fetched, has_reader_of_whole_holder
 from tests.support.fork_server import ForkServer
 
 import penstock as ps
@@ -20,71 +20,73 @@ from penstock.peer.client import PeerClient
 SLOW = 256 << 10
 
 
-def test_slow_sender_does_not_slow_its_readers(host: Host, made: Path, truth) -> None:
-    check(host.start(fallback=str(made)), truth)
+def test_slow_sender_does_not_slow_its_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    assert_fetched(host.start(fallback=str(small_checkpoint)), expected_tensors)
     slow = host.start(join={"max_bytes_per_s": SLOW})
-    check(slow, truth)
-    member = slow.said["joined"]["member"][:8]
-    reports = [check(worker, truth) for worker in [host.start() for _ in range(3)]]
+    assert_fetched(slow, expected_tensors)
+    member = slow.events["joined"]["member"][:8]
+    reports = [assert_fetched(worker, expected_tensors) for worker in [host.start() for _ in range(3)]]
     for report in reports:
         given = sum(nbytes for path, nbytes in report["paths"].items() if member in path)
         assert given < report["nbytes"] / 2, report["paths"]
 
 
-def test_slow_receiver_does_not_slow_its_readers(host: Host, made: Path, truth) -> None:
-    check(host.start(fallback=str(made)), truth)
+def test_slow_receiver_does_not_slow_its_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    assert_fetched(host.start(fallback=str(small_checkpoint)), expected_tensors)
     slow = host.start({"penstock.fetcher.upstream.MAX_STEP_CHUNKS": 1}, digest_pause_s=1.0)
-    slow.say_until("joined")
-    host.wait_for(reads_from_a_whole_holder)
+    slow.wait_for("joined")
+    host.wait_for_holdings(has_reader_of_whole_holder)
     for worker in [host.start() for _ in range(3)]:
-        check(worker, truth)
-    assert "fetched" not in slow.said
-    assert any(one.state == "filling" for one in host.held())  # it is far from done still
+        assert_fetched(worker, expected_tensors)
+    assert "fetched" not in slow.events
+    assert any(one.state == "filling" for one in host.holdings())  # it is far from done still
 
 
-def test_member_below_rate_floor_is_skipped(host: Host, made: Path, truth) -> None:
-    check(host.start(fallback=str(made)), truth)
+def test_member_below_rate_floor_is_skipped(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    assert_fetched(host.start(fallback=str(small_checkpoint)), expected_tensors)
     at_once = {"penstock.fetcher.upstream.JUDGED_AFTER_S": 0.0}
-    report = check(host.start(at_once, fallback=str(made), join={"min_gb_per_s": 1e6}), truth)
+    report = assert_fetched(
+        host.start(at_once, fallback=str(small_checkpoint), join={"min_gb_per_s": 1e6}), expected_tensors
+    )
     assert report["storage_bytes"] > 0
     assert any("below the floor" in fault for fault in report["faults"]), report["faults"]
     stall = {"PENSTOCK_STALL_S": "2"}
-    alone = host.start(at_once, join={"min_gb_per_s": 1e6}, environ=stall).say_until("failed")
+    alone = host.start(at_once, join={"min_gb_per_s": 1e6}, environ=stall).wait_for("failed")
     assert "below the floor" in alone["message"] and not alone["num_tensors"]
 
 
-def test_only_holder_must_meet_rate_floor(host: Host, made: Path, truth) -> None:
-    capped = host.start(fallback=str(made), join={"max_bytes_per_s": 2 << 20})
-    check(capped, truth)
-    reader = host.start(join={"min_gb_per_s": 0.05}, environ={"PENSTOCK_STALL_S": "3"}).say_until("failed")
+def test_only_holder_must_meet_rate_floor(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    capped = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})
+    assert_fetched(capped, expected_tensors)
+    reader = host.start(join={"min_gb_per_s": 0.05}, environ={"PENSTOCK_STALL_S": "3"}).wait_for("failed")
     assert "below the floor" in reader["message"] and not reader["num_tensors"]
-    report = check(host.start(fallback=str(made), join={"min_gb_per_s": 0.05}), truth)
+    report = assert_fetched(host.start(fallback=str(small_checkpoint), join={"min_gb_per_s": 0.05}), expected_tensors)
     assert report["storage_bytes"] == report["nbytes"], report["paths"]
 
 
-def test_dead_reader_frees_its_lease(host: Host, made: Path, truth) -> None:
+def test_dead_reader_frees_its_lease(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     holder = host.start(
         {"penstock.peer.server.LEASE_TTL_S": 2.0},
-        fallback=str(made),
+        fallback=str(small_checkpoint),
         join={"max_readers": 1, "max_bytes_per_s": 4 << 20},
     )
-    check(holder, truth)
+    assert_fetched(holder, expected_tensors)
     reader = host.start()
-    reader.say_until("joined")
-    host.wait_for(reads_from_a_whole_holder)
+    reader.wait_for("joined")
+    host.wait_for_holdings(has_reader_of_whole_holder)
     reader.kill()
-    late = check(host.start(connection={"transports": ["shm"]}, wait_s=20.0), truth)
+    late = assert_fetched(host.start(connection={"transports": ["shm"]}, wait_s=20.0), expected_tensors)
     assert late["storage_bytes"] == 0
-    assert list(late["paths"]) == [f"shm <- {holder.said['joined']['member'][:8]}"]
+    assert list(late["paths"]) == [f"shm <- {holder.events['joined']['member'][:8]}"]
 
 
-def test_reused_address_is_not_taken_for_dead_member(host: Host, made: Path, truth) -> None:
-    keeps = host.start(fallback=str(made))  # and hosts the hub
-    check(keeps, truth)
+def test_reused_address_is_not_taken_for_dead_member(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    keeps = host.start(fallback=str(small_checkpoint))  # and hosts the hub
+    assert_fetched(keeps, expected_tensors)
     first = host.start(connection={"listen": "127.0.0.1:0", "transports": ["http"]})
-    check(first, truth)
+    assert_fetched(first, expected_tensors)
     with HubClient.connect(host.hub_url()) as hub, ps.join("m") as reader:
-        held = next(one for one in hub.status().members if one.member == first.said["joined"]["member"])
+        held = next(one for one in hub.status().members if one.member == first.events["joined"]["member"])
         state = held.holdings[0]
         asked = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
         dead = reader.member.hub.upstreams(
@@ -93,8 +95,8 @@ def test_reused_address_is_not_taken_for_dead_member(host: Host, made: Path, tru
         listen = next(door for door in dead.doors if not door.startswith("unix")).removeprefix("http://")
         first.kill()
         first.process.wait()
-        second = host.start(fallback=str(made), connection={"listen": listen, "transports": ["http"]})
-        check(second, truth)
+        second = host.start(fallback=str(small_checkpoint), connection={"listen": listen, "transports": ["http"]})
+        assert_fetched(second, expected_tensors)
         peer = PeerClient(dead, member=reader.member.id, key=state.key, same_host=False, stall_s=5.0)
         with peer, pytest.raises(PermissionDenied):
             peer.lease()
@@ -103,32 +105,36 @@ def test_reused_address_is_not_taken_for_dead_member(host: Host, made: Path, tru
         assert not any(held.member[:8] in path for path in report.nbytes_by_path)
 
 
-def test_stopped_reader_resumes_without_delaying_others(host: Host, made: Path, truth) -> None:
-    holder = host.start(fallback=str(made), join={"max_bytes_per_s": 4 << 20})
-    check(holder, truth)
+def test_stopped_reader_resumes_without_delaying_others(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 4 << 20})
+    assert_fetched(holder, expected_tensors)
     reader = host.start(environ={"PENSTOCK_STALL_S": "4"})
-    reader.say_until("joined")
-    host.wait_for(reads_from_a_whole_holder)
+    reader.wait_for("joined")
+    host.wait_for_holdings(has_reader_of_whole_holder)
     reader.kill(signal.SIGSTOP)
-    check(host.start(), truth)
+    assert_fetched(host.start(), expected_tensors)
     time.sleep(5)  # longer than its patience, which is for others: it did not wait for them
     reader.kill(signal.SIGCONT)
-    check(reader, truth)
+    assert_fetched(reader, expected_tensors)
 
 
-def test_lost_hub_falls_back_to_storage(host: Host, fork_server: ForkServer, made: Path, truth) -> None:
+def test_lost_hub_falls_back_to_storage(
+    host: Host, fork_server: ForkServer, small_checkpoint: Path, expected_tensors
+) -> None:
     listen = f"unix://{host.directory}/outside.sock"
-    values = {"listen": listen, "fresh": True, "beat_s": 1.0, "ttl_s": 5.0, "constants": SMALL}
+    values = {"listen": listen, "fresh": True, "beat_s": 1.0, "ttl_s": 5.0, "constants": SMALL_CHUNKS}
     stall = {"PENSTOCK_STALL_S": "3"}
-    with fork_server.fork("tests.support.fleet:hub", values) as hub, HubClient.connect(listen) as asked:
+    with fork_server.fork("tests.support.fleet:run_hub_process", values) as hub, HubClient.connect(listen) as asked:
         assert b"ready" in hub.stdout.readline()
-        workers = [host.start(hub=listen, fallback=str(made), storage_pause_s=0.3, environ=stall) for _ in range(2)]
+        workers = [
+            host.start(hub=listen, fallback=str(small_checkpoint), storage_pause_s=0.3, environ=stall) for _ in range(2)
+        ]
         for worker in workers:
-            worker.say_until("joined")
+            worker.wait_for("joined")
         while not any(one.have for member in asked.status().members for one in member.holdings):
             time.sleep(0.01)
         hub.send_signal(signal.SIGKILL)
         for worker in workers:
-            check(worker, truth)
-    faults = [fault for worker in workers for fault in worker.said["fetched"]["faults"]]
+            assert_fetched(worker, expected_tensors)
+    faults = [fault for worker in workers for fault in worker.events["fetched"]["faults"]]
     assert any("storage is read without a claim" in fault for fault in faults), faults

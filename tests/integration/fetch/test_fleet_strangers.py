@@ -9,7 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import Host, assert_fetched
 from tests.support.processes import listening_ports
 
 NUM_STRANGERS = 600
@@ -18,9 +18,9 @@ NUM_STRANGERS = 600
 def timed_fetch(host: Host, truth) -> float:
     """Have a member fetch by data ports, and leave; seconds from its joining on."""
     reader = host.start(connection={"transports": ["http"]})
-    reader.say_until("joined")
+    reader.wait_for("joined")
     begun = time.monotonic()
-    report = check(reader, truth)
+    report = assert_fetched(reader, truth)
     took_s = time.monotonic() - begun
     assert report["storage_bytes"] == 0
     os.kill(reader.process.pid, signal.SIGTERM)
@@ -28,24 +28,24 @@ def timed_fetch(host: Host, truth) -> float:
     return took_s
 
 
-def test_member_listens_only_when_told(host: Host, made: Path, truth) -> None:
-    quiet = host.start(fallback=str(made), connection={"transports": ["http", "shm"]})
-    check(quiet, truth)
+def test_member_listens_only_when_told(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    quiet = host.start(fallback=str(small_checkpoint), connection={"transports": ["http", "shm"]})
+    assert_fetched(quiet, expected_tensors)
     assert listening_ports(quiet.process.pid) == []
     listening = host.start(connection={"listen": "127.0.0.1:0"})
-    check(listening, truth)
+    assert_fetched(listening, expected_tensors)
     assert len(listening_ports(listening.process.pid)) == 2  # its door and its data port
 
 
-def test_strangers_do_not_delay_readers(host: Host, made: Path, truth) -> None:
+def test_strangers_do_not_delay_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     """600 connections that said nothing delayed readers 44 s."""
-    holder = host.start(fallback=str(made), connection={"listen": "127.0.0.1:0"})
-    check(holder, truth)
-    alone_s = timed_fetch(host, truth)
+    holder = host.start(fallback=str(small_checkpoint), connection={"listen": "127.0.0.1:0"})
+    assert_fetched(holder, expected_tensors)
+    alone_s = timed_fetch(host, expected_tensors)
     with ExitStack() as stack:
         for port in listening_ports(holder.process.pid):
             for _ in range(NUM_STRANGERS):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
-        beside_s = timed_fetch(host, truth)
+        beside_s = timed_fetch(host, expected_tensors)
     # Less than the deadline of a head, after which those who said nothing are cut anyway.
     assert beside_s < alone_s + 6.0, (alone_s, beside_s)

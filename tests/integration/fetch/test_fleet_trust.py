@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import PenstockError, PlanError
@@ -114,15 +114,15 @@ def claim_to_hold(hub: str, made: Path, doors: tuple[str, ...], host: str) -> Hu
     return liar
 
 
-def test_reader_never_sends_its_token_to_members(hub: str, made: Path, truth, record) -> None:
+def test_reader_never_sends_its_token_to_members(hub: str, small_checkpoint: Path, expected_tensors, record) -> None:
     door, port = record()
     found: dict[str, torch.Tensor] = {}
     with (
-        claim_to_hold(hub, made, (f"http://127.0.0.1:{port}",), "elsewhere") as liar,
+        claim_to_hold(hub, small_checkpoint, (f"http://127.0.0.1:{port}",), "elsewhere") as liar,
         ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS)) as reader,
     ):
-        report = reader.fetch(found, fallback=str(made))
-    assert_same(found, truth)
+        report = reader.fetch(found, fallback=str(small_checkpoint))
+    assert_same(found, expected_tensors)
     assert any(liar.member[:8] in fault for fault in report.faults), report.faults
     assert b"POST /v1/leases" in door.received
     assert OPERATORS.encode() not in door.received and b"authorization" not in door.received.lower()
@@ -149,7 +149,9 @@ def test_subscriber_never_sends_its_token_to_members(hub: str, record) -> None:
 
 
 @pytest.mark.parametrize("where", ["a shared directory", "another user's directory", "another program's directory"])
-def test_socket_of_another_user_is_not_opened(hub: str, made: Path, truth, record, alone: Path, where: str) -> None:
+def test_socket_of_another_user_is_not_opened(
+    hub: str, small_checkpoint: Path, expected_tensors, record, alone: Path, where: str
+) -> None:
     """A false `host` made readers on that host connect to any socket, and post their token to it."""
     is_named = where != "another program's directory"
     place = alone / ("p-stranger" if is_named else "agent")
@@ -170,11 +172,11 @@ def test_socket_of_another_user_is_not_opened(hub: str, made: Path, truth, recor
         os.chown(place, 65534, 65534)
     found: dict[str, torch.Tensor] = {}
     with (
-        claim_to_hold(hub, made, (f"unix://{place}/{name}",), host_id()) as liar,
+        claim_to_hold(hub, small_checkpoint, (f"unix://{place}/{name}",), host_id()) as liar,
         ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS)) as reader,
     ):
-        report = reader.fetch(found, fallback=str(made))
-    assert_same(found, truth)
+        report = reader.fetch(found, fallback=str(small_checkpoint))
+    assert_same(found, expected_tensors)
     assert door.num_connections == 0
     refused = "no address of the member can be reached"
     assert any(liar.member[:8] in fault and refused in fault for fault in report.faults), report.faults
@@ -182,7 +184,7 @@ def test_socket_of_another_user_is_not_opened(hub: str, made: Path, truth, recor
 
 @pytest.mark.parametrize("to", ["another address", "a Unix socket"])
 def test_data_port_must_be_on_member_host(
-    hub: str, made: Path, truth, record, alone: Path, monkeypatch: pytest.MonkeyPatch, to: str
+    hub: str, small_checkpoint: Path, expected_tensors, record, alone: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
     """A map may name any address; a reader connected to it, and sent its token."""
     place = alone / "private"
@@ -202,7 +204,7 @@ def test_data_port_must_be_on_member_host(
     with ps.join(
         "llama-3", connection=ps.ConnectionSettings(hub=hub, token=LLAMA, listen="127.0.0.1:0", transports=["http"])
     ) as liar:
-        liar.fetch({}, fallback=str(made))
+        liar.fetch({}, fallback=str(small_checkpoint))
         holding = liar.member.weights[0]
         honest = holding.map
         vars(holding)["map"] = lambda lease: lie(honest(lease))
@@ -210,8 +212,8 @@ def test_data_port_must_be_on_member_host(
         with ps.join(
             "llama-3", connection=ps.ConnectionSettings(hub=hub, token=OPERATORS, transports=["http"])
         ) as reader:
-            report = reader.fetch(found, fallback=str(made))
-        assert_same(found, truth)
+            report = reader.fetch(found, fallback=str(small_checkpoint))
+        assert_same(found, expected_tensors)
         assert any("data port" in fault for fault in report.faults), report.faults
     assert victim.num_connections == 0
 

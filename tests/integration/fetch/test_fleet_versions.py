@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 import torch
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, PenstockError, PlanError
@@ -113,19 +113,23 @@ def unchanged(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("who", ["members", "the hub"])
-def test_fields_from_newer_minor_version_are_ignored(hub: str, proxy, made, truth, who: str) -> None:
+def test_fields_from_newer_minor_version_are_ignored(
+    hub: str, proxy, small_checkpoint, expected_tensors, who: str
+) -> None:
     changes = (with_more_fields, unchanged) if who == "members" else (unchanged, with_more_fields)
     url = proxy(*changes)
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=url) as holder, ps.join("m", connection=url) as reader:
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         report = reader.fetch(found, timeout_s=20.0)
         assert reader.member.hub.status("m").members
-    assert_same(found, truth)
+    assert_same(found, expected_tensors)
     assert report.faults == () and all(holder.member.id[:8] in path for path in report.nbytes_by_path)
 
 
-def test_fields_from_newer_member_are_ignored(hub: str, made, truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fields_from_newer_member_are_ignored(
+    hub: str, small_checkpoint, expected_tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     send, read = peer_server._send, ServerExchange.read_body
 
     def newer_answer(exchange: ServerExchange, code: int, value: Any) -> None:
@@ -140,9 +144,9 @@ def test_fields_from_newer_member_are_ignored(hub: str, made, truth, monkeypatch
     monkeypatch.setattr(ServerExchange, "read_body", newer_question)
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         report = reader.fetch(found, timeout_s=20.0)
-    assert_same(found, truth)
+    assert_same(found, expected_tensors)
     assert report.faults == ()
 
 
@@ -238,24 +242,24 @@ def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_fetch_names_holder_with_different_major_version(hub: str, made, truth) -> None:
+def test_fetch_names_holder_with_different_major_version(hub: str, small_checkpoint, expected_tensors) -> None:
     refusal = f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"
     found: dict[str, torch.Tensor] = {}
     with ps.join("m", connection=hub) as holder, ps.join("m", connection=hub) as reader:
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         with pytest.raises(PlanError, match=refusal):
             reader.fetch({}, timeout_s=20.0)
         # With a source to fall back on it is read instead, and the report says why.
-        report = reader.fetch(found, fallback=made)
-    assert_same(found, truth)
+        report = reader.fetch(found, fallback=small_checkpoint)
+    assert_same(found, expected_tensors)
     assert report.storage_bytes == report.nbytes and re.search(refusal, str(report.faults))
 
 
 @pytest.mark.usefixtures("newer_members")
-def test_attach_names_cache_with_different_major_version(hub: str, made) -> None:
+def test_attach_names_cache_with_different_major_version(hub: str, small_checkpoint) -> None:
     keeper = ps.cache.WeightCache(connection=hub).open()
     try:
-        keeper.keep("m", made)
+        keeper.keep("m", small_checkpoint)
         with pytest.raises(PlanError, match=f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"):
             ps.cache.attach("m", connection=hub)
     finally:

@@ -37,13 +37,13 @@ class NotedBeats(Directory):
             time.sleep(0.01)
 
 
-def test_first_request_replaces_one_heartbeat(host: Host, truth: dict[str, torch.Tensor]) -> None:
+def test_first_request_replaces_one_heartbeat(host: Host, expected_tensors: dict[str, torch.Tensor]) -> None:
     hub, url = NotedBeats(), f"unix://{host.directory}/own.sock"
     server = HubThread(hub, bind(url, Auth()))
     server.start()
     try:
         with ps.join("m", connection=url) as fleet:
-            fleet.offer(truth)
+            fleet.offer(expected_tensors)
             member = fleet.member
             weights = member.weights[0]
             # A regular one, after those of the start.

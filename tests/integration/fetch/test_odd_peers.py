@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.support.compare import assert_same
 from tests.support.tensor_file import write_file
-from tests.truth import assert_same
 
 import penstock as ps
 from penstock.cli.checkpoints import manifest
@@ -48,28 +48,28 @@ def whole(fleet: ps.Fleet) -> LocalWeights:
 
 
 @pytest.mark.parametrize("door", ["unix:///none", "unix:///dev/null", "http://a..b:80"])
-def test_unreachable_member_is_skipped(made: Path, truth, door: str) -> None:
+def test_unreachable_member_is_skipped(small_checkpoint: Path, expected_tensors, door: str) -> None:
     with HubClient.connect(None) as hub:  # hosts it, so that nobody's going takes what it knows along
         with ps.join("m") as first:
-            first.fetch({}, fallback=str(made))
+            first.fetch({}, fallback=str(small_checkpoint))
             held = whole(first).status()
         hub.hello(Hello(member=hub.member, host="elsewhere", doors=(door,)))
         hub.beat(hub.member, Beat(holdings=(held,)))
         found: dict[str, torch.Tensor] = {}
         with ps.join("m") as second:
-            report = second.fetch(found, fallback=str(made))
-    assert_same(found, truth)
+            report = second.fetch(found, fallback=str(small_checkpoint))
+    assert_same(found, expected_tensors)
     assert report.storage_bytes == report.nbytes
     expected = ("no address of the member can be reached", "connection to the member's server failed")
     faults = [fault for fault in report.faults if hub.member[:8] in fault]
     assert any(text in fault for fault in faults for text in expected), report.faults
 
 
-def test_finished_fetch_keeps_no_dead_member_memory(made: Path) -> None:
+def test_finished_fetch_keeps_no_dead_member_memory(small_checkpoint: Path) -> None:
     """Memory is given back with the last tensor, not when Python's collector comes by."""
     with HubClient.connect(None) as hub:
         with ps.join("m") as first:
-            first.fetch({}, fallback=str(made))
+            first.fetch({}, fallback=str(small_checkpoint))
             held = whole(first).status()
         hub.hello(Hello(member=hub.member, host="elsewhere", doors=("unix:///none",)))
         hub.beat(hub.member, Beat(holdings=(held,)))
@@ -78,7 +78,7 @@ def test_finished_fetch_keeps_no_dead_member_memory(made: Path) -> None:
         try:
             found: dict[str, torch.Tensor] = {}
             with ps.join("m") as second:
-                report = second.fetch(found, fallback=str(made))
+                report = second.fetch(found, fallback=str(small_checkpoint))
                 memory = weakref.ref(shared_at(whole(second).place.regions[0].address, 1))
             assert report.faults and memory() is not None
             del second
@@ -156,19 +156,21 @@ def test_impossible_log_blames_peer(change: dict[str, bytes]) -> None:
         assert not any(bad.member.id[:8] in path for path in report.nbytes_by_path)
 
 
-def test_unreachable_memory_is_read_from_storage(made: Path, truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_memory_is_read_from_storage(
+    small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of two GPUs that cannot reach each other: the driver says so at the first read."""
 
     def refuse(*_: object) -> None:
         raise ConfigError("these devices cannot reach each other's memory")
 
     with ps.join("m") as first:
-        first.fetch({}, fallback=str(made))
+        first.fetch({}, fallback=str(small_checkpoint))
         monkeypatch.setattr(ShmTransport, "post_read", refuse)
         found: dict[str, torch.Tensor] = {}
         with ps.join("m", connection=ps.ConnectionSettings(transports=["shm"])) as second:
-            report = second.fetch(found, fallback=str(made))
-        assert_same(found, truth)
+            report = second.fetch(found, fallback=str(small_checkpoint))
+        assert_same(found, expected_tensors)
         assert report.storage_bytes == report.nbytes and any("cannot reach" in one for one in report.faults)
 
 
@@ -195,7 +197,9 @@ def test_untouched_target_is_reported_unmutated() -> None:
             fleet.fetch(weights(), timeout_s="0.2")  # type: ignore[arg-type]
 
 
-def test_unreadable_claim_is_reassigned_soon(made: Path, truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_claim_is_reassigned_soon(
+    small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It gets on by what members give it, so that it would keep its claim for as long."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
@@ -214,15 +218,15 @@ def test_unreadable_claim_is_reassigned_soon(made: Path, truth, monkeypatch: pyt
     monkeypatch.setattr(storage_reader.StorageReader, "read", read_badly)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
         got: dict[str, torch.Tensor] = {}
-        going = pool.submit(first.fetch, got, fallback=str(made))
+        going = pool.submit(first.fetch, got, fallback=str(small_checkpoint))
         while not (first.member.weights and whole(first).have.any()):
             time.sleep(0.01)
         found: dict[str, torch.Tensor] = {}
-        report = second.fetch(found, fallback=str(made))
+        report = second.fetch(found, fallback=str(small_checkpoint))
         going.result()
     assert len(reads) == 2 and any("disk" in fault for fault in report.faults)
-    assert_same(found, truth)
-    assert_same(got, truth)
+    assert_same(found, expected_tensors)
+    assert_same(got, expected_tensors)
 
 
 def test_forked_child_does_not_sign_off_parent() -> None:
@@ -239,11 +243,11 @@ def test_forked_child_does_not_sign_off_parent() -> None:
             assert [one.member for one in hub.status("m").members] == [fleet.member.id]
 
 
-def test_repeated_fetch_leaves_no_old_registration(made: Path) -> None:
+def test_repeated_fetch_leaves_no_old_registration(small_checkpoint: Path) -> None:
     with ps.join("m") as fleet:
-        fleet.fetch({}, fallback=str(made))
+        fleet.fetch({}, fallback=str(small_checkpoint))
         before = whole(fleet)
-        fleet.fetch({}, fallback=str(made))
+        fleet.fetch({}, fallback=str(small_checkpoint))
         assert whole(fleet) is not before and not before.map().regions
 
 
@@ -266,9 +270,9 @@ def test_tensors_contradicting_layout_are_refused() -> None:
             reader.fetch({}, timeout_s=0.1)
 
 
-def test_storage_with_wrong_revision_is_not_read(sealed: Path) -> None:
+def test_storage_with_wrong_revision_is_not_read(checkpoint_with_manifest: Path) -> None:
     with ps.join("m", revision=f"w1-{'0' * 64}") as fleet, pytest.raises(IntegrityError, match="revision"):
-        fleet.fetch({}, fallback=str(sealed))
+        fleet.fetch({}, fallback=str(checkpoint_with_manifest))
 
 
 def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
@@ -289,7 +293,9 @@ def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
     assert_same(copy, both)
 
 
-def test_member_with_hanging_storage_blocks_nobody(made: Path, truth, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_member_with_hanging_storage_blocks_nobody(
+    small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It lives, and its storage is given up no sooner than they would give up waiting for it."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()
@@ -303,14 +309,14 @@ def test_member_with_hanging_storage_blocks_nobody(made: Path, truth, monkeypatc
 
     monkeypatch.setattr(storage_reader.StorageReader, "read", hang)
     with ps.join("m") as first, ps.join("m") as second, ThreadPoolExecutor(1) as pool:
-        going = pool.submit(first.fetch, {}, fallback=str(made))
+        going = pool.submit(first.fetch, {}, fallback=str(small_checkpoint))
         while not (first.member.weights and whole(first).have.any()):
             time.sleep(0.01)
         found: dict[str, torch.Tensor] = {}
         try:
-            report = second.fetch(found, fallback=str(made))
+            report = second.fetch(found, fallback=str(small_checkpoint))
         finally:
             over.set()
         going.result()
-    assert_same(found, truth)
+    assert_same(found, expected_tensors)
     assert any("without a claim" in fault for fault in report.faults), report.faults

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.processes import listening_ports
-from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.testing.checkpoints import write_llama

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import Host, assert_fetched
+from tests.support.compare import by_safetensors
 from tests.support.fleet import Worker
-from tests.truth import by_safetensors
 
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
@@ -43,7 +43,7 @@ def start_holders(host: Host, source: Path, count: int, bytes_per_s: float, **ta
     """Holders that fill each other by shared memory, and whose data ports give so many bytes a second."""
     truth = by_safetensors(source)
     for _ in range(count):
-        check(host.start(fallback=str(source), data_bytes_per_s=bytes_per_s, **task), truth)
+        assert_fetched(host.start(fallback=str(source), data_bytes_per_s=bytes_per_s, **task), truth)
 
 
 def start_reader(host: Host, **task: Any) -> Worker:
@@ -52,30 +52,32 @@ def start_reader(host: Host, **task: Any) -> Worker:
 
 
 @pytest.mark.parametrize(("num_holders", "bytes_per_s"), [(1, 0), (3, 0), (2, 1)], ids=["1", "3", "2-dripping"])
-def test_fetch_from_stalled_holders_ends_in_time(num_holders: int, bytes_per_s: float, host: Host, made: Path) -> None:
-    start_holders(host, made, num_holders, bytes_per_s)
+def test_fetch_from_stalled_holders_ends_in_time(
+    num_holders: int, bytes_per_s: float, host: Host, small_checkpoint: Path
+) -> None:
+    start_holders(host, small_checkpoint, num_holders, bytes_per_s)
     reader = start_reader(host)
-    reader.say_until("joined")
+    reader.wait_for("joined")
     begun = time.monotonic()
-    said = reader.say_until("failed", timeout_s=120.0)
+    said = reader.wait_for("failed", timeout_s=120.0)
     assert time.monotonic() - begun < (num_holders + 1) * STALL_S + SLACK_S
     assert said["error"] == "SourceStalled" and not said["num_tensors"]
     assert reader.process.wait(20) == 3
 
 
-def test_stalled_holders_lead_to_storage_soon(host: Host, made: Path, truth) -> None:
-    start_holders(host, made, 3, 0)
-    reader = start_reader(host, fallback=str(made))
-    reader.say_until("joined")
+def test_stalled_holders_lead_to_storage_soon(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    start_holders(host, small_checkpoint, 3, 0)
+    reader = start_reader(host, fallback=str(small_checkpoint))
+    reader.wait_for("joined")
     begun = time.monotonic()
-    report = check(reader, truth)
+    report = assert_fetched(reader, expected_tensors)
     assert time.monotonic() - begun < 2 * STALL_S + SLACK_S
     assert report["storage_bytes"] == report["nbytes"] and report["faults"]
 
 
 def test_slow_holder_with_long_chunk_is_kept(host: Host, one_chunk: Path) -> None:
     start_holders(host, one_chunk, 1, SLOW_BYTES_PER_S, constants=ONE_CHUNK)
-    report = check(start_reader(host, constants=ONE_CHUNK), by_safetensors(one_chunk))
+    report = assert_fetched(start_reader(host, constants=ONE_CHUNK), by_safetensors(one_chunk))
     assert report["storage_bytes"] == 0 and not report["faults"]
 
 
@@ -84,8 +86,8 @@ def test_waiting_for_slow_storage_reads_it_once(host: Host, one_chunk: Path, slo
     stall = {"PENSTOCK_STALL_S": str(STALL_S)}
     constants = {**ONE_CHUNK, "penstock.hub.claims.CLAIM_STALL_S": STALL_S}
     first = host.start(constants, fallback=uri, environ=stall)
-    host.wait_for(lambda held: any(one.claims for one in held))
+    host.wait_for_holdings(lambda held: any(one.claims for one in held))
     others = [host.start(constants, fallback=where, environ=stall) for where in (uri, None)]
-    reports = [check(worker, truth) for worker in (first, *others)]
+    reports = [assert_fetched(worker, truth) for worker in (first, *others)]
     assert [report["storage_bytes"] > 0 for report in reports] == [True, False, False]
     assert not any(report["faults"] for report in reports)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.segments import Segments

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import Host, assert_fetched
+from tests.support.compare import assert_same, bits, by_safetensors
 from tests.support.fleet import digests
-from tests.truth import assert_same, bits, by_safetensors
 
 import penstock as ps
 from penstock.errors import NotFound, PlanError
@@ -43,7 +43,7 @@ def tied(tmp_path: Path) -> tuple[Path, Tied]:
 def test_module_is_filled_in_place(host: Host, tied: tuple[Path, Tied], fallback: bool) -> None:
     path, truth = tied
     holder = host.start(fallback=str(path))
-    holder.say_until("digests")
+    holder.wait_for("digests")
     model = Tied()
     before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     with ps.join("m") as fleet:
@@ -69,24 +69,24 @@ def test_fetch_refuses_overlap_and_records_writes(host: Host, tmp_path: Path) ->
         loss.backward()
 
 
-def test_dict_is_filled_in_place_and_served(host: Host, made: Path, truth) -> None:
-    holder = host.start(fallback=str(made))
-    check(holder, truth)
-    targets = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+def test_dict_is_filled_in_place_and_served(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    holder = host.start(fallback=str(small_checkpoint))
+    assert_fetched(holder, expected_tensors)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in expected_tensors.items()}
     before = {name: tensor.data_ptr() for name, tensor in targets.items()}
     with ps.join("m") as fleet:
         fleet.fetch(targets)
         assert {name: tensor.data_ptr() for name, tensor in targets.items()} == before
-        assert_same(targets, truth)
+        assert_same(targets, expected_tensors)
         holder.kill()
-        late = check(host.start(), truth)
+        late = assert_fetched(host.start(), expected_tensors)
         assert [path.partition(" <- ")[2] for path in late["paths"]] == [fleet.member.id[:8]]
 
 
 def test_every_dtype_and_shape_class_is_fetched(host: Host, tmp_path: Path) -> None:
     made = every_dtype(tmp_path / "model.safetensors", aligned=False, skip={DType.F6_E2M3, DType.F6_E3M2})
     first = host.start(fallback=str(tmp_path))
-    first.say_until("digests")
+    first.wait_for("digests")
     weights: dict[str, torch.Tensor] = {}
     with ps.join("m") as fleet:
         report = fleet.fetch(weights)
@@ -135,40 +135,44 @@ def test_large_and_many_small_tensors_are_fetched(host: Host, tmp_path: Path) ->
         ("revision", {"revision": "other"}),
     ],
 )
-def test_differing_identity_is_named_and_not_exchanged(host: Host, made: Path, truth, field: str, other: dict) -> None:
+def test_differing_identity_is_named_and_not_exchanged(
+    host: Host, small_checkpoint: Path, expected_tensors, field: str, other: dict
+) -> None:
     with ps.join("m") as holder, ps.join("m", **other) as reader:
         first: dict[str, torch.Tensor] = {}
-        holder.fetch(first, fallback=made)
+        holder.fetch(first, fallback=small_checkpoint)
         weights: dict[str, torch.Tensor] = {}
         with pytest.raises(NotFound, match=field):
             reader.fetch(weights, timeout_s=0.0)
         assert not weights
         why = reader.member.hub.why(WhyRequest(model="m", identity=reader.identity))
         assert any(field in line for line in why.lines), why.lines
-        report = reader.fetch(weights, fallback=made)
-        assert list(report.nbytes_by_path) == [f"storage {made}"]
-        assert digests(weights) == digests(truth)
+        report = reader.fetch(weights, fallback=small_checkpoint)
+        assert list(report.nbytes_by_path) == [f"storage {small_checkpoint}"]
+        assert digests(weights) == digests(expected_tensors)
 
 
-def test_target_with_different_layout_is_refused(host: Host, made: Path, truth) -> None:
+def test_target_with_different_layout_is_refused(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     with ps.join("m") as holder, ps.join("m") as reader:
         first: dict[str, torch.Tensor] = {}
-        holder.fetch(first, fallback=made)
-        half = {name: torch.zeros_like(tensor) for name, tensor in list(truth.items())[::2]}
+        holder.fetch(first, fallback=small_checkpoint)
+        half = {name: torch.zeros_like(tensor) for name, tensor in list(expected_tensors.items())[::2]}
         with pytest.raises(NotFound, match="layout"):
             reader.fetch(half, timeout_s=0.0)
         with pytest.raises(PlanError):
-            reader.fetch(half, fallback=made)
+            reader.fetch(half, fallback=small_checkpoint)
         assert not any(tensor.any() for tensor in half.values())
 
 
-def test_several_models_and_draft_are_kept_apart(host: Host, made: Path, truth, tmp_path: Path) -> None:
+def test_several_models_and_draft_are_kept_apart(
+    host: Host, small_checkpoint: Path, expected_tensors, tmp_path: Path
+) -> None:
     save_file({"d": torch.arange(9)}, tmp_path / "model.safetensors")
     with ps.join("m") as target, ps.join("m", variant=ps.Variant(role="draft")) as draft, ps.join("other") as other:
         got: list[dict[str, torch.Tensor]] = [{}, {}, {}]
-        target.fetch(got[0], fallback=made)
+        target.fetch(got[0], fallback=small_checkpoint)
         draft.fetch(got[1], fallback=tmp_path)
-        other.fetch(got[2], fallback=made)
+        other.fetch(got[2], fallback=small_checkpoint)
         with ps.join("m", variant=ps.Variant(role="draft")) as late:
             weights: dict[str, torch.Tensor] = {}
             late.fetch(weights)
@@ -176,11 +180,13 @@ def test_several_models_and_draft_are_kept_apart(host: Host, made: Path, truth, 
         with ps.join("m") as late:
             weights = {}
             late.fetch(weights)
-            assert digests(weights) == digests(truth)
+            assert digests(weights) == digests(expected_tensors)
 
 
 @pytest.mark.parametrize("same_name", [True, False])
-def test_host_identity_is_independent_of_its_name(host: Host, made: Path, monkeypatch, same_name: bool) -> None:
+def test_host_identity_is_independent_of_its_name(
+    host: Host, small_checkpoint: Path, monkeypatch, same_name: bool
+) -> None:
     """Names are for people: containers of many hosts are all called alike, and one host may be called two ways."""
     names = itertools.count()
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
@@ -190,7 +196,7 @@ def test_host_identity_is_independent_of_its_name(host: Host, made: Path, monkey
         ps.join("m", connection=ps.ConnectionSettings(listen="localhost:0")) as holder,
         ps.join("m", connection=ps.ConnectionSettings(listen="127.0.0.1:0")) as reader,
     ):
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         report = reader.fetch({})
         path = "http" if same_name else "shm"
         assert list(report.nbytes_by_path) == [f"{path} <- {holder.member.id[:8]}"]
@@ -228,18 +234,18 @@ def test_byte_order_is_independent_of_files(host: Host, tmp_path: Path) -> None:
         assert_same(manifests["four"], tensors)
 
 
-def test_live_tensors_outside_arenas_are_filled_by_shm(made: Path, truth) -> None:
+def test_live_tensors_outside_arenas_are_filled_by_shm(small_checkpoint: Path, expected_tensors) -> None:
     with ps.join("m") as holder, ps.join("m") as reader:
-        holder.fetch({}, fallback=str(made))
-        loose = {name: torch.zeros_like(tensor) for name, tensor in truth.items()}
+        holder.fetch({}, fallback=str(small_checkpoint))
+        loose = {name: torch.zeros_like(tensor) for name, tensor in expected_tensors.items()}
         report = reader.fetch(loose)
         assert list(report.nbytes_by_path) == [f"shm <- {holder.member.id[:8]}"]
-        assert_same(loose, truth)
+        assert_same(loose, expected_tensors)
         # It cannot show them by shm, and does not say so.
         assert all("shm" not in region for region in reader.member.weights[0].map().regions)
         third: dict[str, torch.Tensor] = {}
         holder.leave()
         with ps.join("m") as last:
             late = last.fetch(third)
-        assert_same(third, truth)
+        assert_same(third, expected_tensors)
         assert list(late.nbytes_by_path) == [f"http <- {reader.member.id[:8]}"]

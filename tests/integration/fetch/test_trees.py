@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.fetcher import run as running

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.integration.conftest import Host, check
-from tests.truth import assert_same
+from tests.integration.conftest import Host, assert_fetched
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import IntegrityError, NotFound, PeerLost
@@ -27,67 +27,78 @@ def flip(directory: Path) -> None:
         file.write(bytes([byte ^ 16]))
 
 
-def test_manifest_identifies_weights_at_any_location(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
+def test_manifest_identifies_weights_at_any_location(
+    host: Host, checkpoint_with_manifest: Path, expected_tensors, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(sealed, copy)
-    first = check(host.start(fallback=str(sealed)), truth)
+    shutil.copytree(checkpoint_with_manifest, copy)
+    first = assert_fetched(host.start(fallback=str(checkpoint_with_manifest)), expected_tensors)
     assert first["verified"] and first["verified_against"] == "the manifest's digests"
     # Another place, the same revision: its bytes need not be read.
-    second = check(host.start(fallback=str(copy)), truth)
+    second = assert_fetched(host.start(fallback=str(copy)), expected_tensors)
     assert second["storage_bytes"] == 0 and second["verified_against"] == "the manifest's digests"
-    assert check(host.start(), truth)["revision"] == first["revision"] == second["revision"]
+    assert assert_fetched(host.start(), expected_tensors)["revision"] == first["revision"] == second["revision"]
 
 
-def test_unverified_copies_are_different_weights(host: Host, made: Path, truth, tmp_path: Path) -> None:
+def test_unverified_copies_are_different_weights(
+    host: Host, small_checkpoint: Path, expected_tensors, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(made, copy, copy_function=shutil.copyfile)  # of another time of writing
-    check(host.start(fallback=str(made)), truth)
-    assert list(check(host.start(fallback=str(copy)), truth)["paths"]) == [f"storage {copy}"]
+    shutil.copytree(small_checkpoint, copy, copy_function=shutil.copyfile)  # of another time of writing
+    assert_fetched(host.start(fallback=str(small_checkpoint)), expected_tensors)
+    assert list(assert_fetched(host.start(fallback=str(copy)), expected_tensors)["paths"]) == [f"storage {copy}"]
 
 
-def test_flipped_bit_in_storage_is_detected_by_reader(host: Host, sealed: Path, truth, tmp_path: Path) -> None:
+def test_flipped_bit_in_storage_is_detected_by_reader(
+    host: Host, checkpoint_with_manifest: Path, expected_tensors, tmp_path: Path
+) -> None:
     bad = tmp_path / "bad"
-    shutil.copytree(sealed, bad)
+    shutil.copytree(checkpoint_with_manifest, bad)
     flip(bad)
-    failed = host.start(fallback=str(bad)).say_until("failed")
+    failed = host.start(fallback=str(bad)).wait_for("failed")
     assert failed["error"] == "IntegrityError" and str(bad) in failed["message"] and not failed["num_tensors"]
-    good = host.start(fallback=str(sealed))
-    check(good, truth)
+    good = host.start(fallback=str(checkpoint_with_manifest))
+    assert_fetched(good, expected_tensors)
     # Who need not read the bad copy is well served.
-    assert check(host.start(fallback=str(bad)), truth)["storage_bytes"] == 0
+    assert assert_fetched(host.start(fallback=str(bad)), expected_tensors)["storage_bytes"] == 0
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_storage_changed_during_fetch_delivers_nothing(
-    host: Host, made: Path, sealed: Path, tmp_path: Path, has_manifest: bool
+    host: Host, small_checkpoint: Path, checkpoint_with_manifest: Path, tmp_path: Path, has_manifest: bool
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(sealed if has_manifest else made, copy)
+    shutil.copytree(checkpoint_with_manifest if has_manifest else small_checkpoint, copy)
     with ps.join("bystander"):  # the hub is here: the worker ends
         worker = host.start(fallback=str(copy), storage_pause_s=0.1)
-        worker.say_until("joined")
-        host.wait_for(lambda held: any(one.have for one in held))
+        worker.wait_for("joined")
+        host.wait_for_holdings(lambda held: any(one.have for one in held))
         flip(copy)
-        failed = worker.say_until("failed")
+        failed = worker.wait_for("failed")
         assert failed["error"] in ({"SourceChanged", "IntegrityError"} if has_manifest else {"SourceChanged"}), failed
-        assert not failed["num_tensors"] and not any(one.state == "whole" for one in host.held())
+        assert not failed["num_tensors"] and not any(one.state == "whole" for one in host.holdings())
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 @pytest.mark.parametrize("has_storage", [True, False])
 def test_holder_with_bad_memory_is_named(
-    host: Host, made: Path, sealed: Path, truth, has_manifest: bool, has_storage: bool
+    host: Host,
+    small_checkpoint: Path,
+    checkpoint_with_manifest: Path,
+    expected_tensors,
+    has_manifest: bool,
+    has_storage: bool,
 ) -> None:
-    uri = str(sealed if has_manifest else made)
+    uri = str(checkpoint_with_manifest if has_manifest else small_checkpoint)
     with ps.join("bystander"):  # the hub is here: the holder ends once it is told
         bad = host.start(QUIET, fallback=uri, corrupt_at=7)
-        member = bad.say_until("joined")["member"]
-        bad.say_until("corrupted")
+        member = bad.wait_for("joined")["member"]
+        bad.wait_for("corrupted")
         if not has_storage:
             good = host.start(fallback=uri, connection={"transports": ["http"]})
-            good.say_until("fetched")  # from the bad one, and from storage what that gave wrong
+            good.wait_for("fetched")  # from the bad one, and from storage what that gave wrong
         reader = host.start(fallback=uri if has_storage else None)
-        report = check(reader, truth)
+        report = assert_fetched(reader, expected_tensors)
         if has_storage:
             # On a busy machine the holder's own check, at its next heartbeat, may come before the reader's.
             why = ("digest", "does not hold that key")
@@ -100,16 +111,16 @@ def test_holder_with_bad_memory_is_named(
         while any(one.member == member and one.holdings for one in hub.status().members):
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        late = check(host.start(), truth)
+        late = assert_fetched(host.start(), expected_tensors)
         assert not any(member[:8] in path for path in late["paths"])
 
 
-def test_holder_detects_its_corrupt_memory(host: Host, made: Path, truth) -> None:
-    holder = host.start({"penstock.hub.local_hub.BEAT_S": 0.02}, fallback=str(made))
-    check(holder, truth)
-    host.wait_for(lambda held: any(one.state == "whole" for one in held))
-    holder.tell("corrupt 7")
-    host.wait_for(lambda held: not any(one.state == "whole" for one in held))
+def test_holder_detects_its_corrupt_memory(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    holder = host.start({"penstock.hub.local_hub.BEAT_S": 0.02}, fallback=str(small_checkpoint))
+    assert_fetched(holder, expected_tensors)
+    host.wait_for_holdings(lambda held: any(one.state == "whole" for one in held))
+    holder.send("corrupt 7")
+    host.wait_for_holdings(lambda held: not any(one.state == "whole" for one in held))
 
 
 def test_contradicting_holders_without_manifest_fail_fetch(host: Host) -> None:
@@ -130,19 +141,21 @@ def test_contradicting_holders_without_manifest_fail_fetch(host: Host) -> None:
         assert_same(weights, tensors)
 
 
-def test_holder_contradicting_manifest_is_excluded(host: Host, sealed: Path, truth) -> None:
+def test_holder_contradicting_manifest_is_excluded(
+    host: Host, checkpoint_with_manifest: Path, expected_tensors
+) -> None:
     with ps.join("m") as good, ps.join("m") as reader:
         first: dict[str, torch.Tensor] = {}
-        key = good.fetch(first, fallback=sealed).key
+        key = good.fetch(first, fallback=checkpoint_with_manifest).key
         revision = good.member.weights[0].identity.revision
         with ps.join("m") as liar:
-            theirs = {name: tensor.clone() for name, tensor in truth.items()}
+            theirs = {name: tensor.clone() for name, tensor in expected_tensors.items()}
             theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
             assert liar.offer(theirs, revision=revision) == key
             good.fence()
             weights: dict[str, torch.Tensor] = {}
-            report = reader.fetch(weights, fallback=sealed)
-            assert_same(weights, truth)
+            report = reader.fetch(weights, fallback=checkpoint_with_manifest)
+            assert_same(weights, expected_tensors)
             assert any("are not the manifest's" in fault for fault in report.faults)
             assert report.storage_bytes == report.nbytes  # nothing was taken from it
         # PeerLost: where the machine is busy, the hub may list the one that left until its heartbeats are missed.

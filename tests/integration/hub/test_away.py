@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.truth import assert_same, by_safetensors
+from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.hub.auth import Auth

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.truth import assert_same
+from tests.support.compare import assert_same
 
 import penstock as ps
 from penstock.errors import PermissionDenied, UnknownMember
@@ -80,11 +80,13 @@ def standing(fleet: ps.Fleet, member: str) -> MemberStatus:
     return next(one for one in fleet.member.hub.status("m").members if one.member == member)
 
 
-def test_lying_caller_excludes_holder_only_for_itself(hub: GuardedHub, made: Path, truth) -> None:
+def test_lying_caller_excludes_holder_only_for_itself(
+    hub: GuardedHub, small_checkpoint: Path, expected_tensors
+) -> None:
     """Two made-up ids of one token kept every reader from a holder for 600 s; another model's token did, too."""
     with ExitStack() as stack:
         holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         key = holder.member.weights[0].key
         for _ in range(5):
             liar = join_as_liar(stack, hub, LIAR)
@@ -96,31 +98,33 @@ def test_lying_caller_excludes_holder_only_for_itself(hub: GuardedHub, made: Pat
         assert standing(holder, holder.member.id).complaints == 5
         found: dict[str, torch.Tensor] = {}
         reader = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
-        report = reader.fetch(found, fallback=made)
-        assert_same(found, truth)
+        report = reader.fetch(found, fallback=small_checkpoint)
+        assert_same(found, expected_tensors)
         assert report.storage_bytes == 0, report.nbytes_by_path
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 
-def test_holder_with_wrong_digests_is_left_by_readers(hub: GuardedHub, sealed: Path, truth) -> None:
-    theirs = {name: tensor.clone() for name, tensor in truth.items()}
+def test_holder_with_wrong_digests_is_left_by_readers(
+    hub: GuardedHub, checkpoint_with_manifest: Path, expected_tensors
+) -> None:
+    theirs = {name: tensor.clone() for name, tensor in expected_tensors.items()}
     theirs[min(theirs)].view(-1).view(torch.uint8)[3] ^= 1
     with ExitStack() as stack:
         first = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
-        key = first.fetch({}, fallback=sealed).key
+        key = first.fetch({}, fallback=checkpoint_with_manifest).key
         revision = first.member.weights[0].identity.revision
         bad = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=SECOND)))
         assert bad.offer(theirs, revision=revision) == key
         first.leave()
         reader = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         found: dict[str, torch.Tensor] = {}
-        report = reader.fetch(found, fallback=sealed)
-        assert_same(found, truth)
+        report = reader.fetch(found, fallback=checkpoint_with_manifest)
+        assert_same(found, expected_tensors)
         assert any("are not the manifest's" in fault for fault in report.faults), report.faults
         late = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=LIAR)))
         weights: dict[str, torch.Tensor] = {}
-        late.fetch(weights, fallback=sealed)
-        assert_same(weights, truth)
+        late.fetch(weights, fallback=checkpoint_with_manifest)
+        assert_same(weights, expected_tensors)
         # One reader's complaint moves no other reader.
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
@@ -131,11 +135,13 @@ def _why():
     return WhyRequest(model="m")
 
 
-def test_revoked_token_is_refused_and_members_removed(hub: GuardedHub, made: Path, truth) -> None:
+def test_revoked_token_is_refused_and_members_removed(
+    hub: GuardedHub, small_checkpoint: Path, expected_tensors
+) -> None:
     with ExitStack() as stack:
         revoked = join_as_liar(stack, hub, LIAR)
         holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
-        holder.fetch({}, fallback=made)
+        holder.fetch({}, fallback=small_checkpoint)
         revoked.beat(revoked.member, Beat(holdings=(holder.member.weights[0].status(),)))
         hub.replace_tokens(TOKENS.replace(f"{LIAR} m\n", ""))
         with pytest.raises(PermissionDenied, match="not one of this hub's"):

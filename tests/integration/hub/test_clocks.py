@@ -14,8 +14,8 @@ import pytest
 import torch
 from tests.integration.conftest import Host
 from tests.support import redis_server
+from tests.support.compare import assert_same
 from tests.support.fork_server import ForkServer
-from tests.truth import assert_same
 
 import penstock as ps
 
@@ -74,54 +74,58 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def test_readers_survive_hub_clock_step_back(stack: ExitStack, tmp_path: Path, made, truth) -> None:
+def test_readers_survive_hub_clock_step_back(
+    stack: ExitStack, tmp_path: Path, small_checkpoint, expected_tensors
+) -> None:
     hub = stack.enter_context(ShiftedHub(tmp_path, "hub", 0.0))
     holder = stack.enter_context(ps.join("m", connection=hub.url))
-    holder.fetch({}, fallback=made)
+    holder.fetch({}, fallback=small_checkpoint)
     hub.step(-40.0)
     found: dict[str, torch.Tensor] = {}
     reader = stack.enter_context(ps.join("m", connection=hub.url))
     report = reader.fetch(found, timeout_s=20.0)
-    assert_same(found, truth)
+    assert_same(found, expected_tensors)
     assert report.faults == ()
     assert all(holder.member.id[:8] in path for path in report.nbytes_by_path)
 
 
 @pytest.mark.skipif(redis_server.missing() is not None, reason=str(redis_server.missing()))
-def test_hub_replicas_may_differ_by_a_minute(stack: ExitStack, tmp_path: Path, made, truth) -> None:
+def test_hub_replicas_may_differ_by_a_minute(
+    stack: ExitStack, tmp_path: Path, small_checkpoint, expected_tensors
+) -> None:
     redis = stack.enter_context(redis_server.RedisServer(tmp_path))
     now, early = (
         stack.enter_context(ShiftedHub(tmp_path, name, shift_s, "--redis", redis.url))
         for name, shift_s in (("now", 0.0), ("early", -60.0))
     )
     holder = stack.enter_context(ps.join("m", connection=now.url))
-    holder.fetch({}, fallback=made)
+    holder.fetch({}, fallback=small_checkpoint)
     found: dict[str, torch.Tensor] = {}
     reader = stack.enter_context(ps.join("m", connection=early.url))
-    report = reader.fetch(found, fallback=made)
-    assert_same(found, truth)
+    report = reader.fetch(found, fallback=small_checkpoint)
+    assert_same(found, expected_tensors)
     assert report.faults == ()
     assert report.storage_bytes == 0, report.nbytes_by_path
 
 
 def test_holder_is_readable_after_hub_restart(
-    fork_server: ForkServer, host: Host, truth: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+    fork_server: ForkServer, host: Host, expected_tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     listen = f"unix://{host.directory}/own.sock"
     values = {"listen": listen, "fresh": True, "beat_s": 30.0, "ttl_s": 90.0}  # no beat mends anything within the test
-    with fork_server.fork("tests.support.fleet:hub", values) as hub:
+    with fork_server.fork("tests.support.fleet:run_hub_process", values) as hub:
         assert b"ready" in hub.stdout.readline()
         with ps.join("m", connection=listen) as holder:
-            holder.offer(truth)
+            holder.offer(expected_tensors)
             holder.member.report_now()
             hub.send_signal(signal.SIGKILL)
             hub.wait()
-            with fork_server.fork("tests.support.fleet:hub", values) as again:
+            with fork_server.fork("tests.support.fleet:run_hub_process", values) as again:
                 assert b"ready" in again.stdout.readline()
                 # The question is made before the new hub's key is known, and asked again after.
                 holder.member.upstreams(holder.member.weights[0], can_read_storage=False)
                 with ps.join("m", connection=listen) as reader:
                     found: dict[str, torch.Tensor] = {}
                     reader.fetch(found, timeout_s=10.0)
-                assert_same(found, truth)
+                assert_same(found, expected_tensors)
     assert "event=refused" not in caplog.text

@@ -198,9 +198,9 @@ def test_page_shows_fleet_state(
 
         first = start(fallback=str(models / "llama"))
         trainer, engine = rank("publisher", mode="snapshot"), rank("subscriber")
-        first.say_until("fetched")
+        first.wait_for("fetched")
         second = start()
-        second.say_until("fetched")
+        second.wait_for("fetched")
         for line in ("publish 7", "publish 8"):
             trainer.send(line)
             assert "error" not in trainer.result(line)
@@ -264,13 +264,13 @@ def test_page_shows_fleet_state(
         ranks = {(s["side"], s["version"]) for member in now["members"] for s in member["syncs"]}
         assert ranks == {("publisher", 8), ("subscriber", 7)}
         # Why a member reads as it does, by keyboard.
-        node = browser.find_element(By.CSS_SELECTOR, f'#relay [data-member="{second.said["joined"]["member"]}"]')
+        node = browser.find_element(By.CSS_SELECTOR, f'#relay [data-member="{second.events["joined"]["member"]}"]')
         node.send_keys(Keys.ENTER)
-        why = next(m for m in now["members"] if m["member"] == second.said["joined"]["member"])["holdings"][0]["why"]
+        why = next(m for m in now["members"] if m["member"] == second.events["joined"]["member"])["holdings"][0]["why"]
         assert why and why in text(browser, "relay-detail")
 
         # A member is killed: first it is silent, then it is gone.
-        killed = fourth.say_until("fetched") and fourth.said["joined"]["member"]
+        killed = fourth.wait_for("fetched") and fourth.events["joined"]["member"]
         fourth.kill()
         until(lambda: "has not been heard of" in text(browser, "problems"), "the page says that it is silent")
         until(lambda: killed not in {member["member"] for member in status()["members"]}, "the hub forgets it")
@@ -279,7 +279,7 @@ def test_page_shows_fleet_state(
 
         # One fails, and leaves: its error stays, with the blame and what to do.
         with Worker(Task(model="nobody-has-it", hub=hub.url, connection=settings, wait_s=0.1), fork_server) as lost:
-            lost.say_until("failed")
+            lost.wait_for("failed")
             assert lost.leave() == 3
         until(lambda: bool(status()["failures"]), "the hub has the error")
         failure = status()["failures"][0]

@@ -7,18 +7,18 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.integration.conftest import STALL_S, Host, check
+from tests.integration.conftest import STALL_S, Host, assert_fetched
 from tests.support.fleet import Worker
 from tests.support.fork_server import Forked
 
 from penstock.errors import SourceStalled
 
-QUESTION_S = STALL_S / 3
-"""After this a member gives one question to the hub up."""
+REQUEST_S = STALL_S / 3
+"""Timeout of one request from a member to the hub."""
 
 
 def stop(process: Forked) -> None:
-    """Stop a process, and return once the kernel says that it is."""
+    """Stop a process and wait until the kernel reports it stopped."""
     process.send_signal(signal.SIGSTOP)
     deadline = time.monotonic() + 30
     while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
@@ -27,50 +27,50 @@ def stop(process: Forked) -> None:
 
 
 def assert_waits(worker: Worker, seconds: float) -> None:
-    """Assert that a fetch neither ends nor fails for so long."""
-    with pytest.raises(SourceStalled, match="did not say"):
-        worker.say_until("fetched", timeout_s=seconds)
+    """Assert that a fetch neither ends nor fails within this time."""
+    with pytest.raises(SourceStalled, match="sent no 'fetched' event"):
+        worker.wait_for("fetched", timeout_s=seconds)
 
 
-def test_fetch_without_fallback_waits_for_hub(host: Host, made: Path, truth) -> None:
+def test_fetch_without_fallback_waits_for_hub(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     hub, url = host.start_hub()
-    check(host.start(fallback=str(made), hub=url), truth)
-    reader = host.start(hub=url, wait_s=60.0, is_held=True, asks_before_fetch=True)
-    reader.say_until("ready")
-    reader.begin()
-    reader.say_until("joined")
+    assert_fetched(host.start(fallback=str(small_checkpoint), hub=url), expected_tensors)
+    reader = host.start(hub=url, wait_s=60.0, waits_for_input=True, waits_before_fetch=True)
+    reader.wait_for("ready")
+    reader.proceed()
+    reader.wait_for("joined")
     stop(hub)
-    reader.tell("fetch")
-    assert_waits(reader, 2 * QUESTION_S)
+    reader.send("fetch")
+    assert_waits(reader, 2 * REQUEST_S)
     hub.send_signal(signal.SIGCONT)
-    assert check(reader, truth)["storage_bytes"] == 0
+    assert assert_fetched(reader, expected_tensors)["storage_bytes"] == 0
 
 
-def test_fetch_without_wait_reports_missing_hub_soon(host: Host, made: Path) -> None:
+def test_fetch_without_wait_reports_missing_hub_soon(host: Host, small_checkpoint: Path) -> None:
     hub, url = host.start_hub()
-    reader = host.start(hub=url, wait_s=0.5, is_held=True, asks_before_fetch=True)
-    reader.say_until("ready")
-    reader.begin()
-    reader.say_until("joined")
+    reader = host.start(hub=url, wait_s=0.5, waits_for_input=True, waits_before_fetch=True)
+    reader.wait_for("ready")
+    reader.proceed()
+    reader.wait_for("joined")
     stop(hub)
     begun = time.monotonic()
-    reader.tell("fetch")
-    assert reader.say_until("failed")["error"] == "HubUnavailable"
-    assert time.monotonic() - begun < QUESTION_S
+    reader.send("fetch")
+    assert reader.wait_for("failed")["error"] == "HubUnavailable"
+    assert time.monotonic() - begun < REQUEST_S
     hub.send_signal(signal.SIGCONT)
 
 
-def test_join_waits_for_replacement_hub(host: Host, made: Path, truth) -> None:
-    hosting = host.start(fallback=str(made))
-    check(hosting, truth)
+def test_join_waits_for_replacement_hub(host: Host, small_checkpoint: Path, expected_tensors) -> None:
+    hosting = host.start(fallback=str(small_checkpoint))
+    assert_fetched(hosting, expected_tensors)
     stop(hosting.process)
-    check(host.start(fallback=str(made)), truth)
+    assert_fetched(host.start(fallback=str(small_checkpoint)), expected_tensors)
     hosting.kill(signal.SIGCONT)
 
 
-def test_subscriber_waits_for_replacement_hub(host: Host, made: Path) -> None:
-    hosting = host.start(fallback=str(made))
-    hosting.say_until("fetched")
+def test_subscriber_waits_for_replacement_hub(host: Host, small_checkpoint: Path) -> None:
+    hosting = host.start(fallback=str(small_checkpoint))
+    hosting.wait_for("fetched")
     stop(hosting.process)
-    host.start_rank("subscriber").say_until("joined")
+    host.start_rank("subscriber").wait_for("joined")
     hosting.kill(signal.SIGCONT)

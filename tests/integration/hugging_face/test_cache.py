@@ -19,9 +19,9 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import WeakFileLock
 from tests.integration.hugging_face.test_hugging_face import TENSORS, TINY, hub, sharded
 from tests.support import commands
+from tests.support.compare import assert_same
 from tests.support.fork_server import ForkServer
 from tests.support.servers.hugging_face import HubHandler, HuggingFaceServer, sha256_of
-from tests.truth import assert_same
 
 import penstock as ps
 from penstock.config import Settings

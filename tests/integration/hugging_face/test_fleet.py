@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import Host, assert_fetched
 from tests.support.servers.hugging_face import HuggingFaceServer
 
 
-def test_each_byte_leaves_hub_once(host: Host, made: Path, truth: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    files = {path.name: path.read_bytes() for path in made.iterdir()}
+def test_each_byte_leaves_hub_once(
+    host: Host, small_checkpoint: Path, expected_tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    files = {path.name: path.read_bytes() for path in small_checkpoint.iterdir()}
     with HuggingFaceServer({"org/made": files}) as hub:
         environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "0"}
         # Slow enough that a member which starts late, on a busy machine, still finds chunks to claim.
-        members = host.start_at_once(2, fallback="org/made", storage_pause_s=0.2, environ=environ)
-        reports = [check(member, truth) for member in members]
-        nbytes = sum(tensor.nbytes for tensor in truth.values())
+        members = host.start_together(2, fallback="org/made", storage_pause_s=0.2, environ=environ)
+        reports = [assert_fetched(member, expected_tensors) for member in members]
+        nbytes = sum(tensor.nbytes for tensor in expected_tensors.values())
         assert sum(report["storage_bytes"] for report in reports) == nbytes
         assert all(report["storage_bytes"] for report in reports), "both had a part of the reading"
         # Each member reads headers too, and a byte of each file to see what is there.

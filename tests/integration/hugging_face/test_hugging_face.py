@@ -16,8 +16,8 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save
+from tests.support.compare import assert_same
 from tests.support.servers.hugging_face import HuggingFaceServer
-from tests.truth import assert_same
 
 import penstock as ps
 from penstock import storage

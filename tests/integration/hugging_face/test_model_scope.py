@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from tests.integration.hugging_face.test_hugging_face import TENSORS, TINY, sharded
+from tests.support.compare import assert_same
 from tests.support.servers.hugging_face import sha256_of
 from tests.support.servers.model_scope import ModelScopeServer
-from tests.truth import assert_same
 
 import penstock as ps
 from penstock import storage

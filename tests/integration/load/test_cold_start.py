@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.integration.conftest import Host, check
-from tests.truth import by_safetensors
+from tests.integration.conftest import Host, assert_fetched
+from tests.support.compare import by_safetensors
 
 from penstock.cli.checkpoints import manifest
 from penstock.config import Settings
@@ -76,8 +76,8 @@ def test_storage_is_read_once_by_concurrent_starts(
     server.faults, server.num_bytes_sent = Faults(total_bytes_per_s=bytes_per_s), 0
     server.requests.clear()
     truth = by_safetensors(root / name)
-    workers = host.start_at_once(count, constants=DEFAULTS, fallback=f"{server.url}/{name}")
-    reports = [check(worker, truth) for worker in workers]
+    workers = host.start_together(count, constants=DEFAULTS, fallback=f"{server.url}/{name}")
+    reports = [assert_fetched(worker, truth) for worker in workers]
     assert weight_bytes_sent(server, root) == nbytes_of(truth)
     assert [report["faults"] for report in reports] == [[]] * count  # a full holder is no fault
     told = sum(report["storage_bytes"] + report["header_bytes"] for report in reports)

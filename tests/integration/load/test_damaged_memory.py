@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.compare import assert_same, by_safetensors
 from tests.support.damage import arenas
 from tests.support.fork_server import ForkServer
 from tests.support.keeper import KeeperProcess
-from tests.truth import assert_same, by_safetensors
 
 import penstock as ps
 from penstock.cache import attached as attaching
@@ -151,11 +151,11 @@ def test_attach_detects_flipped_byte_by_default(runtime, large, monkeypatch) -> 
 
 def test_member_with_changed_memory_stops_serving(host, large) -> None:
     worker = host.start(model="m", fallback=str(large), constants={"penstock.peer.local_weights.CHUNK_BYTES": 16 << 20})
-    worker.say_until("digests")
-    worker.say_until("serving")
+    worker.wait_for("digests")
+    worker.wait_for("serving")
     memory = arenas(worker.process.pid)[0]
     memory.flip()
-    failed = worker.say_until("failed", timeout_s=60.0)
+    failed = worker.wait_for("failed", timeout_s=60.0)
     assert failed["error"] == "IntegrityError"
     assert "chunk 0 of 'm' changed in memory" in failed["message"]
     assert worker.process.wait(timeout=30) == 3
@@ -179,11 +179,11 @@ def test_status_names_changed_memory_until_new_fetch(runtime, small) -> None:
 
 def test_chunk_changed_during_fetch_fails_fetch(host, large) -> None:
     worker = host.start(model="m", fallback=str(large), storage_pause_s=0.05)
-    worker.say_until("joined")
-    host.wait_for(lambda held: any(sum(stop - start for start, stop in one.have) > 20 for one in held))
+    worker.wait_for("joined")
+    host.wait_for_holdings(lambda held: any(sum(stop - start for start, stop in one.have) > 20 for one in held))
     memory = arenas(worker.process.pid)[0]
     for offset in range(0, memory.nbytes, 256 << 10):  # a bit of each chunk; those that are yet to come mend theirs
         memory.flip(offset)
-    failed = worker.say_until("failed", timeout_s=60.0)
+    failed = worker.wait_for("failed", timeout_s=60.0)
     assert failed["error"] == "IntegrityError" and "changed in memory" in failed["message"]
     assert not failed["num_tensors"], "an empty dict stays empty"

@@ -14,12 +14,12 @@ import pytest
 import torch
 from gguf import quants
 from safetensors.torch import load_file
-from tests.integration.conftest import Host, check
+from tests.integration.conftest import Host, assert_fetched
 from tests.support import gguf_file
 from tests.support.commands import run
+from tests.support.compare import assert_same
 from tests.support.fork_server import ForkServer
 from tests.support.servers.hugging_face import HuggingFaceServer
-from tests.truth import assert_same
 
 import penstock as ps
 from penstock.errors import ConfigError, IntegrityError, NotFound, UnsafeFormat
@@ -161,8 +161,8 @@ def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Pat
 def test_members_fetch_gguf_from_each_other(host: Host, model: Path) -> None:
     truth = gguf_file.truth(model)
     first = host.start(fallback=str(model))
-    check(first, truth)
-    assert check(host.start(), truth)["storage_bytes"] == 0
+    assert_fetched(first, truth)
+    assert assert_fetched(host.start(), truth)["storage_bytes"] == 0
 
 
 # -- pickle

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.truth import assert_same, by_safetensors
+from tests.support.compare import assert_same, by_safetensors
 
 import penstock
 from penstock.cli.checkpoints import manifest

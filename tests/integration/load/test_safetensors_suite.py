@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 SUITE = Path(__file__).parents[3] / ".cache" / "safetensors-tests"
 
@@ -66,7 +66,7 @@ def test_safetensors_suite_passes_with_installed_patch(tmp_path: Path) -> None:
     assert found["skipped"] == 14
 
 
-@drill
+@long_running
 def test_safetensors_suite_passes_with_penstock_reading_everything(tmp_path: Path) -> None:
     found = run(ALL_BY_PENSTOCK, tmp_path, "--deselect", OTHER_TEXT)
     assert found["passed"] >= 60

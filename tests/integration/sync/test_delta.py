@@ -29,7 +29,7 @@ def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version:
 def test_unchanged_layers_move_no_bytes(host: Host, source: str, mode: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode=source, **SHAPE)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, **SHAPE)
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     told = [update(publishers, subscribers, version) for version in (1, 2, 3)]
     for worker in (0, 1):
         said = [one[worker] for one in told]
@@ -51,9 +51,9 @@ def test_weights_changed_by_engine_are_restored(host: Host, mode: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **SHAPE)
     subscribers = host.start_ranks("subscriber", 1, mode=mode, **SHAPE)
     update(publishers, subscribers, 1)
-    subscribers[0].ask("spoil")  # of a frozen layer, which no digest of the publishers' tells
+    subscribers[0].call("spoil")  # of a frozen layer, which no digest of the publishers' tells
     update(publishers, subscribers, 2)
-    subscribers[0].ask("spoil")
+    subscribers[0].call("spoil")
     update(publishers, subscribers, 3)
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import drills
+from tests.support import long_running
 from tests.support.fork_server import ForkServer
-from tests.support.sync import SyncTask, SyncWorker, truth
+from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
 from penstock.errors import PenstockError
 
@@ -86,14 +86,14 @@ class Drill:
     def start_trainer(self, world_size: int) -> list[SyncWorker]:
         found = [self.start("publisher", rank=r, world_size=world_size, mode=self.source) for r in range(world_size)]
         for one in found:
-            one.say_until("joined")
+            one.wait_for("joined")
         return found
 
     def run(self) -> None:
         """Lose somebody; raises what went wrong."""
         with self.stack:
             host = self.start("subscriber", name="other")  # hosts the hub
-            host.say_until("joined")
+            host.wait_for("joined")
             publishers = self.start_trainer(self.num_publishers)
             subscribers = [
                 self.start(
@@ -102,13 +102,13 @@ class Drill:
                 for r, mode in enumerate(self.modes)
             ]
             for one in subscribers:
-                one.say_until("joined")
-            publishers[0].ask(f"subscribers {len(subscribers)}")
+                one.wait_for("joined")
+            publishers[0].call(f"subscribers {len(subscribers)}")
             self.step(publishers, subscribers, 1)
             for worker in subscribers:
                 self.check(worker, worker.result("update"), {1})
             for worker in publishers:
-                assert "error" not in worker.result("publish 1"), worker.said
+                assert "error" not in worker.result("publish 1"), worker.events
             self.step(publishers, subscribers, 2)
             time.sleep(self.delay_s)
             lost = self.choose(host, publishers, subscribers)
@@ -136,7 +136,7 @@ class Drill:
         for worker in subscribers:
             if worker is not lost:
                 said = worker.result("update", timeout_s=DONE_S)
-                have[worker.said["joined"]["member"]] = self.check(worker, said, {1, 2})
+                have[worker.events["joined"]["member"]] = self.check(worker, said, {1, 2})
         for worker in publishers:
             if worker is not lost:
                 said = worker.result("publish 2", timeout_s=DONE_S)
@@ -148,12 +148,14 @@ class Drill:
         """The version that it has, whole; or 0: it knows that it is dirty."""
         if "error" in said:
             assert said["error"] in REFUSALS, said
-            is_touched, said = said["mutated"], worker.ask("digests", timeout_s=DONE_S)
+            is_touched, said = said["mutated"], worker.call("digests", timeout_s=DONE_S)
             assert said["is_dirty"] == is_touched and (not is_touched or worker.task.mode == "direct"), said
             if said["is_dirty"]:
                 return 0
         assert said["version"] in versions and not said["is_dirty"], said
-        assert said["digests"] == truth(worker.task, said["version"]), f"not the bytes of version {said['version']}"
+        assert said["digests"] == expected_digest(worker.task, said["version"]), (
+            f"not the bytes of version {said['version']}"
+        )
         return int(said["version"])
 
     def go_on(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
@@ -164,14 +166,14 @@ class Drill:
             publishers = self.start_trainer(self.rng.choice([1, 2, 3]))
         if not subscribers:
             return
-        publishers[0].ask(f"subscribers {len(subscribers)}", timeout_s=DONE_S)
+        publishers[0].call(f"subscribers {len(subscribers)}", timeout_s=DONE_S)
         self.step(publishers, subscribers, 3)
         for worker in subscribers:
             said = worker.result("update", timeout_s=DONE_S)
             assert "error" not in said, said
             self.check(worker, said, {3})
         for worker in publishers:
-            assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.said
+            assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.events
 
 
 def drill(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, float]:
@@ -189,7 +191,7 @@ def test_sync_survives_random_faults(batch: int, fork_server: ForkServer) -> Non
     held(range(batch * BATCH, (batch + 1) * BATCH), fork_server)
 
 
-@drills.drill
+@long_running.long_running
 def test_quantising_sync_survives_random_faults(fork_server: ForkServer) -> None:
     held(range(1000, 1000 + BATCH * len(BATCHES) // 2), fork_server, "fp8-block128")
 

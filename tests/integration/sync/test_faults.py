@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.integration.conftest import Host
 from tests.integration.sync.test_sync import step
-from tests.support.sync import SyncTask, SyncWorker, truth, whole
+from tests.support.sync import SyncTask, SyncWorker, expected_digest, whole
 from typer.testing import CliRunner
 
 import penstock as ps
@@ -21,14 +21,14 @@ from penstock.errors import PeerLost, PenstockError, SourceStalled
 
 
 def members(workers: list[SyncWorker]) -> set[str]:
-    return {worker.said["joined"]["member"] for worker in workers}
+    return {worker.events["joined"]["member"] for worker in workers}
 
 
 def holds(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
     """It has the version, whole."""
     assert "error" not in said, said
     assert (said["version"], said["is_dirty"]) == (version, False)
-    assert said["digests"] == truth(worker.task, version)
+    assert said["digests"] == expected_digest(worker.task, version)
 
 
 def hasty(seconds: float) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def hasty(seconds: float) -> dict[str, Any]:
 def test_killed_receiver_is_named_without_delay(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     subscribers = [*host.start_ranks("subscriber", 1), *host.start_ranks("subscriber", 1, pause_s=60.0)]
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     for one in publishers:
         one.send("publish 1")
     for one in subscribers:
@@ -59,7 +59,7 @@ def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, **hasty(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)  # it lives, and asks for nothing
-    publishers[0].ask("subscribers 3")
+    publishers[0].call("subscribers 3")
     subscribers[1].kill(signal.SIGSTOP)
     got, zero = step(publishers, subscribers[:1], 1)
     holds(subscribers[0], got, 1)
@@ -68,10 +68,10 @@ def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
     holds(subscribers[0], got, 2)
     assert not zero["late"], "who was late is waited for again"
     subscribers[1].kill(signal.SIGCONT)
-    said = subscribers[1].ask("update")  # the trainer is over it: of the other receiver
+    said = subscribers[1].call("update")  # the trainer is over it: of the other receiver
     holds(subscribers[1], said, 2)
     assert set(said["sources"]) == members(subscribers[:1])
-    holds(idle[0], idle[0].ask("update"), 2)
+    holds(idle[0], idle[0].call("update"), 2)
     *got, zero = step(publishers, subscribers + idle, 3)
     for worker, said in zip(subscribers + idle, got, strict=True):
         holds(worker, said, 3)
@@ -86,9 +86,9 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
     publishers = host.start_ranks("publisher", 2, **big, **hasty(8.0))
     subscriber = host.start_ranks("subscriber", 1, mode=mode, options=options, **big, **hasty(8.0))[0]
-    publishers[0].ask("subscribers 1")
+    publishers[0].call("subscribers 1")
     holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
-    before = subscriber.ask("digests")["digests"]
+    before = subscriber.call("digests")["digests"]
     publishers[0].send("publish 2")  # its rows arrive; those of rank 1 are waited for
     subscriber.send("wait 2")
     subscriber.send("update")
@@ -96,7 +96,7 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
     publishers[1].kill(number)
     said = subscriber.result("update")
     assert said["error"] in ("PeerLost", "SourceStalled"), said
-    after = subscriber.ask("digests")
+    after = subscriber.call("digests")
     assert after["version"] == 1
     if mode == "staged":
         assert (after["digests"], after["is_dirty"], said["mutated"]) == (before, False, False)
@@ -105,7 +105,7 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
     for one in publishers:
         one.kill(signal.SIGKILL)
     again = host.start_ranks("publisher", 1, **big)
-    again[0].ask("subscribers 1")
+    again[0].call("subscribers 1")
     holds(subscriber, step(again, [subscriber], 3)[0], 3)
 
 
@@ -115,10 +115,10 @@ def test_rank_lost_before_first_update_is_named(host: Host) -> None:
     step(publishers, [], 1)
     publishers[1].kill(signal.SIGKILL)
     subscriber = host.start_ranks("subscriber", 1, **hasty(8.0))[0]
-    said = subscriber.ask("update 1")
+    said = subscriber.call("update 1")
     assert said["error"] == "PeerLost", said
-    assert publishers[1].said["joined"]["member"] in said["message"]
-    assert publishers[0].said["joined"]["member"] not in said["message"]
+    assert publishers[1].events["joined"]["member"] in said["message"]
+    assert publishers[0].events["joined"]["member"] not in said["message"]
     assert publishers[0].process.poll() is None
 
 
@@ -127,9 +127,9 @@ def test_interrupted_direct_update_is_dirty_until_next(host: Host) -> None:
     mine = {name: torch.zeros_like(one) for name, one in whole(task, 1).items()}
     publishers = [host.start_rank("publisher", rank=rank, world_size=2, pause_s=60.0 * rank) for rank in range(2)]
     for one in publishers:
-        one.say_until("joined")
+        one.wait_for("joined")
     with ps.subscriber("policy", mine, mode="direct") as subscriber, ThreadPoolExecutor(1) as pool:
-        publishers[0].ask("subscribers 1")
+        publishers[0].call("subscribers 1")
         for one in publishers:
             one.send("publish 1")
         subscriber.wait(1)
@@ -142,7 +142,7 @@ def test_interrupted_direct_update_is_dirty_until_next(host: Host) -> None:
             taking.result()
         assert (caught.value.mutated, subscriber.is_dirty, subscriber.version) == (True, True, -1)
         publishers[0].kill()
-        host.start_ranks("publisher", 1, mode="snapshot")[0].ask("publish 2")
+        host.start_ranks("publisher", 1, mode="snapshot")[0].call("publish 2")
         assert subscriber.update(timeout_s=60.0).version == 2
         assert not subscriber.is_dirty
         assert all(torch.equal(mine[name], one) for name, one in whole(task, 2).items())
@@ -151,16 +151,16 @@ def test_interrupted_direct_update_is_dirty_until_next(host: Host) -> None:
 def test_late_receiver_reads_version_from_another(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     first = host.start_ranks("subscriber", 2, dim=1)
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     step(publishers, first, 1)
     late = host.start_ranks("subscriber", 1)[0]
-    said = late.ask("update")
+    said = late.call("update")
     holds(late, said, 1)
     assert set(said["sources"]) == members(first)
     for one in publishers:
         one.kill()
     later = host.start_ranks("subscriber", 1, mode="direct")[0]  # nobody but receivers is left, who plan
-    said = later.ask("update")
+    said = later.call("update")
     holds(later, said, 1)
     assert set(said["sources"]) <= members([*first, late])
 
@@ -168,14 +168,14 @@ def test_late_receiver_reads_version_from_another(host: Host) -> None:
 def test_receiver_with_changed_weights_serves_nobody(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1)
     first = host.start_ranks("subscriber", 1)
-    publishers[0].ask("subscribers 1")
+    publishers[0].call("subscribers 1")
     step(publishers, first, 1)
-    first[0].ask("spoil")
+    first[0].call("spoil")
     late = host.start_ranks("subscriber", 1)[0]
-    before = late.ask("digests")["digests"]
-    said = late.ask("update")
+    before = late.call("digests")["digests"]
+    said = late.call("update")
     assert said["error"] == "StaleDescriptor" and not said["mutated"]
-    assert late.ask("digests")["digests"] == before
+    assert late.call("digests")["digests"] == before
     *got, _ = step(publishers, [*first, late], 2)
     for worker, said in zip([*first, late], got, strict=True):
         holds(worker, said, 2)
@@ -185,10 +185,10 @@ def test_trainer_restarts_with_different_world_size(host: Host) -> None:
     subscribers = host.start_ranks("subscriber", 2, dim=1)
     for version, world_size in enumerate((2, 3, 1), start=1):
         publishers = host.start_ranks("publisher", world_size)
-        assert publishers[0].said["joined"]["latest"] == (version - 1 or -1)
-        publishers[0].ask("subscribers 2")
+        assert publishers[0].events["joined"]["latest"] == (version - 1 or -1)
+        publishers[0].call("subscribers 2")
         if version > 1:
-            said = publishers[0].ask(f"publish {version - 1}")
+            said = publishers[0].call(f"publish {version - 1}")
             assert said["error"] == "ConfigError" and f"not above {version - 1}" in said["message"], said
         got = step(publishers, subscribers, version)[:2]
         for worker, said in zip(subscribers, got, strict=True):
@@ -203,7 +203,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     running = host.start_ranks("subscriber", 2, dim=1)
     gone = set[str]()
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     step(publishers, running, 1)
     for version, world_size in enumerate((4, 1, 3), start=2):
         for one in publishers:
@@ -224,7 +224,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
             else:
                 assert one.leave() == 0
         running = more
-    publishers[0].ask("subscribers 3")
+    publishers[0].call("subscribers 3")
     *got, zero, _ = step(publishers, running, 5)
     for worker, said in zip(running, got, strict=True):
         holds(worker, said, 5)
@@ -235,7 +235,7 @@ def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> 
     """Its trainer raised between two steps, and it left: nobody waits for it until a deadline."""
     publishers = host.start_ranks("publisher", 2)
     subscriber = host.start_ranks("subscriber", 1)[0]
-    publishers[0].ask("subscribers 1")
+    publishers[0].call("subscribers 1")
     holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
     publishers[0].send("publish 2")
     subscriber.send("wait 2")
@@ -244,7 +244,7 @@ def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> 
     assert publishers[1].leave() == 0
     said = subscriber.result("update")
     assert said["error"] in ("PeerLost", "StaleDescriptor") and not said["mutated"], said
-    holds(subscriber, subscriber.ask("digests"), 1)
+    holds(subscriber, subscriber.call("digests"), 1)
     said = publishers[0].result("publish 2")
     assert said.get("error") == "PeerLost" or set(said["failed"]) == members([subscriber]), said
 
@@ -258,10 +258,10 @@ def test_concurrent_publisher_groups_leave_one_winner(host: Host) -> None:
     for one in pair:
         with contextlib.suppress(PenstockError):
             said.append(one.result("publish 1"))
-        assert "failed" not in one.said or one.said["failed"]["error"] == "ConfigError", one.said
+        assert "failed" not in one.events or one.events["failed"]["error"] == "ConfigError", one.events
     done = [one for one in said if "error" not in one]
     assert len(done) == 1 and all(one.get("error", "ConfigError") == "ConfigError" for one in said), said
-    holds(subscriber, subscriber.ask("update"), 1)
+    holds(subscriber, subscriber.call("update"), 1)
 
 
 def test_misfit_is_refused_before_reading(host: Host) -> None:
@@ -271,44 +271,44 @@ def test_misfit_is_refused_before_reading(host: Host) -> None:
         host.start_ranks("subscriber", 1, **task)[0]
         for task in ({"rename": "model."}, {"dtype": "float32"}, {"rows": 32}, {"num_layers": 7})
     ]
-    publishers[0].ask("subscribers 5")
-    before = [worker.ask("digests")["digests"] for worker in bad]
+    publishers[0].call("subscribers 5")
+    before = [worker.call("digests")["digests"] for worker in bad]
     *got, zero, _ = step(publishers, [good, *bad], 1)
     holds(good, got[0], 1)
     words = ("model.layers.0.weight", "F32", "[32, 96]", "layers.6.weight")
     for worker, said, word, digest in zip(bad, got[1:], words, before, strict=True):
         assert said["error"] == "PlanError" and word in said["message"], said
         assert not said["mutated"]
-        assert worker.ask("digests")["digests"] == digest
+        assert worker.call("digests")["digests"] == digest
     assert (set(zero["committed"]), set(zero["failed"])) == (members([good]), members(bad))
 
 
 def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
     first = host.start_ranks("publisher", 1)[0]
     second = host.start_rank("publisher")
-    said = second.say_until("failed")
-    assert said["error"] == "ConfigError" and first.said["joined"]["member"][:8] in said["message"]
+    said = second.wait_for("failed")
+    assert said["error"] == "ConfigError" and first.events["joined"]["member"][:8] in said["message"]
     subscribers = host.start_ranks("subscriber", 1)
-    first.ask("subscribers 1")
+    first.call("subscribers 1")
     holds(subscribers[0], step([first], subscribers, 1)[0], 1)
     first.kill()
     third = host.start_rank("publisher")  # who is gone does not keep the name
-    third.say_until("joined")
-    third.ask("subscribers 1")
+    third.wait_for("joined")
+    third.call("subscribers 1")
     holds(subscribers[0], step([third], subscribers, 2)[0], 2)
 
 
 def test_versions_only_increase_on_both_sides(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
-    publisher.ask("publish 5")
-    holds(subscriber, subscriber.ask("update"), 5)
+    publisher.call("publish 5")
+    holds(subscriber, subscriber.call("update"), 5)
     for version in (5, 4):
-        said = publisher.ask(f"publish {version}")
+        said = publisher.call(f"publish {version}")
         assert said["error"] == "ConfigError" and "5" in said["message"]
-    said = subscriber.ask("update 4")
+    said = subscriber.call("update 4")
     assert said["error"] == "ConfigError"
-    said = subscriber.ask("update 5")
+    said = subscriber.call("update 5")
     holds(subscriber, said, 5)
     assert said["nbytes"] == 0
 
@@ -316,7 +316,7 @@ def test_versions_only_increase_on_both_sides(host: Host) -> None:
 def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2)
     subscribers = host.start_ranks("subscriber", 2, dim=1)
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     step(publishers, subscribers, 1)
     for one in publishers:
         one.send("publish 2")
@@ -325,30 +325,30 @@ def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
         one.send("stage")
     for one in subscribers:
         said = one.result("stage")
-        assert said["digests"] == truth(one.task, 1) and said["version"] == 1
+        assert said["digests"] == expected_digest(one.task, 1) and said["version"] == 1
     assert set(publishers[0].result("publish 2")["committed"]) == members(subscribers)
     for one in subscribers:
-        holds(one, one.ask("commit"), 2)
+        holds(one, one.call("commit"), 2)
 
 
 def test_too_small_budget_error_states_minimum(host: Host) -> None:
     nbytes = 6 * 64 * 96 * 2
     one = host.start_rank("publisher", mode="snapshot", options={"memory_bytes": 1 << 10})
-    assert f"memory_bytes >= {nbytes}" in one.say_until("failed")["message"]
+    assert f"memory_bytes >= {nbytes}" in one.wait_for("failed")["message"]
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
-    publisher.ask("publish 1")
+    publisher.call("publish 1")
     subscriber = host.start_ranks("subscriber", 1, options={"memory_bytes": 1 << 10})[0]
-    said = subscriber.ask("update")
+    said = subscriber.call("update")
     assert said["error"] == "BudgetTooSmall" and "memory_bytes >= " in said["message"] and not said["mutated"]
     direct = host.start_rank("subscriber", mode="direct", options={"memory_bytes": 1 << 10})
-    assert "memory_bytes >= " in direct.say_until("failed")["message"]
+    assert "memory_bytes >= " in direct.wait_for("failed")["message"]
 
 
 def test_versions_flow_while_hub_is_away(host: Host) -> None:
     hub, url = host.start_hub()
     publishers = host.start_ranks("publisher", 2, hub=url, **hasty(6.0))
     subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **hasty(6.0))
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     step(publishers, subscribers, 1)
     hub.send_signal(signal.SIGKILL)
     for version in (2, 3):
@@ -357,14 +357,14 @@ def test_versions_flow_while_hub_is_away(host: Host) -> None:
             holds(worker, said, version)
         assert set(zero["committed"]) == members(subscribers)
     late = host.start_rank("subscriber", hub=url, **hasty(6.0))
-    assert late.say_until("failed")["error"] == "HubUnavailable"
+    assert late.wait_for("failed")["error"] == "HubUnavailable"
 
 
 def test_status_shows_sync_ranks(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
-    publisher.ask("publish 7")
-    holds(subscriber, subscriber.ask("update"), 7)
+    publisher.call("publish 7")
+    holds(subscriber, subscriber.call("update"), 7)
     deadline = time.monotonic() + 30
     while sum(state.version == 7 for one in host.hub().status().members for state in one.syncs) < 2:
         assert time.monotonic() < deadline
@@ -374,7 +374,7 @@ def test_status_shows_sync_ranks(host: Host) -> None:
     assert rows[0][:6] == ["member", "host", "sync", "rank", "version", "run"]
     (given,) = [row for row in rows if "publisher" in row]
     (taken,) = [row for row in rows if "subscriber" in row]
-    run = publisher.said["joined"]["member"][:8]
+    run = publisher.events["joined"]["member"][:8]
     assert given[4:] and {"policy", "0/1", "7", run, "open"} <= set(given)
     assert {"policy", "0/1", "7", run, "open", "shm"} <= set(taken)
 
@@ -382,13 +382,13 @@ def test_status_shows_sync_ranks(host: Host) -> None:
 def test_bytes_changed_during_read_are_refused(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot")
     subscriber = host.start_ranks("subscriber", 1)[0]
-    publishers[0].ask("publish 1")
-    holds(subscriber, subscriber.ask("update"), 1)
+    publishers[0].call("publish 1")
+    holds(subscriber, subscriber.call("update"), 1)
     for version in range(2, 30, 2):  # fenced and overwritten again and again while it is read
         for one in (version, version + 1):
             publishers[0].send(f"publish {one}")
-        said = subscriber.ask("update")
+        said = subscriber.call("update")
         if "error" not in said:
-            assert said["digests"] == truth(subscriber.task, said["version"])
+            assert said["digests"] == expected_digest(subscriber.task, said["version"])
         publishers[0].result(f"publish {version + 1}")
-    holds(subscriber, subscriber.ask("update"), 29)
+    holds(subscriber, subscriber.call("update"), 29)

@@ -27,7 +27,7 @@ def over(transport: str, **task: Any) -> dict[str, Any]:
 def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pack_bytes: int | str) -> None:
     publishers = host.start_ranks("publisher", 2, options={"pack_bytes": pack_bytes}, **over(transport))
     subscribers = host.start_ranks("subscriber", 2, dim=1, **over(transport))
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     for version in (1, 2):
         *got, _, _ = step(publishers, subscribers, version)
         for worker, said in zip(subscribers, got, strict=True):
@@ -41,7 +41,7 @@ def test_format_codes_and_scales_are_packed(host: Host) -> None:
     offered = {"transforms": {"fp8-block128": ["*"]}, "pack_bytes": "8M"}
     publishers = host.start_ranks("publisher", 2, mode="snapshot", options=offered, **over("http"))
     subscribers = host.start_ranks("subscriber", 2, dim=1, tag="fp8-block128", **over("http"))
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     *got, _, _ = step(publishers, subscribers, 1)
     for worker, said in zip(subscribers, got, strict=True):
         holds(worker, said, 1)
@@ -59,11 +59,11 @@ def test_killed_receiver_releases_packed_memory(host: Host) -> None:
         for rank, more in enumerate(({"holds_buffer": True}, {}))
     ]
     for one in ranks:
-        one.say_until("joined")
-    publishers[0].ask("subscribers 2")
+        one.wait_for("joined")
+    publishers[0].call("subscribers 2")
     publishers[0].send("publish 1")
     ranks[0].send("update")
-    ranks[0].say_until("holding")
+    ranks[0].wait_for("holding")
     ranks[1].send("update")
     with pytest.raises(SourceStalled):  # it waits as long as the holder lives, however slow that is
         ranks[1].result("update", timeout_s=3.0)

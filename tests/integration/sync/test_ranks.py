@@ -177,12 +177,12 @@ def test_rank_follows_restarted_rank_0(stack: ExitStack) -> None:
 def test_killed_trainer_restarts_with_different_size(host: Host, world_size: int) -> None:
     old = host.start_ranks("publisher", 2, mode="snapshot")
     for one in old:
-        one.ask("publish 3")
+        one.call("publish 3")
     for one in old:
         one.kill()
     # No subscriber has version 3: only the hub's list of the dead ranks knows of it, for a while.
     new = host.start_ranks("publisher", world_size, mode="snapshot")
-    latest = [one.said["joined"]["latest"] for one in new]
+    latest = [one.events["joined"]["latest"] for one in new]
     assert len(set(latest)) == 1
     subscriber = host.start_ranks("subscriber", 1)
     holds(subscriber[0], step(new, subscriber, 4)[0], 4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import Host
-from tests.support.sync import SyncWorker, truth
+from tests.support.sync import SyncWorker, expected_digest
 
 
 def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
@@ -27,15 +27,15 @@ def test_each_version_arrives_bitwise_equal(host: Host, source: str, mode: str, 
     connection = {"transports": [transport]}
     publishers = host.start_ranks("publisher", 2, mode=source, connection=connection)
     subscribers = host.start_ranks("subscriber", 2, dim=1, mode=mode, connection=connection)
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     for version in (3, 4, 9):
         *got, zero, one = step(publishers, subscribers, version)
         for worker, said in zip(subscribers, got, strict=True):
             assert (said["version"], said["is_dirty"]) == (version, False)
-            assert said["digests"] == truth(worker.task, version)
+            assert said["digests"] == expected_digest(worker.task, version)
             assert said["nbytes"] == sum(said["sources"].values()) == 6 * 64 * 96
             assert transport in said["path"]
-        members = {worker.said["joined"]["member"] for worker in subscribers}
+        members = {worker.events["joined"]["member"] for worker in subscribers}
         for said in (zero, one):
             assert set(said["committed"]) == (members if source == "live" else set())
             assert not said["late"] and not said["failed"]
@@ -43,10 +43,10 @@ def test_each_version_arrives_bitwise_equal(host: Host, source: str, mode: str, 
 
 def test_rank_0_waits_for_other_ranks(host: Host) -> None:
     zero = host.start_rank("publisher", rank=0, world_size=2, connection={"stall_s": 3.0})
-    zero.say_until("joined")
+    zero.wait_for("joined")
     zero.send("ranks")
     said = zero.result("ranks")
     assert said["error"] == "SourceStalled" and "ranks [1] of the publisher" in said["message"]
     one = host.start_rank("publisher", rank=1, world_size=2, connection={"stall_s": 3.0})
-    one.say_until("joined")
-    assert [worker.ask("ranks")["latest"] for worker in (zero, one)] == [-1, -1]
+    one.wait_for("joined")
+    assert [worker.call("ranks")["latest"] for worker in (zero, one)] == [-1, -1]

@@ -12,7 +12,7 @@ import torch
 from examples.rl.log_prob_check import log_prob_check
 from tests.integration.conftest import Host
 from tests.integration.sync.test_faults import hasty, holds, members
-from tests.support.sync import SyncWorker, truth
+from tests.support.sync import SyncWorker, expected_digest
 
 import penstock as ps
 
@@ -39,22 +39,22 @@ def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], versio
     said = [one.result("update") for one in subscribers]
     ends = [one.result(f"together {version}") for one in publishers]
     if any(end.get("outcome") == "pending" for end in ends):
-        ends = [one.ask("decision") for one in publishers]
+        ends = [one.call("decision") for one in publishers]
     return said + ends
 
 
 def keeps(worker: SyncWorker, version: int) -> None:
     """It serves this version, whole."""
-    said = worker.ask("digests")
+    said = worker.call("digests")
     assert (said["version"], said["is_dirty"], said["prepared"]) == (version, False, -1)
-    assert said["digests"] == truth(worker.task, version)
+    assert said["digests"] == expected_digest(worker.task, version)
 
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
     publishers = host.start_ranks("publisher", 2, mode=source, terms={"stragglers": "withdraw", "timeout_s": 8.0})
     subscribers = host.start_ranks("subscriber", 2, dim=1) + host.start_ranks("subscriber", 1, refuses=(2,))
-    publishers[0].ask("subscribers 3")
+    publishers[0].call("subscribers 3")
     *got, zero, one = together(publishers, subscribers, 1)
     for worker, said in zip(subscribers, got, strict=True):
         holds(worker, said, 1)
@@ -62,7 +62,7 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
     assert zero["outcome"] == one["outcome"] == "committed"
     # A replica refuses version 2: so does everyone, and each is told by which replica, and why.
     together(publishers, subscribers, 2)
-    why = f"refused by subscriber {subscribers[2].said['joined']['member'][:8]}: it is refused"
+    why = f"refused by subscriber {subscribers[2].events['joined']['member'][:8]}: it is refused"
     assert all(why in refused(worker, 2) for worker in subscribers)
     for one in publishers:
         said = one.result("together 2" if source == "live" else "decision")
@@ -70,10 +70,10 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
     for worker in subscribers:
         keeps(worker, 1)
         # Asked for by its number, it is refused again, and not read.
-        assert worker.ask("update 2")["error"] == "VersionRefused"
+        assert worker.call("update 2")["error"] == "VersionRefused"
     # One that joins now gets the version that is served, from those that serve it; never the withdrawn one.
     late = host.start_ranks("subscriber", 1)[0]
-    holds(late, late.ask("update"), 1)
+    holds(late, late.call("update"), 1)
     *got, zero, one = together(publishers, [*subscribers, late], 3)
     for worker, said in zip([*subscribers, late], got, strict=True):
         holds(worker, said, 3)
@@ -83,25 +83,25 @@ def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 1.5})
     subscribers = host.start_ranks("subscriber", 1)
     slow, direct = host.start_ranks("subscriber", 1)[0], host.start_ranks("subscriber", 1, mode="direct")[0]
-    publishers[0].ask("subscribers 3")
+    publishers[0].call("subscribers 3")
     begin(publishers, [*subscribers, direct], 1)
     holds(subscribers[0], subscribers[0].result("update"), 1)
     holds(direct, direct.result("update"), 1)  # it has no staging copy: it takes the version once that is decided
     publishers[0].result("together 1")
-    end = publishers[0].ask("decision")
+    end = publishers[0].call("decision")
     assert (set(end["committed"]), set(end["late"])) == (members(subscribers), members([slow]))
     assert set(end["failed"]) == members([direct])
-    holds(slow, slow.ask("update"), 1)
+    holds(slow, slow.call("update"), 1)
 
 
 def test_stalled_subscriber_withdraws_version(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, terms={"timeout_s": 1.0, "stragglers": "withdraw"})
     subscribers = host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)[0]
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     *_, zero = together(publishers, subscribers, 1)
     assert zero["error"] == "VersionRefused" and zero["message"].split(";")[0] in refused(subscribers[0], 1)
-    assert idle.said["joined"]["member"][:8] in zero["message"] and "before the deadline" in zero["message"]
+    assert idle.events["joined"]["member"][:8] in zero["message"] and "before the deadline" in zero["message"]
     # It signs off between prepare and commit, so that all that take part have prepared.
     begin(publishers, subscribers, 2)
     idle.process.stdin.close()
@@ -116,7 +116,7 @@ def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) 
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(4.0))
     subscribers = first + host.start_ranks("subscriber", 1, **hasty(4.0))
     idle = host.start_ranks("subscriber", 1)[0]  # waited for
-    publishers[0].ask("subscribers 3")
+    publishers[0].call("subscribers 3")
     begin(publishers, subscribers, 1)
     publishers[0].result("together 1")
     for one in subscribers:
@@ -130,7 +130,7 @@ def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) 
     publishers[0].kill(signal.SIGKILL)
     # The trainer comes back on other ranks, from its checkpoint: the version after the one that was withdrawn.
     again = host.start_ranks("publisher", 2, mode="snapshot")
-    again[0].ask("subscribers 3")
+    again[0].call("subscribers 3")
     *got, zero, _ = together(again, [*subscribers, idle], 2)
     for worker, said in zip([*subscribers, idle], got, strict=True):
         holds(worker, said, 2)
@@ -141,40 +141,40 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     """The dead rank 0 is listed with the version for a while, and the subscriber that plans in its place has not seen
     that it was withdrawn."""
     hub = host.start_rank("subscriber", name="other")
-    hub.say_until("joined")
+    hub.wait_for("joined")
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(4.0))
     subscriber, other = (host.start_ranks("subscriber", 1, **hasty(4.0))[0] for _ in range(2))
-    publishers[0].ask("subscribers 2")
-    publishers[0].ask("publish 1")
+    publishers[0].call("subscribers 2")
+    publishers[0].call("publish 1")
     for one in (subscriber, other):
-        holds(one, one.ask("update"), 1)
+        holds(one, one.call("update"), 1)
     # Both are sources of it when the publisher is gone.
     host.wait_for_versions([-1, 1, 1])
-    publishers[0].ask("together 2")
-    assert subscriber.ask("stage 2")["prepared"] == 2
+    publishers[0].call("together 2")
+    assert subscriber.call("stage 2")["prepared"] == 2
     publishers[0].kill(signal.SIGKILL)
-    assert subscriber.ask("commit")["error"] == "VersionRefused"
+    assert subscriber.call("commit")["error"] == "VersionRefused"
     for _ in range(2):
-        holds(subscriber, subscriber.ask("update"), 1)
+        holds(subscriber, subscriber.call("update"), 1)
     keeps(subscriber, 1)
 
 
 def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     publishers = host.start_ranks("publisher", 2, mode="snapshot", terms={"timeout_s": 30.0, "stragglers": "withdraw"})
     first, awaited = (host.start_ranks("subscriber", 1)[0] for _ in range(2))
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     begin(publishers, [first], 1)
     first.result("wait 1")
     joins = host.start_ranks("subscriber", 1)[0]
     joins.send("update 1")
     time.sleep(0.5)
-    assert "update done" not in first.said and "update 1 done" not in joins.said, "the decision waits for `awaited`"
-    holds(awaited, awaited.ask("update"), 1)
+    assert "update done" not in first.events and "update 1 done" not in joins.events, "the decision waits for `awaited`"
+    holds(awaited, awaited.call("update"), 1)
     holds(first, first.result("update"), 1)
     holds(joins, joins.result("update 1"), 1)
     for one in publishers:
         one.result("together 1")
-        assert set(one.ask("decision")["committed"]) >= members([first, awaited])
+        assert set(one.call("decision")["committed"]) >= members([first, awaited])
     # It counts from the next version on; another leaves, and does not.
     awaited.process.stdin.close()
     awaited.process.wait(20)
@@ -188,40 +188,40 @@ def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
     first = host.start_ranks("subscriber", 1)  # hosts the hub
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 2.0})
     slow = host.start_ranks("subscriber", 1)[0]
-    publishers[0].ask("subscribers 2")
-    publishers[0].ask("together 1")
+    publishers[0].call("subscribers 2")
+    publishers[0].call("together 1")
     for one in (*first, slow):
-        one.ask("wait 1")
-        assert one.ask("stage 1")["prepared"] == 1
-    assert publishers[0].ask("decision")["outcome"] == "committed"
+        one.call("wait 1")
+        assert one.call("stage 1")["prepared"] == 1
+    assert publishers[0].call("decision")["outcome"] == "committed"
     publishers[0].kill(signal.SIGKILL)
     for one in (*first, slow):
-        holds(one, one.ask("commit"), 1)
+        holds(one, one.call("commit"), 1)
 
 
 def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     hub = host.start_rank("subscriber", name="other")  # hosts the hub
-    hub.say_until("joined")
+    hub.wait_for("joined")
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(3.0))
     subscriber, idle = (host.start_ranks("subscriber", 1, **hasty(3.0))[0] for _ in range(2))
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     begin(publishers, [subscriber, idle], 1)
     for one in (subscriber, idle):
         holds(one, one.result("update"), 1)
     publishers[0].result("together 1")
-    publishers[0].ask("together 2")
-    subscriber.ask("wait 2")
-    subscriber.ask("stage 2")
+    publishers[0].call("together 2")
+    subscriber.call("wait 2")
+    subscriber.call("stage 2")
     hub.kill(signal.SIGSTOP)
     publishers[0].kill(signal.SIGKILL)
-    said = subscriber.ask("commit")
+    said = subscriber.call("commit")
     assert said["error"] == "SourceStalled" and "could not be learned" in said["message"], said
-    after = subscriber.ask("digests")
+    after = subscriber.call("digests")
     assert (after["version"], after["prepared"]) == (1, 2)
     hub.kill(signal.SIGCONT)
     # A hub that came up meanwhile has no record, and first hears all members: the same answer until then.
-    while (said := subscriber.ask("commit"))["error"] == "SourceStalled":
-        keeps_staged = subscriber.ask("digests")
+    while (said := subscriber.call("commit"))["error"] == "SourceStalled":
+        keeps_staged = subscriber.call("digests")
         assert (keeps_staged["version"], keeps_staged["prepared"]) == (1, 2)
     assert said["error"] == "VersionRefused"
     keeps(subscriber, 1)
@@ -231,16 +231,16 @@ def test_status_shows_serving_version_per_member(host: Host, monkeypatch: pytest
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(host.directory))
     publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 20.0})
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
-    publishers[0].ask("subscribers 2")
+    publishers[0].call("subscribers 2")
     together(publishers, subscribers, 1)
-    publishers[0].ask("together 2")
-    subscribers[0].ask("wait 2")
-    subscribers[0].ask("stage 2")
+    publishers[0].call("together 2")
+    subscribers[0].call("wait 2")
+    subscribers[0].call("stage 2")
 
     def states() -> dict[str, Any]:
         return {member.member: member.syncs[0] for member in ps.hub.status().members if member.syncs}
 
-    first, second, zero = (worker.said["joined"]["member"] for worker in (*subscribers, *publishers))
+    first, second, zero = (worker.events["joined"]["member"] for worker in (*subscribers, *publishers))
     deadline = time.monotonic() + 10.0
     while states()[first].prepared != 2 and time.monotonic() < deadline:
         time.sleep(0.05)

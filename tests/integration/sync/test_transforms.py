@@ -32,7 +32,7 @@ def test_each_version_matches_whole_quantised_model(host: Host, source: str, kee
     mine = publishers(host, mode=source, options={"keep_plain": keep_plain})
     theirs = subscribers(host, mode=mode)
     plain = host.start_ranks("subscriber", 1, **SHAPE) if keep_plain else []
-    mine[0].ask(f"subscribers {2 + len(plain)}")
+    mine[0].call(f"subscribers {2 + len(plain)}")
     for version in (1, 2, 5):
         said = step(mine, theirs + plain, version)
         for worker, one in zip(theirs + plain, said, strict=False):
@@ -51,7 +51,7 @@ def test_shards_inside_block_are_exchanged(host: Host, source: str) -> None:
     """Of five, the second and fourth begin no block: they give elements to the others, and nothing to receivers."""
     mine = publishers(host, 5, mode=source, options={"keep_plain": False})
     theirs = subscribers(host)
-    mine[0].ask("subscribers 2")
+    mine[0].call("subscribers 2")
     for version in (1, 2):
         said = step(mine, theirs, version)
         for worker, one in zip(theirs, said, strict=False):
@@ -65,7 +65,7 @@ def test_master_weights_are_cast(host: Host) -> None:
     shape = SHAPE | {"dtype": "float32"}
     mine = host.start_ranks("publisher", 2, options={"transforms": "cast:BF16"}, **shape)
     theirs = host.start_ranks("subscriber", 2, dim=1, tag="cast:BF16", **shape)
-    mine[0].ask("subscribers 2")
+    mine[0].call("subscribers 2")
     *got, zero, one = step(mine, theirs, 1)
     for worker, said in zip(theirs, got, strict=True):
         holds(worker, said, 1)
@@ -76,8 +76,8 @@ def test_master_weights_are_cast(host: Host) -> None:
 def test_unoffered_tag_is_refused(host: Host) -> None:
     mine = publishers(host, 1, mode="snapshot")
     other = host.start_ranks("subscriber", 1, tag="fp8-channel", **SHAPE)
-    mine[0].ask("publish 1")
-    said = other[0].ask("update")
+    mine[0].call("publish 1")
+    said = other[0].call("update")
     assert said["error"] == "PlanError"
     assert TAG in said["message"]
 
@@ -99,10 +99,10 @@ def test_rank_killed_during_exchange_fails_version(host: Host, source: str, lost
         for rank in range(3)
     ]
     for one in mine:
-        one.say_until("joined")
+        one.wait_for("joined")
     theirs = subscribers(host)
-    before = [one.ask("digests")["digests"] for one in theirs]
-    mine[0].ask("subscribers 2")
+    before = [one.call("digests")["digests"] for one in theirs]
+    mine[0].call("subscribers 2")
     for one in mine:
         one.send("publish 1")
     for one in theirs:
@@ -116,5 +116,5 @@ def test_rank_killed_during_exchange_fails_version(host: Host, source: str, lost
         said = worker.result("update")
         assert "error" in said, said
         assert not said["mutated"]
-        now = worker.ask("digests")
+        now = worker.call("digests")
         assert (now["version"], now["is_dirty"], now["digests"]) == (-1, False, old)

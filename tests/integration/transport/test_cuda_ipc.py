@@ -158,7 +158,7 @@ def test_fence_during_read_is_detected(reader, holder) -> None:
     assert reader.driver.num_opened == 1  # the memory is the same
     assert reader.read(holder.descriptor) == pattern(NBYTES, 2)
     assert reader.driver.num_opened == 1
-    holder.ask("close")
+    holder.call("close")
     reader.transport.sweep()
     assert reader.driver.num_opened == 0
 

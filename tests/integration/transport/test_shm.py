@@ -60,7 +60,7 @@ def test_fence_in_holder_process_is_detected(reader, holder) -> None:
     assert not caught.value.mutated
     with pytest.raises(StaleDescriptor):
         read(reader, old)
-    holder.ask("close")
+    holder.call("close")
     with pytest.raises(StaleDescriptor):
         read(reader, holder.descriptor)
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 from typer.testing import CliRunner
 
 from penstock.cli.main import app
@@ -61,7 +61,7 @@ def test_invalid_cluster_raises_config_error(tmp_path: Path) -> None:
             CliRunner().invoke(app, ["simulate", "fetch", "--cluster", name], catch_exceptions=False)
 
 
-@drill
+@long_running
 def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     file = tmp_path / "rates.json"
     run("doctor", "--calibrate", str(file))

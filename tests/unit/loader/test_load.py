@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import safe_open as theirs_open
 from safetensors.torch import load_file, save_file
-from tests.truth import assert_same, bits, by_safetensors
+from tests.support.compare import assert_same, bits, by_safetensors
 
 import penstock
 from penstock.testing.checkpoints import every_dtype, write_llama, write_moe

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.truth import own_threads
+from tests.support.compare import own_threads
 
 import penstock
 from penstock.config import Settings

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from tests.support.drills import drill
+from tests.support.long_running import long_running
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -27,7 +27,7 @@ for tag in sys.argv[1:]:
 TAGS = [
     ["cast:BF16", "cast:F8_E5M2", "mxfp8", "mxfp8-floor", "nvfp4"],
     ["fp8-block128", "fp8-block1x128-ue8m0"],
-    pytest.param(["fp8-channel"], marks=drill),
+    pytest.param(["fp8-channel"], marks=long_running),
 ]
 
 

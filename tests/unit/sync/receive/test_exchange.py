@@ -87,12 +87,12 @@ def trainer(stack: ExitStack, directory: Path, **options: Any) -> tuple[SyncTask
         **options,
     )
     worker = stack.enter_context(SyncWorker(task))
-    worker.say_until("joined", timeout_s=90)
+    worker.wait_for("joined", timeout_s=90)
     return task, worker
 
 
 def publish(worker: SyncWorker, version: int) -> None:
-    assert "error" not in worker.ask(f"publish {version}", timeout_s=90)
+    assert "error" not in worker.call(f"publish {version}", timeout_s=90)
 
 
 @pytest.mark.parametrize("serve", [True, False])

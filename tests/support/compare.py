@@ -1,4 +1,4 @@
-"""What several tests compare with: tensors as safetensors itself reads them, bit for bit; and what a load may leave."""
+"""Compare tensors bit for bit with those that safetensors reads, and list the threads that a load left running."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from safetensors.torch import load_file
 
 
 def by_safetensors(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of the directory's files, by the format's own reader."""
+    """Read every tensor in the files of a directory with the safetensors library."""
     return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
 def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """Dtype, shape and bytes: equal only if everything is."""
+    """Return dtype, shape and bytes of a tensor, to compare all three at once."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return str(tensor.dtype), tuple(tensor.shape), flat.numpy().tobytes()
 
 
 def all_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The same of every tensor in a few characters, to be sent between processes."""
+    """Return a short text per tensor that stands for its dtype, shape and bytes. Processes exchange these texts."""
     return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 
@@ -33,12 +33,12 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], *, device: str = "cpu") -> None:
-    """The same names, dtypes, shapes and bytes; `found` all on `device`."""
+    """Assert equal names, dtypes, shapes and bytes, and that every tensor in `found` is on `device`."""
     assert sorted(found) == sorted(wanted)
     assert {str(tensor.device) for tensor in found.values()} <= {device}
     assert [name for name in wanted if bits(found[name]) != bits(wanted[name])] == []
 
 
 def own_threads() -> list[str]:
-    """Threads of Penstock's that run now."""
+    """Return the names of Penstock's running threads."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
