@@ -1,6 +1,7 @@
 """An adapter for an engine that Penstock has never seen: weights at start, and updates from a trainer.
 
-docs/spi.md explains it. The engine is made up and stands at the end. Run it on any machine: python engine_adapter.py
+docs/extend/spi.md explains it. The engine is made up and stands at the end.
+Run it on any machine: python engine_adapter.py
 """
 
 import tempfile

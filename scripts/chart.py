@@ -1,8 +1,7 @@
-"""Draw the chart of the README: five measured rows as SVG, in a light and a dark version.
+"""Draw the chart of the README and write its table: five measured rows, each from one run on one machine.
 
-In: the `.jsonl` files that the benchmarks wrote. Out: `chart-light.svg` and `chart-dark.svg` in `docs/assets`; with
-`--check` exit 1 if they differ from what would be drawn.
-Not here: the measurements (`benchmarks/`), the tables (`docs/benchmarks.md`).
+The rows come from the `.jsonl` files that the benchmarks wrote. The chart is `chart-light.svg` and `chart-dark.svg` in
+`docs/assets`. With `--check` the script changes nothing, and exits with 1 if a picture or the README's table differs.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "assets"
+README = ROOT / "README.md"
 WIDTH, ROW, TOP, LABEL, BAR = 980, 74, 46, 330, 300
 """Pixels: the picture, a row, the head, the labels' column, the longest bar."""
 
@@ -36,12 +36,13 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A task, done by Penstock and by an alternative, in the same run where `other` does not say otherwise."""
+    """A task that Penstock and the best other tool did in the same run."""
 
     work: str
     where: str
     penstock: Timing
     other: Timing
+    page: str
 
 
 def timing(name: str, seconds: Iterable[float]) -> Timing:
@@ -61,8 +62,49 @@ def slowest_rank(answers: Sequence[dict[str, Any]], field: str) -> float:
     return max(float(answer[field]) for answer in answers)
 
 
+def from_pretrained_row() -> Row:
+    """Return a model of transformers from a hub, with and without Penstock."""
+    lines = {line["row"]: line for line in records("h200x1_202611/from_pretrained.jsonl")}
+
+    def found(name: str, row: str) -> Timing:
+        line = lines[row]
+        low_s, high_s = line["spread_s"]
+        return Timing(name=name, median_s=line["median_s"], low_s=low_s, high_s=high_s, num=line["n"])
+
+    return Row(
+        work="from_pretrained: 4.3 GB from a hub",
+        where="1 x H200, empty local cache",
+        penstock=found("Penstock", "transformers, hub, penstock"),
+        other=found("transformers alone", "transformers, hub, stock"),
+        page="h200x1_202611/from_pretrained.md",
+    )
+
+
+def load_row() -> Row:
+    """Return a load from memory to a GPU, beside the fastest other loader, in the newest run of both."""
+    runs: list[list[dict[str, Any]]] = []
+    for line in records("h200x1_202611/load.jsonl"):
+        if "machine" in line:
+            runs.append([])
+        else:
+            runs[-1].append(line)
+
+    def seconds(run: Sequence[dict[str, Any]], loader: str) -> list[float]:
+        same = [line for line in run if line["row"] == "a" and line["loader"] == loader and line["nbytes"] < 15e9]
+        return [line["seconds"] for line in same]
+
+    newest = [run for run in runs if seconds(run, "penstock") and seconds(run, "instanttensor")][-1]
+    return Row(
+        work="Load: 14 GB into one GPU",
+        where="1 x H200, from tmpfs",
+        penstock=timing("Penstock", seconds(newest, "penstock")),
+        other=timing("InstantTensor", seconds(newest, "instanttensor")),
+        page="h200x1_202611/load.md",
+    )
+
+
 def cold_row() -> Row:
-    """Return four workers that start at once: a fetch together, beside a load by each."""
+    """Return four workers that start at once, as a fleet and each by itself."""
     lines = records("h200x4_202611/fetch-cold.jsonl")
     fetches = [slowest_rank(line["said"], "wall_s") for line in lines if "'fallback'" in line["arguments"]]
     loads = [
@@ -71,90 +113,75 @@ def cold_row() -> Row:
         if line["asked"] == "load" and len(line["ranks"]) == 4 and "part" not in line["arguments"]
     ]
     return Row(
-        work="Cold start: 31 GB to each of 4 GPUs",
-        where="4 x H200, from tmpfs, every byte verified",
-        penstock=timing("penstock fetch", fetches),
-        other=timing("4 separate loads", loads),
+        work="Cold start: 31 GB into each of 4 GPUs",
+        where="4 x H200, from tmpfs",
+        penstock=timing("Penstock fleet", fetches),
+        other=timing("four separate loads", loads),
+        page="h200x4_202611/fetch.md",
     )
 
 
-def fetch_row() -> Row:
-    """Return one holder to three receivers, beside NCCL's broadcast."""
-    lines = records("h200x4_202611/fetch-to-three.jsonl")
-    # The first fetch of a process connects to its peers.
-    fetches = [slowest_rank(line["said"], "wall_s") for line in lines if line["asked"] == "fetch"][1:]
-    # NCCL was not measured again since an earlier run.
-    earlier = records("h200x4_202611/fetch.jsonl")
-    ranks = next(line["said"] for line in earlier if line.get("asked") == "broadcast")
-    broadcasts = [max(times) for times in zip(*ranks, strict=True)]
-    return Row(
-        work="Fetch: 60 GB from 1 GPU to 3 others",
-        where="4 x H200, NVLink",
-        penstock=timing("penstock, verified", fetches),
-        other=timing("NCCL broadcast, not verified, an earlier run", broadcasts),
-    )
-
-
-def sync_row(work: str, ours: str, theirs: str, other: str) -> Row:
+def sync_row() -> Row:
     """Return a version from two trainer ranks to two inference ranks, beside NCCL's broadcast."""
     lines = {line.get("row"): line for line in records("h200x4_202611/sync.jsonl")}
     return Row(
-        work=work,
-        where="4 x H200, NVLink, 2 trainers to 2 engines",
-        penstock=timing("penstock, verified", [version["wall_s"] for version in lines[ours]["steady"]]),
-        other=timing(other, lines[theirs]["seconds"]),
+        work="Sync: 64 GB from trainer to engine",
+        where="4 x H200, NVLink, 2 ranks to 2 ranks",
+        penstock=timing("Penstock", [version["wall_s"] for version in lines["llama, live, direct"]["steady"]]),
+        other=timing("NCCL broadcast", lines["broadcast llama packed"]["seconds"]),
+        page="h200x4_202611/sync.md",
     )
 
 
 def convert_row() -> Row:
-    """Return a quantisation on four GPUs, beside a torch script on one."""
+    """Return a merge of three checkpoints, beside a script of PyTorch."""
+    lines = {line["case"]: line for line in records("h200x1_202611/convert.jsonl")}
 
-    def last(name: str, case: str) -> dict[str, Any]:
-        """Return the last record of a case."""
-        return [line for line in records(name) if (line["work"], line["case"]) == ("fp8-block128", case)][-1]
+    def found(name: str, case: str) -> Timing:
+        line = lines[case]
+        return Timing(name=name, median_s=line["seconds"], low_s=line["low"], high_s=line["high"], num=line["num"])
 
-    both = [
-        Timing(name=name, median_s=line["seconds"], low_s=line["low"], high_s=line["high"], num=line["num"])
-        for name, line in (
-            ("penstock, 4 GPUs", last("h200x4_202611/convert.jsonl", "penstock")),
-            # Of a run on two: the script had a part of the bytes in the other.
-            ("torch script, 1 GPU, an earlier run", last("h200x2_202611/convert.jsonl", "torch script")),
-        )
-    ]
-    return Row(work="Convert: 69 GB BF16 to FP8", where="4 x H200, tmpfs", penstock=both[0], other=both[1])
+    return Row(
+        work="Convert: merge three models, 51 GB",
+        where="1 x H200, tmpfs to tmpfs",
+        penstock=found("Penstock", "penstock"),
+        other=found("PyTorch script", "torch script"),
+        page="h200x1_202611/convert.md",
+    )
 
 
 def rows() -> list[Row]:
-    """Return the rows of the chart."""
-    return [
-        cold_row(),
-        fetch_row(),
-        sync_row(
-            "Sync: 64 GB BF16, live", "llama, live, direct", "broadcast llama packed", "NCCL broadcast, not verified"
-        ),
-        sync_row(
-            "Sync: 32 GB in 30,000 expert tensors",
-            "moe, live, direct",
-            "broadcast moe packed",
-            "NCCL broadcast, packed, not verified",
-        ),
-        convert_row(),
-    ]
+    """Return the rows of the chart and of the table."""
+    return [from_pretrained_row(), load_row(), cold_row(), sync_row(), convert_row()]
 
 
-def seconds(value: float) -> str:
+def duration(value: float) -> str:
     """Return a time as text, with one unit."""
-    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+    if value < 0.25:
+        return f"{value * 1000:.0f} ms"
+    return f"{value:.2f} s" if value < 9.995 else f"{value:.1f} s"
+
+
+def table(found: Sequence[Row]) -> str:
+    """Return the README's table: one number for Penstock, one for the other tool, one ratio, one link."""
+    lines = ["| work | Penstock | fastest alternative | times as fast | results |", "|---|---|---|---|---|"]
+    for row in found:
+        ratio = row.other.median_s / row.penstock.median_s
+        lines.append(
+            f"| {row.work} | {duration(row.penstock.median_s)} | {row.other.name}: {duration(row.other.median_s)} "
+            f"| {ratio:.1f} | [{row.where}](benchmarks/results/{row.page}) |"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def draw(found: Sequence[Row], *, ink: str, faint: str, ours: str, theirs: str) -> str:
-    """Return the picture. The bars of a row share a scale; rows do not."""
+    """Return the picture. The bars of a row share a scale, and rows do not."""
     height = TOP + ROW * len(found) + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="13">',
-        "<title>Seconds, lower is better; median, lowest and highest of each run</title>",
-        f'<text x="0" y="20" fill="{ink}" font-size="15" font-weight="600">Seconds, lower is better</text>',
+        "<title>Time, lower is better; median, lowest and highest of each run</title>",
+        f'<text x="0" y="20" fill="{ink}" font-size="15" font-weight="600">Time, lower is better</text>',
         f'<text x="{LABEL}" y="20" fill="{faint}">bar: median; line: lowest to highest; own scale for each row</text>',
     ]
     for index, row in enumerate(found):
@@ -167,7 +194,7 @@ def draw(found: Sequence[Row], *, ink: str, faint: str, ours: str, theirs: str) 
             low, high = (LABEL + value / longest * BAR for value in (bar.low_s, bar.high_s))
             parts.append(f'<rect x="{LABEL}" y="{top}" width="{width:.1f}" height="18" rx="2" fill="{colour}"/>')
             parts.append(f'<path d="M{low:.1f} {top + 9}H{high:.1f}" stroke="{ink}" stroke-width="1.5"/>')
-            text = f"{seconds(bar.median_s)}  {bar.name} (n={bar.num})"
+            text = f"{duration(bar.median_s)}  {bar.name} (n={bar.num})"
             parts.append(
                 f'<text x="{max(high, LABEL + width) + 8:.1f}" y="{top + 14}" fill="{ink}">{escape(text)}</text>'
             )
@@ -175,7 +202,7 @@ def draw(found: Sequence[Row], *, ink: str, faint: str, ours: str, theirs: str) 
 
 
 def main() -> int:
-    """Write or check both versions."""
+    """Write or check both pictures, and print or check the table."""
     found = rows()
     pictures = {
         "chart-light.svg": draw(found, ink="#1f2328", faint="#59636e", ours="#0d9488", theirs="#afb8c1"),
@@ -185,12 +212,14 @@ def main() -> int:
         stale = [name for name, text in pictures.items() if (TARGET / name).read_text(encoding="utf-8") != text]
         for name in stale:
             print(f"docs/assets/{name} differs from the results: run python scripts/chart.py", file=sys.stderr)
+        if table(found) not in README.read_text(encoding="utf-8"):
+            print("the table in README.md differs from the results: run python scripts/chart.py", file=sys.stderr)
+            return 1
         return int(bool(stale))
     TARGET.mkdir(parents=True, exist_ok=True)
     for name, text in pictures.items():
         (TARGET / name).write_text(text, encoding="utf-8")
-    for row in found:
-        print(f"{row.work}: {seconds(row.penstock.median_s)} beside {seconds(row.other.median_s)} ({row.other.name})")
+    print(table(found), end="")
     return 0
 
 

@@ -71,6 +71,7 @@ def page_of(path: Path) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Point links at the pages generated for files of the repository."""
     uri = page.file.src_uri
+    page.meta.setdefault("search", search_rank(uri))
     # A generated page stands in the site where its file does not stand in the repository.
     origin = ROOT / uri.removeprefix("repository/") if uri.startswith("repository/") else ROOT / "docs" / uri
 
@@ -88,6 +89,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     text = re.sub(r"^<!-- not run: .* -->\n", "", text, flags=re.M)
     _texts[uri] = text
     return text
+
+
+def search_rank(uri: str) -> dict[str, float | bool]:
+    """Return how the search ranks a page: guides first, reference pages below, source files not at all."""
+    if uri.startswith("repository/"):
+        return {"boost": 0.3} if uri.removeprefix("repository/") in GENERATED else {"exclude": True}
+    if uri.startswith(("reference/api", "reference/commands", "design/")):
+        return {"boost": 0.3}
+    return {"boost": 1.0 if uri.startswith(("reference/", "background/")) else 2.0}
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:

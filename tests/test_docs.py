@@ -139,7 +139,7 @@ def test_chart_matches_results() -> None:
 
 
 def test_every_error_is_documented() -> None:
-    page = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     for name, value in vars(errors).items():
         if isinstance(value, type) and issubclass(value, errors.PenstockError) and value is not errors.PenstockError:
             first = (value.__doc__ or "").splitlines()[0]
@@ -148,7 +148,7 @@ def test_every_error_is_documented() -> None:
 
 @pytest.mark.parametrize("report", [ps.PublishReport, ps.UpdateReport])
 def test_every_sync_report_field_is_documented(report: type) -> None:
-    page = (ROOT / "docs" / "sync.md").read_text(encoding="utf-8").partition("## How to read the reports")[2]
+    page = (ROOT / "docs" / "train" / "sync.md").read_text(encoding="utf-8").partition("## How to read the reports")[2]
     assert [field.name for field in dataclasses.fields(report) if f"`{field.name}`" not in page] == []
 
 
@@ -166,5 +166,5 @@ def test_every_command_option_and_variable_is_documented() -> None:
                     assert not option.startswith("--") or f"`{option}" in page, f"{prefix}{name} {option}"
 
     walk(typer.main.get_command(app), "")
-    tuning = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    tuning = (ROOT / "docs" / "operate" / "tuning.md").read_text(encoding="utf-8")
     assert [name for name, _, _ in environment({}) if f"`{name}`" not in tuning] == []

@@ -1,4 +1,4 @@
-"""Every promise of `docs/security.md` and `docs/failure-model.md` names a test that holds it, and the test exists."""
+"""Every promise of the pages on security and on failures names a test that holds it, and the test exists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "docs" / "security.md", ROOT / "docs" / "failure-model.md"]
+PAGES = [ROOT / "docs" / "operate" / "security.md", ROOT / "docs" / "operate" / "failure-model.md"]
 HEADING = "## Promises and their tests"
 NAMED = re.compile(r"`([\w/]+\.py)::(test_\w+)`")
 

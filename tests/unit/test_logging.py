@@ -30,7 +30,7 @@ def test_every_logger_is_under_penstock_and_documented() -> None:
     # The handlers of `vllm` and the level of `sglang` are looked at. `penstock storage-initializer` shows all of this
     # package's messages.
     assert {name for name in texts if not name.startswith("penstock.")} == {"vllm", "sglang", "penstock"}
-    docs = (ROOT / "docs" / "tuning.md").read_text(encoding="utf-8")
+    docs = (ROOT / "docs" / "operate" / "tuning.md").read_text(encoding="utf-8")
     documented = texts - {"vllm", "sglang", "penstock", "penstock.hub.parser"}
     assert [name for name in sorted(documented | {LOGGER}) if f"`{name}`" not in docs] == []
 

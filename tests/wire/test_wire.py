@@ -1,7 +1,7 @@
 """The bytes of every message between processes are frozen: today's code writes them, and reads them.
 
 A change of a class's name or place changes a line of `messages.TABLE` and no fixture. A change of a message on purpose
-(a field with a default, see docs/upgrade.md) deletes its entry from `fixtures` and records it again:
+(a field with a default, see docs/operate/upgrade.md) deletes its entry from `fixtures` and records it again:
 `python -m tests.wire.record`. The reviewer then sees the bytes before and after.
 """
 

@@ -506,7 +506,7 @@ def test_documented_page_runs(
 ) -> None:
     write_llama(tmp_path / "llama", num_layers=1, hidden=64, vocab=256, fp8=False, shards=2)
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).parents[3] / "docs" / "dcp.md"
+    page = Path(__file__).parents[3] / "docs" / "train" / "dcp.md"
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S):
         exec(compile(block, str(page), "exec"), names)

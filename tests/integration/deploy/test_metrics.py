@@ -418,7 +418,7 @@ def test_forked_child_does_not_own_endpoint(endpoint: ps.telemetry.MetricsEndpoi
 
 
 def test_page_lists_every_metric() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "operate" / "metrics.md").read_text(encoding="utf-8")
     of_processes = text.partition("## The metrics of a process")[2].partition("\n## ")[0]
     rows = [line for line in of_processes.splitlines() if line.startswith("| `penstock_")]
     assert rows == [
@@ -434,7 +434,7 @@ def test_page_lists_every_metric() -> None:
 
 
 def test_page_lists_every_alert() -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "operate" / "metrics.md").read_text(encoding="utf-8")
     rules = (ROOT / "deploy" / "prometheus" / "penstock.rules.yml").read_text(encoding="utf-8")
     alerts = re.findall(r"- alert: (\w+)\n(?:.*\n)+?.*severity: (\w+)", rules)
     assert re.findall(r"^\| `(Penstock\w+)` \| (\w+) \|", text, re.M) == alerts

@@ -1,7 +1,7 @@
 """Processes of the previous release and of this one in one fleet: fetch, sync, keepers, hubs, upgraded in any order.
 
 The previous release is installed from the repository's history into an environment of its own: see `PREVIOUS` in
-`tests.support.releases`, and docs/upgrade.md for the promise. A failure means that a changed message broke it:
+`tests.support.releases`, and docs/operate/upgrade.md for the promise. A failure means that a changed message broke it:
 add fields with defaults, and keep what the previous release sends and reads.
 """
 

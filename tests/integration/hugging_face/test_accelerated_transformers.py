@@ -268,7 +268,7 @@ def test_repository_uri_is_loaded(hub: HuggingFaceServer, models: dict[str, Path
 def test_documented_example_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = Path(__file__).parents[3] / "docs" / "from-pretrained.md"
+    page = Path(__file__).parents[3] / "docs" / "serve" / "from-pretrained.md"
     example = page.read_text().partition("```python\n")[2].partition("```")[0]
     save_llama(tmp_path / "llama")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,7 @@
-"""The example of an adapter keeps the rules of docs/spi.md; tests/integration/deploy/test_examples.py runs it whole."""
+"""The example of an adapter keeps the rules of docs/extend/spi.md.
+
+`tests/integration/deploy/test_examples.py` runs the example itself.
+"""
 
 from __future__ import annotations
 

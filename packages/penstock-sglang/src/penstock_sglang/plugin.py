@@ -100,7 +100,7 @@ def _add_load_format() -> None:
     if __version__ not in VERSIONS:
         raise ConfigError(
             f"penstock_sglang.plugin was not tried with SGLang {__version__}",
-            hint=f"install one of {list(VERSIONS)}, or use --load-format runai_streamer (docs/sglang.md)",
+            hint=f"install one of {list(VERSIONS)}, or use --load-format runai_streamer (docs/serve/sglang.md)",
         )
     from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook

@@ -108,7 +108,9 @@ class Settings:
     memory_bytes: int = _env(
         "PENSTOCK_MEMORY_BYTES", parse_bytes, 256 * MIB, "host memory that one load uses for staging, in bytes"
     )
-    chunk_bytes: int = _env("PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "bytes in one read; see docs/tuning.md")
+    chunk_bytes: int = _env(
+        "PENSTOCK_CHUNK_BYTES", parse_bytes, 8 * MIB, "bytes in one read; see docs/operate/tuning.md"
+    )
     fetch_threads: int = _env(
         "PENSTOCK_FETCH_THREADS", int, 0, "number of reading threads; 0: chosen by source and cores"
     )
@@ -207,7 +209,7 @@ def _parse(name: str, parse: Callable[[str], Any], text: str) -> Any:
         raise ConfigError(f"environment variable {name}: {error.message}", hint=error.hint) from error
     except ValueError as error:
         message = f"environment variable {name}={text!r} does not parse: {error}"
-        raise ConfigError(message, hint="see its allowed values in docs/tuning.md") from error
+        raise ConfigError(message, hint="see its allowed values in docs/operate/tuning.md") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

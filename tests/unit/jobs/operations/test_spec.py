@@ -27,7 +27,7 @@ def test_unknown_operation_error_lists_all(name: str) -> None:
     for ask in (lambda: maker_of(name), lambda: operation_of([{"op": name}]), lambda: operation_spec(name)):
         with pytest.raises(ConfigError, match="no operation is called") as caught:
             ask()
-        assert ", ".join(usages()) in str(caught.value.hint) and "docs/convert.md" in str(caught.value.hint)
+        assert ", ".join(usages()) in str(caught.value.hint) and "docs/convert/convert.md" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

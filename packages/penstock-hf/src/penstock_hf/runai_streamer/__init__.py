@@ -1,7 +1,8 @@
 """Penstock's implementation of the names and signatures of Run:ai Model Streamer.
 
 Import `penstock_hf.runai_streamer` instead of `runai_model_streamer`. Or call `install()` before an engine is imported,
-so that the engine's own import finds this package. docs/engines.md lists the differences. Run:ai's native library and
+so that the engine's own import finds this package. docs/serve/runai.md lists the differences.
+Run:ai's native library and
 the settings of its buffers are not part of it.
 """
 

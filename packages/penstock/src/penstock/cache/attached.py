@@ -218,8 +218,8 @@ def attach(
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
         revision: only this revision, or a unique prefix of it; None: the one that is kept.
         verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
-            takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/keeper.md. False: trust the keeper,
-            which verified every chunk on arrival and checks one again with each heartbeat.
+            takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/serve/weight-cache.md. False: trust
+            the keeper, which verified every chunk on arrival and checks one again with each heartbeat.
         timeout_s: seconds to wait for a keeper that is not running or still loads. A hub that moves to another process
             takes half of the default. A model in another tier is waited for as long as the keeper is bringing it back.
 

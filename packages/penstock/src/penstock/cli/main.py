@@ -136,7 +136,7 @@ def _add_commands() -> None:
 _add_commands()
 
 
-# The numbers are documented in docs/errors.md and pinned by tests: scripts branch on them.
+# The numbers are documented in docs/reference/errors.md and pinned by tests: scripts branch on them.
 def exit_code(error: PenstockError) -> int:
     """Return the exit code of an error: wrong usage, or whether the destination was touched."""
     if isinstance(error, ConfigError):

@@ -246,7 +246,7 @@ Operations = Annotated[
     option(
         "--op",
         "OP",
-        "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.md.",
+        "average, linear:weights=0.3,0.7, lora-merge, module:function, ...; may be repeated. See docs/convert.",
     ),
 ]
 Force = Annotated[

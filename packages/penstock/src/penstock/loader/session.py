@@ -49,7 +49,7 @@ from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
 from penstock.waits import start_thread
 
 MIN_CHUNK_BYTES = 64 << 10
-"""Below this a read costs more in system calls and Python than in bytes. Source: docs/tuning.md."""
+"""Below this a read costs more in system calls and Python than in bytes. Source: docs/operate/tuning.md."""
 
 PAGE_BYTES = 4096
 """Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""

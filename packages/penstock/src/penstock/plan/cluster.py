@@ -240,8 +240,8 @@ CPU_RATES = Rates(
 
 _HOPPER = "400 Gb/s a GPU; NVLink and PCIe: benchmarks/results/h200x2_202611/transport.md, h200x1_202611/load.md"
 STORAGE_GB_PER_S = 3.4
-"""Assumed rate at which a node reads from storage if the cluster does not name a rate. Source: docs/benchmarks.md, 14
-GB from a cold disk in 4.1 s."""
+"""Assumed rate at which a node reads from storage if the cluster does not name a rate.
+Source: benchmarks/results/h200x1_202611/load-history.md, 14 GB from a cold disk in 4.1 s."""
 
 CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
     "h200": (

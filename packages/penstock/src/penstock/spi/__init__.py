@@ -1,4 +1,4 @@
-"""What an adapter for an engine, a trainer or a library may use besides the public names: docs/spi.md."""
+"""What an adapter for an engine, a trainer or a library may use besides the public names: docs/extend/spi.md."""
 
 from penstock.exports import SPI, lazily
 

@@ -146,7 +146,7 @@ def operation_spec(text: str) -> dict[str, Any]:
     for part in rest.split(";") if rest else ():
         key, equals, value = part.partition("=")
         if not equals:
-            hint = f"it takes {usage(name)}; see docs/convert.md"
+            hint = f"it takes {usage(name)}; see docs/convert/convert.md"
             raise ConfigError(f"{part!r} of {text!r} is not key=value", hint=hint)
         spec[key] = [_value(item) for item in value.split(",")] if "," in value else _value(value)
     return spec
@@ -195,7 +195,7 @@ def is_operation(name: str) -> bool:
 def maker_of(name: str) -> Callable[..., Operation]:
     """Return the class or function that makes this operation. ConfigError: there is no operation of this name."""
     if name not in _MADE_BY:
-        hint = f"one of {', '.join(usages())}; see docs/convert.md"
+        hint = f"one of {', '.join(usages())}; see docs/convert/convert.md"
         # The nearest name first: the list is long, and a mistyped name is the usual cause.
         if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MADE_BY, n=1, cutoff=0.75):
             hint = f"did you mean {near[0]!r}? It is {hint}"
@@ -262,7 +262,7 @@ def stored_as(to: str) -> OperationSpec:
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:
     """Make a `Rename`. ConfigError unless the rules are pairs."""
     if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
-        raise ConfigError("rename: rules are pairs of a pattern and a replacement", hint="see docs/convert.md")
+        raise ConfigError("rename: rules are pairs of a pattern and a replacement", hint="see docs/convert/convert.md")
     return Rename(tuple((pattern, replacement) for pattern, replacement in rules))
 
 
@@ -487,7 +487,9 @@ def function_of(function: str, **options: Any) -> Operation:
     if all(hasattr(target, verb) for verb in ("recipes", "run", "config", "name")):
         return target  # type: ignore[no-any-return]
     if not callable(target) or options:
-        raise ConfigError(f"{function} is neither an operation nor a function of a tensor", hint="see docs/convert.md")
+        raise ConfigError(
+            f"{function} is neither an operation nor a function of a tensor", hint="see docs/convert/convert.md"
+        )
     return Function(function, target)
 
 
