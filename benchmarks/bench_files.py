@@ -84,8 +84,8 @@ def mapped(call: Call, num_threads: int = 2, chunk_bytes: int = 8 * MIB) -> dict
 
     out = {}
     for path in call.files:
-        source = FileSource(path)
-        table, file = read_header(source).tensors, MappedFile(path)
+        source = FileSource.open(path)
+        table, file = read_header(source).tensors, MappedFile.open(path)
         for name, start, nbytes in zip(table.names, table.offset.tolist(), table.nbytes.tolist(), strict=True):
             out[name] = file.view(start, nbytes)
         prefetch = file.prefetch
@@ -138,7 +138,7 @@ def child(case: str, directory: str) -> None:
 def limit(case: str, call: Call) -> Callable[[], object]:
     """Measure bare system calls on the disk or the page cache; memory is allocated before the clock starts."""
     if "map" in case:
-        files = [MappedFile(path) for path in call.files]
+        files = [MappedFile.open(path) for path in call.files]
         return lambda: [np.asarray(file.view(0, file.nbytes))[::4096].max() for file in files]
     num_threads, _, size, _ = case.removeprefix("limit: ").split()
     chunk_bytes = int(size) * MIB
@@ -235,7 +235,7 @@ def bench_source(directory: str) -> str:
     path = sorted(map(str, Path(directory).glob("*.safetensors")))[0]
     nbytes = os.path.getsize(path)
     lines = ["| what | os.preadv | FileSource | ratio |", "|---|---|---|---|"]
-    source = FileSource(path)
+    source = FileSource.open(path)
     plain, direct = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY | os.O_DIRECT)
     chunk_bytes = min(8 * MIB, nbytes // 4096 * 4096)
 
@@ -265,7 +265,7 @@ def bench_source(directory: str) -> str:
         return rate(4, read)
 
     def ours_cold() -> float:
-        fresh = FileSource(path)
+        fresh = FileSource.open(path)
         return cold(lambda at, buffer: fresh.readv(at, [buffer]))
 
     both("absent, 4 x 8 MiB", "GB/s", lambda: cold(lambda at, buffer: os.preadv(direct, [buffer], at)), ours_cold)

@@ -63,10 +63,10 @@ def open_transport(case: str, listen: str, tls: str) -> Transport:
     if case in COMPRESS:
         from penstock.transport.http import HttpTransport
 
-        return HttpTransport(f"{listen}:0", compress=COMPRESS[case])
+        return HttpTransport.open(f"{listen}:0", compress=COMPRESS[case])
     from penstock.transport.nixl import NixlTransport
 
-    return NixlTransport(tls=tls)
+    return NixlTransport.open(tls=tls)
 
 
 def cpu_s() -> float:

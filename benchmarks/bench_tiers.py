@@ -267,7 +267,7 @@ def main() -> None:
         host = -(-nbytes // POOL_BUFFER_BYTES) * POOL_BUFFER_BYTES
 
         def levels() -> Sequence[Level]:
-            pool = PoolTier(max(host, 2 * POOL_BUFFER_BYTES), registrar=CudaRegistrar(device), stall_s=120)
+            pool = PoolTier.open(max(host, 2 * POOL_BUFFER_BYTES), registrar=CudaRegistrar(device), stall_s=120)
             return [Level(tier=CudaTier(device, stall_s=120), budget_bytes=nbytes), Level(tier=pool, budget_bytes=host)]
 
         show(measure(levels, nbytes, reps, PAUSE_S), {"host -> gpu": rate, "host -> gpu, at once": rate})
@@ -294,7 +294,7 @@ def main() -> None:
                 rates = [file_limits(place, nbytes) for _ in range(reps)]
                 bounds = {what: max(one[what] for one in rates) for what in rates[0]}
                 print(f"\nreads into memory that is present: {bounds.pop('disk -> present'):.2f} GB/s")
-                tiers = [Level(tier=ArenaTier()), Level(tier=SpillTier(place))]
+                tiers = [Level(tier=ArenaTier()), Level(tier=SpillTier.open(place))]
                 rows = measure(lambda tiers=tiers: tiers, nbytes, reps)  # type: ignore[misc]
             rows["fresh load"] = fresh_load(place, arguments.device, load_nbytes, reps)
             show(rows, bounds)

@@ -12,7 +12,8 @@ The rules:
 * Instance attributes are the names that methods store on `self`, and the fields of a class that is no frozen value.
 * A pause is a number assigned at the top of a module to a name that ends in `_S` and not in `_PER_S`.
 * A constructor does I/O if `__init__`, or a method of the class that it calls on `self`, calls something in `_IO`, a
-  function of `os` other than those in `_PURE_OS`, or `start` of a thread or a process.
+  function of `os` other than those in `_PURE_OS`, `start` of a thread or a process, or `_ACQUIRERS` of a class. A
+  class with a name in lower case is a function for its callers (`safe_open`), and may do I/O.
 * Adapters are the modules below `integrations` and `compat`, and the distributions other than the core's.
 * A module has one user if exactly one other module of the tree imports it.
 """
@@ -44,6 +45,9 @@ _FILES = {"open", "fdopen", "mkdir", "touch", "unlink", "rename", "rmdir", "iter
 _FILES |= {"write_text", "write_bytes", "is_file", "is_dir", "exists", "stat", "resolve", "flock", "mkdtemp"}
 _IO = _SOCKETS | _FILES | {"mmap", "create_memfd", "Popen", "check_output", "fork", "sleep"}
 _PURE_OS = {"fspath", "getpid", "cpu_count", "fsencode", "fsdecode", "environ", "getenv", "uname", "urandom"}
+_PURE_OS |= {"sched_getaffinity"}
+_ACQUIRERS = {"open", "join", "start", "bind", "map"}
+"""Classmethods that acquire the resource of an object."""
 _STARTED = ("thread", "process", "timer")
 
 
@@ -176,6 +180,8 @@ def pauses_of(module: Module) -> list[str]:
 
 def io_calls(node: ast.ClassDef) -> list[str]:
     """Return the calls in a class's constructor that do I/O, by the rule of this module's docstring."""
+    if node.name[0].islower():
+        return []
     methods = {part.name: part for part in node.body if isinstance(part, _FUNCTIONS)}
     todo, seen, found = ["__init__"], set[str](), list[str]()
     while todo:
@@ -190,7 +196,8 @@ def io_calls(node: ast.ClassDef) -> list[str]:
             if owner == "self" and word in methods:
                 todo.append(word)
             is_started = word == "start" and any(kind in owner.lower() for kind in _STARTED)
-            if word in _IO or is_started or (owner == "os" and word not in _PURE_OS):
+            acquires = word in _ACQUIRERS and owner.rpartition(".")[2][:1].isupper()
+            if word in _IO or is_started or acquires or (owner == "os" and word not in _PURE_OS):
                 found.append(f"{owner.partition('(')[0]}.{word}".lstrip("."))
     return found
 

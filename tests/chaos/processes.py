@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fleet import digests, send_event, set_constants
@@ -232,7 +233,7 @@ def convert(told: dict[str, Any]) -> int:
     torch.set_num_threads(1)
     if told["limit_file_bytes"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (told["limit_file_bytes"], resource.RLIM_INFINITY))
-    vars(launcher)["ForkServer"] = lambda imports: fork_server()
+    vars(launcher)["ForkServer"] = SimpleNamespace(start=lambda imports: fork_server())
     try:
         arguments = told["arguments"]
         workers = WorkerSettings(num_workers=arguments.pop("workers"), task_bytes="256K")

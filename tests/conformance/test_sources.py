@@ -64,7 +64,7 @@ class TestFile(SourceTests):
 
     def make(self, data: bytes) -> Source:
         self.path.write_bytes(data)
-        return FileSource(str(self.path))
+        return FileSource.open(str(self.path))
 
 
 class TestHttp(SourceTests):

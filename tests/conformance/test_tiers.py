@@ -24,7 +24,7 @@ class TestArena(TierTests):
 
 class TestPool(TierTests):
     def make(self) -> Tier:
-        return PoolTier(256 << 20, registrar=None, stall_s=5.0)
+        return PoolTier.open(256 << 20, registrar=None, stall_s=5.0)
 
 
 class TestSpill(TierTests):
@@ -33,4 +33,4 @@ class TestSpill(TierTests):
         self.path = tmp_path
 
     def make(self) -> Tier:
-        return SpillTier(self.path / "spill")
+        return SpillTier.open(self.path / "spill")

@@ -37,23 +37,23 @@ class TestShm(TransportTests):
 @pytest.mark.skipif(find_spec("nixl") is None, reason="NIXL is not installed")
 class TestNixl(TransportTests):
     def make(self) -> Transport:
-        return NixlTransport(tls="tcp")
+        return NixlTransport.open(tls="tcp")
 
 
 class TestHttp(TransportTests):
     def make(self) -> Transport:
-        return HttpTransport()
+        return HttpTransport.open()
 
 
 class TestHttpCompressed(TransportTests):
     def make(self) -> Transport:
-        return HttpTransport(compress=True)
+        return HttpTransport.open(compress=True)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 class TestHttpOnIpv6(TransportTests):
     def make(self) -> Transport:
-        return HttpTransport("[::1]:0")
+        return HttpTransport.open("[::1]:0")
 
 
 class TestCudaIpcWithoutDevice(TransportTests):

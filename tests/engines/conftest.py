@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.support.fork_server import ForkServer
@@ -43,7 +44,7 @@ def fork_server() -> Iterator[ForkServer]:
 @pytest.fixture
 def launcher_fork_servers(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the workers of conversions from one process that has imported torch: seconds less for each conversion."""
-    monkeypatch.setattr(launcher, "ForkServer", lambda imports: fork_server.graft())
+    monkeypatch.setattr(launcher, "ForkServer", SimpleNamespace(start=lambda imports: fork_server.graft()))
 
 
 @pytest.fixture(scope="session")

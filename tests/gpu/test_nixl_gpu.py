@@ -27,7 +27,7 @@ def whole(memory: Memory) -> torch.Tensor:
 
 class TestNixlOnDevice(TransportTests):
     def make(self) -> Transport:
-        return NixlTransport()
+        return NixlTransport.open()
 
     def allocate(self, nbytes: int) -> Memory:
         memory = allocate(nbytes, "cuda:0")
@@ -45,7 +45,7 @@ class TestNixlOnDevice(TransportTests):
 
 @pytest.fixture
 def reader():
-    transport = NixlTransport()
+    transport = NixlTransport.open()
     yield transport, transport.register(allocate(NBYTES, "cuda:0"))
     transport.close()
 
@@ -68,7 +68,7 @@ def test_second_process_reads_device_memory(reader, device: str) -> None:
 
 
 def test_device_memory_is_read_into_host() -> None:
-    transport = NixlTransport()
+    transport = NixlTransport.open()
     memory = allocate(NBYTES, "cpu")
     into = transport.register(memory)
     with HolderProcess("nixl", nbytes=NBYTES, device="cuda:0") as holder:

@@ -34,7 +34,7 @@ class TestCuda(TierTests):
 
 class TestPinned(TierTests):
     def make(self) -> Tier:
-        return PoolTier(256 << 20, registrar=CudaRegistrar(torch.device("cuda", 0)), stall_s=30.0)
+        return PoolTier.open(256 << 20, registrar=CudaRegistrar(torch.device("cuda", 0)), stall_s=30.0)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,8 +47,9 @@ def fork_server() -> Iterator[ForkServer]:
 @pytest.fixture
 def launcher_fork_servers(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fork the workers of launchers from the tests' fork server, which saves seconds of imports."""
-    started = launcher.ForkServer
-    monkeypatch.setattr(launcher, "ForkServer", lambda imports: fork_server.graft() if imports else started(imports))
+    start = launcher.ForkServer.start
+    replacement = SimpleNamespace(start=lambda imports: fork_server.graft() if imports else start(imports))
+    monkeypatch.setattr(launcher, "ForkServer", replacement)
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,7 @@ class ForkServer(Closeable):
     """A process that has imported the slow packages and forks. A context manager: leaving it ends its processes."""
 
     def __init__(self) -> None:
-        self._fork_server = fork_server.ForkServer(IMPORTS)
+        self._fork_server = fork_server.ForkServer.start(IMPORTS)
 
     def fork(self, function: str, argument: object, environ: Mapping[str, str] | None = None) -> Forked:
         """Call `module:function` with a value of JSON in a new process; its result is the exit code.

@@ -52,7 +52,7 @@ def open_transport(name: str) -> Transport:
     if name == "shm":
         return ShmTransport()
     if name == "nixl":
-        return NixlTransport()
+        return NixlTransport.open()
     return CudaIpcTransport(_fake if name.startswith("fake") else None)
 
 

@@ -10,7 +10,7 @@ def ring_refused() -> str:
     if why := refusal():
         return why
     try:
-        Uring(1, 1).close()
+        Uring.open(1, 1).close()
     except OSError as error:
         return str(error)
     return ""

@@ -265,7 +265,7 @@ TOLD = {"operations": RULES, "devices": "cpu", "task_bytes": "1M", "shard_bytes"
 def first_done(source: Path, growing: Path) -> tuple[Path, int]:
     """The file of the first task that was done, and where in it; six were."""
     job = plan(source, operations=RULES, task_bytes="1M", shard_bytes=10_000_000)
-    journal = Journal(growing.with_name(f"{growing.name}.journal"), job.key)
+    journal = Journal.open(growing.with_name(f"{growing.name}.journal"), job.key)
     assert len(journal.done) == 6
     made = next(job.written(min(journal.done)))
     journal.close()

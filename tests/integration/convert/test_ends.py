@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,7 +171,7 @@ def test_lost_fork_server_is_restarted(small_checkpoint: Path, tmp_path: Path) -
                     os.kill(self.pid, signal.SIGKILL)
                 return super().fork(*given)
 
-        make = launcher_module.ForkServer
+        make = launcher_module.ForkServer.start
         with pytest.MonkeyPatch.context() as patch:
 
             def started(imports: Any) -> Any:
@@ -178,7 +179,7 @@ def test_lost_fork_server_is_restarted(small_checkpoint: Path, tmp_path: Path) -
                 found.__class__ = Killed
                 return found
 
-            patch.setattr(launcher_module, "ForkServer", started)
+            patch.setattr(launcher_module, "ForkServer", SimpleNamespace(start=started))
             launcher.close()
             workers = WorkerSettings(num_workers=2, launcher=launcher)
             convert_as(small_checkpoint, tmp_path / "out", workers=workers, **SLOWLY)

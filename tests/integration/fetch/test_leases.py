@@ -46,7 +46,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.memory = np.zeros(NBYTES, np.uint8)
-        self.transport = HttpTransport()
+        self.transport = HttpTransport.open()
         address = int(self.memory.ctypes.data)
         self.into = self.transport.register(Memory(address=address, nbytes=NBYTES, device="cpu", owner=self.memory))
 

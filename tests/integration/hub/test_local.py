@@ -147,7 +147,7 @@ def start(self):
     os.kill(os.getpid(), signal.SIGSTOP)
     raise SystemExit
 local_hub.HubThread.start = start
-local_hub.LocalEndpoint().reach(20.0)
+local_hub.LocalEndpoint.open().reach(20.0)
 """
 
 
@@ -166,7 +166,7 @@ def test_host_stopped_before_listening_is_replaced(place) -> None:
 def test_request_does_not_wait_for_starting_host(place) -> None:
     with HubClient.connect(None) as first:
         path = line_of(first).reach(5.0).removeprefix("unix://")
-        late = HubClient(LocalEndpoint(), timeout_s=0.5)
+        late = HubClient(LocalEndpoint.open(), timeout_s=0.5)
         os.rename(path, f"{path}.not yet")
         began = time.monotonic()
         with late, pytest.raises(HubUnavailable, match="does not listen"):
@@ -201,15 +201,15 @@ def test_forked_child_does_not_keep_hub(place) -> None:
 def test_directory_open_to_others_is_refused(tmp_path, monkeypatch) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ConfigError, match="alone"):
-        LocalEndpoint(tmp_path)
+        LocalEndpoint.open(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="alone"):
-        LocalEndpoint(tmp_path / "link")
+        LocalEndpoint.open(tmp_path / "link")
     with pytest.raises(ConfigError, match="too long"):
-        LocalEndpoint(tmp_path / ("x" * 120))
+        LocalEndpoint.open(tmp_path / ("x" * 120))
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="Not a directory"):
-        LocalEndpoint(tmp_path / "file" / "below")
+        LocalEndpoint.open(tmp_path / "file" / "below")
 
 
 def test_closed_client_refuses_requests(place) -> None:

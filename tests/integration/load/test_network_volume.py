@@ -92,7 +92,7 @@ def test_announced_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path
 def test_cached_file_is_mapped_by_original(mounted: tuple[NetworkVolume, Path]) -> None:
     volume, path = mounted
     path.read_bytes()
-    file = NetworkFile(str(path))
+    file = NetworkFile.open(str(path))
     is_cached = file.is_cached()
     file.close()
     if not is_cached:

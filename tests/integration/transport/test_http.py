@@ -49,7 +49,7 @@ from penstock.transport.protocol import Memory
 if sys.argv[2] == "slow":
     real, region_server.PIECE_BYTES = HttpConnection.send, 64 << 10
     HttpConnection.send = lambda self, views: (time.sleep(0.01), real(self, views))[1]
-transport = HttpTransport()
+transport = HttpTransport.open()
 buffer = bytearray(sample(int(sys.argv[1])))
 handle = transport.register(Memory.of_buffer(buffer))
 print(encode(handle.descriptor).hex(), flush=True)
@@ -72,7 +72,7 @@ def holder(nbytes: int = NBYTES, *, slow: bool = False):
 
 @contextlib.contextmanager
 def reading(nbytes: int, **options):
-    transport = HttpTransport(**options)
+    transport = HttpTransport.open(**options)
     try:
         buffer = bytearray(b"\xaa" * nbytes)
         yield transport, transport.register(Memory.of_buffer(buffer)), buffer
@@ -337,10 +337,10 @@ def test_wrong_key_is_refused() -> None:
 
 def test_invalid_listen_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="every interface"):
-        HttpTransport("0.0.0.0:0")
+        HttpTransport.open("0.0.0.0:0")
     for listen in ("127.0.0.1", "127.0.0.1:x", "127.0.0.1:70000", "unix:/no/such/folder/socket"):
         with pytest.raises(ConfigError):
-            HttpTransport(listen)
+            HttpTransport.open(listen)
 
 
 def test_unix_socket_is_used(tmp_path) -> None:

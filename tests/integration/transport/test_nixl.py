@@ -40,7 +40,7 @@ from penstock.transport import nixl
 from penstock.transport.protocol import encode
 from penstock.transport.protocol import Memory
 
-transport = nixl.NixlTransport(tls="tcp")
+transport = nixl.NixlTransport.open(tls="tcp")
 buffer = bytearray(sample(1_000_003) * (int(sys.argv[1]) // 1_000_003 + 1))[: int(sys.argv[1])]
 handle = transport.register(Memory.of_buffer(buffer))
 print(encode(handle.descriptor).hex(), flush=True)
@@ -70,7 +70,7 @@ def holder(nbytes: int = NBYTES):
 
 @contextlib.contextmanager
 def reading(nbytes: int):
-    transport = NixlTransport(tls="tcp")
+    transport = NixlTransport.open(tls="tcp")
     try:
         buffer = bytearray(b"\xaa" * nbytes)
         yield transport, transport.register(Memory.of_buffer(buffer)), buffer
@@ -252,7 +252,7 @@ def test_malformed_descriptors_are_refused() -> None:
 @needs_nixl
 def test_unsupported_backend_and_device_are_refused() -> None:
     with pytest.raises(ConfigError, match="PIGEON"):
-        NixlTransport(backends=("PIGEON",))
+        NixlTransport.open(backends=("PIGEON",))
     with reading(10) as (transport, _, _), pytest.raises(ConfigError, match="mps"):
         transport.register(Memory(address=4096, nbytes=10, device="mps:0"))
 
@@ -260,7 +260,7 @@ def test_unsupported_backend_and_device_are_refused() -> None:
 def test_missing_nixl_error_names_extra(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(MissingExtra) as caught:
-        NixlTransport()
+        NixlTransport.open()
     assert "pip install 'nixl" in str(caught.value)
 
 

@@ -80,7 +80,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 def test_failed_slab_allocation_queues_no_copy(device: Device) -> None:
     place = CudaPlace(torch.device("cpu"), [1000, 2000])
     device.refuses = lambda nbytes: nbytes == 2000
-    pool = StagingPool(8192, 4096)
+    pool = StagingPool.map(8192, 4096)
     buffer = pool.acquire(stall_s=1)
     with pytest.raises(DeviceOutOfMemory):
         place.copy(buffer, [Segment(0, 0, 0, 1000, 1, 1000), Segment(1000, 1, 0, 2000, 1, 2000)])

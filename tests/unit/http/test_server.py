@@ -54,6 +54,7 @@ def path(tmp_path: Path, limits: ConnectionLimits, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("penstock.http.server.LIMITS", limits)
     path = str(tmp_path / "http.sock")
     server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
+    server.start()
     yield path
     server.close()
 
@@ -201,6 +202,7 @@ def test_connection_above_limit_gets_503(path: str) -> None:
 def test_closed_server_ends_connections_and_threads(tmp_path: Path) -> None:
     path = str(tmp_path / "closing.sock")
     server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
+    server.start()
     with connect(path) as idle, connect(path) as half:
         assert ask(idle, get("/gone")) == (410, b"")
         half.sendall(post("/echo", b"one")[:-1])

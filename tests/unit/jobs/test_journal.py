@@ -14,34 +14,34 @@ def digests(*values: int) -> np.ndarray:
 
 
 def test_added_tasks_are_read_again(tmp_path):
-    first = Journal(tmp_path / "j", "k" * 32)
+    first = Journal.open(tmp_path / "j", "k" * 32)
     first.add(3, digests(1, 2**64 - 1))
     first.add(0, digests())
     first.close()
-    again = Journal(tmp_path / "j", "k" * 32)
+    again = Journal.open(tmp_path / "j", "k" * 32)
     assert {task: found.tolist() for task, found in again.done.items()} == {3: [1, 2**64 - 1], 0: []}
     again.close()
 
 
 def test_truncated_line_is_ignored(tmp_path):
-    journal = Journal(tmp_path / "j", "k")
+    journal = Journal.open(tmp_path / "j", "k")
     journal.add(1, digests(5))
     journal.add(2, digests(6))
     journal.close()
     raw = (tmp_path / "j").read_bytes()
     (tmp_path / "j").write_bytes(raw[:-4])
-    again = Journal(tmp_path / "j", "k")
+    again = Journal.open(tmp_path / "j", "k")
     assert list(again.done) == [1]
     again.add(2, digests(6))
     again.close()
-    assert list(Journal(tmp_path / "j", "k").done) == [1, 2]
+    assert list(Journal.open(tmp_path / "j", "k").done) == [1, 2]
 
 
 def test_journal_of_different_job_is_refused_and_kept(tmp_path):
-    Journal(tmp_path / "j", "one").close()
+    Journal.open(tmp_path / "j", "one").close()
     before = (tmp_path / "j").read_bytes()
     with pytest.raises(DestinationError, match="another job"):
-        Journal(tmp_path / "j", "two")
+        Journal.open(tmp_path / "j", "two")
     assert (tmp_path / "j").read_bytes() == before
 
 
@@ -49,37 +49,37 @@ def test_journal_of_different_job_is_refused_and_kept(tmp_path):
     "line", [b"{}\n", b"nonsense\n", b'{"task": 1, "digests": "xyz"}\n', b'{"task": 1, "digests": "00"}\n']
 )
 def test_lines_after_garbage_are_ignored(tmp_path, line):
-    journal = Journal(tmp_path / "j", "k")
+    journal = Journal.open(tmp_path / "j", "k")
     journal.add(4, digests(7))
     journal.close()
     with open(tmp_path / "j", "ab") as file:
         file.write(line + b'{"task": 9, "digests": ""}\n')
-    again = Journal(tmp_path / "j", "k")
+    again = Journal.open(tmp_path / "j", "k")
     assert list(again.done) == [4]
     again.add(2, digests(1))
     again.close()
-    assert list(Journal(tmp_path / "j", "k").done) == [4, 2]
+    assert list(Journal.open(tmp_path / "j", "k").done) == [4, 2]
 
 
 def test_journal_is_locked_by_one_process(tmp_path):
-    journal = Journal(tmp_path / "j", "k")
+    journal = Journal.open(tmp_path / "j", "k")
     journal.add(1, digests(5))
     with pytest.raises(DestinationError, match="another process"):
-        Journal(tmp_path / "j", "k")
+        Journal.open(tmp_path / "j", "k")
     journal.close()
-    again = Journal(tmp_path / "j", "k")
+    again = Journal.open(tmp_path / "j", "k")
     assert list(again.done) == [1]
     again.remove()
-    new = Journal(tmp_path / "j", "k")  # the file that was removed is locked still, and is not this one
+    new = Journal.open(tmp_path / "j", "k")  # the file that was removed is locked still, and is not this one
     assert not new.done
     again.close()
     new.close()
 
 
 def test_forgotten_tasks_stay_forgotten(tmp_path):
-    journal = Journal(tmp_path / "j", "k")
+    journal = Journal.open(tmp_path / "j", "k")
     for task in range(4):
         journal.add(task, digests(task))
     journal.forget({1: None, 3: None})
     journal.close()
-    assert list(Journal(tmp_path / "j", "k").done) == [0, 2]
+    assert list(Journal.open(tmp_path / "j", "k").done) == [0, 2]

@@ -77,7 +77,7 @@ class Bench:
         self.data = [sample(MODEL_BYTES + number) for number in range(num_files)]
         for path, data in zip(self.paths, self.data, strict=True):
             path.write_bytes(data)
-        self.sources: list[Source] = [FileSource(str(path)) for path in self.paths]
+        self.sources: list[Source] = [FileSource.open(str(path)) for path in self.paths]
         if memory_nbytes:
             self.data.append(sample(memory_nbytes))
             self.sources.append(MemorySource(self.data[-1]))
@@ -91,9 +91,9 @@ class Bench:
             nbytes=np.array(sizes, np.int64),
         )
         self.plan = plan_load(table, file_nbytes=sizes, chunk_bytes=CHUNK)
-        self.pool = StagingPool((NUM_READS + READS_AHEAD + 2) * CHUNK, CHUNK)
+        self.pool = StagingPool.map((NUM_READS + READS_AHEAD + 2) * CHUNK, CHUNK)
         self.place = DevicePlace(self.plan.slab_nbytes.tolist())
-        self.ring = Uring(2 * (NUM_READS + READS_AHEAD), NUM_READS)
+        self.ring = Uring.open(2 * (NUM_READS + READS_AHEAD), NUM_READS)
         self.run: LoadRun | None = None
 
     def start(self, **options: Any) -> LoadRun:
@@ -313,7 +313,7 @@ def test_tmpfs_files_are_read_by_ring() -> None:
     path = Path("/dev/shm") / f"penstock-ring-{os.getpid()}"
     path.write_bytes(sample(CHUNK))
     try:
-        source = FileSource(str(path))
+        source = FileSource.open(str(path))
         # As the header is read. Asking tmpfs not to block is an error there, which is no sign of absent pages.
         assert source.readv(0, [memoryview(bytearray(8))]) == "page-cache"
         assert source.cached_fd(0, CHUNK) is not None

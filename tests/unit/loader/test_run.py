@@ -103,7 +103,7 @@ class Bench:
         self.plan: LoadPlan = plan_load(
             table_of(*nbytes), file_nbytes=[len(self.data)], chunk_bytes=CHUNK, boxes=boxes, pack=False
         )
-        self.pool = StagingPool(4 * CHUNK, CHUNK)
+        self.pool = StagingPool.map(4 * CHUNK, CHUNK)
         self.place = DevicePlace(self.plan.slab_nbytes.tolist())
         self.run: LoadRun | None = None
 

@@ -46,7 +46,7 @@ def make() -> Iterator[Make]:
     made: list[StagingPool] = []
 
     def pool(num_buffers: int = 4, **options: object) -> StagingPool:
-        made.append(StagingPool(num_buffers * SIZE, SIZE, **options))  # type: ignore[arg-type]
+        made.append(StagingPool.map(num_buffers * SIZE, SIZE, **options))  # type: ignore[arg-type]
         return made[-1]
 
     yield pool
@@ -81,7 +81,7 @@ def test_buffers_are_disjoint_aligned_and_writable(make: Make) -> None:
 
 
 def test_sizes_are_rounded_to_pages_and_budget() -> None:
-    pool = StagingPool(10 * mmap.PAGESIZE, mmap.PAGESIZE + 1)
+    pool = StagingPool.map(10 * mmap.PAGESIZE, mmap.PAGESIZE + 1)
     assert (pool.buffer_bytes, pool.num_buffers) == (2 * mmap.PAGESIZE, 5)
     pool.close()
 
@@ -89,9 +89,9 @@ def test_sizes_are_rounded_to_pages_and_budget() -> None:
 @pytest.mark.parametrize("memory_bytes", [0, 1, SIZE, 2 * SIZE - 1])
 def test_budget_below_two_buffers_states_minimum(memory_bytes: int) -> None:
     with pytest.raises(BudgetTooSmall) as caught:
-        StagingPool(memory_bytes, SIZE)
+        StagingPool.map(memory_bytes, SIZE)
     assert caught.value.minimum_bytes == 2 * SIZE
-    StagingPool(caught.value.minimum_bytes, SIZE).close()
+    StagingPool.map(caught.value.minimum_bytes, SIZE).close()
 
 
 def test_last_released_buffer_is_reused_first(make: Make) -> None:

@@ -394,7 +394,7 @@ def test_corrupt_disk_block_is_read_from_source(tmp_path: Path, caplog) -> None:
     source = Source()
     levels = [
         Level(tier=HeapTier("host"), budget_bytes=100),
-        Level(tier=Rotten(tmp_path), budget_bytes=1 << 20),
+        Level(tier=Rotten.open(tmp_path), budget_bytes=1 << 20),
     ]
     with Tiers(levels) as tiers:
         tiers.put(block(0), source.of(block(0)))

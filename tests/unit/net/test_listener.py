@@ -36,6 +36,7 @@ def echo(sock, connection, peer):
 limits = ConnectionLimits(total=512, unproven=512, unproven_per_address=512, head_s=600.0)
 admission = Admission(limits, name="test")
 listener = ThreadedListener(socket.create_server(("127.0.0.1", 0)), admission, echo, name="test")
+listener.start()
 print(listener.address[1], flush=True)
 sys.stdin.readline()
 print(json.dumps({{"cpu_s": sum(os.times()[:2]), "num_open": admission.num_open}}), flush=True)
@@ -84,6 +85,7 @@ def test_listener_without_descriptors_serves_members_without_spinning() -> None:
 
 def test_lost_spare_descriptor_is_not_closed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = GuardedListener(socket.create_server(("127.0.0.1", 0)), Admission(ConnectionLimits(), name="test"))
+    listener.listen()
     real_open = os.open
 
     def refuse(*_: object) -> int:
@@ -109,6 +111,7 @@ def test_closed_listener_thread_ends_despite_descriptor_reuse() -> None:
             bound = socket.create_server(("127.0.0.1", 0))
             admission = Admission(ConnectionLimits(), name="test")
             listener = ThreadedListener(bound, admission, lambda *_: None, name="test-closed-listener")
+            listener.start()
             time.sleep(0.002)  # the thread waits for connections
             listener.close()
             opened.append(os.eventfd(0))  # takes the number that the socket had

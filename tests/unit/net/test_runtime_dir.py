@@ -24,7 +24,7 @@ def somewhere(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def test_runtime_dir_is_private_and_removed_on_close() -> None:
-    directory = RuntimeDir()
+    directory = RuntimeDir.open()
     assert directory.path.stat().st_mode & 0o777 == 0o700
     directory.close()
     directory.close()
@@ -34,16 +34,16 @@ def test_runtime_dir_is_private_and_removed_on_close() -> None:
 def test_only_directories_of_dead_processes_are_removed(somewhere: Path) -> None:
     code = (
         "from penstock.net.unix_sockets import RuntimeDir; import time; "
-        "directory = RuntimeDir(); print(directory.path, flush=True); time.sleep(9)"
+        "directory = RuntimeDir.open(); print(directory.path, flush=True); time.sleep(9)"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         path = Path(other.stdout.readline().strip())
-        mine = RuntimeDir()
+        mine = RuntimeDir.open()
         assert path.exists()
         other.send_signal(signal.SIGKILL)
         other.wait()
-        third = RuntimeDir()
+        third = RuntimeDir.open()
     assert not path.exists() and mine.path.exists()
     mine.close()
     third.close()
@@ -53,7 +53,7 @@ def test_only_directories_of_dead_processes_are_removed(somewhere: Path) -> None
 def test_unusable_file_raises_config_error(somewhere: Path, name: str) -> None:
     (somewhere / name).mkdir()
     with pytest.raises(ConfigError, match="PENSTOCK_RUNTIME_DIR") as caught:
-        endpoint = LocalEndpoint()
+        endpoint = LocalEndpoint.open()
         try:
             endpoint.reach(1.0)
         finally:
@@ -98,7 +98,7 @@ def test_full_file_system_raises_config_error(tmp_path: Path, monkeypatch: pytes
     try:
         (tmp_path / "in the way").write_bytes(b"x" * 4096)
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path))
-        for verb in (lambda: ps.cache.WeightCache().__enter__(), lambda: LocalEndpoint().reach(1.0)):
+        for verb in (lambda: ps.cache.WeightCache().__enter__(), lambda: LocalEndpoint.open().reach(1.0)):
             with pytest.raises(ConfigError, match=r"No space left.*PENSTOCK_RUNTIME_DIR"):
                 verb()
     finally:

@@ -52,7 +52,7 @@ def allow(request: LeaseRequest) -> str:
 
 @pytest.fixture
 def door(tmp_path: Path):
-    door = PeerServer(member_socket(tmp_path), allow)
+    door = PeerServer.start(member_socket(tmp_path), allow)
     yield door
     door.close()
 
@@ -212,7 +212,7 @@ def test_lease_is_released_over_open_connection(
 
 
 def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding: LocalWeights) -> None:
-    gone = PeerServer(member_socket(tmp_path), allow)
+    gone = PeerServer.start(member_socket(tmp_path), allow)
     gone.close()
     with peer(gone, holding.key) as reader, pytest.raises(PeerLost):
         reader.lease()
@@ -229,11 +229,11 @@ def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding
 
 def test_wildcard_listen_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an address that other members can connect to"):
-        PeerServer(member_socket(tmp_path), allow, listen="0.0.0.0:0")
+        PeerServer.start(member_socket(tmp_path), allow, listen="0.0.0.0:0")
 
 
 def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
+    door = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     with peer(door, holding.key, grant=b"bad") as reader, pytest.raises(PermissionDenied):
@@ -264,7 +264,7 @@ def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeig
 def test_hostile_requests_are_answered_and_change_nothing(
     tmp_path: Path, verb: str, path: str, body: bytes, code: int
 ) -> None:
-    door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
+    door = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=20)
     connection.request(verb, path, body)
@@ -276,12 +276,12 @@ def test_hostile_requests_are_answered_and_change_nothing(
 @pytest.mark.parametrize("listen", ["::1:0", "[::1]", "[::1]:http", "host", "127.0.0.1:99999"])
 def test_invalid_listen_address_raises_config_error(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigError, match=r"host:port|0 to 65535"):
-        PeerServer(member_socket(tmp_path), allow, listen=listen)
+        PeerServer.start(member_socket(tmp_path), allow, listen=listen)
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
 def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(member_socket(tmp_path), allow, listen="[::1]:0")
+    door = PeerServer.start(member_socket(tmp_path), allow, listen="[::1]:0")
     door.show(holding)
     door.addresses = door.addresses[1:]
     assert door.addresses[0].startswith("http://[::1]:")
@@ -289,7 +289,7 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
         assert reader.lease().ttl_s > 0
     door.close()
     with pytest.raises(ConfigError, match="not an address that other members can connect to"):
-        PeerServer(member_socket(tmp_path), allow, listen="[::]:0")
+        PeerServer.start(member_socket(tmp_path), allow, listen="[::]:0")
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
 def test_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(head_s=1.0))
     path = member_socket(tmp_path)
-    door = PeerServer(path, allow)
+    door = PeerServer.start(path, allow)
     with socket.socket(socket.AF_UNIX) as slow:
         slow.settimeout(20.0)
         slow.connect(str(path))
@@ -321,7 +321,7 @@ def test_trickling_request_is_closed_at_deadline(tmp_path: Path, monkeypatch: py
 
 
 def test_readers_share_rate_limit(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(member_socket(tmp_path), allow, max_bytes_per_s=1000)
+    door = PeerServer.start(member_socket(tmp_path), allow, max_bytes_per_s=1000)
     door.show(holding)
     with peer(door, holding.key, member="a") as first:
         assert first.lease().max_bytes_per_s == 1000
@@ -344,14 +344,14 @@ def test_interrupted_reader_releases_its_lease(door: PeerServer, holding: LocalW
 
 def test_unusable_listen_path_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen at"):
-        PeerServer(tmp_path / ("long" * 40) / "door.sock", allow)
+        PeerServer.start(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot listen at"):
-        PeerServer(member_socket(tmp_path), allow, listen="192.0.2.1:0")
+        PeerServer.start(member_socket(tmp_path), allow, listen="192.0.2.1:0")
 
 
 def test_closed_server_keeps_no_connection_or_weights(tmp_path: Path) -> None:
     path = member_socket(tmp_path)
-    door = PeerServer(path, allow)
+    door = PeerServer.start(path, allow)
     with socket.socket(socket.AF_UNIX) as stopped:  # as of a reader that is stopped: it says nothing and closes nothing
         stopped.settimeout(20.0)
         stopped.connect(str(path))
@@ -369,7 +369,7 @@ def test_closed_server_keeps_no_connection_or_weights(tmp_path: Path) -> None:
 
 
 def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: LocalWeights) -> None:
-    door = PeerServer(member_socket(tmp_path), allow, listen="127.0.0.1:0")
+    door = PeerServer.start(member_socket(tmp_path), allow, listen="127.0.0.1:0")
     door.show(holding)
     host, _, port = door.addresses[1].removeprefix("http://").rpartition(":")
     admission = door._servers[1]._listener.admission
@@ -391,7 +391,7 @@ def test_member_connection_requires_grant_or_lease(tmp_path: Path, holding: Loca
 def test_strangers_cannot_occupy_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.http.server.LIMITS", ConnectionLimits(total=1))
     path = member_socket(tmp_path)
-    door = PeerServer(path, allow)
+    door = PeerServer.start(path, allow)
     first, more = (socket.socket(socket.AF_UNIX) for _ in range(2))
     ask = b"GET /v1/alive HTTP/1.1\r\n\r\n"
     with first, more:

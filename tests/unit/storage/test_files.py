@@ -39,7 +39,7 @@ def path(tmp_path: Path, body: bytes) -> str:
 
 @pytest.fixture
 def source(path: str) -> Iterator[FileSource]:
-    found = FileSource(path)
+    found = FileSource.open(path)
     yield found
     found.close()
 
@@ -108,7 +108,7 @@ def test_reads_match_file_in_every_cache_state(
     }[state]
     for start, length in ranges:
         evict(path, start, length)
-    source = FileSource(path)
+    source = FileSource.open(path)
     buffer = aligned(nbytes, shift)
     for _ in range(2):
         source.readv(offset, [buffer])
@@ -121,7 +121,7 @@ def test_reads_match_file_in_every_cache_state(
 def test_scatter_reads_fill_buffers_in_order(path: str, body: bytes, cold: bool) -> None:
     if cold:
         evict(path)
-    source = FileSource(path)
+    source = FileSource.open(path)
     lengths = [4096, 0, 1, 130_000, 2 * MIB, 77, 65_536, MIB + 1, 512]
     buffers = [aligned(n, shift) for n, shift in zip(lengths, [0, 0, 7, 0, 0, 3, 512, 9, 0], strict=True)]
     source.readv(8192, buffers)
@@ -174,7 +174,7 @@ def test_pages_evicted_before_read_are_read_correctly(source: FileSource, path: 
 
 def test_unaligned_buffers_use_buffered_reads(path: str, body: bytes) -> None:
     evict(path)
-    source = FileSource(path)
+    source = FileSource.open(path)
     buffer = aligned(2 * MIB, 1)
     assert source.readv(0, [buffer]) == "buffered"
     assert buffer == body[: 2 * MIB]
@@ -253,7 +253,7 @@ def test_missing_cachestat_samples_page_cache(
         return real(fd, buffers, offset, flags)
 
     monkeypatch.setattr(os, "preadv", refuse_nowait)
-    source = FileSource(path)
+    source = FileSource.open(path)
     buffer = aligned(8 * MIB)
     for _ in range(2):
         assert source.readv(0, [buffer]) == ("page-cache" if nowait else "buffered")
@@ -273,7 +273,7 @@ def test_tmpfs_file_is_read(body: bytes) -> None:
         file.write(body)
         file.truncate(NBYTES + MIB)  # ends in a hole, which no page holds
         file.flush()
-        source = FileSource(file.name)
+        source = FileSource.open(file.name)
         buffer = aligned(NBYTES)
         for _ in range(2):
             assert source.readv(0, [buffer]) == "page-cache"
@@ -286,7 +286,7 @@ def test_tmpfs_file_is_read(body: bytes) -> None:
 
 def test_empty_file_and_empty_request_are_read(tmp_path: Path, source: FileSource) -> None:
     (tmp_path / "empty").touch()
-    empty = FileSource(str(tmp_path / "empty"))
+    empty = FileSource.open(str(tmp_path / "empty"))
     empty.readv(0, [])
     empty.readv(0, [aligned(0)])
     source.readv(NBYTES, [])
@@ -354,7 +354,7 @@ def test_identity_describes_opened_file(source: FileSource, path: str) -> None:
 def test_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     evict(path)
     monkeypatch.chdir(os.path.dirname(path))
-    source = FileSource(os.path.basename(path))
+    source = FileSource.open(os.path.basename(path))
     monkeypatch.chdir("/")
     buffer = aligned(MIB)
     source.readv(0, [buffer])
@@ -366,12 +366,12 @@ def test_relative_path_survives_chdir(path: str, body: bytes, monkeypatch: pytes
 def test_missing_file_raises_not_found(tmp_path: Path) -> None:
     for name in ("absent", "model/../absent", "x" * 300):
         with pytest.raises(NotFound):
-            FileSource(str(tmp_path / name))
+            FileSource.open(str(tmp_path / name))
 
 
 def test_file_as_parent_directory_raises_not_found(path: str) -> None:
     with pytest.raises(NotFound):
-        FileSource(path + "/x")
+        FileSource.open(path + "/x")
 
 
 def test_non_regular_file_raises_source_unavailable(tmp_path: Path) -> None:
@@ -380,7 +380,7 @@ def test_non_regular_file_raises_source_unavailable(tmp_path: Path) -> None:
         listener.bind(str(tmp_path / "socket"))
         for name in (tmp_path, tmp_path / "pipe", tmp_path / "socket", "/dev/zero"):
             with pytest.raises(SourceUnavailable) as raised:
-                FileSource(str(name))
+                FileSource.open(str(name))
             assert raised.value.uri == str(name)
 
 
@@ -394,7 +394,7 @@ def test_unreadable_file_raises_permission_denied(tmp_path: Path) -> None:
         os.seteuid(65534)
     try:
         with pytest.raises((PermissionDenied, NotFound)):
-            FileSource(str(secret))
+            FileSource.open(str(secret))
     finally:
         if root:
             os.seteuid(0)
@@ -402,7 +402,7 @@ def test_unreadable_file_raises_permission_denied(tmp_path: Path) -> None:
 
 def test_kernel_read_error_raises_typed_error() -> None:
     try:
-        source = FileSource("/proc/self/mem")  # a regular file that answers EIO at address 0
+        source = FileSource.open("/proc/self/mem")  # a regular file that answers EIO at address 0
     except PermissionDenied as error:
         pytest.skip(str(error))
     source.nbytes = 4096
@@ -436,7 +436,7 @@ def test_dropped_source_frees_descriptors(path: str) -> None:
     evict(path)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        source = FileSource(path)
+        source = FileSource.open(path)
         source.readv(0, [aligned(MIB)])
         del source
     assert len(os.listdir("/proc/self/fd")) == before

@@ -21,7 +21,7 @@ def test_read_above_4_gib_returns_available_bytes(tmp_path: Path) -> None:
     path.write_bytes(b"weights")
     # The file ends long before the memory does: the kernel writes no more than its bytes.
     memory = np.zeros(mmap.PAGESIZE, np.uint8)
-    ring = Uring(1, 1)
+    ring = Uring.open(1, 1)
     with path.open("rb") as file:
         ring.queue_read(file.fileno(), 0, int(memory.ctypes.data), (4 << 30) + 1, 7)
         completions: list[tuple[int, int]] = []
@@ -47,5 +47,5 @@ def test_failed_ring_mapping_leaks_no_descriptor(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             patch.setattr("penstock.storage.io_uring.mmap", SimpleNamespace(mmap=refuse))
             with pytest.raises(OSError, match="Cannot allocate"):
-                Uring(8, 2)
+                Uring.open(8, 2)
         assert len(os.listdir("/proc/self/fd")) == len(before)

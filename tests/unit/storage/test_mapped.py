@@ -65,7 +65,7 @@ def num_populated_bytes(path: str) -> int:
 def test_view_matches_file_bytes(path: str, body: bytes, offset: int, nbytes: int, cold: bool) -> None:
     if cold:
         evict(path)
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     view = file.view(offset, nbytes)
     file.prefetch(offset, nbytes)
     assert (view.format, view.readonly, view.contiguous, view.nbytes) == ("B", False, True, nbytes)
@@ -73,17 +73,17 @@ def test_view_matches_file_bytes(path: str, body: bytes, offset: int, nbytes: in
 
 
 def test_empty_view_maps_nothing(path: str, tmp_path: Path) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     assert file.view(NBYTES, 0).nbytes == 0
     assert num_mapped_pages(path) == 0
     (tmp_path / "empty").touch()
-    empty = MappedFile(str(tmp_path / "empty"))
+    empty = MappedFile.open(str(tmp_path / "empty"))
     assert empty.view(0, 0).nbytes == 0
     empty.prefetch(0, 0)
 
 
 def test_private_writes_stay_in_one_view(path: str, body: bytes) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     first, second = file.view(100, MIB), file.view(100, MIB)
     first[:5] = b"local"
     assert bytes(first[:5]) == b"local"
@@ -92,7 +92,7 @@ def test_private_writes_stay_in_one_view(path: str, body: bytes) -> None:
 
 
 def test_private_writes_survive_prefetch(path: str, body: bytes) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     view = file.view(0, NBYTES)
     view[MIB : MIB + 3] = b"own"
     file.prefetch(0, NBYTES)
@@ -100,7 +100,7 @@ def test_private_writes_survive_prefetch(path: str, body: bytes) -> None:
 
 
 def test_dropped_view_is_unmapped_alone(path: str, body: bytes) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     views = [file.view(i * MIB, MIB) for i in range(9)]
     assert num_mapped_pages(path) == local.num_pages(0, NBYTES)
     kept = np.frombuffer(views[4], np.uint8)[17:]  # what is made of a view keeps it
@@ -114,7 +114,7 @@ def test_dropped_view_is_unmapped_alone(path: str, body: bytes) -> None:
 
 
 def test_views_keep_pages_shared_with_dropped_view(path: str, body: bytes) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     first, middle, last = file.view(0, MIB + 100), file.view(MIB + 100, MIB), file.view(2 * MIB + 100, MIB)
     first[-1], last[0] = 7, 8
     del middle
@@ -132,7 +132,7 @@ def test_dropped_view_frees_private_writes(path: str) -> None:
         lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     kept, view = file.view(0, 100), file.view(100, 8 * MIB)
     before = private_kib()
     view[:] = bytes(8 * MIB)
@@ -145,7 +145,7 @@ def test_dropped_view_frees_private_writes(path: str) -> None:
 
 def test_views_outlive_closed_file_without_descriptors(path: str, body: bytes) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     views = [file.view(i * PAGE, PAGE) for i in range(500)]
     file.close()
     file.close()
@@ -156,7 +156,7 @@ def test_views_outlive_closed_file_without_descriptors(path: str, body: bytes) -
 
 def test_prefetch_without_views_fills_page_cache(path: str) -> None:
     evict(path)
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     file.prefetch(MIB + 5, 2 * MIB)
     with open(path, "rb") as reader:
         cached = local.resident_pages(reader.fileno(), MIB + 5, 2 * MIB)
@@ -168,7 +168,7 @@ def test_prefetch_without_views_fills_page_cache(path: str) -> None:
 def test_prefetch_populates_page_tables_of_live_views(path: str, cold: bool) -> None:
     if cold:
         evict(path)
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     gone, left, right = file.view(0, MIB), file.view(MIB, 4 * MIB), file.view(6 * MIB + 7, 3 * MIB)
     del gone
     assert num_populated_bytes(path) == 0
@@ -179,14 +179,14 @@ def test_prefetch_populates_page_tables_of_live_views(path: str, cold: bool) -> 
 def test_prefetch_without_populate_keeps_bytes_correct(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
     evict(path)
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     view = file.view(0, NBYTES)
     file.prefetch(0, NBYTES)
     assert view == body
 
 
 def test_prefetch_beyond_end_is_clipped(path: str, body: bytes) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     view = file.view(NBYTES - 10, 10)
     file.prefetch(NBYTES, 1)
     assert num_populated_bytes(path) == 0
@@ -197,7 +197,7 @@ def test_prefetch_beyond_end_is_clipped(path: str, body: bytes) -> None:
 
 def test_concurrent_prefetch_and_view_changes_are_safe(path: str, body: bytes) -> None:
     evict(path)
-    file = MappedFile(path)
+    file = MappedFile.open(path)
 
     def work(index: int) -> bool:
         start = index * 77_777 % (NBYTES - MIB)
@@ -214,7 +214,7 @@ def test_concurrent_prefetch_and_view_changes_are_safe(path: str, body: bytes) -
 @pytest.mark.parametrize(("offset", "nbytes"), [(NBYTES, 1), (0, NBYTES + 1), (-1, 1), (0, -1), (1 << 62, 1)])
 def test_range_outside_file_raises_source_truncated(path: str, offset: int, nbytes: int) -> None:
     with pytest.raises(SourceTruncated):
-        MappedFile(path).view(offset, nbytes)
+        MappedFile.open(path).view(offset, nbytes)
 
 
 @pytest.mark.parametrize("populate", [True, False])
@@ -223,7 +223,7 @@ def test_prefetch_of_truncated_file_raises_without_crash(
 ) -> None:
     if not populate:
         monkeypatch.setattr(mapped, "_MADV_POPULATE_READ", 9999)
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     view = file.view(0, NBYTES)
     evict(path)
     os.truncate(path, MIB)
@@ -235,15 +235,15 @@ def test_prefetch_of_truncated_file_raises_without_crash(
 
 
 def test_changed_or_removed_file_raises_source_changed(path: str) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     file.check_unchanged()
-    assert MappedFile(path, state=file.state).identity == file.identity
+    assert MappedFile.open(path, state=file.state).identity == file.identity
     Path(path + ".new").write_bytes(bytes(NBYTES))
     os.replace(path + ".new", path)
     with pytest.raises(SourceChanged, match="replaced"):
         file.check_unchanged()
     with pytest.raises(SourceChanged):
-        MappedFile(path, state=file.state)
+        MappedFile.open(path, state=file.state)
     os.unlink(path)
     with pytest.raises(SourceChanged, match="removed"):
         file.check_unchanged()
@@ -251,18 +251,18 @@ def test_changed_or_removed_file_raises_source_changed(path: str) -> None:
 
 def test_missing_file_and_directory_raise(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
-        MappedFile(str(tmp_path / "absent"))
+        MappedFile.open(str(tmp_path / "absent"))
     with pytest.raises(SourceUnavailable, match="directory"):
-        MappedFile(str(tmp_path))
+        MappedFile.open(str(tmp_path))
 
 
 def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    monkeypatch.setattr(mapped, "Mapping", full)
+    monkeypatch.setattr(mapped.Mapping, "map", full)
     with pytest.raises(DestinationError, match="max_map_count"):
-        MappedFile(path).view(0, 1)
+        MappedFile.open(path).view(0, 1)
 
 
 def test_view_fits_where_whole_file_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,15 +273,15 @@ def test_view_fits_where_whole_file_mapping_fails(path: str, body: bytes, monkey
             raise OSError(12, "Cannot allocate memory")
         return real(fd, offset, nbytes)
 
-    monkeypatch.setattr(mapped, "Mapping", small)
-    file = MappedFile(path)
+    monkeypatch.setattr(mapped.Mapping, "map", small)
+    file = MappedFile.open(path)
     view = file.view(MIB + 3, MIB)
     file.prefetch(MIB, MIB)
     assert view == body[MIB + 3 : 2 * MIB + 3]
 
 
 def test_exhausted_address_space_raises_destination_error(path: str) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     resource.setrlimit(resource.RLIMIT_AS, (used + 4 * MIB, hard))
@@ -294,7 +294,7 @@ def test_exhausted_address_space_raises_destination_error(path: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forked_child_has_private_copy(path: str, body: bytes) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     view = file.view(0, NBYTES)
     view[:3] = b"mum"
     pid = os.fork()
@@ -310,7 +310,7 @@ def test_forked_child_has_private_copy(path: str, body: bytes) -> None:
 
 
 def test_file_is_ready_only_when_fully_cached(path: str, tmp_path: Path) -> None:
-    file = MappedFile(path)
+    file = MappedFile.open(path)
     with open(path, "rb") as reader:
         cached = local.resident_pages(reader.fileno(), 0, NBYTES)
     if cached is None:
@@ -322,4 +322,4 @@ def test_file_is_ready_only_when_fully_cached(path: str, tmp_path: Path) -> None
     file.prefetch(0, NBYTES)
     assert file.is_ready()
     (tmp_path / "empty").touch()
-    assert MappedFile(str(tmp_path / "empty")).is_ready()
+    assert MappedFile.open(str(tmp_path / "empty")).is_ready()

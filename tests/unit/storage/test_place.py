@@ -187,7 +187,7 @@ def test_killed_publish_is_undone_by_next_claim(tmp_path: Path) -> None:
     staging.mkdir()
     (place / "c").rename(staging / "c")
     (staging / ".penstock-moving").write_text('["a", "b", "c", "../x"]')
-    with DestinationClaim(place, staging):
+    with DestinationClaim.open(place, staging):
         assert [path.name for path in place.iterdir()] == [staging.name]
         assert {path.name for path in staging.iterdir()} >= {"a", "b", "c"}
 
@@ -197,37 +197,37 @@ def test_killed_publish_is_undone_by_next_claim(tmp_path: Path) -> None:
 
 def test_second_writer_to_destination_is_refused(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
-    with DestinationClaim(place.path, place.staging("1")):
+    with DestinationClaim.open(place.path, place.staging("1")):
         for token in ("1", "2"):
             with pytest.raises(DestinationError, match="another process writes to this place"):
-                DestinationClaim(place.path, place.staging(token))
-        DestinationClaim(tmp_path / "elsewhere", OutputPlace.at(tmp_path / "elsewhere").staging("1")).close()
-    DestinationClaim(place.path, place.staging("2")).close()
+                DestinationClaim.open(place.path, place.staging(token))
+        DestinationClaim.open(tmp_path / "elsewhere", OutputPlace.at(tmp_path / "elsewhere").staging("1")).close()
+    DestinationClaim.open(place.path, place.staging("2")).close()
 
 
 def test_killed_writer_leaves_no_lock(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
     ready, done = os.pipe()
     if not (child := os.fork()):
-        claim = DestinationClaim(place.path, place.staging("dead-1"))
+        claim = DestinationClaim.open(place.path, place.staging("dead-1"))
         (claim.staging / "file").write_text("half")
         os.write(done, b"x")
         signal.pause()
     os.read(ready, 1)
     with pytest.raises(DestinationError):
-        DestinationClaim(place.path, place.staging("2"))
+        DestinationClaim.open(place.path, place.staging("2"))
     remove_dead(place, "dead-")
     assert place.staging("dead-1").exists()
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with DestinationClaim(place.path, place.staging("2")):
+    with DestinationClaim.open(place.path, place.staging("2")):
         remove_dead(place, "dead-")
         assert not place.staging("dead-1").exists()
 
 
 def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
-    claim = DestinationClaim(place.path, place.staging("1"))
+    claim = DestinationClaim.open(place.path, place.staging("1"))
     (hold, go), (is_forked, forked) = os.pipe(), os.pipe()
     if not (child := os.fork()):
         os.close(go)
@@ -236,7 +236,7 @@ def test_forked_child_holds_no_claim(tmp_path: Path) -> None:
         os._exit(0)
     os.read(is_forked, 1)
     claim.close()
-    DestinationClaim(place.path, place.staging("1")).close()
+    DestinationClaim.open(place.path, place.staging("1")).close()
     for fd in (hold, go, is_forked, forked):
         os.close(fd)
     os.waitpid(child, 0)
@@ -267,7 +267,7 @@ def test_planted_staging_directory_is_refused(source: Path, tmp_path: Path, what
     planted = place.staging("key")
     plant(planted, what, victim)
     with pytest.raises(DestinationError, match="not a directory of this user"):
-        DestinationClaim(place.path, planted)
+        DestinationClaim.open(place.path, planted)
     assert contents(victim) == before and os.path.lexists(planted)
 
 
@@ -315,7 +315,7 @@ def test_new_file_replaces_link_and_keeps_target(tmp_path: Path) -> None:
 
 def test_clear_and_unlock_remove_lock(tmp_path: Path) -> None:
     place = OutputPlace.at(tmp_path / "out")
-    with DestinationClaim(place.path, place.staging("1")) as claim:
+    with DestinationClaim.open(place.path, place.staging("1")) as claim:
         (claim.staging / "sub").mkdir()
         (claim.staging / "link").symlink_to(tmp_path)
         clear(claim.staging)

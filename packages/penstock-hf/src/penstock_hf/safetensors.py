@@ -192,7 +192,7 @@ def _reason_for_penstock(filename: object, framework: object) -> str:
 
 
 def _is_cached(path: str) -> bool:
-    file = NetworkFile(path)
+    file = NetworkFile.open(path)
     try:
         return file.is_cached()
     finally:

@@ -25,7 +25,7 @@ ENDED_S = 20.0
 
 @pytest.fixture
 def fork_server() -> Iterator[ForkServer]:
-    with ForkServer(["json", "not_installed_anywhere"]) as fork_server:
+    with ForkServer.start(["json", "not_installed_anywhere"]) as fork_server:
         yield fork_server
 
 
@@ -53,7 +53,7 @@ def test_exit_code_is_function_result(fork_server: ForkServer) -> None:
 
 
 def test_output_and_traceback_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
-    with ForkServer([]) as fork_server:
+    with ForkServer.start([]) as fork_server:
         assert fork_server.fork("os:system", ["echo hello"]).wait(ENDED_S) == 0
         assert fork_server.fork("operator:truediv", [1, 0]).wait(ENDED_S) == 1
     found = capfd.readouterr()
@@ -131,7 +131,7 @@ def test_fork_server_ends_with_its_thread() -> None:
     found = list[tuple[ForkServer, Forked]]()
 
     def start() -> None:
-        fork_server = ForkServer([])
+        fork_server = ForkServer.start([])
         found.append((fork_server, sleeping(fork_server)))
 
     thread = threading.Thread(target=start)

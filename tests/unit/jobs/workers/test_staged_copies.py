@@ -39,7 +39,7 @@ class Pins:
 
 @contextmanager
 def copies(device: Device, num_buffers: int, stall_s: float = 30.0, pins: Pins | None = None) -> Iterator[StagedCopies]:
-    pool = StagingPool(num_buffers * PAGE, PAGE, registrar=pins)
+    pool = StagingPool.map(num_buffers * PAGE, PAGE, registrar=pins)
     staged = StagedCopies(pool, device, 0, up=1, down=2, stall_s=stall_s)
     try:
         yield staged

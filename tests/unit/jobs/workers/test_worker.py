@@ -133,7 +133,7 @@ class Staged(HostCompute):
 
     def __init__(self, memory_bytes: int, piece_bytes: int, num_buffers: int) -> None:
         super().__init__(memory_bytes)
-        pool = StagingPool(num_buffers * piece_bytes, piece_bytes)
+        pool = StagingPool.map(num_buffers * piece_bytes, piece_bytes)
         self.copies = StagedCopies(pool, Device(delay_s=1e-4), 0, up=1, down=2, stall_s=30.0)
         self.staged_bytes, self.steps = num_buffers * piece_bytes, set[int]()
 

@@ -157,6 +157,7 @@ class ObjectStorageModel:
 
     The first process downloads. The others wait for it and then find the files. After a failed download the next
     process starts again. `dir` is the directory. A lock file is next to it, and a file inside marks it as complete.
+    `with` or `pull_files` takes the lock.
 
     Raises:
         ValueError: `model_path` is not in an object store.
@@ -171,30 +172,40 @@ class ObjectStorageModel:
         self._model_path = model_path
         self._credentials = s3_credentials
         self._mark = Path(self.dir) / self.SENTINEL_NAME
+        self._lock: IO[str] | None = None
+        self._is_whole = False
+
+    def _acquire(self) -> None:
+        """Lock the directory at the first call; find out whether it is complete, and empty it if not."""
+        if self._lock is not None:
+            return
         # Held until `__exit__`. The kernel releases it even if the process is killed.
-        self._lock: IO[str] = open(self.dir + ".lock", "a")  # noqa: SIM115
+        lock = open(self.dir + ".lock", "a")  # noqa: SIM115
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
+            fcntl.flock(lock, fcntl.LOCK_SH)
             if not self._mark.exists():
                 # Release the lock first. Two processes with the shared lock would otherwise wait for each other.
-                fcntl.flock(self._lock, fcntl.LOCK_UN)
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                fcntl.flock(lock, fcntl.LOCK_UN)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             self._is_whole = self._mark.exists()
             if self._is_whole:
-                fcntl.flock(self._lock, fcntl.LOCK_SH)
+                fcntl.flock(lock, fcntl.LOCK_SH)
             else:
                 shutil.rmtree(self.dir, ignore_errors=True)
                 os.makedirs(self.dir)
         except BaseException:
-            self._lock.close()
+            lock.close()
             raise
+        self._lock = lock
 
     def pull_files(self, allow_pattern: list[str] | None = None, ignore_pattern: list[str] | None = None) -> None:
         """Run `pull_files` into `dir`, unless another process has done so."""
+        self._acquire()
         if not self._is_whole:
             pull_files(self._model_path, self.dir, allow_pattern, ignore_pattern, self._credentials)
 
     def __enter__(self) -> Self:
+        self._acquire()
         return self
 
     def __exit__(
@@ -207,7 +218,8 @@ class ObjectStorageModel:
                 self._mark.touch()
         finally:
             # Closing the file releases the lock.
-            self._lock.close()
+            if self._lock is not None:
+                self._lock.close()
 
     def __del__(self) -> None:
         lock = getattr(self, "_lock", None)

@@ -600,13 +600,13 @@ def _levels(
     levels, below = [], []
     # The disk's tier first: it checks its directory, and pinning host memory takes seconds.
     if disk is not None:
-        below.append(Level(tier=SpillTier(disk), budget_bytes=disk_bytes, budget="disk_bytes"))
+        below.append(Level(tier=SpillTier.open(disk), budget_bytes=disk_bytes, budget="disk_bytes"))
     if device.type == "cpu":
         levels.append(Level(tier=ArenaTier(), budget_bytes=memory_bytes))
     else:
         levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))
         if host_bytes is not None:
-            pool = PoolTier(host_bytes, registrar=CudaRegistrar(device), stall_s=settings.stall_s)
+            pool = PoolTier.open(host_bytes, registrar=CudaRegistrar(device), stall_s=settings.stall_s)
             # A model that comes back leaves its copy: the one that makes room for it is then not copied down each time.
             levels.append(Level(tier=pool, budget_bytes=host_bytes, keeps_copies=True, budget="host_bytes"))
     return [*levels, *below]

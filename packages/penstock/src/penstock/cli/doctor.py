@@ -164,7 +164,7 @@ def _io_uring() -> Fact:
     why = refusal()
     if not why:
         try:
-            Uring(1, 1).close()
+            Uring.open(1, 1).close()
         except OSError as error:
             why = f"the kernel refuses a ring: {error.strerror}"
     return Fact(name="io_uring", value="no" if why else "yes", why=why or "fills staging for a GPU from cached files")

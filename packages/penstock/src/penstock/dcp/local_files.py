@@ -61,10 +61,10 @@ def num_threads(num_ranks: int) -> int:
 class _Mapped:
     """A mapping of a whole file, which ends with the last reference to its view."""
 
-    def __init__(self, source: FileSource) -> None:
+    def __init__(self, source: FileSource, file: MappedFile) -> None:
         self.source = source
-        self.file = MappedFile(source.uri, state=source.state)
-        self.view = self.file.view(0, source.nbytes)
+        self.file = file
+        self.view = file.view(0, source.nbytes)
 
 
 class LocalFill:
@@ -157,7 +157,8 @@ class LocalFill:
                 if memory is None:
                     # One file at a time: the pages of a mapping count as the process's memory until it goes.
                     if mapped is None or mapped.source is not self._sources[part.row.file]:
-                        mapped = _Mapped(self._sources[part.row.file])
+                        source = self._sources[part.row.file]
+                        mapped = _Mapped(source, MappedFile.open(source.uri, state=source.state))
                     path = self._copy(mapped, number, part, offset, nbytes)
                 else:
                     path = self._read(number, part, offset, memory)

@@ -190,7 +190,7 @@ class CheckpointWriter(Staging, StorageWriter):
         # A name of its own: ranks of a save that was killed may still write to the files of that one. The system's
         # directory for temporary files is other users' too.
         staging, mode = place.staging(f"{_TOKEN}{secrets.token_hex(4)}"), 0o700 if is_remote(self._uri) else 0o777
-        self._claim = DestinationClaim(place.path, staging, mode=mode, is_shared=True)
+        self._claim = DestinationClaim.open(place.path, staging, mode=mode, is_shared=True)
         self._place = place.path
         target = _Target(directory=str(staging), table=table, body_nbytes=body_nbytes)
         try:

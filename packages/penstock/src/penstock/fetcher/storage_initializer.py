@@ -108,7 +108,7 @@ def initialize(
         require_apart([place], target, replace=True)
     files = _files(place, settings)
     # After an error the destination is as it was.
-    with new_directory(target), DestinationClaim(target, partial):
+    with new_directory(target), DestinationClaim.open(target, partial):
         try:
             with typed(target):
                 # What a container that was killed has left: the next attempt starts again.

@@ -84,7 +84,7 @@ def fetch_to_files(
     remove_dead(place, _TOKEN)
     # On the same file system as the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
-    with DestinationClaim(place.path, staging):
+    with DestinationClaim.open(place.path, staging):
         files = _Files(staging)
         try:
             report = fleet.fetch(files, fallback=fallback, timeout_s=timeout_s, progress=progress)

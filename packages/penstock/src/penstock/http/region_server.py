@@ -70,7 +70,7 @@ class ServedRegion:
 
 
 class RegionServer:
-    """Regions and their HTTP server. The constructor starts it.
+    """Regions and the server that readers get them from, from `start` to `close`.
 
     Args:
         bound: a bound socket. The server owns it from now on.
@@ -92,6 +92,10 @@ class RegionServer:
             full_status=HTTPStatus.SERVICE_UNAVAILABLE,
             tls=tls,
         )
+
+    def start(self) -> None:
+        """Serve readers in new threads. DestinationError: the system starts no more threads."""
+        self._http.start()
 
     @property
     def num_open(self) -> int:

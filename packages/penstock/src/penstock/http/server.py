@@ -167,7 +167,7 @@ def _answer_wait_s(limits: ConnectionLimits) -> float:
 
 
 class HttpServer:
-    """A listener whose connections are served by a handler. The constructor starts it. Forked children drop it.
+    """A listener whose connections are served by a handler, from `start` to `close`. Forked children close their copy.
 
     Args:
         bound: a bound socket. The server owns it from now on.
@@ -202,6 +202,10 @@ class HttpServer:
             refusal=_empty_answer(full_status) if tls is None else b"",
         )
         _servers.add(self)
+
+    def start(self) -> None:
+        """Serve connections in new threads. DestinationError: the system starts no more threads."""
+        self._listener.start()
 
     @property
     def address(self) -> Any:

@@ -118,7 +118,7 @@ class Auth:
             raise ConfigError("callers' certificates need the hub's own", hint="give --cert and --key")
         if (certificate is None) != (private_key is None):
             raise ConfigError("a certificate and its key come together", hint="give both --cert and --key")
-        tokens = None if token_file is None else TokenFile(token_file)
+        tokens = None if token_file is None else TokenFile.open(token_file)
         return cls(token_file=tokens, certificate=certificate, private_key=private_key, client_ca=client_ca)
 
     @property
@@ -158,22 +158,27 @@ class TokenFile:
     A file that cannot be read, or has a fault, changes nothing: the tokens read last stay good, and an error is logged.
 
     Args:
-        path: see `Auth.of`.
-
-    Raises:
-        ConfigError: the file cannot be read at first, or has a fault.
+        path: Path of the file; see `Auth.of` for the format.
+        tokens: The tokens that were read.
+        seen: Stamp of the file before the tokens were read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, tokens: tuple[tuple[bytes, Caller], ...], seen: tuple[int, ...]) -> None:
         self._path = path
         self._lock = threading.Lock()
+        self._seen = seen
+        self._tokens = tokens
+
+    @classmethod
+    def open(cls, path: Path) -> TokenFile:
+        """Read the tokens. ConfigError: the file cannot be read, or has a fault."""
         # The stamp before the content: a change in between is then read once more, instead of being missed.
-        self._seen = self._stamp()
-        self._tokens = read_tokens(path)
+        seen = _stamp(path)
+        return cls(path, read_tokens(path), seen)
 
     def tokens(self) -> tuple[tuple[bytes, Caller], ...]:
         """Return the tokens that are good now. Looks at the file's stamp each time: 3 us."""
-        stamp = self._stamp()
+        stamp = _stamp(self._path)
         if stamp != self._seen:
             with self._lock:
                 # Another thread may have read it while this one waited.
@@ -185,7 +190,7 @@ class TokenFile:
     def reread(self) -> None:
         """Read the file again whether or not its stamp has changed: SIGHUP."""
         with self._lock:
-            self._seen = self._stamp()
+            self._seen = _stamp(self._path)
             self._read()
 
     def _read(self) -> None:
@@ -198,14 +203,15 @@ class TokenFile:
         else:
             _log.warning("token file %s was read again: %d tokens are good", self._path, len(self._tokens))
 
-    def _stamp(self) -> tuple[int, ...]:
-        """Return a value that is another one after each change of the file."""
-        # With ctime and inode: an editor that renames a new file into place may give it the old size and mtime.
-        try:
-            status = self._path.stat()
-        except OSError:
-            return ()
-        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """Return a value that differs after each change of a file, or an empty one if the file cannot be reached."""
+    # With ctime and inode: an editor that renames a new file into place may give it the old size and mtime.
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def first_token(path: str | Path | None) -> str | None:

@@ -250,7 +250,7 @@ class HubClient(Closeable):
         if hub is None:
             from penstock.hub.local_hub import LocalEndpoint
 
-            endpoint = LocalEndpoint()
+            endpoint = LocalEndpoint.open()
         else:
             require_hub_address(hub)
             endpoint = FixedEndpoint(hub.rstrip("/"))

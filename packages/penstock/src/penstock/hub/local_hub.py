@@ -44,27 +44,34 @@ later is (`client.ATTEMPT_S`)."""
 
 
 class LocalEndpoint:
-    """The endpoint of `HubClient.connect(None)`: see the module.
+    """The endpoint of `HubClient.connect(None)`: see the module."""
 
-    Args:
-        directory: None: the user's own, see `config.runtime_dir`.
-
-    Raises:
-        ConfigError: the directory is another's, open to others, cannot be written, or its path too long for a socket.
-    """
-
-    def __init__(self, directory: Path | None = None) -> None:
-        self._directory = private_directory(directory)
+    def __init__(self, directory: Path, members: _LockFile) -> None:
+        self._directory = directory
         self._lock = threading.RLock()
-        with runtime_files(self._directory):
-            self._members = _File(self._directory / "members.lock")
+        self._members = members
         self._is_member = False
-        self._hosting: _Hosting | None = None
+        self._hosting: _HostedHub | None = None
         # Whether the socket's file proves nothing: no hub was reached through it yet, or the last request failed.
         self._doubted = True
         self._closed = False
         self._silent_since: float | None = None
         self.is_busy = False
+
+    @classmethod
+    def open(cls, directory: Path | None = None) -> LocalEndpoint:
+        """Make the directory if it is not there, and open the file that counts the members.
+
+        Args:
+            directory: Directory of the hub's files. None means the user's own; see `config.runtime_dir`.
+
+        Raises:
+            ConfigError: the directory is another's, open to others, cannot be written, or its path too long for a
+                socket.
+        """
+        directory = private_directory(directory)
+        with runtime_files(directory):
+            return cls(directory, _LockFile.open(directory / "members.lock"))
 
     @property
     def hosts(self) -> bool:
@@ -133,7 +140,7 @@ class LocalEndpoint:
     def _pass_over(self, number: int) -> None:
         """Start the next generation, if `number` is still the present one."""
         # Under a lock and by a rename: of several clients that lose the hub together, one raises the number, by one.
-        with _File(self._directory / "generation.lock") as guard:
+        with _LockFile.open(self._directory / "generation.lock") as guard:
             if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
                 _replace(self._directory / "generation", f"{number + 1}\n".encode())
 
@@ -171,9 +178,9 @@ class LocalEndpoint:
                 self._hosting = None
             self._members.close()
 
-    def _host(self, number: int) -> _Hosting | None:
+    def _host(self, number: int) -> _HostedHub | None:
         """Host hub `number`; return None if another process does."""
-        lock = _File(self._directory / f"hub-{number}.lock")
+        lock = _LockFile.open(self._directory / f"hub-{number}.lock")
         try:
             # The number once more, under the lock: the hub may have been replaced while this process came here.
             if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
@@ -183,7 +190,7 @@ class LocalEndpoint:
             # The exclusive lock succeeds only if no other process ever reached a hub: then no report is waited for.
             fresh = self._members.lock(fcntl.LOCK_EX)
             self._is_member = self._members.lock(fcntl.LOCK_SH)
-            return _Hosting(self._directory, number, lock, fresh=fresh)
+            return _HostedHub.start(self._directory, number, lock, fresh=fresh)
         except BaseException:
             lock.close()
             raise
@@ -242,7 +249,7 @@ def find_hub(directory: Path | None = None) -> str | None:
         if not path.exists() or not lock.exists():
             return None
         # A lock that can be taken is no longer held by a hub: its process died, and left the socket's file behind.
-        with _File(lock) as lock_file:
+        with _LockFile.open(lock) as lock_file:
             return None if lock_file.lock(fcntl.LOCK_SH) else f"unix://{path}"
 
 
@@ -255,27 +262,34 @@ def own_address() -> str:
     return f"unix://{private_directory() / 'hub.sock'}"
 
 
-class _Hosting:
+class _HostedHub:
     """A hub in a thread of this process."""
 
-    def __init__(self, directory: Path, number: int, lock: _File, *, fresh: bool) -> None:
+    def __init__(self, number: int, lock: _LockFile, path: Path, hub: HubThread) -> None:
         self.number = number
         self._lock = lock
-        self._path = directory / f"hub-{number}.sock"
+        self._path = path
+        self._hub = hub
+
+    @classmethod
+    def start(cls, directory: Path, number: int, lock: _LockFile, *, fresh: bool) -> _HostedHub:
+        """Start hub `number`, whose lock the caller holds, and give its socket the name that clients look for."""
+        path = directory / f"hub-{number}.sock"
         # Under another name until it answers: a client that sees the path connects at once.
         draft = directory / f"new-{number}.sock"
-        self._path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         # Not a wall clock: the process hosts the hub next to its own work, and may be stopped for longer than `TTL_S`.
         store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
-        self._hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
+        hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
         try:
-            self._hub.start()
-            draft.rename(self._path)
+            hub.start()
+            draft.rename(path)
         except BaseException:
-            self._hub.stop()
+            hub.stop()
             raise
         _sweep(directory, number)
+        return cls(number, lock, path, hub)
 
     def stop(self) -> None:
         """Remove the socket's file, so that no client connects; then end the hub and release the lock."""
@@ -285,13 +299,18 @@ class _Hosting:
         self._lock.close()
 
 
-class _File(Closeable):
+class _LockFile(Closeable):
     """A file to lock. The kernel releases its lock when the process ends; forked children close their copy."""
 
-    def __init__(self, path: Path) -> None:
-        # No symbolic links: with one, another user of a shared directory could have any of our files locked or cut.
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
         _CLOSED_IN_CHILDREN.add(self)
+
+    @classmethod
+    def open(cls, path: Path) -> _LockFile:
+        """Open the file, which is made if it is not there. OSError: the system refuses."""
+        # No symbolic links: with one, another user of a shared directory could have any of our files locked or cut.
+        return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
         """Lock or relock it without waiting; False: another process holds it, and our earlier lock may be lost."""
@@ -315,7 +334,7 @@ class _File(Closeable):
 
 
 # A child of a fork that lived on would keep the locks of a hub that died.
-_CLOSED_IN_CHILDREN: weakref.WeakSet[_File] = release_after_fork(lambda file: file.close())
+_CLOSED_IN_CHILDREN: weakref.WeakSet[_LockFile] = release_after_fork(lambda file: file.close())
 
 
 def _seed(directory: Path) -> bytes:

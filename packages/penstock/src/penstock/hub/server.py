@@ -293,6 +293,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
     url = url_of(bound, auth)
     listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
     try:
+        listener.listen()
         server = _server(make_app, auth, listener)
     except BaseException:
         listener.close()
@@ -365,6 +366,7 @@ class HubThread:
         Raises:
             HubUnavailable: it did not start.
         """
+        self._listener.listen()
         start_thread(self._thread)
         deadline = time.monotonic() + _START_S
         # By looking: uvicorn has an attribute for it, and no event that another thread could wait for.

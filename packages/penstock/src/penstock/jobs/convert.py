@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import sys
 import tempfile
 import threading
@@ -39,7 +40,7 @@ from penstock.errors import (
 from penstock.hub.job_state import JobObserver
 from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, ConversionJob, bytes_read
-from penstock.jobs.messages import EXECUTORS, JobSpec
+from penstock.jobs.messages import EXECUTORS, JobSpec, listen
 from penstock.jobs.operations.spec import COPIES, Operations, is_copy
 from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.request import ConvertRequest, plan_request, uris_of
@@ -427,6 +428,8 @@ class _Run:
                 # A local launcher counts GPUs in a process of its own, so that this one needs no driver.
                 counted = self.launcher.gpus if isinstance(self.launcher, LocalLauncher) else gpus
                 where = devices_of(self.devices, self.settings.num_workers, counted)
+                # A random name: two jobs of one process must not meet at one address.
+                listener, address = listen(self.launcher.listen, secrets.token_hex(8))
                 coordinator = self.stack.enter_context(
                     Coordinator(
                         job,
@@ -434,7 +437,8 @@ class _Run:
                         journal,
                         self.launcher,
                         where,
-                        stall_s=job_spec.stall_s,
+                        listener=listener,
+                        address=address,
                         on_progress=self.shown,
                         on_turn=lambda: self.watch.turn(coordinator),
                     )
@@ -493,7 +497,7 @@ def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] |
     staged_path = _staging_path(job, place, scratch)
     stack.push(partial(_name_destination, staged_path, into))
     # The journal first: its lock keeps a second process of this very job away from the files.
-    journal = Journal(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
+    journal = Journal.open(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
     stack.callback(journal.close)
     out = output_of(job, request.opened, staged_path)
     stack.callback(out.close)
@@ -564,10 +568,10 @@ def _begin(staged: _Staged, stack: ExitStack, *, replace: bool) -> str | None:
     if staged.place is None:
         require_free_remote(into, settings=settings, storage_options=options)
         # The system's directory for temporary files is other users' too.
-        stack.enter_context(DestinationClaim(out.directory, out.directory, mode=0o700))
+        stack.enter_context(DestinationClaim.open(out.directory, out.directory, mode=0o700))
     else:
         staged.place.require_free(replace=replace)
-        stack.enter_context(DestinationClaim(staged.place.path, out.directory))
+        stack.enter_context(DestinationClaim.open(staged.place.path, out.directory))
     out.make()
     # A file of an earlier run may be gone, or short: what is not there reads as zeros.
     if journal.done:

@@ -47,13 +47,13 @@ from penstock.jobs.messages import (
     WorkerHello,
     check_version,
     end_with_peer,
-    listen,
 )
 from penstock.jobs.report import WorkerStats, WorkerTrace
 from penstock.jobs.result import Journal
 from penstock.jobs.workers.launch import Launcher
 from penstock.lifecycle import Closeable
 from penstock.net.admission import Connection
+from penstock.net.listener import GuardedListener
 from penstock.plan.placement import Placement, depth_of
 
 TURN_S = 0.2
@@ -115,7 +115,7 @@ class Coordinator(Closeable):
         journal: tasks that earlier runs finished; tasks that this run finishes are added.
         launcher: starts workers.
         devices: one worker for each.
-        stall_s: a worker that makes no progress for this long is replaced.
+        listener, address: The socket for workers, from `messages.listen`, and its address. The coordinator closes it.
         on_progress: called with tasks done and tasks in all, after each.
         on_turn: called a few times a second while it runs; must not block.
 
@@ -138,7 +138,8 @@ class Coordinator(Closeable):
         launcher: Launcher,
         devices: Sequence[str],
         *,
-        stall_s: float,
+        listener: GuardedListener,
+        address: str,
         on_progress: Callable[[int, int], None] | None = None,
         on_turn: Callable[[], None] | None = None,
     ) -> None:
@@ -148,7 +149,7 @@ class Coordinator(Closeable):
         # Workers of this host share one cache, so locality only matters once they may be on several hosts.
         self._job_spec = msgspec.structs.replace(job_spec, reports_cached=launcher.listen is not None)
         self._devices = devices
-        self._stall_s = stall_s
+        self._stall_s = job_spec.stall_s
         self._on_progress = on_progress
         self._on_turn = on_turn
         self.num_workers = len(devices)
@@ -172,8 +173,8 @@ class Coordinator(Closeable):
         """Connections without a valid `WorkerHello` so far, with the listener's connection that admission counts."""
         self._checked_at = time.monotonic()
         self._select = selectors.DefaultSelector()
-        # A random name: two jobs of one process must not meet at one address.
-        self._listener, self._address = listen(launcher.listen, secrets.token_hex(8))
+        self._listener = listener
+        self._address = address
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def begin(self) -> None:

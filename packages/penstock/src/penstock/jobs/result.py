@@ -87,32 +87,40 @@ _ENTRY = msgspec.json.Decoder(_Entry)
 class Journal:
     """An append-only file of one job. One thread writes it; an exclusive lock keeps other processes out.
 
-    Args:
-        path: of the file; made if it is not there.
-        key: the job's.
-
     Attributes:
+        path: Path of the file.
         done: digests by task, of the tasks that earlier runs and this one finished.
         kept: the tasks that earlier runs finished.
-
-    Raises:
-        DestinationError: another process has it open, the file is another job's, or it cannot be written.
     """
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.done = dict[int, U64]()
         self.kept = frozenset[int]()
+        self._fd = fd
+
+    @classmethod
+    def open(cls, path: Path, key: str) -> Journal:
+        """Open the journal of a job, or begin one, and read the tasks that are done.
+
+        Args:
+            path: Path of the file, which is made if it is not there.
+            key: Key of the job.
+
+        Raises:
+            DestinationError: another process has it open, the file is another job's, or it cannot be written.
+        """
         with typed(path):
-            self._fd = _locked(path)
+            journal = Journal(path, _locked(path))
             try:
-                self._read(key)
+                journal._read(key)
             except BaseException:
                 # The disk is too full even for its first line: it is of no use.
-                if not os.fstat(self._fd).st_size:
-                    self.remove()
-                os.close(self._fd)
+                if not os.fstat(journal._fd).st_size:
+                    journal.remove()
+                journal.close()
                 raise
+        return journal
 
     def _read(self, key: str) -> None:
         """Read the finished tasks of earlier runs, and cut the file after the last readable line."""

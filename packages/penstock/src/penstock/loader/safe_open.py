@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
@@ -238,7 +238,7 @@ class safe_open:
                 raise also(error, TypeError) from None
             with interrupts.deferred():
                 settings = Settings.read(memory_bytes=memory_bytes)
-                self._file: _File | None = _File(
+                self._file: _OpenFile | None = _OpenFile.open(
                     name, place, settings, mapped=backend == "mmap", storage_options=storage_options
                 )
         self._numpy = framework in _NUMPY
@@ -312,7 +312,7 @@ class safe_open:
             file = self._open()
             file.expect([file.row(name) for name in names])
 
-    def _open(self) -> _File:
+    def _open(self) -> _OpenFile:
         if self._file is None:
             raise _compatible(ConfigError("file is closed", hint="keep it inside its `with` block"))
         return self._file
@@ -325,7 +325,7 @@ class SafeSlice:
     integers, slices of positive step and `...`. Ownership: the caller's; a view of the mapping on the CPU.
     """
 
-    def __init__(self, file: _File, row: int, *, is_numpy: bool) -> None:
+    def __init__(self, file: _OpenFile, row: int, *, is_numpy: bool) -> None:
         self._file = file
         self._row = row
         self._numpy = is_numpy
@@ -366,41 +366,54 @@ def load_file(
     return tensors
 
 
-class _File:
+class _OpenFile:
     """An open file: header, source, and the reading of rows and boxes. Closed with its last reference."""
 
     def __init__(
-        self,
+        self, source: Source, reader: FileReader, header: Header, device: torch.device, mapping: MappedFile | None
+    ) -> None:
+        self.source = source
+        self._reader = reader
+        self.header = header
+        self.device = device
+        self._mapping = mapping
+        # In file order.
+        self.table: TensorTable = header.tensors
+        self._rows = {name: row for row, name in enumerate(self.table.names)}
+
+    @classmethod
+    def open(
+        cls,
         path: str,
         device: torch.device,
         settings: Settings,
         *,
         mapped: bool,
         storage_options: Mapping[str, str] | None,
-    ) -> None:
-        self.device = device
-        self._mapping: MappedFile | None = None
-        # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
-        with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
-            source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
-            self.source: Source = source
-            if isinstance(source, ReadAhead):
-                # The engine's reads of a whole file are as many.
-                settings = replace(settings, fetch_threads=source.num_reads)
-            self._reader = FileReader(source, device, settings)
-            # Past the read-ahead, which would take the header for the beginning of a run.
-            file = source.source if isinstance(source, ReadAhead) else source
-            self.header: Header = read_header(timed(file, path, settings))
-        # In file order.
-        self.table: TensorTable = self.header.tensors
-        self._rows = {name: row for row, name in enumerate(self.table.names)}
-        if mapped and device.type == "cpu" and isinstance(self.source, FileSource):
-            self._mapping = MappedFile(local_path(path), state=self.source.state)
+    ) -> _OpenFile:
+        """Open a file and read its header; errors as `safe_open`."""
+        with ExitStack() as opened:
+            # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
+            with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
+                source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
+                opened.callback(source.close)
+                if isinstance(source, ReadAhead):
+                    # The engine's reads of a whole file are as many.
+                    settings = replace(settings, fetch_threads=source.num_reads)
+                reader = FileReader(source, device, settings)
+                opened.callback(reader.close)
+                # Past the read-ahead, which would take the header for the beginning of a run.
+                file = source.source if isinstance(source, ReadAhead) else source
+                header = read_header(timed(file, path, settings))
+            mapping = None
+            if mapped and device.type == "cpu" and isinstance(source, FileSource):
+                mapping = MappedFile.open(local_path(path), state=source.state)
+            opened.pop_all()
+        return cls(source, reader, header, device, mapping)
 
     def __del__(self) -> None:
-        # `hasattr`: the constructor may have failed before it set the attribute. Postponed: Ctrl-C between two of these
-        # calls would leave the source open.
-        if hasattr(self, "_reader") and not lifecycle.is_ending():
+        # Postponed: Ctrl-C between two of these calls would leave the source open.
+        if hasattr(self, "_mapping") and not lifecycle.is_ending():
             with interrupts.defer_in_finalizer():
                 self.close()
 
@@ -521,7 +534,7 @@ class _File:
 def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:
     """Open a file; with read-ahead if each read of it is a round trip to a server."""
     if not is_remote(path) and network_file_system(local_path(path)):
-        file = NetworkFile(local_path(path))
+        file = NetworkFile.open(local_path(path))
         # In the page cache it is as near as a local one, and mapping it costs nothing.
         if not (can_map and file.is_cached()):
             return ReadAhead(

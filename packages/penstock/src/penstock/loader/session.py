@@ -145,7 +145,7 @@ class Intake:
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
         """Make the pool, as large as keeps readers and device busy; the intake closes it."""
         enough = (self.num_reads + READS_AHEAD + SPARE_BUFFERS) * self.chunk_bytes
-        self.pool = StagingPool(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
+        self.pool = StagingPool.map(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
         return self.pool
 
     def warm(self, uri: Uris) -> None:
@@ -161,7 +161,7 @@ class Intake:
         if self.ring_refusal:
             return None
         try:
-            return Uring(2 * (self.num_reads + READS_AHEAD), self.num_reads)
+            return Uring.open(2 * (self.num_reads + READS_AHEAD), self.num_reads)
         except OSError as error:
             self.ring_refusal = f"io_uring: {error.strerror}"
             return None
@@ -414,7 +414,9 @@ class LoadSession(Closeable):
 
     def open_mappings(self) -> TensorMappings:
         """Map the files; the session closes them."""
-        self._mappings = TensorMappings([source for source in self.weights.sources if isinstance(source, FileSource)])
+        self._mappings = TensorMappings.open(
+            [source for source in self.weights.sources if isinstance(source, FileSource)]
+        )
         return self._mappings
 
     def begin(

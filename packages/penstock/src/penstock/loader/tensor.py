@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -238,25 +239,27 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class TensorMappings:
-    """The mapped files of one load. Views outlive `close`.
+    """The mapped files of one load. Views outlive `close`."""
 
-    Args:
-        sources: local files; each is mapped only if it is still the file that was opened there.
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self._files = files
 
-    Raises:
-        SourceChanged: a file was replaced since its source was opened.
-        SourceError: it cannot be opened.
-    """
+    @classmethod
+    def open(cls, sources: Sequence[FileSource]) -> TensorMappings:
+        """Map local files. Each is mapped only if it is still the file that the source opened.
 
-    def __init__(self, sources: Sequence[FileSource]) -> None:
-        # By `state`: a path may name another file by now than the one whose header was read.
-        self._files: list[MappedFile] = []
-        try:
-            for source in sources:
-                self._files.append(MappedFile(local_path(source.uri), state=source.state))
-        except BaseException:
-            self.close()
-            raise
+        Raises:
+            SourceChanged: a file was replaced since its source was opened.
+            SourceError: a file cannot be opened.
+        """
+        with ExitStack() as opened:
+            # By `state`: a path may name another file by now than the one whose header was read.
+            files = [
+                opened.enter_context(closing(MappedFile.open(local_path(source.uri), state=source.state)))
+                for source in sources
+            ]
+            opened.pop_all()
+        return cls(files)
 
     def are_ready(self) -> bool:
         """Return whether all files are in the page cache already."""

@@ -284,6 +284,7 @@ def manifest(
     # Before the bodies are read, which may take minutes: a wrong path fails at once.
     key = None if sign is None else read_key(sign)
     sidecar = _SidecarFile(target, settings, storage_options)
+    sidecar.require_regular()
     before = sidecar.read()
     stated = None if before is None or replace else _decode_stated(before, target)
     # Without the manifest that may be there: open_weights would refuse weights that it does not describe.
@@ -341,17 +342,16 @@ def _require_no_weights(target: str, weights: weight_set.WeightSet) -> None:
 
 
 class _SidecarFile:
-    """The manifest that may be at a place, and the signature beside it.
-
-    Raises:
-        ConfigError: something that is not a regular file has one of the two names.
-    """
+    """The manifest that may be at a place, and the signature next to it."""
 
     def __init__(self, uri: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
         self._uri = uri
         self._settings = settings
         self._storage_options = storage_options
-        for file in () if is_remote(uri) else (uri, f"{uri}.sig"):
+
+    def require_regular(self) -> None:
+        """Raise ConfigError if something that is not a regular file has one of the two names."""
+        for file in () if is_remote(self._uri) else (self._uri, f"{self._uri}.sig"):
             path = local_path(file)
             # A rename would replace a device, a pipe or a socket by a file: root can do that to /dev/full.
             if os.path.exists(path) and not os.path.isfile(path):

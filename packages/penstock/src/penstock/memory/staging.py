@@ -67,45 +67,14 @@ class StagingBuffer:
 
 
 class StagingPool:
-    """A pool of `memory_bytes // buffer_bytes` buffers.
+    """A pool of buffers of equal size."""
 
-    Args:
-        memory_bytes: limit of the pool in bytes.
-        buffer_bytes: size of a buffer, rounded up to a page.
-        registrar: pins the buffers. None leaves them pageable.
-
-    Raises:
-        BudgetTooSmall: `memory_bytes` is too small for two buffers (one that fills while one drains).
-    """
-
-    def __init__(
-        self,
-        memory_bytes: int,
-        buffer_bytes: int,
-        *,
-        registrar: Registrar | None = None,
-    ) -> None:
-        # Pinning works on pages, and direct I/O needs buffers that begin at one.
-        size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        num_buffers = memory_bytes // size
-        if num_buffers < 2:
-            raise BudgetTooSmall(
-                f"memory_bytes={memory_bytes} holds {num_buffers} buffers of {size} bytes, but two are needed",
-                minimum_bytes=2 * size,
-            )
-        self.buffer_bytes = size
-        self.num_buffers = num_buffers
-        # Use one mapping for all buffers. Its pages do not exist before their first touch, so an unused buffer costs
-        # nothing. It is private, since shared anonymous memory is tmpfs and gets no huge pages.
-        self._memory = mmap.mmap(-1, num_buffers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        if hasattr(mmap, "MADV_DONTFORK"):
-            # A fork makes pages copy-on-write, and the next write would move ours away from the pages that a device
-            # knows.
-            self._memory.madvise(mmap.MADV_DONTFORK)
+    def __init__(self, memory: mmap.mmap, buffer_bytes: int, *, registrar: Registrar | None = None) -> None:
+        self.buffer_bytes = buffer_bytes
+        self.num_buffers = len(memory) // buffer_bytes
+        self._memory = memory
         self._registrar = registrar
-        self._all = [StagingBuffer(self._memory, i * size, size) for i in range(num_buffers)]
+        self._all = [StagingBuffer(memory, i * buffer_bytes, buffer_bytes) for i in range(self.num_buffers)]
         # The first buffers are on top, so that a small load only touches the start of the memory.
         self._free = self._all[::-1]
         self._lock = threading.Lock()
@@ -117,6 +86,37 @@ class StagingPool:
         self._warmers: list[threading.Thread] = []
         self._num_warming = 0
         self.peak_bytes = 0
+
+    @classmethod
+    def map(cls, memory_bytes: int, buffer_bytes: int, *, registrar: Registrar | None = None) -> StagingPool:
+        """Map memory for a pool.
+
+        Args:
+            memory_bytes: Limit of the pool, in bytes.
+            buffer_bytes: Size of a buffer, which is rounded up to a page.
+            registrar: Pins the buffers. None leaves them pageable.
+
+        Raises:
+            BudgetTooSmall: `memory_bytes` is too small for two buffers (one that fills while one drains).
+        """
+        # Pinning works on pages, and direct I/O needs buffers that begin at one.
+        size = -(-buffer_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        num_buffers = memory_bytes // size
+        if num_buffers < 2:
+            raise BudgetTooSmall(
+                f"memory_bytes={memory_bytes} holds {num_buffers} buffers of {size} bytes, but two are needed",
+                minimum_bytes=2 * size,
+            )
+        # Use one mapping for all buffers. Its pages do not exist before their first touch, so an unused buffer costs
+        # nothing. It is private, since shared anonymous memory is tmpfs and gets no huge pages.
+        memory = mmap.mmap(-1, num_buffers * size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            # A fork makes pages copy-on-write, and the next write would move ours away from the pages that a device
+            # knows.
+            memory.madvise(mmap.MADV_DONTFORK)
+        return cls(memory, size, registrar=registrar)
 
     @property
     def num_free(self) -> int:

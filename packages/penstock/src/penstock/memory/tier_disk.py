@@ -9,6 +9,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 
@@ -32,24 +33,30 @@ class SpillRoom:
         why: the reason why bytes went through the page cache. It is empty as long as whole pages bypass the cache.
     """
 
-    def __init__(self, directory: Path, nbytes: int) -> None:
+    def __init__(self, directory: Path, nbytes: int, fd: int) -> None:
         self.nbytes = nbytes
         self._directory = directory
         self._leaves: U64 = np.zeros(-(-nbytes // LEAF_BYTES), np.uint64)
         self._lock = threading.Lock()
         self._source: FileSource | None = None
-        with typed(directory):
-            self._fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._fd = fd
         self._direct_fd = -1
         self.why = ""
+
+    @classmethod
+    def open(cls, directory: Path, nbytes: int) -> SpillRoom:
+        """Make an unnamed file of this size. DestinationError: the disk is full or cannot be written to."""
+        with typed(directory):
+            room = cls(directory, nbytes, os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         try:
             # Reserve the space now, so that a full disk is found before the block leaves its old tier.
             with typed(directory):
-                reserve(self._fd, nbytes)
-            self._open_direct()
+                reserve(room._fd, nbytes)
+            room._open_direct()
         except DestinationError:
-            self.close()
+            room.close()
             raise
+        return room
 
     def _open_direct(self) -> None:
         try:
@@ -85,7 +92,7 @@ class SpillRoom:
         """See `Room.read`. The copy is done on return."""
         with self._lock:
             if self._source is None:
-                self._source = FileSource(f"/proc/self/fd/{self._fd}")
+                self._source = FileSource.open(f"/proc/self/fd/{self._fd}")
         self._source.readv(offset, [into])
         first = offset // LEAF_BYTES
         leaves: U64 = np.empty(-(-len(into) // LEAF_BYTES), np.uint64)
@@ -116,29 +123,32 @@ class SpillRoom:
 
 
 class SpillTier:
-    """Tier in one directory on a local disk, with an unnamed file for each block.
-
-    Args:
-        directory: directory that is created if it does not exist.
-
-    Raises:
-        ConfigError: the file system has no unnamed files (O_TMPFILE), or the directory cannot be written to.
-    """
+    """Tier in one directory on a local disk, with an unnamed file for each block."""
 
     name, unit_bytes, num_threads = "disk", _PAGE_BYTES, 8
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(text_of(directory))
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str]) -> Self:
+        """Make the directory if it does not exist, and check that blocks can be written to it.
+
+        Raises:
+            ConfigError: the file system has no unnamed files (O_TMPFILE), or the directory cannot be written to.
+        """
+        path = Path(text_of(directory))
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+            path.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
         except OSError as error:
             message = f"cannot write spilled bytes: {error.strerror}"
             raise ConfigError(message, uri=str(directory), hint="use a directory on a local disk") from error
+        return cls(path)
 
     def open_room(self, nbytes: int) -> SpillRoom:
         """See `Tier.open_room`."""
-        return SpillRoom(self.directory, nbytes)
+        return SpillRoom.open(self.directory, nbytes)
 
     def trim(self) -> None:
         """See `Tier.trim`."""

@@ -155,24 +155,30 @@ class PoolRoom(_ViewedRoom):
 
 
 class PoolTier:
-    """Tier in host memory that is pinned once and reused in buffers, so that blocks of any size leave no gaps.
-
-    Args:
-        memory_bytes: total size of the rooms. A background thread faults in and pins the pages.
-        registrar: pins the memory. None leaves it pageable.
-        stall_s: seconds to wait for a buffer that is still being pinned.
-
-    Raises:
-        BudgetTooSmall: the memory is too small for two buffers.
-    """
+    """Tier in host memory that is pinned once and reused in buffers, so that blocks of any size leave no gaps."""
 
     name, unit_bytes, num_threads = "host", POOL_BUFFER_BYTES, 8
 
-    def __init__(self, memory_bytes: int, *, registrar: Registrar | None, stall_s: float) -> None:
-        self._pool = StagingPool(memory_bytes, POOL_BUFFER_BYTES, registrar=registrar)
+    def __init__(self, pool: StagingPool, *, stall_s: float) -> None:
+        self._pool = pool
         self._stall_s = stall_s
+
+    @classmethod
+    def open(cls, memory_bytes: int, *, registrar: Registrar | None, stall_s: float) -> PoolTier:
+        """Map the memory. A background thread faults in and pins the pages.
+
+        Args:
+            memory_bytes: Total size of all rooms, in bytes.
+            registrar: Pins the memory. None leaves it pageable.
+            stall_s: How long to wait for a buffer that is still being pinned, in seconds.
+
+        Raises:
+            BudgetTooSmall: the memory is smaller than two buffers.
+        """
+        pool = StagingPool.map(memory_bytes, POOL_BUFFER_BYTES, registrar=registrar)
         if registrar is not None:
-            self._pool.warm(WARM_THREADS)
+            pool.warm(WARM_THREADS)
+        return cls(pool, stall_s=stall_s)
 
     def open_room(self, nbytes: int) -> PoolRoom:
         """See `Tier.open_room`. Raises SourceStalled if the open rooms use the whole pool."""

@@ -94,9 +94,15 @@ class GuardedListener(socket.socket):
         self.admission = admission
         self._refusal = refusal
         self._by_descriptor: WeakValueDictionary[int, Connection] = WeakValueDictionary()
-        # A spare descriptor, closed to accept and drop a connection when none is left. Otherwise the connection would
-        # stay in the backlog and wake the loop again and again.
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._spare = -1
+
+    def listen(self, backlog: int = BACKLOG) -> None:
+        """Start to listen, or go on with this backlog if the socket listens already."""
+        super().listen(backlog)
+        if self._spare < 0:
+            # A spare descriptor, closed to accept and drop a connection when none is left. Otherwise the connection
+            # would stay in the backlog and wake the loop again and again.
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def accept(self) -> tuple[AdmittedSocket, Any]:
         """Accept the next connection that the admission permits.
@@ -183,7 +189,7 @@ Serve = Callable[[socket.socket, Connection, str], None]
 
 
 class ThreadedListener:
-    """A server that runs each connection in its own thread. The constructor starts it.
+    """A server that runs each connection in its own thread, from `start` to `close`.
 
     Args:
         bound: a bound socket. This object owns it from now on.
@@ -211,8 +217,11 @@ class ThreadedListener:
         self._tls = tls
         self._is_open = True
         self.address: Any = self._listener.getsockname()
-        self._listener.listen(BACKLOG)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Listen, and accept connections in a new thread. DestinationError: the system starts no more threads."""
+        self._listener.listen()
         try:
             start_thread(self._thread)
         except PenstockError:
@@ -284,7 +293,9 @@ class ThreadedListener:
             self._listener.shutdown(socket.SHUT_RDWR)
         # The thread itself closes the socket. If it were closed here, its number might name another file before the
         # thread's next `poll`, which would then wait for that file forever.
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            self._listener.close()
+        elif threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
     def forget(self) -> None:

@@ -247,20 +247,27 @@ class RuntimeDir:
         ConfigError: see `private_directory`, or nothing can be made in it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self._fd = fd
+        # Also at the interpreter's exit, for processes that close nothing.
+        self._closer = weakref.finalize(self, _remove, path, fd)
+        _directories.add(self)
+
+    @classmethod
+    def open(cls) -> RuntimeDir:
+        """Make a new directory and lock it."""
         parent = private_directory()
         _sweep(parent)
         with runtime_files(parent):
-            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-            new = self.path / f"{_LOCK}.new"
+            path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+            new = path / f"{_LOCK}.new"
             fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            # This also runs at the interpreter's exit, for processes that close nothing.
-            self._closer = weakref.finalize(self, _remove, self.path, fd)
+            directory = cls(path, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)
             # Rename the file after locking it, so that the sweep of another process never sees it unlocked.
-            new.rename(self.path / _LOCK)
-        self._fd = fd
-        _directories.add(self)
+            new.rename(path / _LOCK)
+        return directory
 
     def close(self) -> None:
         """Remove the directory and release its lock. Idempotent. Does nothing in a forked child."""

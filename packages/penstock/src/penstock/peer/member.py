@@ -193,7 +193,7 @@ class Member:
         listen = connection.listen
         with contextlib.ExitStack() as opened:
             opened.callback(hub.close)
-            runtime_dir = opened.enter_context(contextlib.closing(RuntimeDir()))
+            runtime_dir = opened.enter_context(contextlib.closing(RuntimeDir.open()))
             start_configured()
             tls = MemberTls.read()
             trust = None if tls is None else tls.asking
@@ -209,7 +209,7 @@ class Member:
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 hint = "give another data_port, or 0 for any free one"
                 raise ConfigError(links.refused["http"], hint=hint)
-            server = PeerServer(
+            server = PeerServer.start(
                 runtime_dir.path / SOCKET_NAME,
                 # The member is made below. Nobody knows the address before it has registered.
                 lambda request: member.check_grant(request),

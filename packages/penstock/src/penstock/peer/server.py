@@ -118,14 +118,7 @@ class _Leased:
 
 
 class PeerServer:
-    """The server of one member. Started by the constructor; its methods may be called from any thread.
-
-    Args:
-        path: path of the Unix socket; its directory must be private to the user.
-        check_grant: validates a grant.
-        listen: `host:port` or `[v6]:port` for other hosts; port 0 takes a free one. None: this host only.
-        tls: TLS context of the listening TCP socket; None: plain.
-        max_bytes_per_s: limit for all readers together; 0: no limit.
+    """The server of one member. Its methods may be called from any thread.
 
     Attributes:
         addresses: URLs at which other members reach this one.
@@ -138,18 +131,10 @@ class PeerServer:
         ConfigError: an address cannot be bound.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        check_grant: CheckGrant,
-        *,
-        listen: str | None = None,
-        tls: ssl.SSLContext | None = None,
-        max_bytes_per_s: int = 0,
-    ) -> None:
+    def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:
         self._check_grant = check_grant
         self._max_bytes_per_s = max_bytes_per_s
-        self._is_tls = tls is not None
+        self._is_tls = is_tls
         self._weights: dict[str, LocalWeights] = {}
         self._leases: dict[str, _Leased] = {}
         self._draining: set[str] = set()
@@ -160,14 +145,39 @@ class PeerServer:
         self.recall: Recall = lambda key: nullcontext("")
         self.recheck: Callable[[LocalWeights, int], bool] = lambda weights, chunk: False
         self.phases = PhasesHandler(lambda boot: boot)
+
+    @classmethod
+    def start(
+        cls,
+        path: Path,
+        check_grant: CheckGrant,
+        *,
+        listen: str | None = None,
+        tls: ssl.SSLContext | None = None,
+        max_bytes_per_s: int = 0,
+    ) -> PeerServer:
+        """Serve at a Unix socket, and at a host address if one is given.
+
+        Args:
+            path: Path of the Unix socket. Its directory must be private to the user.
+            check_grant: Validates a grant.
+            listen: `host:port` or `[v6]:port` for other hosts. Port 0 takes any free port. None means this host only.
+            tls: TLS context of the listening TCP socket. None means no TLS.
+            max_bytes_per_s: Limit for all readers together. 0 means no limit.
+
+        Raises:
+            ConfigError: an address cannot be bound.
+        """
+        server = cls(check_grant, is_tls=tls is not None, max_bytes_per_s=max_bytes_per_s)
         try:
-            self._open(str(path), str(path), None)
-            self.addresses.append(f"unix://{path}")
+            server._open(str(path), str(path), None)
+            server.addresses.append(f"unix://{path}")
             if listen is not None:
-                self._listen(listen, tls)
+                server._listen(listen, tls)
         except BaseException:
-            self.close()
+            server.close()
             raise
+        return server
 
     def _listen(self, listen: str, tls: ssl.SSLContext | None) -> None:
         host, port = host_and_port(listen)
@@ -194,6 +204,7 @@ class PeerServer:
             full_status=HTTPStatus.TOO_MANY_REQUESTS,
             tls=tls,
         )
+        server.start()
         self._servers.append(server)
         return server
 

@@ -179,7 +179,7 @@ def open_source(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     """
     storage = _storage_of(uri)
     if storage is None:
-        return FileSource(local_path(uri))
+        return FileSource.open(local_path(uri))
     source = storage.open(uri, settings=settings, storage_options=storage_options or {})
     if settings.cache_dir is None:
         return source

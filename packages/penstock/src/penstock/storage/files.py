@@ -15,11 +15,13 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import Self
 
 from penstock import interrupts
 from penstock.errors import SourceChanged, SourceError, SourceTruncated, SourceUnavailable
 from penstock.storage.local import (
     MAX_BUFFERS,
+    FileState,
     LocalFile,
     address_of,
     direct_alignment,
@@ -52,7 +54,7 @@ _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 
 
 class FileSource(LocalFile):
-    """A local file as a `Source`; opened by the constructor, which is the one that does I/O (open, fstat).
+    """A local file as a `Source`.
 
     Attributes:
         state: what the open file is held to after every read.
@@ -66,26 +68,33 @@ class FileSource(LocalFile):
         NotFound, PermissionDenied, SourceUnavailable, SourceChanged: as `LocalFile`.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fd: int, state: FileState) -> None:
         self._direct_fd = -1
-        super().__init__(path)
+        super().__init__(path, fd, state)
         self.why = "" if _DIRECT else "this system has no direct I/O"
-        in_memory = is_in_memory(self._fd)
-        # tmpfs has no RWF_NOWAIT and no need of it.
-        self._nowait = 0 if in_memory else _NOWAIT
+        self._nowait = _NOWAIT
         self._refused = bool(self.why)
-        if not self._refused:
-            # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         # Written without a lock: a byte is stored whole, and a window that two threads learn of at once is the same.
         self.received_bytes = 0
         """See `Counting`: also of reads that failed later, by which a caller sees that its buffers were written to."""
-        # Of files in memory the kernel is not asked: it counts their pages one by one, 0.24 ms for each window.
-        known = _RESIDENT if in_memory else _UNKNOWN
-        self._windows = bytearray([known]) * ((self.nbytes >> _WINDOW_SHIFT) + 1)
+        self._windows = bytearray([_UNKNOWN]) * ((self.nbytes >> _WINDOW_SHIFT) + 1)
         # For the opening of the second descriptor.
         self._lock = threading.Lock()
         self._alignment = _DIRECT_ALIGNMENT
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """See `LocalFile.open`."""
+        source = super().open(path)
+        if is_in_memory(source._fd):
+            # tmpfs has no RWF_NOWAIT and no need of it.
+            source._nowait = 0
+            # The kernel is not asked about files in memory: it counts their pages one by one, 0.24 ms for each window.
+            source._windows = bytearray([_RESIDENT]) * len(source._windows)
+        if not source._refused:
+            # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
+            os.posix_fadvise(source._fd, 0, 0, os.POSIX_FADV_RANDOM)
+        return source
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. The paths are `page-cache`, `direct` and `buffered`.
@@ -330,7 +339,7 @@ class FileSource(LocalFile):
         """Read buffered from now on, with readahead. Return -1."""
         self.why = why
         self._refused = True
-        # Buffered reads live on the readahead that the constructor switched off.
+        # Buffered reads need the readahead that `open` switched off.
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_NORMAL)
         return -1
 

@@ -111,7 +111,7 @@ class HuggingFaceStorage(RepositoryStorage):
         # Unwrap the function: `penstock_hf.patched_libraries` wraps it to find files outside the cache too.
         look_up = inspect.unwrap(library().try_to_load_from_cache)
         found = look_up(where.name, where.path, revision=revision, repo_type=where.kind)
-        return FileSource(found) if isinstance(found, str) else None
+        return FileSource.open(found) if isinstance(found, str) else None
 
     def origin_of(
         self, where: RepositoryAddress, revision: str, options: Mapping[str, str]

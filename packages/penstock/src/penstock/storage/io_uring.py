@@ -59,46 +59,22 @@ def refusal() -> str:
 
 
 class Uring:
-    """A ring of `entries` reads in flight, for use by one thread.
-
-    Args:
-        entries: the most reads in flight.
-        num_workers: the most that the kernel carries out at the same time; the others wait for a worker.
+    """A ring of reads in flight, for use by one thread.
 
     Attributes:
         limits_workers: True if the kernel has such a limit (since 5.15); else it works on all reads in flight.
-
-    Raises:
-        OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
     """
 
-    def __init__(self, entries: int, num_workers: int) -> None:
-        # The kernel answers in the same struct: which features it has, and where in the rings each word is.
-        params = bytearray(_PARAMS_BYTES)
-        raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
-        self._fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "io_uring_setup")
-        try:
-            self._set_up(params, num_workers)
-        except BaseException:
-            os.close(self._fd)
-            raise
-
-    def _set_up(self, params: bytearray, num_workers: int) -> None:
-        """Limit the kernel's workers, and map the rings of the descriptor; the kernel has filled `params`."""
-        features = struct.unpack_from("<I", params, _FEATURES_AT)[0]
-        if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
-            raise OSError(errno.ENOSYS, "io_uring of this kernel is older than 5.11")
-        # Two kinds of workers: reads of files have the first, of which 0 would leave the number as it is.
-        limits = (ctypes.c_uint32 * 2)(num_workers, 0)
-        self.limits_workers = not _libc.syscall(_SYS_REGISTER, self._fd, _REGISTER_MAX_WORKERS, limits, 2)
-        num_sq, num_cq = struct.unpack_from("<II", params, 0)
+    def __init__(
+        self, fd: int, params: bytearray, rings: mmap.mmap, entries: mmap.mmap, *, limits_workers: bool
+    ) -> None:
+        self._fd = fd
+        self._rings = rings
+        self._sqes = entries
+        self.limits_workers = limits_workers
+        self._words = memoryview(rings).cast("I")
         sq = struct.unpack_from("<7I", params, _SQ_AT)
         cq = struct.unpack_from("<6I", params, _CQ_AT)
-        self._rings = mmap.mmap(self._fd, max(sq[6] + 4 * num_sq, cq[5] + _CQE_BYTES * num_cq))
-        self._sqes = mmap.mmap(self._fd, num_sq * _SQE_BYTES, offset=_OFF_SQES)
-        self._words = memoryview(self._rings).cast("I")
         # Places in the mapped ring as indices of 32-bit words; the masks never change, so their values are read now.
         self._sq_tail = sq[1] // 4
         self._sq_mask = self._words[sq[2] // 4]
@@ -115,6 +91,40 @@ class Uring:
         arg = struct.pack("<QIIQ", 0, 0, 0, ctypes.addressof(self._timespec))
         self._arg = ctypes.create_string_buffer(arg, len(arg))
         self._arg_bytes = ctypes.c_size_t(len(arg))
+
+    @classmethod
+    def open(cls, entries: int, num_workers: int) -> Uring:
+        """Make a ring in the kernel and map it.
+
+        Args:
+            entries: Maximum number of reads in flight.
+            num_workers: Maximum number that the kernel carries out at the same time. The others wait for a worker.
+
+        Raises:
+            OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
+        """
+        # The kernel answers in the same struct: which features it has, and where in the rings each word is.
+        params = bytearray(_PARAMS_BYTES)
+        raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
+        fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
+        if fd < 0:
+            raise OSError(ctypes.get_errno(), "io_uring_setup")
+        try:
+            features = struct.unpack_from("<I", params, _FEATURES_AT)[0]
+            if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
+                raise OSError(errno.ENOSYS, "io_uring of this kernel is older than 5.11")
+            # Two kinds of workers: reads of files have the first, of which 0 would leave the number as it is.
+            limits = (ctypes.c_uint32 * 2)(num_workers, 0)
+            limits_workers = not _libc.syscall(_SYS_REGISTER, fd, _REGISTER_MAX_WORKERS, limits, 2)
+            num_sq, num_cq = struct.unpack_from("<II", params, 0)
+            sq = struct.unpack_from("<7I", params, _SQ_AT)
+            cq = struct.unpack_from("<6I", params, _CQ_AT)
+            rings = mmap.mmap(fd, max(sq[6] + 4 * num_sq, cq[5] + _CQE_BYTES * num_cq))
+            sqes = mmap.mmap(fd, num_sq * _SQE_BYTES, offset=_OFF_SQES)
+            return cls(fd, params, rings, sqes, limits_workers=limits_workers)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def queue_read(self, fd: int, offset: int, address: int, nbytes: int, token: int) -> None:
         """Queue a read from a file to memory, which `wait` submits. At most `entries` may be in flight.

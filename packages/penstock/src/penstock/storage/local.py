@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock import descriptors, interrupts
 from penstock.errors import (
@@ -83,19 +83,26 @@ class LocalFile:
         state: what later looks at the file are compared with.
 
     Raises:
-        NotFound, PermissionDenied: as their names say.
+        NotFound, PermissionDenied: `open` found no such file, or may not read it.
         SourceUnavailable: a directory, pipe, socket or device, or opening failed.
         SourceChanged: it is being written to, for `_SETTLE_S` now.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fd: int, state: FileState) -> None:
+        self._fd = fd
+        self.state = state
         self.uri = path
         # The process may change its directory before the path is looked at again.
         self._path = os.path.abspath(path)
-        self._fd, self.state = _open_regular(path)
         self.nbytes = self.state.nbytes
         self.identity = self.state.identity
         self._written = (self.nbytes, self.state.mtime_ns, self.state.ctime_ns)
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """Open a regular file. Raises as the class describes."""
+        fd, state = _open_regular(path)
+        return cls(path, fd, state)
 
     def require_unmodified(self) -> None:
         """Raise if the open file was modified. Its path may name another file by now. One system call.
@@ -156,8 +163,7 @@ class LocalFile:
             os.close(fd)
 
     def __del__(self) -> None:
-        # By getattr: where opening failed, there is no descriptor.
-        if getattr(self, "_fd", -1) >= 0:
+        if self._fd >= 0:
             # Defer signals, because Python ignores what a finalizer raises, and Ctrl-C would be lost.
             with interrupts.defer_in_finalizer():
                 self.close()
@@ -227,7 +233,7 @@ def read_bounded(path: str, max_bytes: int) -> bytes:
         SourceChanged: the file was written to during the read.
         SourceError: see `LocalFile`.
     """
-    file = LocalFile(path)
+    file = LocalFile.open(path)
     try:
         if file.nbytes > max_bytes:
             raise FormatError(f"the file has {file.nbytes} bytes, and at most {max_bytes} are read", uri=path)

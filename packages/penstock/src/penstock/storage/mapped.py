@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,7 +43,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile(LocalFile):
-    """A local file whose ranges are mapped, not read: zero-copy on the CPU. Opened by the constructor.
+    """A local file whose ranges are mapped, not read: zero-copy on the CPU.
 
     The mappings are private: the caller's writes never reach the file. They outlive `close`. Two dangers come with
     mapping and are the file owner's to avoid: bytes changed in place show through pages not yet written, and touching
@@ -55,8 +55,8 @@ class MappedFile(LocalFile):
         SourceChanged: `state` was given and the file is not that one, or was written to since.
     """
 
-    def __init__(self, path: str, *, state: FileState | None = None) -> None:
-        super().__init__(path)
+    def __init__(self, path: str, fd: int, state: FileState) -> None:
+        super().__init__(path, fd, state)
         self._lock = threading.Lock()
         # One mapping of the whole file, so that its 2 MiB pages serve every view; it lives while a view of it does.
         self._whole: weakref.ref[Mapping] | None = None
@@ -66,9 +66,19 @@ class MappedFile(LocalFile):
         self._parts: list[weakref.ref[MappedRange]] = []
         # Whether a range was ever not in the page cache; see `prefetch`.
         self._cold = False
-        if state is not None and not state.same_content(self.state):
-            self.close()
+
+    @classmethod
+    def open(cls, path: str, *, state: FileState | None = None) -> Self:
+        """See `LocalFile.open`.
+
+        Args:
+            state: The state in which the file was first opened. None means that any state is accepted.
+        """
+        file = super().open(path)
+        if state is not None and not state.same_content(file.state):
+            file.close()
             raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
+        return file
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return a writable, private view of `[offset, offset + nbytes)`, with format "B".
@@ -146,7 +156,7 @@ class MappedFile(LocalFile):
 
     def _map(self, start: int, nbytes: int) -> Mapping:
         try:
-            return Mapping(self._fd, start, nbytes)
+            return Mapping.map(self._fd, start, nbytes)
         except OSError as error:
             if error.errno == errno.ENOMEM:
                 raise DestinationError(
@@ -213,22 +223,29 @@ class Mapping:
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
 
-    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+    def __init__(self, reserved: mmap.mmap, address: int, nbytes: int) -> None:
+        self._reserved = reserved
+        self.address = address
+        self.nbytes = nbytes
+
+    @classmethod
+    def map(cls, fd: int, offset: int, nbytes: int) -> Mapping:
+        """Map a range of an open file. Raises as the class describes."""
         # Not the file itself by the `mmap` module, which holds a duplicate descriptor for each mapping. The addresses
         # belong to an mmap object of no file, which is unmapped by C code when this goes: no moment is left at which a
         # signal could keep the mapping from being freed, as it can between a call and Python's note of it, and in a
         # finalizer written in Python. The file is mapped over them.
         slack = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
-        start = int(np.frombuffer(self._reserved, np.uint8).ctypes.data)
+        reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
+        start = int(np.frombuffer(reserved, np.uint8).ctypes.data)
         # Where the kernel would put the file: its huge pages then fit those of the address space.
-        self.address = start + ((offset - start) % _HUGE_PAGE_BYTES if slack else 0)
-        self.nbytes = nbytes
+        address = start + ((offset - start) % _HUGE_PAGE_BYTES if slack else 0)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED
-        if _libc.mmap(self.address, nbytes, access, flags, fd, offset) == _MAP_FAILED:
+        if _libc.mmap(address, nbytes, access, flags, fd, offset) == _MAP_FAILED:
             raise _os_error()
+        return cls(reserved, address, nbytes)
 
     def pages(self, start: int, nbytes: int) -> tuple[int, int]:
         """Return address and length of the complete pages in a range."""

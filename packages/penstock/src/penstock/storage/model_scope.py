@@ -99,7 +99,7 @@ class ModelScopeStorage(RepositoryStorage):
             )
         except (library.errors.HubError, ValueError):
             return None
-        source = FileSource(str(path))
+        source = FileSource.open(str(path))
         if source.identity in self._compared:
             return source
         if source.nbytes != file.nbytes or file.sha256 is None or _sha256_of(source) != file.sha256:

@@ -302,72 +302,86 @@ class DestinationClaim(Closeable):
     The lock is one of the kernel's, on a file in the directory: it ends with the process, however that ends.
 
     Args:
-        place: of the result.
-        staging: from `place.staging`, or any directory for results that are uploaded.
-        mode: of the directory, before the umask.
-        is_shared: allow other writers of the place at the same time. The last to publish decides.
-
-    Raises:
-        DestinationError: another process writes to this place, something else has the directory's name, or it cannot be
-            made.
+        staging: The directory.
+        fd: Descriptor of the locked file.
+        new: Directories that were made for the claim, the innermost first.
     """
 
-    def __init__(self, place: Path, staging: Path, *, mode: int = 0o777, is_shared: bool = False) -> None:
+    def __init__(self, staging: Path, fd: int, new: list[Path]) -> None:
         self.staging = staging
-        self._release: weakref.finalize[..., DestinationClaim] | None = None
+        self._new = new
+        # Also where its owner fails and is dropped. At the interpreter's end the kernel does it.
+        self._release = weakref.finalize(self, os.close, fd)
+        self._release.atexit = False
+        _claims.add(self)
+
+    @classmethod
+    def open(cls, place: Path, staging: Path, *, mode: int = 0o777, is_shared: bool = False) -> DestinationClaim:
+        """Make the directory and lock it.
+
+        Args:
+            place: Destination of the result.
+            staging: The directory from `place.staging`, or any directory for results that are uploaded.
+            mode: Mode of the directory, before the umask.
+            is_shared: Allow other writers of the place at the same time. The last to publish decides.
+
+        Raises:
+            DestinationError: another process writes to this place, something else has the directory's name, or it
+                cannot be made.
+        """
         where = staging.parent
         with typed(place):
-            self._new = [directory for directory in (where, *where.parents) if not directory.exists()]
+            new = [directory for directory in (where, *where.parents) if not directory.exists()]
             try:
                 where.mkdir(parents=True, exist_ok=True)
                 with locked(where):
                     for other in _staging_in(where, place):
                         if other != staging and _is_locked(other) and not is_shared:
                             raise _busy(place)
-                    self._make(place, mode)
+                    with contextlib.suppress(FileExistsError):
+                        staging.mkdir(mode)
+                        # Removed with the directories above it, if it stays empty.
+                        new.insert(0, staging)
+                    return cls(staging, _locked_folder(staging, place), new)
             except BaseException:
-                self.close()
+                remove_empty(new)
                 raise
-        _claims.add(self)
-
-    def _make(self, place: Path, mode: int) -> None:
-        """Make the directory if it is not there, and lock it."""
-        with contextlib.suppress(FileExistsError):
-            self.staging.mkdir(mode)
-            # Removed with the directories above it, if it stays empty.
-            self._new.insert(0, self.staging)
-        try:
-            folder = os.open(self.staging, _FOLDER_FLAGS)
-        except OSError as error:
-            raise _not_ours(self.staging) from error
-        try:
-            if os.fstat(folder).st_uid != os.geteuid():
-                raise _not_ours(self.staging)
-            fd = _lock_file(folder)
-            if fd < 0:
-                raise _busy(place)
-            # Also where its owner fails and is dropped. At the interpreter's end the kernel does it.
-            self._release = weakref.finalize(self, os.close, fd)
-            self._release.atexit = False
-            if os.path.lexists(self.staging / _MOVING):
-                _move_back(place, self.staging)
-        finally:
-            os.close(folder)
 
     def close(self) -> None:
         """Release the lock; remove directories above it that were made for it, if they are empty. Idempotent."""
-        if self._release is not None:
-            self._release()
+        self._release()
         new, self._new = self._new, []
         remove_empty(new)
 
     def let_go(self) -> None:
         """Close the descriptor in a forked child, in which the lock would live on."""
-        if self._release is not None:
-            self._release()
+        self._release()
 
 
 _claims = release_after_fork(DestinationClaim.let_go)
+
+
+def _locked_folder(staging: Path, place: Path) -> int:
+    """Lock a staging directory, and return the descriptor that has the lock; errors as `DestinationClaim.open`."""
+    try:
+        folder = os.open(staging, _FOLDER_FLAGS)
+    except OSError as error:
+        raise _not_ours(staging) from error
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            raise _not_ours(staging)
+        fd = _lock_file(folder)
+    finally:
+        os.close(folder)
+    if fd < 0:
+        raise _busy(place)
+    try:
+        if os.path.lexists(staging / _MOVING):
+            _move_back(place, staging)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
 def _busy(place: Path) -> DestinationError:

@@ -36,7 +36,7 @@ def require_readable(path: Path, nbytes: int, wanted: Mapping[str, Entry] | None
         DestinationError: the file differs. Nothing else was changed.
     """
     try:
-        with closing(FileSource(str(path))) as source:
+        with closing(FileSource.open(str(path))) as source:
             size, tensors = source.nbytes, read_header(source).tensors
     except (FormatError, SourceError) as error:
         raise _unreadable(path, error) from error

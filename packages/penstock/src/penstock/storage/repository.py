@@ -240,7 +240,7 @@ class RepositoryStorage(ABC):
         if cached.identity not in self._compared:
             return cached
         cached.close()
-        return ComparedFile(cached.uri)
+        return ComparedFile.open(cached.uri)
 
     def contents(self, uri: str, *, default: str, settings: Settings, storage_options: Mapping[str, str]) -> Contents:
         """Return the files that a URI names now, including files in subdirectories. Raises as `list`.
@@ -265,7 +265,7 @@ class RepositoryStorage(ABC):
 
     def trust(self, path: str) -> None:
         """Record that this process has checked a file in the local cache against the hub's digest."""
-        with closing(FileSource(path)) as source:
+        with closing(FileSource.open(path)) as source:
             self._compared.add(source.identity)
 
     def list(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str]) -> list[str]:

@@ -138,7 +138,7 @@ class RangeServer:
         if isinstance(content, Mapping):
             self._given = content
         else:
-            self._directory = Path(content).resolve()
+            self._directory = Path(os.path.abspath(content))
         self._faults = faults or Faults()
         self._suffered = 0
         self._tls = tls

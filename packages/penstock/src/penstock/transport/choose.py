@@ -171,7 +171,7 @@ def _open_shm(setup: TransportSetup) -> Transport:
 def _open_nixl(setup: TransportSetup) -> Transport:
     from penstock.transport.nixl import NixlTransport
 
-    return NixlTransport()
+    return NixlTransport.open()
 
 
 def _unless_nixl(setup: TransportSetup) -> str:
@@ -191,7 +191,7 @@ def _unless_nixl(setup: TransportSetup) -> str:
 def _open_http(setup: TransportSetup) -> Transport:
     from penstock.transport.http import HttpTransport
 
-    return HttpTransport(listen=setup.listen, tls=setup.tls, trust=setup.trust)
+    return HttpTransport.open(listen=setup.listen, tls=setup.tls, trust=setup.trust)
 
 
 for _built_in in (

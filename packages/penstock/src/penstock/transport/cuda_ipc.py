@@ -103,40 +103,29 @@ class Shared:
         pieces: address and bytes of each piece of virtual memory.
     """
 
-    def __init__(self, driver: CudaDriver, device: int, memory: Memory) -> None:
-        self.handle = b""
-        self.offset = 0
-        self.pieces = list[tuple[int, int]]()
+    def __init__(
+        self, driver: CudaDriver, device: int, *, handle: bytes, offset: int, pieces: Sequence[tuple[int, int]]
+    ) -> None:
+        self.handle = handle
+        self.offset = offset
+        self.pieces = pieces
         self._driver = driver
         self._device = device
-        with driver.entered(device):
-            if memory.nbytes:
-                self._look(memory)
 
-    def _look(self, memory: Memory) -> None:
+    @classmethod
+    def of(cls, driver: CudaDriver, device: int, memory: Memory) -> Shared:
         """Find out the kind of the memory, and its handle or pieces. ConfigError: it cannot be shared."""
-        base, nbytes = self._driver.address_range(memory.address)
-        self.offset = memory.address - base
-        handle = self._driver.ipc_handle(base)
-        if handle is not None:
-            if self.offset + memory.nbytes > nbytes:
-                raise ConfigError("memory to register spans two allocations", hint="register each, or use an arena")
-            self.handle = handle
-            return
-        # Exported once here only to learn whether it can be: descriptors are made again for each peer that connects.
-        fd = self._driver.export_fd(base)
-        if fd is None:
-            raise ConfigError(
-                "this device memory cannot be shared with other processes",
-                hint="it is virtual memory (expandable_segments, cudaMallocAsync) made without a POSIX handle: "
-                "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
-            )
-        os.close(fd)
-        # Pieces of one reservation lie one after the other, but are separate memory to the driver.
-        while base < memory.address + memory.nbytes:
-            base, nbytes = self._driver.address_range(base)
-            self.pieces.append((base, nbytes))
-            base += nbytes
+        if not memory.nbytes:
+            return cls(driver, device, handle=b"", offset=0, pieces=())
+        with driver.entered(device):
+            base, nbytes = driver.address_range(memory.address)
+            offset = memory.address - base
+            handle = driver.ipc_handle(base)
+            if handle is None:
+                return cls(driver, device, handle=b"", offset=offset, pieces=_pieces_of(driver, base, memory))
+        if offset + memory.nbytes > nbytes:
+            raise ConfigError("memory to register spans two allocations", hint="register each, or use an arena")
+        return cls(driver, device, handle=handle, offset=offset, pieces=())
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Return the pieces' lengths as the payload has them."""
@@ -160,6 +149,26 @@ class Shared:
                 # The owner freed the memory meanwhile; the peer notices that pieces are missing.
                 return
             yield fd
+
+
+def _pieces_of(driver: CudaDriver, base: int, memory: Memory) -> list[tuple[int, int]]:
+    """Return address and bytes of the pieces of virtual memory from `base`. ConfigError: it cannot be shared."""
+    # Exported once here only to learn whether it can be: descriptors are made again for each peer that connects.
+    fd = driver.export_fd(base)
+    if fd is None:
+        raise ConfigError(
+            "this device memory cannot be shared with other processes",
+            hint="it is virtual memory (expandable_segments, cudaMallocAsync) made without a POSIX handle: "
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+        )
+    os.close(fd)
+    pieces = list[tuple[int, int]]()
+    # Pieces of one reservation lie one after the other, but are separate memory to the driver.
+    while base < memory.address + memory.nbytes:
+        base, nbytes = driver.address_range(base)
+        pieces.append((base, nbytes))
+        base += nbytes
+    return pieces
 
 
 class Mapped:
@@ -374,7 +383,7 @@ class CudaIpcTransport:
         """
         device = ordinal(memory.device)
         self._endpoint.check_open()
-        shared = Shared(self._driver, device, memory)
+        shared = Shared.of(self._driver, device, memory)
         # A peer's copy engine knows nothing of this process's streams: kernels that still write the memory must end
         # before a descriptor exists.
         self._settle(device)

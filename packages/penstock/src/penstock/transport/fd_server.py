@@ -57,41 +57,51 @@ Export = Callable[[int], Iterator[int]]
 
 
 class FdServer:
-    """A server of file descriptors; it listens until `close`.
-
-    Args:
-        name: of the endpoint, for logs.
-        export: makes the descriptors of a generation.
-        abstract_name: abstract address to listen at, too, for readers of the previous release; empty: none.
+    """A server of file descriptors, from `start` to `close`.
 
     Attributes:
-        path: of the socket.
-
-    Raises:
-        ConfigError: as `RuntimeDir`. DestinationError: the socket cannot be made.
+        path: Path of the socket.
     """
 
-    def __init__(self, name: str, export: Export, *, abstract_name: str = "") -> None:
+    def __init__(self, home: RuntimeDir, export: Export) -> None:
         self._export = export
         # One export at a time: descriptors of device memory are made by driver calls, which take turns anyway.
         self._exporting = threading.Lock()
-        self._home = RuntimeDir()
-        self.path = f"{self._home.path}/fds.sock"
+        self._home = home
+        self.path = f"{home.path}/fds.sock"
         self._listeners: list[ThreadedListener] = []
+        _servers.add(self)
+
+    @classmethod
+    def start(cls, name: str, export: Export, *, abstract_name: str = "") -> FdServer:
+        """Listen in a new directory of this process.
+
+        Args:
+            name: Name of the endpoint, for logs.
+            export: Makes the descriptors of a generation.
+            abstract_name: Abstract address to listen at as well, for readers of the previous release. Empty if there
+                is no such address.
+
+        Raises:
+            ConfigError: as `RuntimeDir`. DestinationError: the socket cannot be made.
+        """
+        server = cls(RuntimeDir.open(), export)
         try:
-            for address in filter(None, (self.path, abstract_name and f"\0{abstract_name}")):
+            for address in filter(None, (server.path, abstract_name and f"\0{abstract_name}")):
                 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as bound:
                     bound.bind(address)
                     admission = Admission(_LIMITS, name=f"fds of {name}")
                     # It takes the descriptor, so that nothing is left for `with` to close.
-                    self._listeners.append(ThreadedListener(bound, admission, self._serve, name="fds"))
+                    listener = ThreadedListener(bound, admission, server._serve, name="fds")
+                listener.start()
+                server._listeners.append(listener)
         except DestinationError:
-            self.close()
+            server.close()
             raise
         except OSError as error:
-            self.close()
-            raise DestinationError(f"cannot listen at {self.path}: {error}", hint=hint_of(error)) from error
-        _servers.add(self)
+            server.close()
+            raise DestinationError(f"cannot listen at {server.path}: {error}", hint=hint_of(error)) from error
+        return server
 
     def _serve(self, peer: socket.socket, place: Connection, _: str) -> None:
         # Exports take turns, so all other readers may be served first.

@@ -458,7 +458,7 @@ class Endpoint:
         """
         with self.changing:
             if self._server is None:
-                self._server = FdServer(self.page.name, self._export, abstract_name=self.abstract_name)
+                self._server = FdServer.start(self.page.name, self._export, abstract_name=self.abstract_name)
             return self.page.address(slot, serial, self._server.path)
 
     def _export(self, generation: int) -> Iterator[int]:

@@ -132,42 +132,24 @@ class HttpRead(Read):
 
 
 class HttpTransport:
-    """See `Transport`. Host memory only; starts its server when made.
-
-    Args:
-        listen: `host:port` (port 0 chooses), or `unix:/path`; None: a Unix socket in a directory of this process, for
-            readers of this user on this host. Every user of the host could connect to a port of loopback.
-        tls: server side context with a certificate; None: plain.
-        trust: how readers here check a peer's certificate (and show one); None: as the system does.
-        num_connections: to one peer at most.
-        compress: whether bytes cross compressed (`http.compression`); None: where that was measured to be faster.
-
-    Raises:
-        ConfigError: the address is malformed or cannot be bound.
-    """
+    """See `Transport`. Host memory only."""
 
     name = "http"
 
     def __init__(
         self,
-        listen: str | None = None,
+        server: RegionServer,
+        address: RegionAddress,
         *,
-        tls: ssl.SSLContext | None = None,
-        trust: ssl.SSLContext | None = None,
-        num_connections: int = CONNECTIONS,
-        compress: bool | None = None,
+        home: RuntimeDir | None,
+        trust: ssl.SSLContext | None,
+        num_connections: int,
+        compress: bool | None,
     ) -> None:
-        if num_connections < 1:
-            raise ConfigError(f"num_connections must be positive, not {num_connections}")
-        self._home = RuntimeDir() if listen is None else None
-        try:
-            where = listen if self._home is None else f"unix:{self._home.path}/data.sock"
-            assert where is not None
-            listener, self.address = _listen(where, tls is not None)
-        except BaseException:
-            self._leave_home()
-            raise
-        self.endpoint = secrets.token_hex(8)
+        self.server = server
+        self.address = address
+        self._home = home
+        self.endpoint = server.endpoint
         self.is_mine = True
         self.changing = threading.RLock()
         self.handles = set[HttpHandle]()
@@ -175,8 +157,46 @@ class HttpTransport:
         self._num_connections = num_connections
         self._compress = compress
         self._peers: dict[RegionAddress, Peer] = {}
-        self.server = RegionServer(listener, endpoint=self.endpoint, tls=tls)
         _transports.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        listen: str | None = None,
+        *,
+        tls: ssl.SSLContext | None = None,
+        trust: ssl.SSLContext | None = None,
+        num_connections: int = CONNECTIONS,
+        compress: bool | None = None,
+    ) -> HttpTransport:
+        """Start a server for readers.
+
+        Args:
+            listen: `host:port` (port 0 takes any free port), or `unix:/path`. None means a Unix socket in a directory
+                of this process, for readers of this user on this host. Every user of the host could connect to a port
+                of loopback.
+            tls: Context of the server side, with a certificate. None means no TLS.
+            trust: How readers here check a peer's certificate (and show one). None means as the system does.
+            num_connections: Maximum number of connections to one peer.
+            compress: Whether to compress bytes (`http.compression`). None means where that was measured to be faster.
+
+        Raises:
+            ConfigError: the address is malformed or cannot be bound.
+        """
+        if num_connections < 1:
+            raise ConfigError(f"num_connections must be positive, not {num_connections}")
+        home = RuntimeDir.open() if listen is None else None
+        try:
+            where = listen if home is None else f"unix:{home.path}/data.sock"
+            assert where is not None
+            bound, address = _listen(where, tls is not None)
+            server = RegionServer(bound, endpoint=secrets.token_hex(8), tls=tls)
+            server.start()
+        except BaseException:
+            if home is not None:
+                home.close()
+            raise
+        return cls(server, address, home=home, trust=trust, num_connections=num_connections, compress=compress)
 
     def register(self, memory: Memory) -> HttpHandle:
         """See `Transport.register`. Cancelled if the transport is closed."""
@@ -244,9 +264,6 @@ class HttpTransport:
         # The kernel leaves the name of a Unix socket behind.
         if self.address.path:
             Path(self.address.path).unlink(missing_ok=True)
-        self._leave_home()
-
-    def _leave_home(self) -> None:
         if self._home is not None:
             self._home.close()
 

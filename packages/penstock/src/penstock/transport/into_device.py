@@ -282,7 +282,7 @@ class StagedTransport(IntoDevice):
             self._endpoint.check_open()
             if self._pool is None:
                 registrar = _DeviceRegistrar(self._driver, device)
-                self._pool = StagingPool(NUM_BUFFERS * STAGE_BYTES, STAGE_BYTES, registrar=registrar)
+                self._pool = StagingPool.map(NUM_BUFFERS * STAGE_BYTES, STAGE_BYTES, registrar=registrar)
             return self._pool
 
     def _handle(self, buffer: StagingBuffer) -> Handle:

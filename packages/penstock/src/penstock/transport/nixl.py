@@ -165,38 +165,46 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
 
 
 class NixlTransport:
-    """See `Transport`. Host memory, and device memory where the back end reaches it.
-
-    Args:
-        backends: names of NIXL's back ends.
-        tls: UCX's transports, as its `UCX_TLS`; None: `PENSTOCK_NIXL_TLS`, else what UCX chooses.
-
-    Raises:
-        MissingExtra: NIXL is not installed.
-        ConfigError: a back end does not start.
-    """
+    """See `Transport`. Host memory, and device memory where the back end reaches it."""
 
     name = "nixl"
 
-    def __init__(self, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> None:
-        self.endpoint = secrets.token_hex(8)
+    def __init__(self, agent: Agent, endpoint: str, backends: tuple[str, ...], tls: str) -> None:
+        self.endpoint = endpoint
         self.is_mine = True
         self._backends = backends
-        self._tls = Settings.read().nixl_tls if tls is None else tls
-        self.agent = Agent.open(self.endpoint, backends, self._tls)
+        self._tls = tls
+        self.agent = agent
         self._reader: Reader | None = None
         self.changing = threading.RLock()
         self._generations = itertools.count(1)
         self.words: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SLOTS, 2), np.uint64)
         self.word_address = int(self.words.ctypes.data)
         self._free_slots = list(range(NUM_SLOTS))
-        words = self.agent.register(Memory(address=self.word_address, nbytes=self.words.nbytes, owner=self.words))
-        self.word_metadata = self.agent.metadata(words)
+        words = agent.register(Memory(address=self.word_address, nbytes=self.words.nbytes, owner=self.words))
+        self.word_metadata = agent.metadata(words)
         self._handles = set[NixlHandle]()
         self._retired = list[tuple[float, NixlHandle]]()
         self._closing = threading.Event()
-        start_thread(threading.Thread(target=self._serve, name="penstock-nixl", daemon=True))
         _transports.add(self)
+
+    @classmethod
+    def open(cls, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> NixlTransport:
+        """Make an agent of NIXL, and serve reading peers in a new thread.
+
+        Args:
+            backends: Names of NIXL's back ends.
+            tls: UCX's transports, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or what UCX chooses.
+
+        Raises:
+            MissingExtra: NIXL is not installed.
+            ConfigError: a back end does not start.
+        """
+        tls = Settings.read().nixl_tls if tls is None else tls
+        endpoint = secrets.token_hex(8)
+        transport = cls(Agent.open(endpoint, backends, tls), endpoint, backends, tls)
+        start_thread(threading.Thread(target=transport._serve, name="penstock-nixl", daemon=True))
+        return transport
 
     def next_generation(self) -> int:
         """Return a generation that was never used before."""
@@ -230,7 +238,7 @@ class NixlTransport:
         with self.changing:
             into.check_open()
             if self._reader is None or self._reader.is_discarded:
-                self._reader = Reader(self._backends, self._tls)
+                self._reader = Reader.open(self._backends, self._tls)
             into.num_reads += 1
             return self._reader
 

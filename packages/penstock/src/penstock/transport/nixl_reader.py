@@ -325,17 +325,22 @@ class NixlPost:
 
 
 class Reader:
-    """A reading agent until it is discarded: then every call raises Discarded. Raises as `Agent.open`."""
+    """A reading agent. Once it is discarded, every call raises Discarded."""
 
-    def __init__(self, backends: tuple[str, ...], tls: str) -> None:
-        self._agent = Agent.open(secrets.token_hex(8), backends, tls)
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
         self._lock = threading.RLock()
         self._scratch: np.ndarray[Any, np.dtype[np.uint64]] = np.zeros((NUM_SCRATCH, 2), np.uint64)
         self._free = list(range(NUM_SCRATCH))
         memory = Memory(address=int(self._scratch.ctypes.data), nbytes=self._scratch.nbytes, owner=self._scratch)
-        self._agent.register(memory)
+        agent.register(memory)
         self._registrations: dict[object, Any] = {}
         self._remotes: dict[str, _Remote] = {}
+
+    @classmethod
+    def open(cls, backends: tuple[str, ...], tls: str) -> Reader:
+        """Make an agent that reads. Raises as `Agent.open`."""
+        return cls(Agent.open(secrets.token_hex(8), backends, tls))
 
     def release(self, owner: object) -> None:
         """End our registration of this memory, if there is one; no read uses it."""

@@ -75,10 +75,15 @@ _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 class MappedMemory:
     """A peer's memfd, mapped read-only until this object is collected."""
 
-    def __init__(self, fd: int) -> None:
-        # All of the memfd, once for its registrations. The mapping lives as long as the array or any view of it.
-        self.array = np.frombuffer(mmap.mmap(fd, 0, prot=mmap.PROT_READ), np.uint8)
+    def __init__(self, memory: mmap.mmap) -> None:
+        # The mapping lives as long as the array or any view of it.
+        self.array = np.frombuffer(memory, np.uint8)
         self.address = int(self.array.ctypes.data)
+
+    @classmethod
+    def map(cls, fd: int) -> MappedMemory:
+        """Map all of a memfd. The caller closes the descriptor."""
+        return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
 
     def at(self, offset: int, source: Descriptor) -> int:
         """Return where a registration starts. FormatError if the mapping does not hold all of it."""
@@ -215,7 +220,7 @@ class ShmTransport:
             mapped = self._mapped.get(claim)
         if mapped is None:
             # Not under the lock: see `Endpoint.claim`. Of two threads that map it at once, the second replaces it.
-            mapped = open_payload(claim, payload, MappedMemory)
+            mapped = open_payload(claim, payload, MappedMemory.map)
             with self._endpoint.changing:
                 self._mapped.put(claim, mapped)
         return claim, mapped, mapped.at(payload.offset, source)

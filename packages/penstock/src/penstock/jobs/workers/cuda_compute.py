@@ -38,28 +38,17 @@ class CudaCompute:
     """A backend that computes on one CUDA device.
 
     Args:
-        memory_bytes: bound of the staging buffers, which take at most half of it, or are two where a leaf is large.
-        device: with an index.
-        piece_bytes: size of a staging buffer, rounded up to a page; at least every `leaf_bytes` of `fill`.
-        num_threads: threads that call `fill` or `drain`.
-        stall_s: deadline of a copy.
-
-    Raises:
-        BudgetTooSmall: `memory_bytes` has no room for two staging buffers.
+        pool: Staging buffers, pinned for the device. A buffer holds at least every `leaf_bytes` of `fill`.
+        device: The device, with an index.
+        device_bytes: Maximum device memory of all tasks, in bytes.
+        stall_s: Deadline of a copy, in seconds.
     """
 
-    def __init__(
-        self, memory_bytes: int, device: torch.device, *, piece_bytes: int, num_threads: int, stall_s: float
-    ) -> None:
+    def __init__(self, pool: StagingPool, device: torch.device, *, device_bytes: int, stall_s: float) -> None:
         self.device = device
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        self.buffers = Buffers(min(_DEVICE_BYTES, free_bytes // _FREE_SHARE))
-        piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Half of the memory: tasks that are made in parts need the rest.
-        num_buffers = max(2, min(num_threads, memory_bytes // 2 // piece_bytes))
-        pool = StagingPool(min(memory_bytes, num_buffers * piece_bytes), piece_bytes, registrar=CudaRegistrar(device))
+        self.buffers = Buffers(device_bytes)
         self.staged_bytes = pool.num_buffers * pool.buffer_bytes
-        self._piece_bytes = piece_bytes
+        self._piece_bytes = pool.buffer_bytes
         # Three streams, so that the copies of one task run while another one computes.
         self._up = torch.cuda.Stream(device)
         self._work = torch.cuda.Stream(device)
@@ -67,6 +56,31 @@ class CudaCompute:
         self._copies = StagedCopies(
             pool, load_driver(), device.index, up=self._up.cuda_stream, down=self._down.cuda_stream, stall_s=stall_s
         )
+
+    @classmethod
+    def open(
+        cls, memory_bytes: int, device: torch.device, *, piece_bytes: int, num_threads: int, stall_s: float
+    ) -> CudaCompute:
+        """Map and pin the staging buffers.
+
+        Args:
+            memory_bytes: Limit of the staging buffers. They take at most half of it, or are two where a leaf is large.
+            device: The device, with an index.
+            piece_bytes: Size of a staging buffer, which is rounded up to a page.
+            num_threads: Number of threads that call `fill` or `drain`.
+            stall_s: Deadline of a copy, in seconds.
+
+        Raises:
+            BudgetTooSmall: `memory_bytes` has no space for two staging buffers.
+        """
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        # Half of the memory: tasks that are made in parts need the rest.
+        num_buffers = max(2, min(num_threads, memory_bytes // 2 // piece_bytes))
+        pool = StagingPool.map(
+            min(memory_bytes, num_buffers * piece_bytes), piece_bytes, registrar=CudaRegistrar(device)
+        )
+        return cls(pool, device, device_bytes=min(_DEVICE_BYTES, free_bytes // _FREE_SHARE), stall_s=stall_s)
 
     @property
     def peak_bytes(self) -> int:

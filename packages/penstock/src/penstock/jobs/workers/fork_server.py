@@ -28,7 +28,7 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Self
 
 from penstock import descriptors
 from penstock.errors import PeerLost
@@ -48,14 +48,14 @@ _PR_SET_PDEATHSIG = 1
 class Forked:
     """A process that the fork server forked. The caller is not its parent, so it is watched by a descriptor."""
 
-    def __init__(self, fork_server: ForkServer, pid: int) -> None:
+    def __init__(self, fork_server: ForkServer, pid: int, pidfd: int) -> None:
         self.pid = pid
         self._fork_server = fork_server
         self._code = -1
         # The process is only reaped after this descriptor reports its end, so its number cannot be reused before.
-        self._pidfd: int | None = os.pidfd_open(pid)
+        self._pidfd: int | None = pidfd
         # Closed also where the fork server was killed, and no exit code will ever be known.
-        self._close = weakref.finalize(self, os.close, self._pidfd)
+        self._close = weakref.finalize(self, os.close, pidfd)
         # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
         self._close.atexit = False
 
@@ -98,35 +98,42 @@ class Forked:
 
 
 class ForkServer(Closeable):
-    """A handle of the fork server's process. A context manager. Any thread.
+    """A handle of the fork server's process. A context manager. Any thread."""
 
-    Args:
-        imports: modules to import; a missing one fails later, in the process that needs it.
-
-    Raises:
-        PeerLost: no process can be started.
-    """
-
-    def __init__(self, imports: Sequence[str]) -> None:
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         # One request and its answer at a time: answers carry no number that would match them with requests.
         self._lock = threading.Lock()
         # Longer for the first answer, which waits for the imports.
         self._patience_s = START_S
+        self._connection = connection
+        self._process = process
+
+    @classmethod
+    def start(cls, imports: Sequence[str]) -> Self:
+        """Start the process, without waiting for its imports.
+
+        Args:
+            imports: Modules to import. A missing module is an error later, in the process that needs it.
+
+        Raises:
+            PeerLost: no process can be started.
+        """
         # Packets: a request and its descriptors arrive together, and need no framing.
-        self._connection, theirs = descriptors.opened(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection, theirs = descriptors.opened(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
         command = [sys.executable, "-m", "penstock.jobs.workers.fork_server", str(theirs.fileno()), *imports]
         try:
             # What a function prints goes to stderr: stdout is the caller's.
             # A session of its own: Ctrl-C in the terminal reaches the caller alone, which then ends the workers.
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
             )
         except OSError as error:
-            self._connection.close()
+            connection.close()
             raise PeerLost(f"no process can be started: {error.strerror}") from error
         finally:
             # Else this process would hold the other end open, and never see it close.
             theirs.close()
+        return cls(connection, process)
 
     @property
     def pid(self) -> int:
@@ -151,7 +158,7 @@ class ForkServer(Closeable):
         """
         pid = self._request({"function": function, "arguments": list(arguments)}, stdio)
         try:
-            return Forked(self, pid)
+            return Forked(self, pid, os.pidfd_open(pid))
         except OSError as error:
             raise PeerLost(f"a process ended as soon as it was forked: {error.strerror}") from error
 

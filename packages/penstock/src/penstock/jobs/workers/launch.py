@@ -111,7 +111,7 @@ class LocalLauncher(Closeable):
             self.close()
             # Without the imports where processes are prewarmed: those import for themselves, and it must not make them
             # wait until it has imported too.
-            self.fork_server = ForkServer(() if self._num_prewarmed else IMPORTS)
+            self.fork_server = ForkServer.start(() if self._num_prewarmed else IMPORTS)
             for _ in range(self._num_prewarmed):
                 self._prewarmed.append(self._prewarm(self.fork_server))
         return self.fork_server

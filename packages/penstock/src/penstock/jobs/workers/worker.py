@@ -142,7 +142,7 @@ class Worker(Run):
         # A leaf is compared in one piece. None is larger than the tensors that it is of.
         tables = [source.manifest.tensors for source in self._sources]
         leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.held_to, tables, strict=True)]
-        return CudaCompute(
+        return CudaCompute.open(
             self._memory_bytes,
             device,
             piece_bytes=max(1, min(DEVICE_PIECE_BYTES, self._memory_bytes // 4), *leaves),
