@@ -126,9 +126,6 @@ class PeerServer:
         recall: see `Recall`.
         recheck: digests a chunk again, and returns True if it changed.
         phases: answers requests for the phases of this process.
-
-    Raises:
-        ConfigError: an address cannot be bound.
     """
 
     def __init__(self, check_grant: CheckGrant, *, is_tls: bool = False, max_bytes_per_s: int = 0) -> None:

@@ -300,7 +300,7 @@ class Publisher(Closeable):
             self._progress.offer_check(version, values)
             copy_s, decision = self._run(strategy, version, texts)
             self._took_s = time.perf_counter() - begun
-            report = self._report(decision, copy_s, is_two_phase=isinstance(strategy, TwoPhase))
+            report = self._report(decision, copy_s, is_two_phase=strategy.is_two_phase)
             if report.outcome == "pending":
                 decided = self._deciding.submit(self._decide, strategy, version)
                 self._two_phase = _TwoPhaseReport(report=report, decision=decided)
@@ -410,8 +410,7 @@ class Publisher(Closeable):
                 self._enter_open(PublisherState.WAITING)
                 decision = strategy.wait(version)
             else:
-                is_two_phase = isinstance(strategy, TwoPhase)
-                self._enter_open(PublisherState.DECIDING if is_two_phase else PublisherState.SERVING)
+                self._enter_open(PublisherState.DECIDING if strategy.is_two_phase else PublisherState.SERVING)
         except BaseException as error:
             # Rows that are never ready would keep receivers waiting until their stall deadline. Live, the trainer goes
             # on with the next step, and the parameters change.

@@ -72,6 +72,9 @@ Show = Callable[[TrainerRank, int, Mapping[str, str]], float]
 class Strategy(Protocol):
     """One way to publish a version. Its methods are called in this order, once for each version."""
 
+    is_two_phase: bool
+    """Whether the fleet decides about the version."""
+
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
         """Let receivers read a version, and return the seconds of its copy."""
         ...
@@ -87,6 +90,8 @@ class Strategy(Protocol):
 
 class Live:
     """Receivers read the parameters themselves, and the trainer waits for them."""
+
+    is_two_phase = False
 
     def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
@@ -113,6 +118,8 @@ class Live:
 class Snapshot:
     """Receivers read a copy, and training goes on."""
 
+    is_two_phase = False
+
     def __init__(self, rank: TrainerRank) -> None:
         self._rank = rank
 
@@ -137,6 +144,8 @@ class TwoPhase:
         show: how receivers read the version: `show_parameters` or `show_copy`.
         terms: the terms of the decision.
     """
+
+    is_two_phase = True
 
     def __init__(self, rank: TrainerRank, show: Show, terms: CommitTerms) -> None:
         self._rank = rank

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from penstock.plan.sync import WATERMARK_BYTES, ReceiverPlan
-from penstock.sync.messages import PartReply
 from penstock.sync.recording.layout import Load
 
 
@@ -77,6 +76,6 @@ class UpdateOptions:
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
 
 
-def nothing_read(reply: PartReply, begun: float, attempt: int) -> Staged:
+def nothing_read(version: int, epoch: str, begun: float, attempt: int) -> Staged:
     """Return the live version, of which nothing was read."""
-    return Staged(version=reply.version, epoch=reply.epoch, origin="here", begun=begun, attempts=attempt, sources={})
+    return Staged(version=version, epoch=epoch, origin="here", begun=begun, attempts=attempt, sources={})

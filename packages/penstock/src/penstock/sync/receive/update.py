@@ -40,7 +40,8 @@ from penstock.plan.layout import decode, encode
 from penstock.plan.sync import ReceiverPlan
 from penstock.sync.commit_rules import MAX_REASON_CHARS, refusal
 from penstock.sync.membership import Membership
-from penstock.sync.messages import NewsReply, PartReply, PartRequest, RankProgress, TableReply
+from penstock.sync.messages import NewsReply, PartRequest, RankProgress, TableReply
+from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn, decode_outcome
 from penstock.sync.receive.followed import FollowedTarget
 from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
@@ -161,9 +162,8 @@ class UpdateLoop:
             self.decisions.pop(next(iter(self.decisions)))
         self.decision = decision
 
-    def _tell_withdrawn(self, reply: PartReply | NewsReply) -> None:
-        """Raise VersionRefused if there is nothing to read because a version was withdrawn; once for each version."""
-        withdrawn = reply.withdrawn
+    def _tell_withdrawn(self, withdrawn: FleetDecision | None) -> None:
+        """Raise VersionRefused for a version that was withdrawn, once for each version."""
         if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
             raise refusal(self._membership.name, withdrawn)
@@ -219,7 +219,7 @@ class UpdateLoop:
                 if news.withdrawn is not None and news.withdrawn.version >= version:
                     # Raised once: the next call waits for a later version.
                     after = news.withdrawn.version
-                    self._tell_withdrawn(news)
+                    self._tell_withdrawn(news.withdrawn)
             else:
                 time.sleep(self._timing.no_planner_pause_s)
             waited = now - (last_answer if timeout_s is None else begun)
@@ -264,9 +264,9 @@ class UpdateLoop:
         self.follow()
         # Without a request: the answer is known, and a planner need not be there.
         if version is not None and version <= self._states.version:
-            wanted = PartReply(version=version, epoch=self._states.live.epoch)
-            if self._is_live(wanted):
-                return nothing_read(wanted, begun, 0)
+            epoch = self._states.live.epoch
+            if self._is_live(version, epoch):
+                return nothing_read(version, epoch, begun, 0)
         self._asking = None
         try:
             return self._attempts(version, pause, begun)
@@ -293,12 +293,12 @@ class UpdateLoop:
                 self._asking = planner.member, -1
                 buffers = self._prepare_buffers(planner)
                 with self._link_requests(planner, version, lost) as requests:
-                    reply = self._request_part(planner, buffers, version, lost)
-                    self._asking = planner.member, reply.version
-                    if self._is_live(reply):
-                        self._tell_withdrawn(reply)
-                        return nothing_read(reply, begun, attempt)
-                    staged = self._read(planner, buffers, reply, requests, begun, attempt, pause)
+                    granted = self._request_part(planner, buffers, version, lost)
+                    self._asking = planner.member, granted.version
+                    if self._is_live(granted.version, granted.epoch):
+                        self._tell_withdrawn(granted.later)
+                        return nothing_read(granted.version, granted.epoch, begun, attempt)
+                    staged = self._read(planner, buffers, granted, requests, begun, attempt, pause)
                     return replace(staged, lost={member: error.summary for member, error in lost.items()})
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
@@ -330,19 +330,19 @@ class UpdateLoop:
             time.sleep(self._timing.retry_pause_s)
         raise AssertionError("unreachable")
 
-    def _is_live(self, reply: PartReply) -> bool:
-        """Return whether there is nothing to do. ConfigError: the version is not above the live one."""
-        version = self._states.version
-        if reply.version > version:
+    def _is_live(self, version: int, epoch: str) -> bool:
+        """Return whether this version is live already. ConfigError: it is not above the live version."""
+        live = self._states.version
+        if version > live:
             return False
-        if reply.version == version:
+        if version == live:
             # A target that is dirty or has moved may read the live version again: that is the way to repair it.
             if not self._states.is_current:
                 return False
             # By the epoch too: the same number of another epoch has other bytes.
-            if reply.epoch == self._states.live.epoch:
+            if epoch == self._states.live.epoch:
                 return True
-        message = f"version {reply.version} is not above {version}, which is live"
+        message = f"version {version} is not above {live}, which is live"
         hint = "versions grow, over restarts of the trainer too: number on from Publisher.latest"
         raise ConfigError(message, hint=hint)
 
@@ -462,7 +462,7 @@ class UpdateLoop:
         lost: dict[str, PenstockError],
         *,
         is_ahead: bool = False,
-    ) -> PartReply:
+    ) -> Granted:
         """Request this receiver's part of the version; afterwards `self._transfer` is of its key."""
         # `have_key`: parts are megabytes, and the same for every version of a plan; the planner then sends none.
         have = self._transfer.part.key if self._transfer is not None else ""
@@ -481,22 +481,25 @@ class UpdateLoop:
             is_ahead=is_ahead,
             is_outdated=self._is_outdated,
         )
-        reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
+        outcome = self._ask_part(planner, request)
         # Layouts are megabytes too: a planner gets ours once, by its own request, and knows it by its digest then.
-        if reply.needs_layout:
-            full = msgspec.structs.replace(request, layout=encode(buffers.layout))
-            reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(full))
-        # What is known here first: a withdrawn version must not go live, whatever a planner says.
-        known = self.decisions.get((reply.epoch, reply.version), reply.refused)
+        if isinstance(outcome, LayoutNeeded):
+            outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
+            if isinstance(outcome, LayoutNeeded):
+                raise NotFound("the planner asked twice for this receiver's layout")
+        # The decisions that are known here come first: a withdrawn version must not go live, whatever a planner says.
+        known = self.decisions.get((outcome.epoch, outcome.version))
+        if isinstance(outcome, Withdrawn):
+            known = outcome.decision
         if known is not None and known.outcome == "withdrawn":
             self.note_decision(known)
             raise refusal(self._membership.name, known)
-        if reply.not_yet or reply.needs_layout:
-            raise NotFound(reply.not_yet or "the planner asked twice for this receiver's layout")
-        if reply.part is not None:
+        if isinstance(outcome, NotYet):
+            raise NotFound(outcome.why)
+        if isinstance(outcome, Granted) and outcome.part is not None:
             self._forget_transfer()
             names = buffers.layout.names
-            self._tied = TiedRows(decode(reply.part, ReceiverPlan), buffers.wanted.tied, names, buffers.into)
+            self._tied = TiedRows(decode(outcome.part, ReceiverPlan), buffers.wanted.tied, names, buffers.into)
             self._transfer = Transfer(
                 self._tied.part,
                 buffers.into,
@@ -507,15 +510,18 @@ class UpdateLoop:
                 threads=self._threads,
                 timing=self._timing,
             )
-        if self._transfer is None or self._transfer.part.key != reply.key:
+        if not isinstance(outcome, Granted) or self._transfer is None or self._transfer.part.key != outcome.key:
             raise PlanError("the planner sent no part, or a part whose key differs from the one in its answer")
-        return reply
+        return outcome
+
+    def _ask_part(self, planner: SyncMember, request: PartRequest) -> PartOutcome:
+        return decode_outcome(self._membership.ask(planner.member, lambda sync_client: sync_client.part(request)))
 
     def _read(
         self,
         planner: SyncMember,
         buffers: ReceiveBuffers,
-        reply: PartReply,
+        granted: Granted,
         requests: LinkRequests,
         begun: float,
         attempt: int,
@@ -525,8 +531,8 @@ class UpdateLoop:
         transfer, tied = self._transfer, self._tied
         assert transfer is not None and tied is not None
         part, requested = transfer.part, time.monotonic()
-        with reporting_progress(self._membership, planner.member, reply.version, transfer, self._threads):
-            links = requests.take(tied.sources, reply.version)
+        with reporting_progress(self._membership, planner.member, granted.version, transfer, self._threads):
+            links = requests.take(tied.sources, granted.version)
             # Before the engine pauses: the next request gets a new plan.
             self._is_outdated = True
             try:
@@ -541,10 +547,10 @@ class UpdateLoop:
                     if self._states.now is SubscriberState.WRITING
                     else "the target was not touched"
                 )
-                with noted("before_read", reply.version, touched):
-                    self._options.accept(reply.version, metadata)
+                with noted("before_read", granted.version, touched):
+                    self._options.accept(granted.version, metadata)
             tied.compare(links, stall_s=self._stall_s)
-            pause(reply.version)
+            pause(granted.version)
             plan_s = time.perf_counter() - begun
             try:
                 moved = transfer.run(links)
@@ -559,12 +565,12 @@ class UpdateLoop:
                 raise
         if not self._options.staged:
             self._states.enter(SubscriberState.WRITING)
-        if reply.decide_s is None and not self._options.has_check:
+        if granted.decide_s is None and not self._options.has_check:
             # Before the flip: a live publish waits for the bytes alone.
             self.report("committed")
         return Staged(
-            version=reply.version,
-            epoch=reply.epoch,
+            version=granted.version,
+            epoch=granted.epoch,
             part=part,
             begun=begun,
             attempts=attempt,
@@ -583,8 +589,8 @@ class UpdateLoop:
                 *moved.packing(),
                 *buffers.wanted.why(),
             ),
-            decide_by=None if reply.decide_s is None else requested + reply.decide_s,
-            check=reply.check,
+            decide_by=None if granted.decide_s is None else requested + granted.decide_s,
+            check=granted.check,
             metadata=metadata,
         )
 
