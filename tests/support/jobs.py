@@ -23,8 +23,7 @@ import torch
 
 from penstock import ConvertReport
 from penstock.errors import PenstockError
-from penstock.jobs import convert as convert_module
-from penstock.jobs.convert import WorkerSettings, convert
+from penstock.jobs.convert import Conversion, WorkerSettings, convert
 from penstock.jobs.operations.operation import report_progress
 from penstock.jobs.workers.fork_server import end_with_parent
 from penstock.jobs.workers.process import work
@@ -111,7 +110,8 @@ def coordinate_until(values: dict[str, Any]) -> int:
     Args:
         values: those of `coordinate`, and `step`: n; it ends as usual where fewer changes are made.
     """
-    step, publish = int(values.pop("step")), convert_module._publish  # the moments that tests are about begin there
+    # The moments that tests are about begin when the result is published.
+    step, publish = int(values.pop("step")), Conversion.publish
     left = itertools.count(step, -1)
     is_armed: list[bool] = []
 
@@ -123,11 +123,11 @@ def coordinate_until(values: dict[str, Any]) -> int:
 
         return change
 
-    def armed(*given: Any) -> str:
+    def armed(conversion: Conversion) -> None:
         is_armed.append(True)
-        return publish(*given)
+        publish(conversion)
 
-    setattr(convert_module, "_publish", armed)  # noqa: B010 - the name is private, and this is for tests
+    setattr(Conversion, "publish", armed)  # noqa: B010 - the method is replaced in this process alone
     for name in ("open", "fsync", "rename", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     return coordinate(values)

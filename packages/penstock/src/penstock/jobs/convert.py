@@ -3,8 +3,9 @@
 In: URIs and operations. Out: a checkpoint where there was none, and a `ConvertReport`.
 Not here: the plan (`request`, `job`), the workers (`coordinator`), the journal and the sidecar files (`result`).
 
-    plan_request: sources opened, job planned --> _stage: OutputSet, Journal (resumed?) --> _Run: Coordinator
-              --> _publish: sources unchanged? manifest, index, small files, rename or upload
+    Conversion.plan: sources opened, job planned
+    Conversion.make: OutputSet, Journal (resumed?) --> Coordinator runs the tasks
+                     --> publish: sources unchanged? manifest, index, small files, rename or upload
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from penstock.jobs.coordinator import Coordinator
 from penstock.jobs.job import SHARD_BYTES, ConversionJob, bytes_read
 from penstock.jobs.messages import EXECUTORS, JobSpec, listen
 from penstock.jobs.operations.spec import COPIES, Operations, is_copy
-from penstock.jobs.report import ConvertReport, Predicted, how_verified, outcome_of, predict, rows_of
+from penstock.jobs.report import ConvertReport, Predicted, WorkerTrace, how_verified, outcome_of, predict, rows_of
 from penstock.jobs.request import ConvertRequest, plan_request, uris_of
 from penstock.jobs.result import (
     ONE_FILE,
@@ -71,7 +72,7 @@ from penstock.storage import is_remote, text_of
 from penstock.storage.locate import left_out
 from penstock.storage.output import OutputRegion, OutputSet, publish_remote, require_free_remote
 from penstock.storage.place import STAMP, DestinationClaim, OutputPlace, require_apart
-from penstock.storage.small_files import NO_SMALL_FILES, SmallFiles, find_small_files
+from penstock.storage.small_files import NO_SMALL_FILES, find_small_files
 from penstock.storage.weight_set import Uris
 from penstock.storage.write import typed
 from penstock.telemetry.journey import Journey
@@ -210,7 +211,7 @@ def convert(
     settings = WorkerSettings.of(workers)
     if not isinstance(destination, MemoryDestination):
         destination = text_of(destination)
-    into = destination.uri if isinstance(destination, MemoryDestination) else os.fspath(destination)
+    into = destination.uri if isinstance(destination, MemoryDestination) else destination
     _require_text([*uris_of(sources), into, os.fspath(settings.scratch or "")])
     if replace:
         _check_replaceable(destination)
@@ -219,62 +220,30 @@ def convert(
         # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
         devices_of(devices, settings.num_workers, list)
         stages = open_trace(settings.trace)
+        # One stack for everything: sources, staging files and workers end together, after the result is published.
         with ExitStack() as stack:
             shown = stack.enter_context(Progress(progress, into, unit="tasks"))
-            only_copies = to is None and is_copy(operations)
-            may_use_threads = not isinstance(destination, MemoryDestination) and _may_use_threads(
-                settings, devices, only_copies=only_copies
-            )
-            # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
-            launcher = None if may_use_threads else _launcher(settings, devices, stack)
-            with stages.stage("plan"):
-                request = plan_request(
-                    sources,
-                    to,
-                    operations,
-                    stack,
-                    verify=verify,
-                    task_bytes=settings.task_bytes,
-                    shard_bytes=ONE_FILE if isinstance(destination, MemoryDestination) else shard_bytes,
-                    memory_bytes=settings.memory_bytes,
-                    storage_options=settings.storage_options,
-                )
-                # Again for the files: an index can name some of another directory, and links lead anywhere.
-                files = [source.uri for weights in request.opened for source in weights.sources]
-                _check_apart(files, destination, replace=replace)
-                request.job.check_budget(request.job_spec.memory_bytes, "one task")
-            if launcher is None and _fits_a_thread(request):
-                launcher = stack.enter_context(ThreadLauncher())
-                settings, devices = dataclasses.replace(settings, num_workers=1), "cpu"
-            elif launcher is None:
-                launcher = _launcher(settings, devices, stack)
-            watch = JobWatch(settings.observer, request.job, request.job_spec.sources, into)
-            # One stack for everything: sources, staging files and workers end together, after the result is published.
-            run = _Run(
+            conversion = Conversion(
+                destination,
+                settings,
+                devices,
+                replace=replace,
                 stack=stack,
                 stages=stages,
-                launcher=launcher,
-                devices=devices,
-                settings=settings,
                 shown=shown,
                 journey=journey,
-                watch=watch,
             )
-            try:
-                result = _make(request, destination, run, replace=replace)
-            except BaseException as error:
-                watch.failed(error)
-                raise
+            conversion.plan(sources, to, operations, verify=verify, shard_bytes=shard_bytes)
+            conversion.make()
             end = stack.pop_all()
         # Before the workers end: whatever goes wrong there, the result is published, and this is the last state.
-        watch.done(result.revision, len(result.staged.journal.kept))
+        conversion.watch.done(conversion.revision, len(conversion.journal.kept))
         # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
         with stages.stage("close"):
             end.close()
         if settings.trace is not None:
-            traces = () if result.ran is None else result.ran.coordinator.traces
-            save_spans(settings.trace, {"job": stages.take(), **rows_of(traces, EXECUTORS)}, stages.origin)
-        report = _report(result, began)
+            save_spans(settings.trace, {"job": stages.take(), **rows_of(conversion.traces, EXECUTORS)}, stages.origin)
+        report = conversion.report(began)
         # Workers that were lost were replaced.
         journey.num_retries = max(0, len(report.workers) - report.num_workers)
         journey.received = lambda: {
@@ -283,6 +252,318 @@ def convert(
         }
         journey.outcome = outcome_of(report)
         return report
+
+
+class Conversion:
+    """One conversion: `plan`, then `make`, then `report`.
+
+    Args:
+        destination: The directory, prefix or memory to write to.
+        settings, devices: How the workers run.
+        replace: Whether the result may replace a directory.
+        stack: Closes the sources, the staging files and the workers.
+        stages, shown, journey: The trace, the progress and the record of this call.
+
+    Attributes:
+        request: The opened sources and the job.
+        journal: The tasks that are done.
+        watch: The states for an observer.
+        coordinator: The coordinator of the workers. None if an earlier call had published this very result.
+        revision: The revision of the published result. Empty before.
+    """
+
+    request: ConvertRequest
+    journal: Journal
+    watch: JobWatch
+    _launcher: Launcher
+    _out: OutputSet
+    _job_spec: JobSpec
+    """The job for workers, with the directory that they write to."""
+    _place: OutputPlace | None
+    """The destination, if it is a local directory."""
+
+    def __init__(
+        self,
+        destination: str | MemoryDestination,
+        settings: WorkerSettings,
+        devices: str | Sequence[str],
+        *,
+        replace: bool,
+        stack: ExitStack,
+        stages: Trace,
+        shown: Progress,
+        journey: Journey,
+    ) -> None:
+        self._destination = destination
+        self._settings = settings
+        self._devices = devices
+        self._replace = replace
+        self._stack = stack
+        self._stages = stages
+        self._shown = shown
+        self._journey = journey
+        # The small files of the source whose configuration the result has, if it is published as files.
+        self._small_files = NO_SMALL_FILES
+        self._config: bytes | None = None
+        self._predicted: Predicted = None, "nothing was left to do"
+        self.coordinator: Coordinator | None = None
+        self.revision = ""
+
+    @property
+    def into(self) -> str:
+        """Return the URI of the destination."""
+        return self._destination if isinstance(self._destination, str) else self._destination.uri
+
+    @property
+    def traces(self) -> Sequence[WorkerTrace]:
+        """Return the spans of every worker."""
+        return () if self.coordinator is None else self.coordinator.traces
+
+    def plan(
+        self,
+        sources: Uris,
+        to: str | None,
+        operations: Operations,
+        *,
+        verify: bool | None,
+        shard_bytes: int | str,
+    ) -> None:
+        """Open the sources, plan the job, and choose where its workers run. Arguments and errors as of `convert`."""
+        settings, stack = self._settings, self._stack
+        in_memory = isinstance(self._destination, MemoryDestination)
+        only_copies = to is None and is_copy(operations)
+        may_use_threads = not in_memory and _may_use_threads(settings, self._devices, only_copies=only_copies)
+        # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
+        launcher = None if may_use_threads else _launcher(settings, self._devices, stack)
+        with self._stages.stage("plan"):
+            request = plan_request(
+                sources,
+                to,
+                operations,
+                stack,
+                verify=verify,
+                task_bytes=settings.task_bytes,
+                shard_bytes=ONE_FILE if in_memory else shard_bytes,
+                memory_bytes=settings.memory_bytes,
+                storage_options=settings.storage_options,
+            )
+            # Again for the files: an index can name some of another directory, and links lead anywhere.
+            files = [source.uri for weights in request.opened for source in weights.sources]
+            _check_apart(files, self._destination, replace=self._replace)
+            request.job.check_budget(request.job_spec.memory_bytes, "one task")
+        if launcher is None and _fits_a_thread(request):
+            launcher = stack.enter_context(ThreadLauncher())
+            self._settings, self._devices = dataclasses.replace(settings, num_workers=1), "cpu"
+        self._launcher = _launcher(settings, self._devices, stack) if launcher is None else launcher
+        self.request = request
+        self.watch = JobWatch(settings.observer, request.job, request.job_spec.sources, self.into)
+
+    def make(self) -> None:
+        """Run the tasks that no earlier call finished, and publish the result. Errors as of `convert`."""
+        try:
+            if isinstance(self._destination, MemoryDestination):
+                self.revision = fill(self._destination, self.request.job, self._fill)
+                return
+            self._stage(self._destination)
+            if not self._is_published():
+                self._run()
+                self._shown.state("publishing")
+                with self._stages.stage("publish"):
+                    self.publish()
+        except BaseException as error:
+            self.watch.failed(error)
+            raise
+
+    def _fill(self, out: OutputRegion, notes: Notes) -> None:
+        """Run every task into memory: no sidecar files are written, nothing is resumed."""
+        self._out, self.journal = out, notes
+        # Workers map the same memory by its path, as they would open the files of a directory.
+        self._job_spec = msgspec.structs.replace(self.request.job_spec, directory=str(out.directory), in_memory=True)
+        self._run()
+        for weights in self.request.opened:
+            check_unchanged(weights)
+
+    def _stage(self, into: str) -> None:
+        """Open the staging files and the journal of earlier calls. The stack removes what no later call can use."""
+        if into.startswith(SCHEME):
+            raise ConfigError(
+                "a keeper is not a directory", uri=into, hint="pass WeightCache.into(MODEL), or use `penstock convert`"
+            )
+        request, stack = self.request, self._stack
+        job, settings, options = request.job, request.settings, request.job_spec.storage_options
+        # Before anything is written: a broken config.json must not cost hours of conversion.
+        beside = find_small_files(
+            request.small_place(job.small_from),
+            [file.name for file in request.opened[job.small_from].manifest.files],
+            settings=settings,
+            storage_options=options,
+        )
+        self._small_files = true_of(beside, job.operation)
+        self._config = config_of(self._small_files, job.operation, settings, options)
+        self._place = None if is_remote(into) else OutputPlace.at(into)
+        staged_path = _staging_path(job, self._place, self._settings.scratch)
+        stack.push(partial(_name_destination, staged_path, into))
+        # The journal first: its lock keeps a second process of this very job away from the files.
+        self.journal = Journal.open(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
+        stack.callback(self.journal.close)
+        self._out = output_of(job, request.opened, staged_path)
+        stack.callback(self._out.close)
+        # Pushed last, so that it runs first, while the journal's lock is still held.
+        stack.push(partial(_leave, self.journal, self._out))
+        self._job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
+
+    def _is_published(self) -> bool:
+        """Return whether an earlier call has published this very result; else open its files and correct the journal.
+
+        Until the stack ends no other writer may begin at this place.
+        """
+        job, journal, into, out = self.request.job, self.journal, self.into, self._out
+        settings, options = self.request.settings, self._job_spec.storage_options
+        if revision := published(job, into, settings, options):
+            # The report then counts every task as done by an earlier call.
+            journal.kept = frozenset(range(len(job.tasks)))
+            journal.remove()
+            out.remove()
+            self.revision = revision
+            return True
+        if self._place is None:
+            require_free_remote(into, settings=settings, storage_options=options)
+            # The system's directory for temporary files is other users' too.
+            self._stack.enter_context(DestinationClaim.open(out.directory, out.directory, mode=0o700))
+        else:
+            self._place.require_free(replace=self._replace)
+            self._stack.enter_context(DestinationClaim.open(self._place.path, out.directory))
+        out.make()
+        # A file of an earlier call may be gone, or short: missing bytes read as zeros.
+        if journal.done:
+            out.allocate()
+        out.open()
+        forget_what_did_not_last(job, journal, out)
+        return False
+
+    def _run(self) -> None:
+        """Run every task that no earlier call finished. Workers start while disk space is allocated.
+
+        Raises:
+            ConfigError: workers on other hosts, and a destination in this host's memory. See `Coordinator.run`.
+        """
+        job, stages = self.request.job, self._stages
+        if self._job_spec.in_memory and self._launcher.listen is not None:
+            message = "workers on other hosts cannot write to memory of this host"
+            raise ConfigError(message, uri=self.into, hint="leave out ray=, or convert to a directory")
+        # All files, since the prediction has no rate for a store, wherever one of them is.
+        uris = [*(source.uri for weights in self.request.opened for source in weights.sources), self.into]
+        is_over = threading.Event()
+        # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
+        with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
+            # Set before the pool is left, which waits for its thread: an error here must not wait for the allocation.
+            ends.callback(is_over.set)
+            room = pool.submit(_make_room, self._out, stages, is_over)
+            self._shown.state("starting workers", len(self.journal.done), len(job.tasks))
+            with stages.stage("workers"):
+                # A local launcher counts GPUs in a process of its own, so that this one needs no driver.
+                counted = self._launcher.gpus if isinstance(self._launcher, LocalLauncher) else gpus
+                where = devices_of(self._devices, self._settings.num_workers, counted)
+                coordinator = self._start_workers(where)
+            here = where if self._launcher.listen is None else ()
+            self._predicted = predict(job, self.journal.kept, uris, here, self._settings.rates)
+            # No task before there is room for it: a disk that is too small fails here, and not hours later.
+            room.result()
+        # While it runs, of the workers alone; at its end, of the report.
+        self._journey.received = lambda: {
+            ("storage", "workers"): sum(stats.fetched_bytes for stats in list(coordinator.stats))
+        }
+        with stages.stage("run"):
+            coordinator.run()
+        self.watch.publishing(coordinator)
+        check_repeated(job, self.journal, self._out, coordinator.repeated)
+
+    def _start_workers(self, where: Sequence[str]) -> Coordinator:
+        # A random name: two jobs of one process must not meet at one address.
+        listener, address = listen(self._launcher.listen, secrets.token_hex(8))
+        coordinator = Coordinator(
+            self.request.job,
+            msgspec.structs.replace(self._job_spec, trace=self._stages.enabled),
+            self.journal,
+            self._launcher,
+            where,
+            listener=listener,
+            address=address,
+            on_progress=self._shown,
+            on_turn=lambda: self.watch.turn(coordinator),
+        )
+        self._stack.enter_context(coordinator)
+        self.coordinator = coordinator
+        coordinator.begin()
+        return coordinator
+
+    def publish(self) -> None:
+        """Publish the complete result, if no source changed meanwhile."""
+        request, out = self.request, self._out
+        job, settings, options = request.job, request.settings, self._job_spec.storage_options
+        for weights in request.opened:
+            check_unchanged(weights)
+        manifest = manifest_of(job, self.journal, out)
+        small = sidecar_files(
+            job, manifest, small_files(self._small_files, self._config, job.operation, settings, options)
+        )
+        small |= {STAMP: stamp(job, manifest.revision, [*small, *out.index()])}
+        if self._place is None:
+            publish_remote(out, self.into, small, settings=settings, storage_options=options)
+        else:
+            out.publish(self._place.path, small, replace=self._replace)
+        # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
+        self.journal.remove()
+        self.revision = manifest.revision
+
+    def report(self, began: float) -> ConvertReport:
+        """Return the report of a conversion that began at this monotonic time."""
+        request, resumed, coordinator = self.request, self.journal.kept, self.coordinator
+        job, (predicted_s, predicted_by) = request.job, self._predicted
+        stats = () if coordinator is None else tuple(coordinator.stats)
+        # This process reads too, where sources have a cache: headers, and leaves to compute missing digests.
+        came_here = bytes_read(request.opened)
+        fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
+        asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
+        ended = time.monotonic()
+        # No worker may ever have been ready: then all of the time is the start's.
+        started = ended if coordinator is None else min(coordinator.began, ended)
+        others = [weights for i, weights in enumerate(request.opened) if i != job.small_from]
+        why_left_out = dict(self._small_files.left_out) | {
+            path: "it does not belong to the weight set"
+            for weights in others
+            for path in left_out(weights.uri, [file.name for file in weights.manifest.files])
+        }
+        read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in resumed]].sum(axis=0)
+        return ConvertReport(
+            uri=self.into,
+            revision=self.revision,
+            operation=job.operation.name,
+            num_tensors=len(job.files.table),
+            nbytes=int(job.files.table.nbytes.sum()),
+            read_bytes=int(read_bytes.sum()),
+            verified_bytes=int(read_bytes[np.array(job.held_to) > 0].sum()),
+            fetched_bytes=fetched_bytes,
+            # Below zero where a cache fetched whole chunks of which only parts were requested.
+            held_bytes=max(0, asked_bytes - fetched_bytes),
+            num_tasks=len(job.tasks),
+            num_resumed=len(resumed),
+            num_stolen=0 if coordinator is None else coordinator.placement.num_stolen,
+            num_twice=0 if coordinator is None else coordinator.placement.num_twice,
+            num_workers=0 if coordinator is None else coordinator.num_workers,
+            wall_s=ended - began,
+            start_s=started - began,
+            moving_s=0.0 if coordinator is None else coordinator.moving_s,
+            predicted_s=predicted_s,
+            predicted_by=predicted_by,
+            busy_s={name: sum(worker.busy_s.get(name, 0.0) for worker in stats) for name in EXECUTORS},
+            workers=stats,
+            peak_bytes=max((worker.peak_bytes for worker in stats), default=0),
+            verified=all(job.held_to),
+            left_out=tuple(why_left_out),
+            why_left_out=why_left_out,
+            why=how_verified(request.opened, verify=self._job_spec.verify),
+        )
 
 
 def _require_text(names: Iterable[str]) -> None:
@@ -354,166 +635,10 @@ def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: Exi
     return cluster
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Staged:
-    """A request with the place that its result is written to until it is published."""
-
-    request: ConvertRequest
-    job_spec: JobSpec
-    """The job for workers, with the directory that they write to."""
-    into: str
-    place: OutputPlace | None
-    """The destination, if it is a local directory."""
-    out: OutputSet
-    journal: Journal
-    beside: SmallFiles = NO_SMALL_FILES
-    """The small files of the source whose configuration the result has, if it is to be published as files."""
-    config: bytes | None = None
-    """The result's configuration, if it has one and is to be published as files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ran:
-    """The coordinator of a run that has ended, and the predicted duration."""
-
-    coordinator: Coordinator
-    predicted: Predicted
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """A finished request, and its revision."""
-
-    staged: _Staged
-    revision: str
-    ran: _Ran | None
-    """None: nothing was run, since an earlier call had published this very result."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """The means to run a staged request: workers, and the progress and stages that the user sees."""
-
-    stack: ExitStack
-    """Ends the workers, after the result is published."""
-    stages: Trace
-    launcher: Launcher
-    devices: str | Sequence[str]
-    settings: WorkerSettings
-    shown: Progress
-    journey: Journey
-    watch: JobWatch
-
-    def run(self, staged: _Staged) -> _Ran:
-        """Run every task that no earlier run finished. Workers start while disk space is allocated.
-
-        Raises:
-            ConfigError: workers on other hosts, and a destination in this host's memory. See `Coordinator.run`.
-        """
-        job, journal, stages = staged.request.job, staged.journal, self.stages
-        if staged.job_spec.in_memory and self.launcher.listen is not None:
-            message = "workers on other hosts cannot write to memory of this host"
-            raise ConfigError(message, uri=staged.into, hint="leave out ray=, or convert to a directory")
-        # All files, since the prediction has no rate for a store, wherever one of them is.
-        uris = [*(source.uri for weights in staged.request.opened for source in weights.sources), staged.into]
-        job_spec = msgspec.structs.replace(staged.job_spec, trace=stages.enabled)
-        is_over = threading.Event()
-        # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
-        with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
-            # Set before the pool is left, which waits for its thread: an error here must not wait for the allocation.
-            ends.callback(is_over.set)
-            room = pool.submit(_make_room, staged.out, stages, is_over)
-            self.shown.state("starting workers", len(journal.done), len(job.tasks))
-            with stages.stage("workers"):
-                # A local launcher counts GPUs in a process of its own, so that this one needs no driver.
-                counted = self.launcher.gpus if isinstance(self.launcher, LocalLauncher) else gpus
-                where = devices_of(self.devices, self.settings.num_workers, counted)
-                # A random name: two jobs of one process must not meet at one address.
-                listener, address = listen(self.launcher.listen, secrets.token_hex(8))
-                coordinator = self.stack.enter_context(
-                    Coordinator(
-                        job,
-                        job_spec,
-                        journal,
-                        self.launcher,
-                        where,
-                        listener=listener,
-                        address=address,
-                        on_progress=self.shown,
-                        on_turn=lambda: self.watch.turn(coordinator),
-                    )
-                )
-                coordinator.begin()
-            here = where if self.launcher.listen is None else ()
-            predicted = predict(job, journal.kept, uris, here, self.settings.rates)
-            # No task before there is room for it: a disk that is too small fails here, and not hours later.
-            room.result()
-        # While it runs, of the workers alone; at its end, of the report.
-        self.journey.received = lambda: {("storage", "workers"): sum(s.fetched_bytes for s in list(coordinator.stats))}
-        with stages.stage("run"):
-            coordinator.run()
-        self.watch.publishing(coordinator)
-        check_repeated(job, journal, staged.out, coordinator.repeated)
-        return _Ran(coordinator=coordinator, predicted=predicted)
-
-
 def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
     """Allocate the output's disk space until it is all there, or the run is over."""
     with stages.stage("room"):
         out.allocate(is_over.is_set)
-
-
-def _make(request: ConvertRequest, destination: str | MemoryDestination, run: _Run, *, replace: bool) -> _Made:
-    """Run the tasks that are left, and publish the result."""
-    if isinstance(destination, MemoryDestination):
-        return _fill(request, destination, run)
-    staged = _stage(request, destination, run.settings.scratch, run.stack)
-    if (revision := _begin(staged, run.stack, replace=replace)) is not None:
-        return _Made(staged=staged, revision=revision, ran=None)
-    ran = run.run(staged)
-    run.shown.state("publishing")
-    with run.stages.stage("publish"):
-        return _Made(staged=staged, revision=_publish(staged, replace=replace), ran=ran)
-
-
-def _stage(request: ConvertRequest, into: str, scratch: str | os.PathLike[str] | None, stack: ExitStack) -> _Staged:
-    """Open the staging files and the journal of earlier runs; remove them at the end if no later call can use them."""
-    if into.startswith(SCHEME):
-        raise ConfigError(
-            "a keeper is not a directory", uri=into, hint="pass WeightCache.into(MODEL), or use `penstock convert`"
-        )
-    job = request.job
-    settings, options = request.settings, request.job_spec.storage_options
-    # Before anything is written: a broken config.json must not cost hours of conversion.
-    beside = find_small_files(
-        request.small_place(job.small_from),
-        [file.name for file in request.opened[job.small_from].manifest.files],
-        settings=settings,
-        storage_options=options,
-    )
-    beside = true_of(beside, job.operation)
-    config = config_of(beside, job.operation, settings, options)
-    place = None if is_remote(into) else OutputPlace.at(into)
-    staged_path = _staging_path(job, place, scratch)
-    stack.push(partial(_name_destination, staged_path, into))
-    # The journal first: its lock keeps a second process of this very job away from the files.
-    journal = Journal.open(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
-    stack.callback(journal.close)
-    out = output_of(job, request.opened, staged_path)
-    stack.callback(out.close)
-    # Pushed last, so that it runs first, while the journal's lock is still held.
-    stack.push(partial(_leave, journal, out))
-    job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
-    return _Staged(
-        request=request,
-        job_spec=job_spec,
-        into=into,
-        out=out,
-        journal=journal,
-        config=config,
-        place=place,
-        beside=beside,
-    )
 
 
 def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | os.PathLike[str] | None) -> Path:
@@ -550,119 +675,3 @@ def _leave(
             error.hint = "; ".join(part for part in (error.hint, kept) if part)
         elif isinstance(error, KeyboardInterrupt):
             error.add_note(kept)
-
-
-def _begin(staged: _Staged, stack: ExitStack, *, replace: bool) -> str | None:
-    """Return the revision if this job's result is published already; else open its files and correct the journal.
-
-    Until the stack ends no other writer may begin at this place.
-    """
-    job, journal, into, out = staged.request.job, staged.journal, staged.into, staged.out
-    settings, options = staged.request.settings, staged.job_spec.storage_options
-    if revision := published(job, into, settings, options):
-        # The report then counts every task as done by an earlier run.
-        journal.kept = frozenset(range(len(job.tasks)))
-        journal.remove()
-        out.remove()
-        return revision
-    if staged.place is None:
-        require_free_remote(into, settings=settings, storage_options=options)
-        # The system's directory for temporary files is other users' too.
-        stack.enter_context(DestinationClaim.open(out.directory, out.directory, mode=0o700))
-    else:
-        staged.place.require_free(replace=replace)
-        stack.enter_context(DestinationClaim.open(staged.place.path, out.directory))
-    out.make()
-    # A file of an earlier run may be gone, or short: what is not there reads as zeros.
-    if journal.done:
-        out.allocate()
-    out.open()
-    forget_what_did_not_last(job, journal, out)
-    return None
-
-
-def _publish(staged: _Staged, *, replace: bool) -> str:
-    """Publish the complete result if no source changed meanwhile; return its revision."""
-    request, out, into = staged.request, staged.out, staged.into
-    job, settings, options = request.job, request.settings, staged.job_spec.storage_options
-    for weights in request.opened:
-        check_unchanged(weights)
-    manifest = manifest_of(job, staged.journal, out)
-    small = sidecar_files(job, manifest, small_files(staged.beside, staged.config, job.operation, settings, options))
-    small |= {STAMP: stamp(job, manifest.revision, [*small, *out.index()])}
-    if staged.place is None:
-        publish_remote(out, into, small, settings=settings, storage_options=options)
-    else:
-        out.publish(staged.place.path, small, replace=replace)
-    # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
-    staged.journal.remove()
-    return manifest.revision
-
-
-def _fill(request: ConvertRequest, target: MemoryDestination, run: _Run) -> _Made:
-    """Run the conversion into memory: no sidecar files are written, nothing is resumed."""
-    results: list[tuple[_Staged, _Ran]] = []
-
-    def make(out: OutputRegion, notes: Notes) -> None:
-        """Run every task into this memory."""
-        # Workers map the same memory by its path, as they would open the files of a directory.
-        job_spec = msgspec.structs.replace(request.job_spec, directory=str(out.directory), in_memory=True)
-        staged = _Staged(request=request, job_spec=job_spec, into=target.uri, place=None, out=out, journal=notes)
-        results.append((staged, run.run(staged)))
-        for weights in request.opened:
-            check_unchanged(weights)
-
-    revision = fill(target, request.job, make)
-    staged, ran = results[0]
-    return _Made(staged=staged, revision=revision, ran=ran)
-
-
-def _report(made: _Made, began: float) -> ConvertReport:
-    """Return the report of a conversion that began at this monotonic time."""
-    request, resumed = made.staged.request, made.staged.journal.kept
-    job, coordinator = request.job, made.ran.coordinator if made.ran else None
-    predicted_s, predicted_by = made.ran.predicted if made.ran else (None, "nothing was left to do")
-    stats = () if coordinator is None else tuple(coordinator.stats)
-    # This process reads too, where sources have a cache: headers, and leaves to compute missing digests.
-    came_here = bytes_read(request.opened)
-    fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
-    asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
-    ended = time.monotonic()
-    # No worker may ever have been ready: then all of the time is the start's.
-    started = ended if coordinator is None else min(coordinator.began, ended)
-    others = [weights for i, weights in enumerate(request.opened) if i != job.small_from]
-    why_left_out = dict(made.staged.beside.left_out) | {
-        path: "it does not belong to the weight set"
-        for weights in others
-        for path in left_out(weights.uri, [file.name for file in weights.manifest.files])
-    }
-    read_bytes = job.read_bytes[[task for task in range(len(job.tasks)) if task not in resumed]].sum(axis=0)
-    return ConvertReport(
-        uri=made.staged.into,
-        revision=made.revision,
-        operation=job.operation.name,
-        num_tensors=len(job.files.table),
-        nbytes=int(job.files.table.nbytes.sum()),
-        read_bytes=int(read_bytes.sum()),
-        verified_bytes=int(read_bytes[np.array(job.held_to) > 0].sum()),
-        fetched_bytes=fetched_bytes,
-        # Below zero where a cache fetched whole chunks of which only parts were requested.
-        held_bytes=max(0, asked_bytes - fetched_bytes),
-        num_tasks=len(job.tasks),
-        num_resumed=len(resumed),
-        num_stolen=0 if coordinator is None else coordinator.placement.num_stolen,
-        num_twice=0 if coordinator is None else coordinator.placement.num_twice,
-        num_workers=0 if coordinator is None else coordinator.num_workers,
-        wall_s=ended - began,
-        start_s=started - began,
-        moving_s=0.0 if coordinator is None else coordinator.moving_s,
-        predicted_s=predicted_s,
-        predicted_by=predicted_by,
-        busy_s={name: sum(worker.busy_s.get(name, 0.0) for worker in stats) for name in EXECUTORS},
-        workers=stats,
-        peak_bytes=max((worker.peak_bytes for worker in stats), default=0),
-        verified=all(job.held_to),
-        left_out=tuple(why_left_out),
-        why_left_out=why_left_out,
-        why=how_verified(request.opened, verify=made.staged.job_spec.verify),
-    )
