@@ -197,7 +197,7 @@ def test_missing_hub_is_reported_and_storage_read(
     gone = f"unix://{runtime}/gone.sock"
     done = run(fork_server, ["storage-initializer", str(model), str(tmp_path / "out"), "--hub", gone])
     assert done.returncode == 0, done.stderr
-    assert "is read from storage instead of the fleet" in done.stderr
+    assert "reading from storage" in done.stderr
     assert contents(tmp_path / "out") == contents(model)
 
 

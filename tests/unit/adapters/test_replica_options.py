@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import penstock
+import penstock.fetcher.join as fleet_join
 from penstock.errors import ConfigError, HubUnavailable
 from penstock.spi.engine_weights import FleetOptions, join, read_options
 
@@ -67,18 +67,18 @@ def test_missing_local_hub_falls_back_to_storage(monkeypatch, caplog) -> None:
     def away(*_: object, **__: object) -> object:
         raise HubUnavailable("nobody listens", uri="http://hub:7070")
 
-    monkeypatch.setattr(penstock, "join", away)
+    monkeypatch.setattr(fleet_join, "join", away)
     with caplog.at_level(logging.WARNING):
         found = join(FleetOptions(fleet="llama"), ["/m/a.safetensors", "/m/b"], log=logging.getLogger("engine"))
     assert found is None
     assert "fleet llama" in caplog.text
-    assert "storage, 2 files, /m/a.safetensors first" in caplog.text
+    assert "storage (2 files, /m/a.safetensors first)" in caplog.text
     assert "nobody listens" in caplog.text
 
 
 def test_only_first_rank_on_host_takes_port(monkeypatch) -> None:
     asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(penstock, "join", lambda name, **given: asked.append(given))
+    monkeypatch.setattr(fleet_join, "join", lambda name, **given: asked.append(given))
     options = FleetOptions(fleet="m", listen="10.0.0.7:7071")
     for rank in (0, 1):
         join(options, "/m", log=logging.getLogger("engine"), rank=rank, memory_bytes=1 << 20)

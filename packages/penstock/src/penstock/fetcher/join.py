@@ -34,7 +34,7 @@ from penstock.lifecycle import paused_gc
 from penstock.loader.into import targets_of
 from penstock.loader.progress import Progress, ProgressOption
 from penstock.loader.session import resolve_device
-from penstock.logs import log_named
+from penstock.logs import Log, log_named
 from penstock.memory.targets import note_written
 from penstock.peer.local_weights import LocalWeights, layout_of_tensors
 from penstock.peer.member import Member, until_stopped
@@ -405,19 +405,32 @@ def join_or_warn(
     place: str,
     *,
     connection: ConnectionSettings | str | None = None,
-    revision: str = "",
-    timeout_s: float | None = None,
-) -> Fleet | HubUnavailable:
-    """Join a fleet; if no hub answers, warn that `place` is read from storage instead, and return the hub's error.
+    max_bytes_per_s: int | str = 0,
+    memory_bytes: int | str | None = None,
+    needs_hub: bool = False,
+    log: Log = _log,
+) -> Fleet | None:
+    """Join a fleet. If its hub is not available, warn that `place` is read from storage instead, and return None.
 
-    A slow start is better than none. Only a hub that is away leads to storage: one that refuses the caller is an error.
+    A slow start is better than none. Only a hub that is away leads to storage: a hub that refuses the caller is an
+    error.
 
     Args:
-        place: URI of the model in storage.
-        connection, revision, timeout_s: see `join`.
+        place: URI of the model in storage, for the warning.
+        log: Receives the warning.
+        connection, max_bytes_per_s, memory_bytes, needs_hub: see `join`.
+
+    Raises:
+        ConfigError, MissingExtra: as `join`.
     """
     try:
-        return join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=True)
+        return join(
+            model,
+            connection=connection,
+            max_bytes_per_s=max_bytes_per_s,
+            memory_bytes=memory_bytes,
+            needs_hub=needs_hub,
+        )
     except HubUnavailable as error:
-        _log.warning("%s is read from storage instead of the fleet: %s", display(place), error)
-        return error
+        log.warning("penstock: reading from storage (%s) instead of fleet %s: %s", display(place), model, error)
+        return None

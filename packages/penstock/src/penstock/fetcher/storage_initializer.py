@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.config import ConnectionSettings, Settings
-from penstock.errors import ConfigError, HubUnavailable, SourceUnavailable
+from penstock.errors import ConfigError, SourceUnavailable
 from penstock.report import Summarised, bytes_text
 from penstock.storage import is_remote, list_uris, pinned, read_small
 from penstock.storage.download import download, inside
@@ -237,8 +237,8 @@ def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSet
     from penstock.fetcher.to_files import fetch_to_files
 
     fetched = partial / "fetched"
-    joined = join_or_warn(model, place, connection=connection)
-    if isinstance(joined, HubUnavailable):
+    joined = join_or_warn(model, place, connection=connection, needs_hub=True)
+    if joined is None:
         return None
     with joined as fleet:
         report = fetch_to_files(fleet, to=fetched, fallback=place)

@@ -196,8 +196,7 @@ def checkpoint(
     in_fleet = FleetOptions.read(options, model)
     if in_fleet is not None:
         rank = place.rank()
-        shared = {name: options[name] for name in ("memory_bytes",) if name in options}
-        fleet = join(in_fleet, files, log=log, rank=rank, **shared)
+        fleet = join(in_fleet, files, log=log, rank=rank, memory_bytes=options.get("memory_bytes"))
         if fleet is not None:
             # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
             device, stores = options.get("device", "cpu"), options.get("storage_options")
@@ -292,36 +291,38 @@ def _hub_is_known(options: Mapping[str, Any]) -> bool:
 
 
 def join(
-    options: FleetOptions, uris: str | Sequence[str], *, log: Log, rank: int = 0, **arguments: Any
+    options: FleetOptions,
+    uris: str | Sequence[str],
+    *,
+    log: Log,
+    rank: int = 0,
+    memory_bytes: int | str | None = None,
 ) -> Fleet | None:
     """Join the fleet. If its hub does not answer, storage is read, and this process joins once the hub does.
 
-    None: this host's own hub cannot be hosted, and a warning names both paths.
-
     Args:
-        options: the fleet's name and connection.
-        uris: the weights that are read instead, for the warning.
-        log: the engine's logger, which its operator reads.
-        rank: rank of this process among those of one engine on this host; only rank 0 takes the given ports.
-        arguments: further ones of `penstock.join`.
+        options: The fleet's name and connection.
+        uris: The weights that are read instead, for the warning.
+        log: The engine's logger, which its operator reads.
+        rank: Rank of this process among those of one engine on this host. Only rank 0 takes the given ports.
+        memory_bytes: see `penstock.join`.
+
+    Returns:
+        The fleet, or None if this host's own hub cannot be hosted. A warning then names both paths.
 
     Raises:
         ConfigError, MissingExtra: see `penstock.join`.
     """
-    import penstock
+    from penstock.fetcher.join import join_or_warn
 
-    try:
-        return penstock.join(
-            options.fleet,
-            connection=connection_of(asdict(options), rank),
-            max_bytes_per_s=options.max_bytes_per_s,
-            **arguments,
-        )
-    # A replica that is slow to start is better than none. Only a missing hub leads to storage, and it is logged.
-    except HubUnavailable as error:
-        place = uris if isinstance(uris, str) else f"{len(uris)} files, {uris[0]} first"
-        log.warning("penstock: reading from storage, %s, instead of fleet %s: %s", place, options.fleet, error)
-        return None
+    return join_or_warn(
+        options.fleet,
+        uris if isinstance(uris, str) else f"{len(uris)} files, {uris[0]} first",
+        connection=connection_of(asdict(options), rank),
+        max_bytes_per_s=options.max_bytes_per_s,
+        memory_bytes=memory_bytes,
+        log=log,
+    )
 
 
 def tensors(
