@@ -156,7 +156,7 @@ def test_staging_in_pieces_gives_same_bytes(stack, tmp_path, monkeypatch, words,
     sources = [write(tmp_path / f"source{i}", i, leaf_bytes) for i in range(count)]
     _, expected, _ = run(stack, sources, words, tmp_path / "whole" / "out")
     backend = Staged(64 * MIB, 4096, 3)
-    monkeypatch.setattr(Worker, "_backend_of", lambda worker, device, num_threads: backend)
+    monkeypatch.setattr(Worker, "_open_backend", lambda worker: backend)
     _, found, _ = run(stack, sources, words, tmp_path / "staged" / "out")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert max(backend.steps) > 1  # some reads were cut into pieces
@@ -166,7 +166,7 @@ def test_staging_in_pieces_gives_same_bytes(stack, tmp_path, monkeypatch, words,
 def test_wrong_byte_is_found_in_its_piece(stack, tmp_path, monkeypatch) -> None:
     source = write(tmp_path / "source", 1, 4096)
     flip(source, "layers.0.q_proj.weight", 9000)
-    monkeypatch.setattr(Worker, "_backend_of", lambda worker, device, num_threads: Staged(64 * MIB, 4096, 3))
+    monkeypatch.setattr(Worker, "_open_backend", lambda worker: Staged(64 * MIB, 4096, 3))
     with pytest.raises(IntegrityError):
         run(stack, [source], FP8, tmp_path / "out")
 
@@ -211,7 +211,7 @@ def test_parts_fit_remaining_memory_or_are_refused(stack, tmp_path, monkeypatch)
     job, expected, _ = run(stack, sources, SLERP, tmp_path / "whole" / "out")
     least, largest = int(job.least_bytes.max()), int(job.memory_bytes.max())
     backend = Staged(MIB, 4096, 2)
-    monkeypatch.setattr(Worker, "_backend_of", lambda worker, device, num_threads: backend)
+    monkeypatch.setattr(Worker, "_open_backend", lambda worker: backend)
     peaks = list[int]()
     close = Worker.close
     monkeypatch.setattr(Worker, "close", lambda worker: (peaks.append(worker._peak_part_bytes), close(worker)))

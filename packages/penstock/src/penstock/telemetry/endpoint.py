@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
-import socket
 import threading
 from http import HTTPStatus
 from pathlib import Path
@@ -45,30 +44,48 @@ class MetricsEndpoint(Closeable):
         url: where Prometheus reads it: `http://host:port/metrics`.
     """
 
-    def __init__(self, bound: socket.socket, token_file: Path, registry: Registry) -> None:
+    url: str
+    _server: HttpServer
+
+    def __init__(self, token_file: Path, registry: Registry) -> None:
         self._token_file = token_file
         self._registry = registry
         self._fault = ""
         self._pid = os.getpid()
         self._phases = PhasesHandler(lambda boot: boot)
-        self._server = HttpServer(
-            bound,
-            self._answer,
-            name="metrics",
-            thread_name="penstock-metrics",
-            full_status=HTTPStatus.SERVICE_UNAVAILABLE,
-            tls=None,
-        )
-        host, port = self._server.address[:2]
-        self.url = f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"
 
     @classmethod
     def start(cls, address: MetricsAddress, token_file: Path) -> MetricsEndpoint:
         """Listen at the first free port of the address, and serve; raises as `serve_metrics`."""
         # Read here too: a file without a token should fail at the start, and not at each scrape.
         read_tokens(token_file)
-        registry = start_recording()
-        endpoint = cls(_listening_socket(address), token_file, registry)
+        endpoint = cls(token_file, start_recording())
+        refusal: Exception | None = None
+        bound = None
+        # The processes of a host, as the ranks of an engine, share one setting: each takes the next free port.
+        for port in range(address.first_port, address.last_port + 1):
+            try:
+                bound = bound_socket((address.host, port))
+                # Now: two sockets may be bound to one port while neither listens.
+                bound.listen()
+                break
+            except (OSError, OverflowError) as error:
+                refusal = error
+        if bound is None:
+            raise ConfigError(
+                f"metrics cannot be served at {address}: {refusal}",
+                hint="give an address of this host, and a range of ports if it has several processes: HOST:9464-9479",
+            ) from refusal
+        endpoint._server = HttpServer(
+            bound,
+            endpoint._answer,
+            name="metrics",
+            thread_name="penstock-metrics",
+            full_status=HTTPStatus.SERVICE_UNAVAILABLE,
+            tls=None,
+        )
+        host, port = endpoint._server.address[:2]
+        endpoint.url = f"http://[{host}]:{port}/metrics" if ":" in host else f"http://{host}:{port}/metrics"
         endpoint._server.start()
         return endpoint
 
@@ -124,25 +141,6 @@ class MetricsEndpoint(Closeable):
         with _lock:
             if _endpoint is self:
                 _endpoint = None
-
-
-def _listening_socket(address: MetricsAddress) -> socket.socket:
-    """Return a socket that listens at the first free port. ConfigError: there is no such port."""
-    refusal: Exception | None = None
-    # The processes of a host, as the ranks of an engine, share one setting: each takes the next free port.
-    for port in range(address.first_port, address.last_port + 1):
-        try:
-            bound = bound_socket((address.host, port))
-            # Now: two sockets may be bound to one port while neither listens.
-            bound.listen()
-        except (OSError, OverflowError) as error:
-            refusal = error
-        else:
-            return bound
-    raise ConfigError(
-        f"metrics cannot be served at {address}: {refusal}",
-        hint="give an address of this host, and a range of ports if it has several processes: HOST:9464-9479",
-    ) from refusal
 
 
 def read_tokens(path: Path) -> list[bytes]:

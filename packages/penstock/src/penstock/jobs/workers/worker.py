@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
+from typing import Self
 
 import numpy as np
 import torch
@@ -114,17 +115,11 @@ class Worker(Run):
         # Remote reads are larger than a few leaves, and many at once; on a device this was not measured.
         self.copies_by_leaves = device.type == "cpu" and not remote
         cores = len(os.sched_getaffinity(0))
-        # CUDA's current device is one of each thread.
-        on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
+        self._device = device
         local = (LOCAL_READ_BYTES, LOCAL_READS) if device.type == "cpu" else (DEVICE_READ_BYTES, DEVICE_READS)
         self.read_bytes, num_reads = (REMOTE_READ_BYTES, REMOTE_READS) if remote else local
-        num_reads = num_reads if remote else min(num_reads, max(2, cores))
-        num_writes = min(MAX_WRITES, max(MIN_WRITES, cores))
-        self.backend = self._backend_of(device, num_reads + num_writes)
-        self.buffers = self.backend.buffers
-        self.fetch = self.executor("fetch", num_reads, on_thread_start=on_start)
-        self.compute = self.executor("compute", 1, on_thread_start=on_start)
-        self.send = self.executor("send", num_writes, on_thread_start=on_start)
+        self._num_reads = num_reads if remote else min(num_reads, max(2, cores))
+        self._num_writes = min(MAX_WRITES, max(MIN_WRITES, cores))
         # Read and write threads add to these counts at the same time; `+=` on an attribute is not atomic.
         self._moving = threading.Lock()
         self._fetched_bytes = 0
@@ -132,9 +127,20 @@ class Worker(Run):
         # Without a lock: one thread changes it, others only look, and a late look costs a task that is run for nothing.
         self._revoked: set[int] = set()
 
-    def _backend_of(self, device: torch.device, num_threads: int) -> ComputeBackend:
-        """Return the compute backend for a device, whose `fill` and `drain` are called by `num_threads` threads."""
-        if device.type == "cpu":
+    def __enter__(self) -> Self:
+        device = self._device
+        # CUDA's current device is one of each thread.
+        on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
+        self.backend = self._open_backend()
+        self.buffers = self.backend.buffers
+        self.fetch = self.executor("fetch", self._num_reads, on_thread_start=on_start)
+        self.compute = self.executor("compute", 1, on_thread_start=on_start)
+        self.send = self.executor("send", self._num_writes, on_thread_start=on_start)
+        return self
+
+    def _open_backend(self) -> ComputeBackend:
+        """Return the compute backend for the device."""
+        if self._device.type == "cpu":
             return HostCompute(self._memory_bytes)
         # Imported where it is needed: it needs Triton.
         from penstock.jobs.workers.cuda_compute import CudaCompute
@@ -144,9 +150,10 @@ class Worker(Run):
         leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.held_to, tables, strict=True)]
         return CudaCompute.open(
             self._memory_bytes,
-            device,
+            self._device,
             piece_bytes=max(1, min(DEVICE_PIECE_BYTES, self._memory_bytes // 4), *leaves),
-            num_threads=num_threads,
+            # Threads that read call `fill`, and threads that write call `drain`.
+            num_threads=self._num_reads + self._num_writes,
             stall_s=self.stall_s,
         )
 
