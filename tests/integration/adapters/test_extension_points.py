@@ -398,7 +398,7 @@ def test_installed_format_is_stored_and_dequantised(installed: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"tag": "nvfp4"}, "there is one"),
+        ({"tag": "nvfp4"}, "its tag is taken"),
         ({"tag": "a tag"}, "a tag must be"),
         ({"block": (96, 64)}, "powers of two"),
         ({"block": (64, 0)}, "must have one row"),
@@ -416,7 +416,12 @@ def test_format_unsupported_by_kernels_is_refused(change: dict[str, object], why
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("shm", "there is one"), ("Peek", "not a name"), ("staged_peek", "not a name"), ("", "not a name")],
+    [
+        ("shm", "its name is taken"),
+        ("Peek", "its name is malformed"),
+        ("staged_peek", "its name is malformed"),
+        ("", "its name is malformed"),
+    ],
 )
 def test_taken_or_invalid_transport_name_is_refused(name: str, why: str) -> None:
     kind = TransportKind(name=name, open=lambda setup: object(), reach="host", rank=5)

@@ -141,7 +141,7 @@ def test_many_readers_leave_owner_alive(endpoint, page) -> None:
 def test_page_of_different_process_is_refused(endpoint, page, tmp_path) -> None:
     other = Endpoint("t", GenerationTable.create())
     mine, theirs = endpoint.address(0), other.address(0)
-    with pytest.raises(PeerLost, match="another process"):
+    with pytest.raises(PeerLost, match="was replaced after"):
         PeerGenerationTable.open(described(page), theirs)
     for changes, kind, match in (
         ({"host": "elsewhere"}, ConfigError, "runtime directory"),

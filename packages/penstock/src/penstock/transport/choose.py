@@ -1,13 +1,9 @@
-"""Registration of transports, the ones that this process has open, and the choice between them for a peer.
+"""Registration of transports, the transports that this process has open, and the choice of a transport for a peer.
 
-In: a `TransportKind`; the device of some memory, the transports allowed, where a peer is. Out: registrations of memory,
-and the nearest transport that both ends have, with the reason against each nearer one.
-Not here: how bytes move (the module of each transport), which peer is read (`plan.relay`).
+register_transport(TransportKind(name="wire", open=WireTransport, reach="network", rank=35))
 
-    register_transport(TransportKind(name="wire", open=WireTransport, reach="network", rank=35))
-
-    open_links -> Links --register--> handles, whose descriptors peers get
-                       `--choose----> per pair of regions: a transport, the peer's descriptor, why no nearer one
+open_links -> Links --register--> handles, whose descriptors peers get
+                   `--choose----> for each pair of regions: transport, peer's descriptor, reasons against nearer ones
 """
 
 from __future__ import annotations
@@ -33,9 +29,9 @@ from penstock.transport.loopback import LoopbackTransport
 from penstock.transport.protocol import Descriptor, Filling, Handle, Memory, Reaching, Sweeping, Transport, decode
 
 ENTRY_POINTS = "penstock.transports"
-"""Group of entry points in which an installed package names its transports; each is a `TransportKind`.
+"""Group of entry points in which an installed package lists its transports. Each entry is a `TransportKind`.
 
-Reason: both ends of a read need the transport, and members are often other processes than the one that registers it.
+Both ends of a read need the transport, and members are often different processes from the one that registers it.
 """
 
 Reach = Literal["process", "host", "network"]
@@ -46,13 +42,13 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSetup:
-    """The settings that a transport is opened with.
+    """Settings with which a transport is opened.
 
     Attributes:
-        listen: `host:port` at which other hosts reach this one; None: this host only.
-        tls: context of the side that serves; None: plain.
-        trust: context of the side that reads; None: as the system checks certificates.
-        is_named: the user allowed this transport by name.
+        listen: `host:port` at which other hosts reach this one. None means this host only.
+        tls: context for serving. None means no TLS.
+        trust: context for reading. None means that certificates are checked as the system does.
+        is_named: whether the user allowed this transport by name.
     """
 
     listen: str | None = None
@@ -71,21 +67,22 @@ def _any_peer(into: Handle, source: Descriptor) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportKind:
-    """The registration of a transport: its name, how to open it, and which peers it reads.
+    """Registration of a transport: its name, how to open it, and which peers it can read.
 
     Attributes:
-        name: as in descriptors, reports and `ConnectionSettings.transports`.
-        open: opens it for this process; called once. ConfigError or MissingExtra: this process cannot have it, and the
-            message is shown where a user asks why.
+        name: name in descriptors, reports and `ConnectionSettings.transports`.
+        open: opens it for this process and is called once. It raises ConfigError or MissingExtra if this process cannot
+            have the transport. The message is shown to a user who asks for the reason.
         reach: the farthest peer whose memory it reads: in this process, on this host, or on any host. A host is one
-            boot of one kernel, for one user and one runtime directory: two containers are one host where both mount it.
-        rank: the transport with the lowest rank that both ends have is used. Penstock's own: loopback 0, cuda_ipc 10,
-            shm 20, nixl 30, http 40.
-        unless: returns the reason not to open it with this setup; empty: it is opened.
+            boot of one kernel, for one user and one runtime directory. Two containers are one host if both mount this
+            directory.
+        rank: the transport with the lowest rank that both ends have is used. Penstock's transports have loopback 0,
+            cuda_ipc 10, shm 20, nixl 30 and http 40.
+        unless: returns the reason not to open it with this setup, or an empty string.
         unless_peer: returns the reason not to read this memory of a peer into ours, given our handle and the peer's
-            descriptor; empty: it is read. The next transport is then tried, and the reason is in reports. Called for
-            each pair of regions before the first read, so it must be quick; it is the only place to refuse one peer,
-            since an error of `post_read` or `wait` ends the use of the peer by any transport.
+            descriptor, or an empty string. After a reason the next transport is tried, and reports show the reason. It
+            is called for each pair of regions before the first read, so it must be quick. It is the only place to
+            refuse one peer, since an error of `post_read` or `wait` ends the use of the peer with any transport.
     """
 
     name: str
@@ -104,17 +101,17 @@ def register_transport(kind: TransportKind) -> None:
     """Register a transport in this process. Call it before this process joins a fleet, which opens the transports.
 
     Raises:
-        ConfigError: the name is none, or another transport has it.
+        ConfigError: the name is malformed or used by a different transport.
     """
     require_type("kind", kind, TransportKind, "a penstock.transport.TransportKind")
-    # These names are of the ways in which bytes of `shm` and `http` reach a device; reports show them as paths.
+    # Reports use these prefixes for the paths on which `shm` and `http` reach a device.
     if not _NAME.fullmatch(kind.name) or kind.name.startswith(("staged_", "pinned_")):
-        hint = "up to 32 lower-case letters, digits and _; staged_ and pinned_ are taken"
-        raise ConfigError(f"cannot register a transport called {kind.name!r}: not a name", hint=hint)
+        hint = "use up to 32 lower-case letters, digits and _, without the prefixes staged_ and pinned_"
+        raise ConfigError(f"cannot register the transport {kind.name!r}: its name is malformed", hint=hint)
     with _lock:
-        # The same kind twice is no error: a module that registers may also be named by an entry point.
+        # Registering the same kind twice is allowed, since an entry point may name a module that registers it.
         if _kinds.setdefault(kind.name, kind) != kind:
-            raise ConfigError(f"cannot register a transport called {kind.name!r}: there is one")
+            raise ConfigError(f"cannot register the transport {kind.name!r}: its name is taken")
 
 
 def transport_kinds() -> list[TransportKind]:
@@ -125,16 +122,18 @@ def transport_kinds() -> list[TransportKind]:
 
 @functools.cache
 def broken_transports() -> dict[str, str]:
-    """Register the transports of installed packages, and return why some cannot be: name -> reason.
+    """Register the transports of installed packages, and return the reason for each that cannot be registered, by name.
 
-    A package that is broken must not keep this process from the other transports.
+    A broken package must not keep this process from the other transports.
     """
     broken: dict[str, str] = {}
     for entry in entry_points(ENTRY_POINTS):
         try:
             kind = load(entry)
             if not isinstance(kind, TransportKind) or kind.name != entry.name:
-                raise ConfigError(f"the entry point {entry.name} of {ENTRY_POINTS} is {kind!r}, not its TransportKind")
+                raise ConfigError(
+                    f"the entry point {entry.name} of {ENTRY_POINTS} is {kind!r}, not a TransportKind with this name"
+                )
             register_transport(kind)
         except ConfigError as error:
             broken[entry.name] = error.message
@@ -142,7 +141,7 @@ def broken_transports() -> dict[str, str]:
     return broken
 
 
-# Imported when opened: ctypes structures, a listener or NIXL's bindings cost time that a process on one host can save.
+# Import on use, since ctypes structures, a listener or NIXL's bindings cost time.
 def _open_cuda_ipc(setup: TransportSetup) -> Transport:
     from penstock.transport.cuda_ipc import CudaIpcTransport
 
@@ -156,10 +155,10 @@ def _refuse_cuda_ipc(into: Handle, source: Descriptor) -> str:
 
 
 def _refuse_shm(into: Handle, source: Descriptor) -> str:
-    """Return why a peer of this host cannot be read: the previous release sends no descriptors to other containers."""
+    """Return why a peer on this host cannot be read. The previous release sends no descriptors to other containers."""
     from penstock.transport.host_endpoint import is_within_reach
 
-    return "" if is_within_reach(source) else "the peer's release passes no file descriptors"
+    return "" if is_within_reach(source) else "the peer's release sends no file descriptors"
 
 
 def _open_shm(setup: TransportSetup) -> Transport:
@@ -175,17 +174,17 @@ def _open_nixl(setup: TransportSetup) -> Transport:
 
 
 def _unless_nixl(setup: TransportSetup) -> str:
-    """Return why NIXL is not used: `http` beats it without RDMA, except for device memory, which `http` cannot reach.
+    """Return why NIXL is not used. Without RDMA it is only used for device memory, which `http` cannot reach.
 
-    Over TCP it is no faster, it does not protect memory from a process that has a descriptor, and a holder that was
-    stopped until its readers gave up is aborted by UCX when it continues. Source: docs/design/fetch.md.
+    Over TCP it is not faster than `http`, does not protect memory from a process that has a descriptor, and UCX aborts
+    a holder that was stopped until its readers gave up and then continues. Source: docs/design/fetch.md.
     """
     if setup.is_named:
         return ""
     if setup.listen is None:
         return "it needs ConnectionSettings(listen=)"
     has_rdma = any(Path("/sys/class/infiniband").glob("*"))
-    return "" if has_rdma or Path("/proc/driver/nvidia").exists() else "neither RDMA nor a GPU here"
+    return "" if has_rdma or Path("/proc/driver/nvidia").exists() else "this host has neither RDMA nor a GPU"
 
 
 def _open_http(setup: TransportSetup) -> Transport:
@@ -207,13 +206,13 @@ for _built_in in (
 class _Route(NamedTuple):
     name: str
     offered_as: str
-    """The transport whose descriptor the peer must offer."""
+    """Transport whose descriptor the peer must offer."""
     kind: TransportKind
-    """The kind of `offered_as`, which says what can be reached."""
+    """Kind of `offered_as`, which says what can be reached."""
 
 
 def _routes() -> Iterator[_Route]:
-    """Yield each transport followed by those that go by it into the memory of a device, nearest first."""
+    """Yield each transport, followed by those that use it to fill device memory, nearest first."""
     for kind in transport_kinds():
         yield _Route(kind.name, kind.name, kind)
         for name, inner in DEVICE_TARGETS.items():
@@ -222,14 +221,15 @@ def _routes() -> Iterator[_Route]:
 
 
 class PeerLinks(Closeable):
-    """The transports of one process, each opened once; a context manager.
+    """Transports of one process, each opened once. Use it as a context manager.
 
     Args:
-        makers: how to open each, by name, nearest first; a maker that raises is left out, and `refused` says why.
+        makers: functions that open each transport, by name, nearest first. If one raises, the transport is left out and
+            `refused` has the reason.
 
     Attributes:
-        transports: the open ones by name, nearest first.
-        refused: name -> the reason why this process does not have the transport.
+        transports: open transports by name, nearest first.
+        refused: reason why this process does not have a transport, by name.
     """
 
     def __init__(self, makers: Mapping[str, Callable[[], Transport]]) -> None:
@@ -241,15 +241,15 @@ class PeerLinks(Closeable):
             except (ConfigError, MissingExtra) as error:
                 self.refused[name] = str(error.message)
             except BaseException:
-                # Those opened so far have listeners and threads, and no caller gets the object to close them.
+                # The open transports have listeners and threads, and the caller gets no object to close.
                 self.close()
                 raise
 
     def add_device_targets(self, driver: CudaDriver | None = None) -> None:
-        """Let peers' host memory be read into devices too, where there is a CUDA driver, by the transports here.
+        """If there is a CUDA driver, let these transports also read peers' host memory into devices.
 
         Args:
-            driver: stands in for the CUDA driver, in tests.
+            driver: replaces the CUDA driver in tests.
         """
         from penstock.transport.shm import ShmTransport
 
@@ -264,23 +264,24 @@ class PeerLinks(Closeable):
                 self.refused[name] = error.message
 
     def reach(self, name: str) -> Reach:
-        """Return how far a transport reads; one that fills a device's memory by another, as far as that.
+        """Return the reach of a transport. For a transport that fills device memory it is that of the underlying
+        transport.
 
         Raises:
-            KeyError: it is not registered.
+            KeyError: the transport is not registered.
         """
         transport_kinds()
         return _kinds[DEVICE_TARGETS.get(name, name)].reach
 
     def register(self, memory: Memory, *, reach: Reach | None = None) -> dict[str, Handle]:
-        """Register memory with every transport that can show it to peers.
+        """Register memory with every transport that can offer it to peers.
 
         Args:
-            memory: ours.
-            reach: only with transports of this reach; None: with all.
+            memory: memory of this process.
+            reach: use only transports with this reach. None means all.
 
         Raises:
-            ConfigError: none can; says why of each.
+            ConfigError: no transport can register it. The message has the reason for each.
         """
         handles: dict[str, Handle] = {}
         why = dict(self.refused)
@@ -293,7 +294,7 @@ class PeerLinks(Closeable):
                 except ConfigError as error:
                     why[name] = error.message
         except BaseException:
-            # A handle keeps the memory alive and readable by peers, and the caller never gets it to close it.
+            # A handle keeps the memory alive and readable by peers, and the caller would not get it to close it.
             for handle in handles.values():
                 handle.close()
             raise
@@ -305,12 +306,12 @@ class PeerLinks(Closeable):
     def register_into(
         self, memory: Memory, shown: Mapping[str, Handle], *, is_repeated: bool = False
     ) -> dict[str, Handle]:
-        """Return handles to read into: those of `register`, and of transports that only fill such memory.
+        """Return handles for reading into memory, including those of transports that can only fill it.
 
         Args:
-            memory: ours.
-            shown: of `register`.
-            is_repeated: the same peers are read again and again: it pays to pin their memory here.
+            memory: memory of this process.
+            shown: result of `register`.
+            is_repeated: whether the same peers are read repeatedly, so that pinning their memory pays off.
         """
         handles = dict(shown)
         for name, transport in self.transports.items():
@@ -322,46 +323,49 @@ class PeerLinks(Closeable):
     def choose(
         self, ours: Mapping[str, Handle], offered: Mapping[str, bytes], *, same_host: bool, same_process: bool
     ) -> tuple[Transport, Descriptor, str]:
-        """Return the nearest transport for a pair of regions, the peer's descriptor, and why no nearer transport.
+        """Return the nearest transport for a pair of regions, the peer's descriptor, and the reasons against nearer
+        transports.
 
         Args:
-            ours: our region's registrations.
-            offered: the peer's descriptors of its region, encoded.
+            ours: registrations of our region.
+            offered: encoded descriptors of the peer's region.
             same_host: whether the peer is on this host.
-            same_process: whether it is this very process.
+            same_process: whether the peer is this process.
 
         Raises:
-            PlanError: there is none; says why.
+            PlanError: no transport reaches the peer. The message has the reasons.
             FormatError: a descriptor is malformed.
         """
         why: list[str] = []
         on_host = all(handle.memory.device == "cpu" for handle in ours.values())
-        # Not worth a reason: they are for the other kind of memory, or add to one that is named anyway.
+        # Give no reason for transports that are for the other kind of memory, or that extend one with a reason.
         unnamed = {"loopback", "pinned_shm", "cuda_ipc" if on_host else "shm", *(DEVICE_TARGETS if on_host else ())}
         for name, offered_as, kind in _routes():
             if (kind.reach != "network" and not same_host) or (kind.reach == "process" and not same_process):
                 continue
             if name in ours and offered_as in offered:
                 descriptor = decode(offered[offered_as])
-                # The name comes from the peer too: by another's descriptor a transport would decode a foreign payload.
+                # The peer also chooses the name. With a wrong name, a transport would decode a foreign payload.
                 if descriptor.transport != offered_as:
-                    raise PlanError(f"a descriptor offered as {offered_as} is of {descriptor.transport}")
+                    raise PlanError(f"a descriptor offered as {offered_as} belongs to {descriptor.transport}")
                 refusal = kind.unless_peer(ours[name], descriptor)
                 if not refusal:
                     return self.transports[name], descriptor, "; ".join(why)
                 why.append(f"{name}: {refusal}")
             elif name not in unnamed:
                 why.append(f"{name}: {self._missing(name, ours)}")
-        raise PlanError(f"no transport reaches the peer: {'; '.join(why)}", hint="give both ends one in common")
+        raise PlanError(
+            f"no transport reaches the peer: {'; '.join(why)}", hint="allow a common transport on both ends"
+        )
 
     def reach_device(self, device: str, regions: Iterable[Mapping[str, bytes]]) -> None:
         """Map a peer's device memory for a device of ours, before there is memory to read into.
 
-        The first read, of the same registrations, then does not wait for it. Nothing happens for memory that the
-        device cannot map.
+        The first read of the same registrations then does not wait for it. Memory that the device cannot map is
+        ignored.
 
         Raises:
-            PenstockError: as `Transport.post_read`: the choice for a read, which comes later, says what is wrong.
+            PenstockError: see `Transport.post_read`. The later choice for a read reports what is wrong.
         """
         transport = self.transports.get("cuda_ipc")
         if isinstance(transport, Reaching):
@@ -373,17 +377,21 @@ class PeerLinks(Closeable):
         """Return which side lacks a transport, and why."""
         if name in ours:
             return f"the peer does not offer {DEVICE_TARGETS.get(name, 'it')}"
-        return "it does not reach our memory" if name in self.transports else self.refused.get(name, "not opened here")
+        return (
+            "it cannot reach our memory"
+            if name in self.transports
+            else self.refused.get(name, "it is not open in this process")
+        )
 
     def sweep(self) -> None:
-        """Let go of memory of peers that are gone. A read does so too; call it while nothing is read."""
+        """Release the memory of peers that are gone. Call it while nothing is read, since a read does it itself."""
         for transport in self.transports.values():
             if isinstance(transport, Sweeping):
                 transport.sweep()
 
     def close(self) -> None:
         """Close every transport. Idempotent."""
-        # Last opened first: a transport that goes by another ends before it.
+        # Close in reverse order, so that a transport that uses another is closed first.
         for transport in reversed(self.transports.values()):
             transport.close()
 
@@ -398,29 +406,29 @@ def open_links(
     """Open the transports of this process.
 
     Args:
-        only: names allowed; None: all that work here.
-        listen: address where other hosts reach this one; None: this host only, and no transport that crosses hosts
-            but `http` on a Unix socket.
-        tls: what `http` serves by; None: plain.
-        trust: how readers over `http` check a peer's certificate, and what they show.
+        only: names of allowed transports. None means all that work here.
+        listen: address at which other hosts reach this one. None means this host only, without transports between hosts
+            except `http` on a Unix socket.
+        tls: TLS context with which `http` serves. None means no TLS.
+        trust: how readers over `http` check a peer's certificate, and which certificate they present.
 
     Raises:
-        ConfigError: no transport has one of the names.
+        ConfigError: `only` has an unknown name.
     """
     kinds = {kind.name: kind for kind in transport_kinds()}
     broken = broken_transports()
     unknown = set(only or ()) - set(kinds)
-    # The reason of a broken package first: its user would look for a wrong name otherwise.
+    # Report a broken package first, or its user would look for a wrong name.
     if unknown & set(broken):
         raise ConfigError("; ".join(broken[name] for name in sorted(unknown & set(broken))))
     if unknown:
-        raise ConfigError(f"no transport is called {', '.join(sorted(unknown))}", hint=f"there are {', '.join(kinds)}")
+        raise ConfigError(f"there is no transport {', '.join(sorted(unknown))}", hint=f"use one of {', '.join(kinds)}")
     setup = TransportSetup(listen=listen, tls=tls, trust=trust, is_named=only is not None)
     refused = dict(broken)
     makers: dict[str, Callable[[], Transport]] = {}
     for name, kind in kinds.items():
         if only is not None and name not in only:
-            refused[name] = "not among the transports allowed"
+            refused[name] = "it is not among the allowed transports"
         elif why := kind.unless(setup):
             refused[name] = why
         else:

@@ -1,10 +1,7 @@
 """Collectives of a torch.distributed group, each with a deadline.
 
-In: tensors on every rank. Out: the gathered tensors, or PeerLost.
-Not here: one-sided reads (`protocol`), which bytes a load by a group exchanges (`loader.group`, the one user).
-
-torch.distributed itself waits without a useful bound. By these calls a rank that dies or is silent leaves the others
-with PeerLost within `stall_s`.
+torch.distributed waits without a useful limit. With these calls the other ranks get PeerLost within `stall_s` if a rank
+dies or is silent.
 """
 
 from __future__ import annotations
@@ -18,21 +15,22 @@ import torch.distributed as dist
 
 from penstock.errors import PeerLost, PlanError
 
-# torch 2.13 renamed it.
+# torch 2.13 renamed this function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class GroupCollectives:
-    """A group's collectives, each with a deadline. Order: every rank makes the same calls, in the same order.
+    """Collectives of a group, each with a deadline. Every rank must make the same calls in the same order.
 
     Args:
-        group: of gloo for host memory, of NCCL for devices. It is the caller's, and is not aborted when a rank is lost.
-        device: of the exchanged tensors.
-        stall_s: seconds of silence after which the others count as lost.
+        group: group of gloo for host memory, or of NCCL for devices. It belongs to the caller and is not aborted when a
+            rank is lost.
+        device: device of the exchanged tensors.
+        stall_s: seconds of silence after which the other ranks count as lost.
     """
 
     poll_s: float
-    """Seconds between two looks at a collective."""
+    """Seconds between two polls of a collective."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
         self.group = group
@@ -44,7 +42,7 @@ class GroupCollectives:
             raise PlanError("this process is not a rank of the group")
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Return the bytes of every rank, all of one length, by rank."""
+        """Return the bytes of every rank, by rank. All must have the same length."""
         mine = torch.frombuffer(bytearray(own), dtype=torch.uint8).to(self.device)
         gathered = torch.empty(self.world_size * len(own), dtype=torch.uint8, device=self.device)
         self.finish(self.post_gather(gathered, mine))
@@ -55,24 +53,24 @@ class GroupCollectives:
         return self.post(_all_gather, into, own)
 
     def post(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Start a collective on the current stream, and return its work. PeerLost when the group is broken."""
+        """Start a collective on the current stream and return its work. Raises PeerLost if the group is broken."""
         try:
             return call(*arguments, group=self.group, async_op=True)
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error)) from error
 
     def finish(self, work: Any) -> None:
-        """Wait for a posted collective. PeerLost when it failed, or a rank is silent for `stall_s`."""
+        """Wait for a posted collective. Raises PeerLost if it failed or a rank is silent for `stall_s`."""
         self.wait(work.is_completed)
-        # Completed may also mean failed: only `wait` raises the error.
+        # A completed collective may have failed, and only `wait` raises the error.
         try:
             work.wait()
         except (RuntimeError, ValueError) as error:
             raise self._lost(str(error)) from error
 
     def wait(self, is_done: Callable[[], bool]) -> None:
-        """Return when done. PeerLost when a rank fails or is silent for `stall_s`."""
-        # torch's own timeout is per group and minutes long, and its blocking wait cannot be interrupted: poll instead.
+        """Wait until `is_done`. Raises PeerLost if a rank fails or is silent for `stall_s`."""
+        # Poll, since torch's timeout is minutes long for a whole group and its blocking wait cannot be interrupted.
         deadline = time.monotonic() + self.stall_s
         try:
             while not is_done():
@@ -84,4 +82,6 @@ class GroupCollectives:
 
     def _lost(self, why: str) -> PeerLost:
         # torch.distributed reports a lost peer as RuntimeError or a subclass (DistBackendError).
-        return PeerLost(f"rank {self.rank}: {why}", hint="see the other ranks' errors; make a new process group")
+        return PeerLost(
+            f"rank {self.rank}: {why}", hint="check the errors of the other ranks, and create a new process group"
+        )

@@ -1,15 +1,12 @@
-"""Device memory of processes of one host: the reader's copy engines read the holder's memory, over NVLink or in place.
+"""Device memory of processes on one host. The reader's copy engines read the holder's memory, over NVLink or in place.
 
-In: CUDA memory of any allocator that can share it. Out: the peer's bytes; nothing runs on the holder's device.
-Not here: the driver's calls (`cuda.driver`), generations and the life of a holder (`host_endpoint`), sockets for file
-descriptors (`fd_server`), host memory (`shm`).
-
-    claim --> map, once --> segments joined, cut into groups, queued on own streams --> event a group --> claim again
+    claim --> map, once --> segments joined, cut into groups, queued on streams --> event per group --> claim again
                             (many short ones: one kernel of the reader's device, `cuda.gather`)
 
-There are two kinds of device memory. Memory of cudaMalloc (torch's default) has one 64-byte IPC handle an allocation.
-Virtual memory (torch's `expandable_segments`) is pieces of physical memory, torch's of 20 MiB, each shared by a file
-descriptor. Only file descriptors cross PID namespaces, as those of two containers: an IPC handle names a process id.
+Nothing runs on the holder's device. There are two kinds of device memory. Memory of cudaMalloc (torch's default) has
+one 64-byte IPC handle per allocation. Virtual memory (torch's `expandable_segments`) consists of pieces of physical
+memory, 20 MiB each in torch, and each is shared by a file descriptor. Only file descriptors cross PID namespaces, for
+example between containers, since an IPC handle names a process id.
 """
 
 from __future__ import annotations
@@ -69,13 +66,14 @@ from penstock.types import MIB, U64
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Length = Annotated[int, msgspec.Meta(gt=0, le=1 << 60)]
 _MAX_RUNS = 4096
-"""Entries of a payload's table of pieces: runs of equal lengths, so that one descriptor stays below its limit."""
+"""Maximum number of entries in a payload's table of pieces, which are runs of equal lengths. It keeps a descriptor
+below its size limit."""
 _MAX_PIECES = 1 << 20
-"""File descriptors that are requested for one registration: 20 TiB of torch's pieces."""
+"""Maximum number of file descriptors requested for one registration, for 20 TiB in torch's pieces."""
 
 
 class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """The data by which a peer reaches a registration on a device."""
+    """Data with which a peer reaches a registration on a device."""
 
     page: GenerationAddress
     address: _Count
@@ -84,9 +82,9 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
     """Offset of the memory in the mapping."""
     handle: Annotated[bytes, msgspec.Meta(max_length=IPC_HANDLE_BYTES)] = b""
     door: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Abstract address of the server of pieces, where the previous release has it and looks for it."""
+    """Abstract socket address of the server of pieces, which the previous release uses."""
     pieces: Annotated[tuple[tuple[_Length, _Length], ...], msgspec.Meta(max_length=_MAX_RUNS)] = ()
-    """Lengths of the pieces of physical memory, in order, as runs: a count, and the bytes of each."""
+    """Lengths of the pieces of physical memory, in order, as runs of a count and the bytes of each piece."""
 
     @property
     def num_pieces(self) -> int:
@@ -95,12 +93,12 @@ class CudaPayload(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shared:
-    """The shared form of a local registration: its IPC handle, or its pieces, whose descriptors are made on request.
+    """Shared form of a local registration: its IPC handle, or its pieces, whose descriptors are created on request.
 
     Attributes:
-        handle: of the allocation; empty for virtual memory.
-        offset: of the memory in the allocation, or in its first piece.
-        pieces: address and bytes of each piece of virtual memory.
+        handle: handle of the allocation, which is empty for virtual memory.
+        offset: offset of the memory in the allocation or in its first piece.
+        pieces: address and size of each piece of virtual memory.
     """
 
     def __init__(
@@ -114,7 +112,7 @@ class Shared:
 
     @classmethod
     def of(cls, driver: CudaDriver, device: int, memory: Memory) -> Shared:
-        """Find out the kind of the memory, and its handle or pieces. ConfigError: it cannot be shared."""
+        """Find the kind of the memory and its handle or pieces. Raises ConfigError if it cannot be shared."""
         if not memory.nbytes:
             return cls(driver, device, handle=b"", offset=0, pieces=())
         with driver.entered(device):
@@ -124,11 +122,13 @@ class Shared:
             if handle is None:
                 return cls(driver, device, handle=b"", offset=offset, pieces=_pieces_of(driver, base, memory))
         if offset + memory.nbytes > nbytes:
-            raise ConfigError("memory to register spans two allocations", hint="register each, or use an arena")
+            raise ConfigError(
+                "memory to register spans two allocations", hint="register each separately, or use an arena"
+            )
         return cls(driver, device, handle=handle, offset=offset, pieces=())
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return the pieces' lengths as the payload has them."""
+        """Return the lengths of the pieces in the form of the payload."""
         runs: list[tuple[int, int]] = []
         for _, nbytes in self.pieces:
             if runs and runs[-1][1] == nbytes:
@@ -141,29 +141,30 @@ class Shared:
         return tuple(runs)
 
     def export(self) -> Iterator[int]:
-        """Yield file descriptors of the pieces, in order; the receiver closes each."""
+        """Yield file descriptors of the pieces, in order. The receiver closes each."""
         for address, _ in self.pieces:
             with self._driver.entered(self._device):
                 fd = self._driver.export_fd(address)
             if fd is None:
-                # The owner freed the memory meanwhile; the peer notices that pieces are missing.
+                # The owner has freed the memory, and the peer notices that pieces are missing.
                 return
             yield fd
 
 
 def _pieces_of(driver: CudaDriver, base: int, memory: Memory) -> list[tuple[int, int]]:
-    """Return address and bytes of the pieces of virtual memory from `base`. ConfigError: it cannot be shared."""
-    # Exported once here only to learn whether it can be: descriptors are made again for each peer that connects.
+    """Return address and size of the pieces of virtual memory from `base`. Raises ConfigError if they
+    cannot be shared."""
+    # This export only tests whether it is possible. Descriptors are created again for each peer that connects.
     fd = driver.export_fd(base)
     if fd is None:
         raise ConfigError(
             "this device memory cannot be shared with other processes",
-            hint="it is virtual memory (expandable_segments, cudaMallocAsync) made without a POSIX handle: "
-            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+            hint="it is virtual memory (expandable_segments, cudaMallocAsync) without a POSIX handle, "
+            "so set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
         )
     os.close(fd)
     pieces = list[tuple[int, int]]()
-    # Pieces of one reservation lie one after the other, but are separate memory to the driver.
+    # The pieces of one reservation are adjacent but separate memory for the driver.
     while base < memory.address + memory.nbytes:
         base, nbytes = driver.address_range(base)
         pieces.append((base, nbytes))
@@ -172,7 +173,7 @@ def _pieces_of(driver: CudaDriver, base: int, memory: Memory) -> list[tuple[int,
 
 
 class Mapped:
-    """A peer's memory mapped in this process for one device; unmapped when this object is collected."""
+    """A peer's memory that is mapped in this process for one device, until this object is collected."""
 
     def __init__(self, address: int, nbytes: int, keep: object = None) -> None:
         self.address = address
@@ -180,21 +181,22 @@ class Mapped:
         self.keep = keep
 
     def at(self, offset: int, source: Descriptor) -> int:
-        """Return where a registration starts. FormatError if the mapping does not hold all of it."""
+        """Return the address of a registration. Raises FormatError if the mapping does not contain all of it."""
         if offset + source.nbytes > self.nbytes:
-            message = f"{source.nbytes} bytes from {offset} lie outside the peer's memory of {self.nbytes} bytes"
+            message = f"{source.nbytes} bytes from {offset} are outside the peer's memory of {self.nbytes} bytes"
             raise FormatError(message, uri=source.uri)
         return self.address + offset
 
 
 def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
-    """Make a peer's memory reachable from a device of ours, and return the mapping. Takes milliseconds: keep it.
+    """Map a peer's memory for a device of ours. This takes milliseconds, so the caller should keep the mapping.
 
     Raises:
-        ConfigError: the devices cannot reach each other's memory; or it has a handle only, of another PID namespace.
-        DestinationError: the driver refuses, or there is no address space.
+        ConfigError: the devices cannot reach each other's memory, or the memory only has a handle from another PID
+            namespace.
+        DestinationError: the driver refused, or no address space is left.
         FormatError: the payload contradicts itself.
-        PeerLost, StaleDescriptor, SourceStalled: as `fd_server.receive_fds`.
+        PeerLost, StaleDescriptor, SourceStalled: see `fd_server.receive_fds`.
     """
     if not payload.handle:
         return _map_pieces(driver, device, source, payload)
@@ -202,7 +204,7 @@ def map_peer(driver: CudaDriver, device: int, source: Descriptor, payload: CudaP
         raise ConfigError(reason, uri=source.uri, hint=_HANDLE_HINT)
     with driver.entered(device):
         address = driver.ipc_open(payload.handle)
-        # The handle opens the whole allocation: its true range is needed to check the peer's offset.
+        # The handle opens the whole allocation, whose range is needed to check the peer's offset.
         try:
             base, nbytes = driver.address_range(address)
         except PenstockError:
@@ -217,16 +219,17 @@ _HANDLE_HINT = "start the process that holds the memory with PYTORCH_CUDA_ALLOC_
 
 
 def handle_fault(payload: CudaPayload) -> str:
-    """Return why memory cannot be opened by its handle here; empty: it can, or it has none and is sent as pieces."""
-    # The driver looks up the exporter by its process id: it fails, or with an equal id takes it for this process.
-    # Source: UCX refuses it likewise, https://github.com/openucx/ucx/pull/11513.
+    """Return why this process cannot open memory by its handle, or an empty string. Memory without a handle is sent as
+    pieces."""
+    # The driver finds the exporter by its process id. It fails, or with an equal id confuses it with this process.
+    # Source: UCX refuses this too, https://github.com/openucx/ucx/pull/11513.
     if not payload.handle or payload.page.pid_namespace in (0, pid_namespace()):
         return ""
-    return "the peer's device memory has no file descriptors, without which no other container can map it"
+    return "the peer's device memory has no file descriptors, which other containers need to map it"
 
 
 def refusal(into: Handle, source: Descriptor) -> str:
-    """Return why memory of a peer cannot be read by this transport; empty: it can. See `TransportKind.unless_peer`."""
+    """Return why this transport cannot read a peer's memory, or an empty string; see `TransportKind.unless_peer`."""
     reason = handle_fault(decode_payload(source, _DECODER))
     return reason and f"{reason}: {_HANDLE_HINT}"
 
@@ -234,12 +237,14 @@ def refusal(into: Handle, source: Descriptor) -> str:
 def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: CudaPayload) -> Mapped:
     uri = source.uri
     if not 0 < payload.num_pieces <= _MAX_PIECES:
-        raise FormatError(f"the descriptor names {payload.num_pieces} pieces of device memory", uri=uri)
-    # After the check: a hostile count would make a list of any length.
+        raise FormatError(
+            f"the descriptor has {payload.num_pieces} pieces of device memory, which is out of range", uri=uri
+        )
+    # Build the list after the check, since a hostile count could make it arbitrarily long.
     lengths = [nbytes for count, nbytes in payload.pieces for _ in range(count)]
     total, at = sum(lengths), 0
     with driver.entered(device):
-        # One range for all pieces: offsets count across them as they do at the holder.
+        # Reserve one range for all pieces, so that offsets are the same as at the holder.
         base = driver.reserve(total)
         try:
             address = payload.page.socket or (payload.door and f"\0{payload.door}")
@@ -259,7 +264,8 @@ def _map_pieces(driver: CudaDriver, device: int, source: Descriptor, payload: Cu
 def _when_gone(mapped: Mapped, undo: object, driver: CudaDriver, device: int, *arguments: int) -> None:
     """Call `undo` when a mapping is collected."""
     assert callable(undo)
-    # The process id too: a forked child inherits the finalizer, and must not unmap what its parent uses.
+    # Compare the process id, since a forked child inherits the finalizer and must not unmap memory that its parent
+    # uses.
     finalizer = weakref.finalize(mapped, undo, os.getpid(), driver, device, *arguments)
     # At the interpreter's exit the driver may be gone already.
     finalizer.atexit = False
@@ -267,7 +273,7 @@ def _when_gone(mapped: Mapped, undo: object, driver: CudaDriver, device: int, *a
 
 @contextmanager
 def _undoing(pid: int, driver: CudaDriver, device: int) -> Iterator[bool]:
-    """Yield whether this is the process that mapped; its forked children have no driver."""
+    """Yield whether this process created the mapping. Its forked children have no driver."""
     if pid != os.getpid():
         yield False
         return
@@ -288,31 +294,32 @@ def _unmap(pid: int, driver: CudaDriver, device: int, address: int, nbytes: int)
 
 
 GROUP_BYTES = 256 * MIB
-"""Bytes between two events, by which progress is seen: 0.7 ms of NVLink at 397 GB/s."""
+"""Bytes between two events that show progress: 0.7 ms of NVLink at 397 GB/s."""
 
 SHORT_BYTES = 256 << 10
-"""Segments shorter than this are short: starting a copy takes 0.7 us, in which NVLink moves 0.28 MB.
+"""Shorter segments count as short. Starting a copy takes 0.7 us, in which NVLink moves 0.28 MB.
 
 Source: benchmarks/results/h200x2_202611/transport.md.
 """
 
 MANY = 64
-"""Short segments of a read from which on one kernel copies them; its launch and table cost about 0.2 ms."""
+"""Minimum number of short segments in a read that one kernel copies. Its launch and table cost about 0.2 ms."""
 
 LAID_OUT = 4
-"""Pairs of addresses for which the copies of one object of rectangles are kept: two memories at each end take turns
-where a flip exchanges them (`cuda.device_memory`)."""
+"""Number of address pairs for which the laid out copies of rectangles are kept. Where a flip exchanges memories
+(`cuda.device_memory`), each end alternates between two."""
 
 SETTLE_S = 30.0
-"""Seconds that `register` waits for kernels queued before it, and `close` for copies under way."""
+"""Seconds for which `register` waits for kernels queued earlier, and `close` for copies in flight."""
 
 _SPIN_S = 0.0002
 _NAP_S = 0.00005
-"""A wait looks without pause for `_SPIN_S`, as long as 80 MB take over NVLink, and then each `_NAP_S` at most."""
+"""A waiting thread polls without pause for `_SPIN_S`, in which NVLink moves 80 MB, and then sleeps at
+least `_NAP_S`."""
 
 _FASTEST_BYTES_PER_S = 2.1e12
-"""No copy is faster, so a wait sleeps at least as long as the bytes left would take at this rate: each look takes the
-interpreter's lock from threads that verify and serve.
+"""No copy is faster than this rate, so a waiting thread sleeps at least as long as the remaining bytes need. Each poll
+takes the interpreter's lock from threads that verify and serve.
 
 Source: benchmarks/results/h200x2_202611/transport.md, on the same device.
 """
@@ -323,7 +330,7 @@ _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Group:
-    """Copies laid out for one stream, queued as often as they are to be made; an event goes behind them."""
+    """Copies laid out for one stream, which can be queued repeatedly. An event follows them."""
 
     queue: Callable[[], None]
     stream: int
@@ -331,7 +338,7 @@ class _Group:
 
 
 class CudaRead:
-    """See `PendingRead`. Keeps both memories alive until its last event, also if its waiter gave up."""
+    """See `PendingRead`. It keeps both memories alive until its last event, even if the waiting thread gave up."""
 
     def __init__(self, into: OwnHandle, claim: MemoryClaim, source: Mapped | None, nbytes: int) -> None:
         self.into = into
@@ -340,7 +347,7 @@ class CudaRead:
         self.nbytes = nbytes
         self.moved_bytes = 0
         self.events: deque[tuple[int, int]] = deque()
-        """Events not passed yet, and the bytes that will have arrived by each."""
+        """Events that have not passed yet, with the number of bytes that have arrived at each."""
         self.lock = threading.Lock()
         self.is_checked = False
         self.error: PenstockError | None = None
@@ -350,11 +357,11 @@ class CudaIpcTransport:
     """See `Transport`.
 
     Args:
-        driver: stands in for the CUDA driver, in tests.
-        num_streams: streams that the groups of a read take turns on.
+        driver: replaces the CUDA driver in tests.
+        num_streams: streams between which the groups of a read alternate.
 
     Raises:
-        ConfigError: no CUDA driver, or no memfds.
+        ConfigError: there is no CUDA driver, or there are no memfds.
     """
 
     name = "cuda_ipc"
@@ -367,24 +374,25 @@ class CudaIpcTransport:
         self._laid_out: WeakKeyDictionary[Rectangles, dict[tuple[int, int, int], Sequence[_Group]]] = (
             WeakKeyDictionary()
         )
-        """Rectangles that are read again, as a sync's are for each version: by addresses, the copies laid out."""
+        """Laid out copies of rectangles by addresses, since a sync reads the same rectangles for each version."""
         self._streams = StreamPools(self._driver, num_streams=num_streams)
         self._in_flight: set[CudaRead] = set()
         self._lock = threading.RLock()
         self._mapping = threading.Lock()
 
     def register(self, memory: Memory) -> FencedHandle:
-        """See `Transport.register`. Waits for what the device's default stream has queued: it may be this memory's.
+        """See `Transport.register`. Waits for the work that is queued on the device's default stream, which may write
+        this memory.
 
         Raises:
             Cancelled: the transport is closed.
-            ConfigError: not device memory, or of a kind that cannot be shared; the hint says what to set.
-            DestinationError: the kernels queued before did not end in `SETTLE_S`.
+            ConfigError: it is not device memory, or of a kind that cannot be shared. The hint says what to set.
+            DestinationError: the kernels queued earlier did not finish in `SETTLE_S`.
         """
         device = ordinal(memory.device)
         self._endpoint.check_open()
         shared = Shared.of(self._driver, device, memory)
-        # A peer's copy engine knows nothing of this process's streams: kernels that still write the memory must end
+        # A peer's copy engine does not know the streams of this process, so kernels that write the memory must finish
         # before a descriptor exists.
         self._settle(device)
         runs = shared.runs()
@@ -403,7 +411,7 @@ class CudaIpcTransport:
         return self._endpoint.register(memory, describe, keep=shared)
 
     def _settle(self, device: int) -> None:
-        """Wait for what the device's default stream has queued. DestinationError after `SETTLE_S`."""
+        """Wait for the work on the device's default stream. Raises DestinationError after `SETTLE_S`."""
         deadline = time.monotonic() + SETTLE_S
         with self._driver.entered(device):
             with self._lock:
@@ -411,18 +419,18 @@ class CudaIpcTransport:
             self._driver.record(event, 0)
             while not self._driver.is_done(event):
                 if time.monotonic() > deadline:
-                    raise DestinationError(f"kernels queued on cuda:{device} before did not end in {SETTLE_S} s")
+                    raise DestinationError(f"kernels queued earlier on cuda:{device} did not finish in {SETTLE_S} s")
                 time.sleep(_NAP_S)
             with self._lock:
                 self._streams.of(device).give_event(event)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> CudaRead:
-        """See `Transport.post_read`. The first read of a peer's memory maps it, in milliseconds.
+        """See `Transport.post_read`. The first read from a peer's memory maps it, which takes milliseconds.
 
         Raises:
             ConfigError: also if our device cannot reach the peer's.
-            FormatError: the descriptor reaches past the memory that it names.
-            DestinationError: the driver refuses.
+            FormatError: the descriptor exceeds the memory that it names.
+            DestinationError: the driver refused.
         """
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
@@ -430,17 +438,17 @@ class CudaIpcTransport:
         return self._post(mine, source, int(rows.nbytes.sum()), lambda *at: self._groups_of(rows, None, *at))
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> CudaRead:
-        """See `Striding`. Raises as `post_read`.
+        """See `Striding`. Raises like `post_read`.
 
-        Cost: laying the copies out takes some 2 ms a GiB, once. When the same object is read again between addresses
-            of the last `LAID_OUT` kinds, they are only queued.
+        Cost: laying out the copies takes about 2 ms per GiB, once. If the same object is read again between one of the
+        last `LAID_OUT` pairs of addresses, the copies are only queued.
         """
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
 
         def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
-            # By both addresses: the same rectangles may be read into other memory, or from a peer whose mapping was
-            # made anew.
+            # Both addresses are part of the key. The same rectangles may be read into different memory, or from a peer
+            # that was mapped again.
             prepared, at = self._laid_out.setdefault(rectangles, {}), (ours, base, device)
             if at not in prepared:
                 while len(prepared) >= LAID_OUT:
@@ -457,11 +465,11 @@ class CudaIpcTransport:
         nbytes: int,
         lay_out: Callable[[int, int, int], Iterable[_Group]],
     ) -> CudaRead:
-        """Queue a read; `lay_out` gets the local address, the peer's mapped address, and the device."""
+        """Queue a read. `lay_out` gets the local address, the peer's mapped address, and the device."""
         payload = decode_payload(source, _DECODER)
         device = ordinal(mine.memory.device)
         claim = self._endpoint.claim(source, payload.page)
-        # Mapping takes milliseconds and may wait for the peer: not under the lock, which every other read needs.
+        # Map without the lock, which every other read needs. Mapping takes milliseconds and may wait for the peer.
         mapped = self._map(claim, payload, device) if nbytes else None
         with self._lock:
             self._endpoint.check_open()
@@ -476,32 +484,32 @@ class CudaIpcTransport:
                             self._mark(read, device, group)
                 except PenstockError as error:
                     error.mutated = True
-                    # Copies queued before the refused one have no event that says when they are done: their memories
+                    # Copies queued before the refused one have no event that says when they are done, so their memories
                     # can never be freed safely.
                     never_freed.append((read,))
                     raise
                 finally:
-                    # Also after an error: `sweep` then watches the copies queued before it, as those of any other read.
+                    # Even after an error, `sweep` must watch the copies that were queued before it.
                     if read.events:
                         self._in_flight.add(read)
         return read
 
     def reach(self, device: str, source: Descriptor) -> None:
-        """See `Reaching`. Raises as `post_read`."""
+        """See `Reaching`. Raises like `post_read`."""
         self._endpoint.check_theirs(source)
         payload = decode_payload(source, _DECODER)
         self._map(self._endpoint.claim(source, payload.page), payload, ordinal(device))
 
     def sweep(self) -> None:
-        """See `Sweeping`. A post does so too."""
+        """See `Sweeping`. Posting a read does this too."""
         with self._lock:
             self._reap()
             self._mapped.sweep()
 
     def _map(self, claim: MemoryClaim, payload: CudaPayload, device: int) -> Mapped:
-        """Return the peer's memory, mapped once; reads of memory that is mapped already do not wait for it."""
+        """Return the peer's memory, mapped once. Reads from memory that is already mapped do not wait."""
         source = claim.source
-        # The driver refuses to open memory of the process itself; it is at its own address already.
+        # The driver refuses to open memory of this process, which is already mapped at its own address.
         ours = handle_here(source)
         if ours is not None:
             if source.device != f"cuda:{device}":
@@ -515,8 +523,8 @@ class CudaIpcTransport:
             mapped = self._mapped.get(claim, device)
         if mapped is not None:
             return mapped
-        # Two locks: `_mapping` lets one thread map while the others wait for it, and `_lock` stays free for reads of
-        # memory that is mapped already. Look again inside, because another thread may have been first.
+        # `_mapping` lets one thread map while others wait, and `_lock` stays free for reads from mapped memory. Check
+        # again inside, since another thread may have been first.
         with self._mapping:
             with self._lock:
                 mapped = self._mapped.get(claim, device)
@@ -524,8 +532,8 @@ class CudaIpcTransport:
                 try:
                     mapped = map_peer(self._driver, device, source, payload)
                 finally:
-                    # After a failure: if the holder is gone, that is the better reason, and `check` raises it. After a
-                    # success: the check proves that the mapped memory was still the holder's.
+                    # After a failure, `check` raises a better reason if the holder is gone. After a success, it proves
+                    # that the mapped memory still belonged to the holder.
                     claim.check()
                 with self._lock:
                     self._mapped.put(claim, mapped, device)
@@ -534,7 +542,7 @@ class CudaIpcTransport:
     def _groups_of(
         self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
     ) -> Iterator[_Group]:
-        """Yield the copies in groups, with the streams in turns."""
+        """Yield the copies in groups that alternate between the streams."""
         pool = self._streams.of(device)
         driver = self._driver
         for some in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
@@ -551,7 +559,7 @@ class CudaIpcTransport:
                 yield _Group(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
     def _mark(self, read: CudaRead, device: int, group: _Group) -> None:
-        """Record an event behind a group, to note its bytes as arrived when it passes."""
+        """Record an event after a group, which shows that its bytes have arrived."""
         event = self._streams.of(device).take_event()
         self._driver.record(event, group.stream)
         read.events.append((event, group.nbytes + (read.events[-1][1] if read.events else 0)))
@@ -560,18 +568,18 @@ class CudaIpcTransport:
         """See `Transport.wait`.
 
         Raises:
-            DestinationError: the device failed; `mutated` is true.
+            DestinationError: the device failed, and `mutated` is true.
         """
         assert isinstance(pending, CudaRead)
-        # The lock is kept for the whole wait: other waiters of the same read have nothing else to do.
+        # Hold the lock for the whole wait, since other threads that wait for this read have nothing else to do.
         with pending.lock:
             if not pending.is_checked:
                 try:
                     self._finish(pending, stall_s)
                 except PenstockError as error:
-                    # A copy may have written anything before it was seen to be done.
+                    # A copy may have written anything before it was known to be done.
                     error.mutated = pending.nbytes > 0
-                    # The traceback's frames refer to both memories, and would keep them alive with the error.
+                    # The frames of the traceback refer to both memories and would keep them alive.
                     pending.error = error.with_traceback(None)
                     if isinstance(error, StaleDescriptor | PeerLost):
                         with self._lock:
@@ -581,30 +589,30 @@ class CudaIpcTransport:
                 raise pending.error
 
     def _finish(self, read: CudaRead, stall_s: float) -> None:
-        """Wait until the device has passed every event of a read, and check the claim after it."""
+        """Wait until the device has passed every event of a read, then check the claim."""
         began = moved = time.monotonic()
         seen = read.moved_bytes
         while read.events:
             read.into.check_open()
             self._advance(read)
             now = time.monotonic()
-            # Also by a thread that swept, which takes note of the events of all reads.
+            # Another thread may also have seen the progress, since a sweep advances all reads.
             if read.moved_bytes != seen:
                 moved, seen = now, read.moved_bytes
             elif now - moved > stall_s:
-                # If the holder is gone or fenced the memory, that is the better reason.
+                # If the holder is gone or fenced the memory, raise that as the better reason.
                 read.claim.check()
                 raise SourceStalled(f"no byte arrived for {stall_s} s", uri=read.claim.source.uri)
             if read.events:
                 nap_s = min(max(_NAP_S, (read.nbytes - read.moved_bytes) / _FASTEST_BYTES_PER_S), _LONGEST_NAP_S)
                 time.sleep(0 if now - began < _SPIN_S and nap_s == _NAP_S else nap_s)
         read.into.check_open()
-        # After the last byte: a holder fences before it changes a byte, so if the generation still holds now, none of
-        # the bytes read was a changed one.
+        # Check after the last byte. A holder fences before it changes a byte, so if the generation is still current, no
+        # byte read was a changed one.
         read.claim.check()
 
     def _advance(self, read: CudaRead) -> None:
-        """Take note of the events that have passed."""
+        """Remove the events that have passed."""
         device = ordinal(read.into.memory.device)
         with self._lock:
             if not read.events:
@@ -614,20 +622,21 @@ class CudaIpcTransport:
                     event, read.moved_bytes = read.events.popleft()
                     self._streams.of(device).give_event(event)
             if not read.events:
-                # The mapping may go now: a finished read that is kept would hold the holder's memory.
+                # Release the mapping, since a finished read that is kept would hold the holder's memory.
                 read.source = None
                 self._in_flight.discard(read)
 
     def _reap(self) -> None:
-        """Release reads that the device has finished although their waiters gave up."""
+        """Release reads that the device has finished although their waiting threads gave up."""
         for read in list(self._in_flight):
             self._advance(read)
 
     def close(self) -> None:
-        """See `Transport.close`. Waits for copies under way, for at most `SETTLE_S`; what they use is then kept."""
+        """See `Transport.close`. Waits for copies in flight for at most `SETTLE_S`, and then keeps the memory that they
+        use."""
         if not self._endpoint.page.is_mine:
             return
-        # First, so that no read is posted any more and waiters end with Cancelled.
+        # Close the endpoint first, so that no read is posted and waiting threads get Cancelled.
         self._endpoint.close()
         deadline = time.monotonic() + SETTLE_S
         try:
@@ -635,11 +644,11 @@ class CudaIpcTransport:
                 self._reap()
                 time.sleep(_NAP_S)
         except DestinationError:
-            # The device failed: the waiters get that error. Memory that it may still write to is kept below.
+            # The device failed, and waiting threads get that error. Memory to which it may still write is kept below.
             pass
         with self._lock:
             if self._in_flight:
-                # Freed memory could be used again while a copy that cannot be cancelled still writes to it.
+                # Freed memory could be reused while a copy, which cannot be cancelled, still writes to it.
                 never_freed.append((self._in_flight, self._mapped, self._streams))
                 return
             self._mapped.clear()
@@ -648,7 +657,7 @@ class CudaIpcTransport:
 
 
 def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64, U64, U64]]:
-    """Yield the rows with addresses, long ones cut, in groups of about `GROUP_BYTES`."""
+    """Yield the rows with addresses, in groups of about `GROUP_BYTES`. Long rows are cut."""
     cut = rows.cut(GROUP_BYTES)
     dst, src = cut.dst.astype(np.uint64) + np.uint64(dst_base), cut.src.astype(np.uint64) + np.uint64(src_base)
     for some in gathered(cut.nbytes, GROUP_BYTES):

@@ -1,17 +1,16 @@
-"""Registrations that peers of this host can check: handles, the table of generations, and claims on peers' memory.
+"""Registrations that peers on this host can check: handles, the generation table, and claims on peers' memory.
 
-In: memory and how to describe it; peers' descriptors. Out: handles, descriptors, checked claims on peers' memory.
-Not here: how bytes cross (`shm`, `cuda_ipc`).
-
-An endpoint has one **generation table**: a page of shared memory that every reader on the host maps read-only. Readers
-receive it, and the memory, as file descriptors from the endpoint's socket (`fd_server`).
+An endpoint has one generation table, which is a page of shared memory that every reader on the host maps read-only.
+Readers receive the page and the memory as file descriptors from the endpoint's socket (`fd_server`).
 
     page, a sealed memfd    magic, the endpoint's name | slot 0: generation, checksum, serial, 0 | slot 1: ... (0: free)
 
-The **serial** identifies a registration for as long as its memory is the same. The **checksum** is a digest of its
-descriptor, so that a forged descriptor is detected. **Life** is a lock on the page that its owner has; the kernel drops
-it when the owner dies. Order: an owner writes the generation before it changes a byte, and a reader checks it after its
-last byte; the interpreter's lock, taken in between, orders the two.
+The serial identifies a registration as long as its memory stays the same. The checksum is a digest of its descriptor
+and detects forged descriptors. A lock on the page shows that its owner is alive, since the kernel releases it when the
+owner dies.
+
+An owner writes the generation before it changes a byte, and a reader checks it after its last byte. The interpreter's
+lock, taken in between, orders the two.
 """
 
 from __future__ import annotations
@@ -37,70 +36,70 @@ from penstock.transport.fd_server import PAGE, FdServer, receive_fd
 from penstock.transport.protocol import Descriptor, Handle, Memory, decode_payload
 
 PAGE_BYTES = 64 << 10
-"""Bytes of a generation table."""
+"""Size of a generation table in bytes."""
 _MAGIC = b"penstock page 1\n"
 _HEADER_BYTES = 64
 _SLOT_WORDS = 4
 NUM_SLOTS = (PAGE_BYTES - _HEADER_BYTES) // (8 * _SLOT_WORDS)
-"""2,046. An arena is one registration; a model of more loose tensors than this belongs in an arena."""
+"""2,046 registrations. An arena is one registration, and a model with more loose tensors belongs in an arena."""
 
 _Id = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
 
 class GenerationAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """The place of the page for a reader, and the registration's slot in it."""
+    """Address of the page for a reader, and the registration's slot in it."""
 
     host: Annotated[str, msgspec.Meta(max_length=128)]
-    # Readers of the previous release open the page by these two. Ours request it at the socket.
+    # Readers of the previous release open the page by `pid` and `fd`. Ours request it at the socket.
     pid: _Id
     fd: _Id
     slot: Annotated[int, msgspec.Meta(ge=0, lt=NUM_SLOTS)]
     serial: Annotated[int, msgspec.Meta(ge=0)] = 0
     socket: Annotated[str, msgspec.Meta(max_length=107)] = ""
-    """Path of the socket that sends the page and the memory; empty: the owner is of the previous release."""
+    """Path of the socket that sends the page and the memory. Empty means that the owner has the previous release."""
     pid_namespace: Annotated[int, msgspec.Meta(ge=0)] = 0
-    """The owner's; 0: not known."""
+    """PID namespace of the owner. 0 means unknown."""
 
 
 def checksum_of(descriptor: Descriptor) -> int:
-    """Return the checksum of a descriptor, which is in the table beside its generation."""
-    # Of these fields by name: a reader of an older version ignores fields that a newer one adds to its descriptors.
+    """Return the checksum of a descriptor, which the table has next to its generation."""
+    # List the fields, since a reader of an older version ignores fields that a newer one adds to descriptors.
     fields = (descriptor.transport, descriptor.endpoint, descriptor.generation, descriptor.nbytes, descriptor.device)
     raw = msgspec.msgpack.encode((*fields, descriptor.payload))
     return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
 
 
-# A child inherits the lock, and while it has it a dead parent looks alive. It must not write to the shared page either.
+# A child inherits the lock and would make a dead parent look alive. It must not write to the shared page either.
 _pages: weakref.WeakSet[GenerationTable] = release_after_fork(lambda page: page.forget())
 
 
 class GenerationTable:
-    """The owner's side of a generation table. Made by `create`; a forked child's copy does nothing.
+    """The owner's side of a generation table, created by `create`. A forked child's copy does nothing.
 
     Attributes:
-        name: the endpoint's name, new in each life of a process.
-        is_mine: False once it is closed, and in a forked child.
+        name: name of the endpoint. A restarted process has a new name.
+        is_mine: False after `close`, and in a forked child.
     """
 
     def __init__(self, name: str, mapped: MappedMemfd, lock_fd: int) -> None:
         self.name = name
         self.is_mine = True
         self._mapped = mapped
-        # Words of 8 aligned bytes: a store of one is atomic, so a reader in another process sees the old or the new.
+        # A store to an aligned word of 8 bytes is atomic, so a reader in another process sees the old or the new value.
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._free = list(range(NUM_SLOTS))[::-1]
         self._changing = threading.Lock()
         self._closer = weakref.finalize(self, os.close, lock_fd)
-        # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+        # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
         self._closer.atexit = False
 
     @classmethod
     def create(cls) -> GenerationTable:
-        """Return a new table with a new name, alive. ConfigError, DestinationError: as `create_memfd`."""
+        """Return a new table with a new name. Raises ConfigError and DestinationError like `create_memfd`."""
         mapped = create_memfd("penstock-page", PAGE_BYTES)
         name = secrets.token_hex(8)
         try:
-            # A lock belongs to an opening of the file, so it gets one of its own, which a forked child closes.
+            # A lock belongs to an opening of the file. This separate opening is closed in a forked child.
             lock_fd = mapped.readable()
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -114,7 +113,6 @@ class GenerationTable:
         """Return the address for readers of the registration in this slot.
 
         Args:
-            slot: the registration's.
             serial: identifies the registration.
             socket: path of the socket that sends the page.
         """
@@ -129,23 +127,23 @@ class GenerationTable:
         )
 
     def readable(self) -> int:
-        """Return a descriptor of the page for a reader. Order: not while it is closed."""
+        """Return a descriptor of the page for a reader. It must not run while the page is closed."""
         return self._mapped.readable()
 
     def take_slot(self) -> int:
-        """Return a free slot, taken until `give_slot`. ConfigError if all are taken."""
+        """Return a free slot, which is taken until `give_slot`. Raises ConfigError if all are taken."""
         with self._changing:
             if not self._free:
-                hint = "put the tensors into one arena and register that"
-                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is all a page has room for", hint=hint)
+                hint = "put the tensors into one arena and register the arena"
+                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is the maximum", hint=hint)
             return self._free.pop()
 
     def set(self, slot: int, generation: int, checksum: int, serial: int = 0) -> None:
         """Publish the current generation of the registration in this slot."""
         if self.is_mine:
             at = _SLOT_WORDS * slot
-            # Zero first and the generation last: a reader between these stores finds no valid generation, never a
-            # new generation with the checksum of an old one.
+            # Write zero first and the generation last. A reader in between then finds no valid generation, and never a
+            # new generation with an old checksum.
             self._words[at] = 0
             self._words[at + 1] = checksum
             self._words[at + 2] = serial
@@ -154,24 +152,25 @@ class GenerationTable:
     def give_slot(self, slot: int) -> None:
         """End the registration in this slot, and free the slot."""
         if self.is_mine:
-            # The serial too: readers that kept the memory mapped let go of it when the serial is no longer theirs.
+            # Clear the serial too, so that readers that keep the memory mapped release it.
             self._words[_SLOT_WORDS * slot] = 0
             self._words[_SLOT_WORDS * slot + 2] = 0
             with self._changing:
                 self._free.append(slot)
 
     def close(self) -> None:
-        """End the table: no registration is valid any more, and readers find its owner dead. Idempotent."""
+        """End the table, so that no registration is valid and readers find its owner dead. Idempotent."""
         if self.is_mine:
-            # Before the lock goes: a reader that looks in between finds no generation, and not a living owner's.
+            # Clear the page before the lock is released, so that a reader in between finds no generation.
             self._words[:] = memoryview(bytes(len(self._words) * 8)).cast("Q")
             self.forget()
 
     def forget(self) -> None:
-        """Let go of the page without a change that readers see. Its descriptors are closed now, not on collection."""
+        """Close the page's descriptors without a change that readers can see."""
         self.is_mine = False
         self._closer()
-        # Now, not by the collector: processes that join and leave in a loop would gather descriptors of each life.
+        # Close them now and not on collection, or processes that join and leave repeatedly would accumulate
+        # descriptors.
         self._words.release()
         self._mapped.close()
 
@@ -184,51 +183,51 @@ _LOCATED = msgspec.msgpack.Decoder(_Located)
 
 
 def is_within_reach(source: Descriptor) -> bool:
-    """Return whether the owner of a descriptor sends its memory, or is a process of this PID namespace."""
+    """Return whether the owner of a descriptor sends its memory or is in this PID namespace."""
     page = decode_payload(source, _LOCATED).page
     return bool(page.socket) or page.host == namespace_id()
 
 
 class PeerGenerationTable:
-    """A reader's side of the generation table of one peer's endpoint. Made by `open`."""
+    """A reader's side of the generation table of a peer's endpoint, created by `open`."""
 
     def __init__(self, name: str, fd: int, mapped: mmap.mmap) -> None:
         self.name = name
         self._fd = fd
         self._words = memoryview(mapped)[_HEADER_BYTES:].cast("Q")
         self._closer = weakref.finalize(self, os.close, fd)
-        # Not at the interpreter's exit, where other threads still use it. The kernel closes it then.
+        # Do not close it at the interpreter's exit, where other threads still use it. The kernel closes it later.
         self._closer.atexit = False
 
     @classmethod
     def open(cls, source: Descriptor, address: GenerationAddress) -> PeerGenerationTable:
-        """Map the page of the endpoint that made this descriptor.
+        """Map the page of the endpoint that created this descriptor.
 
         Raises:
-            ConfigError: it is on another host, or in a container with another runtime directory.
-            PeerLost: the process is gone, or another process has its socket now.
-            PermissionDenied, StaleDescriptor, SourceStalled: as `fd_server.receive_fds`.
-            DestinationError: it cannot be mapped.
+            ConfigError: it is on another host, or in a container with a different runtime directory.
+            PeerLost: the process is gone, or a different process has its socket.
+            PermissionDenied, StaleDescriptor, SourceStalled: see `fd_server.receive_fds`.
+            DestinationError: the page cannot be mapped.
         """
         uri = source.uri
         if address.host != host_id():
-            hint = "mount one PENSTOCK_RUNTIME_DIR into both containers, or read by http or nixl"
-            raise ConfigError("the peer is on another host, or has another runtime directory", uri=uri, hint=hint)
+            hint = "mount one PENSTOCK_RUNTIME_DIR into both containers, or use http or nixl"
+            raise ConfigError("the peer is on another host, or has a different runtime directory", uri=uri, hint=hint)
         try:
             if address.socket or address.host != namespace_id():
                 fd = receive_fd(address.socket, PAGE, uri)
             else:
                 fd = open_memfd_of_process(address.pid, address.fd, uri)
         except StaleDescriptor as error:
-            # It answered, so it lives, but it has ended the page.
+            # The peer answered, so it is alive, but it has closed the page.
             raise PeerLost("the peer has closed its memory", uri=uri) from error
         try:
             check_peer_memfd(fd, PAGE_BYTES, uri)
             mapped = mmap.mmap(fd, PAGE_BYTES, prot=mmap.PROT_READ)
             if mapped[: len(_MAGIC) + 16] != _MAGIC + source.endpoint.encode():
-                raise PeerLost("another process than the one that made the descriptor has its socket", uri=uri)
+                raise PeerLost("the peer process was replaced after it sent this descriptor", uri=uri)
         except PenstockError:
-            # Some of them are OSErrors too, and must not become DestinationError.
+            # Some of these errors are OSErrors too, and must not become DestinationError.
             os.close(fd)
             raise
         except (OSError, ValueError) as error:
@@ -237,16 +236,16 @@ class PeerGenerationTable:
         return cls(source.endpoint, fd, mapped)
 
     def generation(self, slot: int) -> int:
-        """Return the generation of the registration in this slot now; 0: there is none."""
+        """Return the current generation of the registration in this slot, or 0 if there is none."""
         return self._words[_SLOT_WORDS * slot]
 
     def holds(self, address: GenerationAddress) -> bool:
-        """Return whether the registration still exists, in any generation, with its memory."""
+        """Return whether the registration and its memory still exist, in any generation."""
         return self._words[_SLOT_WORDS * address.slot + 2] == address.serial and self.is_alive()
 
     def is_alive(self) -> bool:
-        """Return whether the owner still has its page open; False as soon as it ended, in whatever way."""
-        # The owner has the exclusive lock for as long as it lives. A process id would not do: it can be used again.
+        """Return whether the owner still has its page open. It is False as soon as the owner ended for any reason."""
+        # The owner holds the exclusive lock while it is alive. A process id would not do, since it can be reused.
         try:
             fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -255,38 +254,39 @@ class PeerGenerationTable:
         return False
 
     def check(self, slot: int, source: Descriptor, checksum: int) -> None:
-        """Raise unless the descriptor is unaltered and current, and its owner lives.
+        """Raise unless the descriptor is unaltered and current and its owner is alive.
 
         Raises:
             PeerLost: the owner is gone.
-            StaleDescriptor: it fenced or released the memory, or never made this descriptor.
+            StaleDescriptor: the owner fenced or released the memory, or never created this descriptor.
         """
         uri = source.uri
-        # Death first: the page of an owner that died keeps its last generations, which would look valid.
+        # Check the owner first. The page of a dead owner keeps its last generations, which would look valid.
         if not self.is_alive():
             raise PeerLost("the process that held this memory is gone", uri=uri)
         if self.generation(slot) != source.generation or self._words[_SLOT_WORDS * slot + 1] != checksum:
-            raise StaleDescriptor(f"generation {source.generation} is gone", uri=uri)
+            raise StaleDescriptor(f"generation {source.generation} of the memory is no longer current", uri=uri)
 
     def close(self) -> None:
-        """Close the page. Idempotent; a page that is collected is closed too."""
+        """Close the page. Idempotent. A page that is collected is closed too."""
         self._closer()
 
 
 Describe = Callable[[GenerationAddress], bytes]
-"""Returns a registration's payload, given the address of its slot."""
+"""Returns the payload of a registration for the address of its slot."""
 
 
 class Exportable(Protocol):
-    """The memory of a registration, as it is sent to readers."""
+    """Memory of a registration that can be sent to readers."""
 
     def export(self) -> Iterator[int]:
-        """Yield its file descriptors, in order; the receiver closes each."""
+        """Yield its file descriptors, in order. The receiver closes each."""
         ...
 
 
 class FencedHandle:
-    """See `Handle`. Its generation is in the endpoint's table; `keep` lives as long as the handle, and is sent."""
+    """See `Handle`. Its generation is in the endpoint's table. `keep` exists as long as the handle, and is sent to
+    readers."""
 
     def __init__(
         self, endpoint: Endpoint, memory: Memory, describe: Describe, slot: int, keep: Exportable | None
@@ -314,7 +314,8 @@ class FencedHandle:
 
     def fence(self) -> Descriptor:
         """See `Handle.fence`."""
-        # Before the lock too: after a fork in another thread the child's copy of the lock may stay taken for good.
+        # Also check before taking the lock, since a child forked while another thread holds the lock would wait
+        # forever.
         self.check_open()
         with self.endpoint.changing:
             self.check_open()
@@ -327,20 +328,20 @@ class FencedHandle:
             self.is_open = False
             return
         with self.endpoint.changing:
-            # Once only: a second `give_slot` would put the slot on the free list twice, for two registrations.
+            # Free the slot only once, or it would be on the free list twice and serve two registrations.
             if self.is_open:
                 self.is_open = False
                 self.endpoint.page.give_slot(self._slot)
                 self.endpoint.handles.discard(self)
 
     def check_open(self) -> None:
-        """Raise Cancelled if it is closed, or belongs to the process that this one was forked from."""
+        """Raise Cancelled if the handle is closed or belongs to a parent process from before a fork."""
         if not self.is_open or not self.endpoint.page.is_mine:
             raise Cancelled("the registration is closed")
 
 
 class IntoHandle:
-    """See `Handle`: memory that is read into and that no peer can read, so it has no descriptor and takes no slot."""
+    """See `Handle`. Peers cannot read this memory, so the handle has no descriptor and needs no slot."""
 
     def __init__(self, endpoint: Endpoint, memory: Memory) -> None:
         self.endpoint = endpoint
@@ -349,11 +350,11 @@ class IntoHandle:
 
     @property
     def descriptor(self) -> Descriptor:
-        """Raise ConfigError: there is none."""
-        raise ConfigError(f"{self.endpoint.transport} cannot show this memory to peers")
+        """Raise ConfigError, since there is no descriptor."""
+        raise ConfigError(f"{self.endpoint.transport} cannot offer this memory to peers")
 
     def fence(self) -> Descriptor:
-        """Raise ConfigError: there is no descriptor to replace."""
+        """Raise ConfigError, since there is no descriptor to replace."""
         return self.descriptor
 
     def close(self) -> None:
@@ -361,7 +362,7 @@ class IntoHandle:
         self.is_open = False
 
     def check_open(self) -> None:
-        """Raise Cancelled if it or its endpoint is closed, or belongs to the process that this one was forked from."""
+        """Raise Cancelled if it or its endpoint is closed or belongs to a parent process from before a fork."""
         if not self.is_open or not self.endpoint.page.is_mine:
             raise Cancelled("the registration is closed")
 
@@ -370,7 +371,7 @@ OwnHandle = FencedHandle | IntoHandle
 
 
 class MemoryClaim:
-    """A peer's registration as a descriptor describes it, to be checked before and after its bytes are read."""
+    """A peer's registration according to a descriptor, to be checked before and after its bytes are read."""
 
     def __init__(self, page: PeerGenerationTable, source: Descriptor, address: GenerationAddress) -> None:
         self.page = page
@@ -379,7 +380,7 @@ class MemoryClaim:
         self._checksum = checksum_of(source)
 
     def check(self) -> None:
-        """Raise PeerLost or StaleDescriptor as `PeerGenerationTable.check` does."""
+        """Raise PeerLost or StaleDescriptor like `PeerGenerationTable.check`."""
         self.page.check(self.address.slot, self.source, self._checksum)
 
 
@@ -387,32 +388,32 @@ _Mapped = TypeVar("_Mapped")
 
 
 class PeerMappings(Generic[_Mapped]):
-    """The mappings of peers' memory, each kept from its first read until its registration is over.
+    """Mappings of peers' memory, each kept from its first read until its registration ends.
 
-    A mapping keeps memory from being freed that its holder gave up, so `sweep` is called now and then. A mapping is
-    unmapped when it was let go and the last read that uses it is done.
+    A mapping keeps memory from being freed that its holder released, so `sweep` must be called from time to time.
+    Memory is unmapped when its mapping is released and the last read that uses it is done.
     """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, int, int], tuple[_Mapped, MemoryClaim]] = {}
 
     def get(self, claim: MemoryClaim, device: int = 0) -> _Mapped | None:
-        """Return the mapping of this registration for this device."""
+        """Return the mapping of this registration for this device, or None."""
         entry = self._kept.get((claim.source.endpoint, claim.address.serial, device))
         return entry and entry[0]
 
     def put(self, claim: MemoryClaim, mapped: _Mapped, device: int = 0) -> None:
-        """Keep a mapping; let go of those that are over."""
+        """Keep a mapping, and release those whose registration ended."""
         self.sweep()
         self._kept[claim.source.endpoint, claim.address.serial, device] = mapped, claim
 
     def sweep(self) -> None:
-        """Let go of the memory of peers that are gone, and of registrations that were closed."""
-        # A fence is no reason: the same memory is soon read again in its next generation.
+        """Release the memory of peers that are gone and of closed registrations."""
+        # Keep fenced memory, which is soon read again in its next generation.
         self._kept = {key: entry for key, entry in self._kept.items() if entry[1].page.holds(entry[1].address)}
 
     def clear(self) -> None:
-        """Let go of all mappings."""
+        """Release all mappings."""
         self._kept.clear()
 
 
@@ -421,18 +422,16 @@ _endpoints: weakref.WeakValueDictionary[str, Endpoint] = weakref.WeakValueDictio
 
 
 class Endpoint:
-    """A transport's registrations and its table of their generations, and the tables of the peers that it reads.
+    """Registrations of a transport with their generation table, and the tables of the peers that it reads.
 
     Args:
         transport: name of the transport.
-        page: the table.
+        page: the table of this endpoint.
         abstract_name: see `FdServer`.
 
     Attributes:
-        transport: name of the transport.
-        page: the table.
-        handles: the open registrations.
-        changing: guards handles and peers' tables.
+        handles: open registrations.
+        changing: lock for handles and peers' tables.
     """
 
     def __init__(self, transport: str, page: GenerationTable, *, abstract_name: str = "") -> None:
@@ -447,14 +446,14 @@ class Endpoint:
         _endpoints[page.name] = self
 
     def next_generation(self) -> int:
-        """Return a generation that this endpoint never used before."""
+        """Return a generation that this endpoint has never used."""
         return next(self._generations)
 
     def address(self, slot: int, serial: int = 0) -> GenerationAddress:
-        """Return the address for readers of a slot. The first call starts the server that they need.
+        """Return the address of a slot for readers. The first call starts the server that they need.
 
         Raises:
-            ConfigError, DestinationError: as `FdServer`.
+            ConfigError, DestinationError: see `FdServer`.
         """
         with self.changing:
             if self._server is None:
@@ -462,10 +461,10 @@ class Endpoint:
             return self.page.address(slot, serial, self._server.path)
 
     def _export(self, generation: int) -> Iterator[int]:
-        """Yield the descriptors that a reader requested. StaleDescriptor: the generation is over."""
+        """Yield the descriptors that a reader requested. Raises StaleDescriptor if the generation is over."""
         with self.changing:
             if self.page.is_mine and generation == PAGE:
-                # Under the lock: once the page is closed, the number of its descriptor may be another file's.
+                # Hold the lock, since the descriptor of a closed page may belong to another file.
                 page = self.page.readable()
                 kept: list[Exportable | None] = []
             else:
@@ -476,10 +475,10 @@ class Endpoint:
         elif kept and kept[0] is not None:
             yield from kept[0].export()
         else:
-            raise StaleDescriptor(f"generation {generation} is gone")
+            raise StaleDescriptor(f"generation {generation} of the memory is no longer current")
 
     def register(self, memory: Memory, describe: Describe, keep: Exportable | None = None) -> FencedHandle:
-        """Return a handle in a slot of the table; it keeps `keep` alive.
+        """Return a handle with a slot of the table. It keeps `keep` alive.
 
         Raises:
             Cancelled: the endpoint is closed.
@@ -488,7 +487,7 @@ class Endpoint:
         with self.changing:
             self.check_open()
             slot = self.page.take_slot()
-            # `describe` is the transport's and may fail: the slot would be lost for good.
+            # `describe` of the transport may fail, and the slot must not be lost.
             try:
                 handle = FencedHandle(self, memory, describe, slot, keep)
             except BaseException:
@@ -498,41 +497,39 @@ class Endpoint:
         return handle
 
     def check_open(self) -> None:
-        """Raise Cancelled if it is closed."""
+        """Raise Cancelled if the endpoint is closed."""
         if not self.page.is_mine:
             raise Cancelled("the transport is closed")
 
     def check_mine(self, into: Handle, source: Descriptor) -> OwnHandle:
-        """Return our own open handle, where the descriptor is of this kind of transport.
+        """Check that a handle and a descriptor belong to this transport, and return the open handle.
 
         Raises:
-            ConfigError: one of them is another transport's.
+            ConfigError: one of them belongs to a different transport.
             Cancelled: the handle or the endpoint is closed.
         """
         if not isinstance(into, OwnHandle) or into.endpoint is not self:
-            raise ConfigError(f"a foreign handle was given to {self.transport}")
+            raise ConfigError(f"{self.transport} got a foreign handle")
         self.check_theirs(source)
         into.check_open()
         return into
 
     def check_theirs(self, source: Descriptor) -> None:
-        """Check that a descriptor is of this kind of transport, and that it is open. Raises as `check_mine`."""
+        """Check that a descriptor belongs to this transport and that it is open. Raises like `check_mine`."""
         if source.transport != self.transport:
-            raise ConfigError(f"a {source.transport} descriptor was given to {self.transport}")
+            raise ConfigError(f"{self.transport} got a {source.transport} descriptor")
         self.check_open()
 
     def claim(self, source: Descriptor, address: GenerationAddress) -> MemoryClaim:
-        """Return the claim of a descriptor, checked once.
-
-        Raises as `PeerGenerationTable.open` and `PeerGenerationTable.check`.
-        """
+        """Return the claim of a descriptor, checked once. Raises like `PeerGenerationTable.open` and
+        `PeerGenerationTable.check`."""
         with self.changing:
             page = self._peers.get(source.endpoint)
         if page is None:
-            # Not under the lock: the peer's answer needs the peer's, and two that read each other would wait in a ring.
+            # Do not hold the lock. The peer needs its lock to answer, so two peers that read each other would deadlock.
             opened = PeerGenerationTable.open(source, address)
             with self.changing:
-                # Opening a page is rare: the moment to drop the pages of processes that ended.
+                # Opening a page is rare, so use it to drop the pages of ended processes.
                 self._peers = {name: peer for name, peer in self._peers.items() if peer.is_alive()}
                 page = self._peers.setdefault(source.endpoint, opened)
         claim = MemoryClaim(page, source, address)
@@ -540,22 +537,22 @@ class Endpoint:
         return claim
 
     def close(self) -> None:
-        """End every registration and let go of every peer. Idempotent."""
+        """End every registration and release every peer. Idempotent."""
         if not self.page.is_mine:
             return
         with self.changing:
-            # A copy: closing a handle takes it out of the set.
+            # Iterate over a copy, since closing a handle removes it from the set.
             for handle in list(self.handles):
                 handle.close()
             self._peers.clear()
             self.page.close()
-        # Not under the lock, which the threads of its last answers need.
+        # Release the lock first, since the threads of the last answers need it.
         if self._server is not None:
             self._server.close()
 
 
 def handle_here(source: Descriptor) -> FencedHandle | None:
-    """Return the registration of a descriptor if it is one of this process and of the current generation, else None."""
+    """Return the registration of a descriptor if this process has it in its current generation, or None."""
     endpoint = _endpoints.get(source.endpoint)
     if endpoint is None or not endpoint.page.is_mine:
         return None

@@ -1,15 +1,12 @@
-"""Reading a peer's host memory over HTTP/1.1: between any two hosts, as long as one can connect to the other.
-
-In / Out: see `protocol`.
-Not here: the holder's end (`http.region_server`), the reader's (`http_reader`), the messages (`http.region_messages`).
+"""Transport that reads a peer's host memory over HTTP/1.1, between any two hosts that can connect in one direction.
 
     holder  register -> a generation and a key, in the descriptor with the address
     reader  POST the runs wanted, with the key -> their bytes, straight from memory to memory -> a trailer
 
-A process that has a descriptor may read the memory that it describes: its key is 16 random bytes, compared in constant
-time, and nothing is answered without it. TLS hides the key and the bytes. A reader sends nothing but the request to the
-address that a descriptor names, and members of a fleet take only descriptors whose address is that of the member that
-sent them (`data_port`).
+A process with a descriptor may read the memory that it describes. Its key is 16 random bytes, compared in constant
+time, and nothing is answered without it. TLS hides the key and the bytes. A reader only sends requests to the address
+in a descriptor. Members of a fleet only accept descriptors whose address is that of the member that sent them
+(`data_port`). `http_reader` has the reader's end, and `http.region_server` the holder's.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ from penstock.transport.http_reader import Peer, Read, RegionAddress, cut_into_p
 from penstock.transport.protocol import Descriptor, Handle, Memory, PendingRead, Transport, decode, decode_payload
 
 CONNECTIONS = 2
-"""Default of connections to one peer. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Default number of connections to one peer. Source: benchmarks/results/cpu2_202611/hosts.md."""
 LOOPBACK = frozenset({"127.0.0.1", "::1", "localhost"})
 EVERYWHERE = frozenset({"", "*", "0.0.0.0", "::"})
 
@@ -66,7 +63,7 @@ class HttpHandle:
         self.transport = transport
         self.memory = memory
         self.is_open = True
-        # One view for all reads and answers: they are slices of it, without a copy.
+        # One view serves all reads and answers as slices, without a copy.
         self.view = memoryview((ctypes.c_ubyte * memory.nbytes).from_address(memory.address)).cast("B")
         self.reads: weakref.WeakSet[Read] = weakref.WeakSet()
         self._region, self.descriptor = self._begin()
@@ -98,7 +95,7 @@ class HttpHandle:
         self.transport.server.take_back(self._region, borrower)
 
     def fence(self) -> Descriptor:
-        """See `Handle.fence`. Cuts the connections of answers under way."""
+        """See `Handle.fence`. Cuts the connections of answers in progress."""
         self.check_open()
         with self.transport.changing:
             self.check_open()
@@ -120,7 +117,7 @@ class HttpHandle:
             read.fail(Cancelled("the registration is closed"))
 
     def check_open(self) -> None:
-        """Raise Cancelled if it is closed, or belongs to the process that this one was forked from."""
+        """Raise Cancelled if the handle is closed or belongs to a parent process from before a fork."""
         if not self.is_open or not self.transport.is_mine:
             raise Cancelled("the registration is closed")
 
@@ -132,7 +129,7 @@ class HttpRead(Read):
 
 
 class HttpTransport:
-    """See `Transport`. Host memory only."""
+    """See `Transport`. It only reaches host memory."""
 
     name = "http"
 
@@ -172,13 +169,15 @@ class HttpTransport:
         """Start a server for readers.
 
         Args:
-            listen: `host:port` (port 0 takes any free port), or `unix:/path`. None means a Unix socket in a directory
-                of this process, for readers of this user on this host. Every user of the host could connect to a port
-                of loopback.
-            tls: Context of the server side, with a certificate. None means no TLS.
-            trust: How readers here check a peer's certificate (and show one). None means as the system does.
-            num_connections: Maximum number of connections to one peer.
-            compress: Whether to compress bytes (`http.compression`). None means where that was measured to be faster.
+            listen: `host:port` (port 0 selects a free one), or `unix:/path`. None means a Unix socket in a directory of
+                this process, for readers of this user on this host. A loopback port would be open to every user of the
+                host.
+            tls: server context with a certificate. None means no TLS.
+            trust: how readers here check a peer's certificate, and which one they present. None means as the system
+                does.
+            num_connections: maximum number of connections to one peer.
+            compress: whether bytes are compressed (`http.compression`). None means where measurements show it to be
+                faster.
 
         Raises:
             ConfigError: the address is malformed or cannot be bound.
@@ -199,9 +198,9 @@ class HttpTransport:
         return cls(server, address, home=home, trust=trust, num_connections=num_connections, compress=compress)
 
     def register(self, memory: Memory) -> HttpHandle:
-        """See `Transport.register`. Cancelled if the transport is closed."""
+        """See `Transport.register`. Raises Cancelled if the transport is closed."""
         if memory.device != "cpu":
-            raise ConfigError(f"http reaches host memory only, not {memory.device}")
+            raise ConfigError(f"http only reaches host memory, not {memory.device}")
         with self.changing:
             self._check_open()
             handle = HttpHandle(self, memory)
@@ -209,9 +208,9 @@ class HttpTransport:
         return handle
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> HttpRead:
-        """See `Transport.post_read`. FormatError if the descriptor is malformed."""
+        """See `Transport.post_read`. Raises FormatError if the descriptor is malformed."""
         if source.transport != self.name or not isinstance(into, HttpHandle) or into.transport is not self:
-            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
@@ -227,14 +226,14 @@ class HttpTransport:
         with self.changing:
             self._check_open()
             into.check_open()
-            # Before it is posted: closing the handle or the transport from now on fails it too.
+            # Add the read before posting it, so that closing the handle or the transport fails it too.
             into.reads.add(read)
             read.peer = self._peer(payload.address)
         read.peer.post(parts)
         return read
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """See `Transport.wait`. Also PermissionDenied (the peer refuses our certificate), FormatError."""
+        """See `Transport.wait`. Also raises PermissionDenied (the peer refuses our certificate) and FormatError."""
         assert isinstance(pending, HttpRead)
         pending.wait(pending.peer, stall_s)
 
@@ -249,7 +248,7 @@ class HttpTransport:
         """See `Transport.close`."""
         if not self.is_mine:
             return
-        # First no more reads and handles, then those that are open fail, then the connections they wait for are cut.
+        # Accept no more reads and handles, then fail the open ones, then cut their connections.
         with self.changing:
             self.is_mine = False
             handles, peers = list(self.handles), list(self._peers.values())
@@ -268,9 +267,9 @@ class HttpTransport:
             self._home.close()
 
     def forget(self) -> None:
-        """Close in a forked child: connections and the listener are the parent's, and are left to it."""
+        """Close in a forked child, and leave the connections and the listener to the parent."""
         self.is_mine = False
-        # A new lock: another thread of the parent may have held it at the fork.
+        # Use a new lock, since another thread of the parent may have held the old one during the fork.
         self.changing = threading.RLock()
         self.server.forget()
 
@@ -279,7 +278,7 @@ class HttpTransport:
             raise Cancelled("the transport is closed")
 
     def _peer(self, address: RegionAddress) -> Peer:
-        # By address and not by endpoint: connections to a member serve all its registrations, in any generation.
+        # The key is the address, since connections to a member serve all its registrations and generations.
         if address not in self._peers:
             self._peers[address] = Peer(
                 address,
@@ -291,31 +290,33 @@ class HttpTransport:
 
 
 def _listen(listen: str, is_tls: bool) -> tuple[socket.socket, RegionAddress]:
-    """Return a bound socket and the address by which readers find it. ConfigError if it cannot be had."""
+    """Return a bound socket and its address for readers. Raises ConfigError if it cannot be bound."""
     if listen.startswith("unix:"):
         path = listen.removeprefix("unix:")
         return _bound(path, listen), RegionAddress(path=path, is_tls=is_tls)
     host, port = host_and_port(listen)
     if host in EVERYWHERE:
-        # Readers connect to the address in the descriptor, so it must be one that they can use.
-        message = f"cannot serve memory at {listen}: readers cannot connect to an address that means every interface"
-        raise ConfigError(message, hint="listen at the address by which other hosts reach this one, as 10.0.0.5:0")
+        # Readers connect to the address in the descriptor, so it must be usable for them.
+        message = (
+            f"cannot serve memory at {listen}, since readers cannot connect to an address that means every interface"
+        )
+        raise ConfigError(message, hint="listen at the address at which other hosts reach this one, such as 10.0.0.5:0")
     bound = _bound((host, port), listen)
     return bound, RegionAddress(host=host, port=bound.getsockname()[1], is_tls=is_tls)
 
 
 def data_port(encoded: bytes) -> RegionAddress:
-    """Return the address that an encoded descriptor of this transport names. FormatError if it is malformed."""
+    """Return the address in an encoded descriptor of this transport. Raises FormatError if it is malformed."""
     return decode_payload(decode(encoded), _DECODER).address
 
 
 def host_and_port(listen: str) -> tuple[str, int]:
-    """Split `host:port` or `[v6]:port`. ConfigError for anything else."""
+    """Split `host:port` or `[v6]:port`. Raises ConfigError for anything else."""
     host, _, port = listen.rpartition(":")
     if port.isascii() and port.isdigit() and int(port) > 65535:
-        raise ConfigError(f"{listen!r} has no port: {port}", hint="give a port from 0 to 65535")
+        raise ConfigError(f"{listen!r} has an invalid port", hint="use a port from 0 to 65535")
     if not (port.isascii() and port.isdigit()) or (":" in host and host[0] + host[-1] != "[]"):
-        raise ConfigError(f"{listen!r} is not host:port", hint="an IPv6 address stands in brackets: [::1]:0")
+        raise ConfigError(f"{listen!r} is not host:port", hint="put an IPv6 address in brackets: [::1]:0")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

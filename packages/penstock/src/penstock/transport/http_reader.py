@@ -1,13 +1,9 @@
-"""The reader's end of the `http` transport: reads cut into parts, and the connections that carry the parts.
-
-In: runs of a peer's region, and where they go. Out: bytes in place, or a typed error.
-Not here: the server (`http.region_server`), handles and descriptors (`http`), requests and heads (`http.client`), the
-choice to compress (`http.compression`).
+"""Reader's end of the `http` transport: reads are cut into parts, which several connections carry.
 
     Read -> parts -> the peer's queue -> Carrier threads, a kept-alive connection each -> the destination's memory
 
-A part whose connection ends is requested again from where it stopped, over another connection: the answer to that tells
-a fence (410) and a dead peer (refused) from a connection that merely ended.
+If a connection ends, its part is requested again from where it stopped, over a different connection. The answer shows
+whether the memory was fenced (410), the peer is dead (refused), or the connection merely ended.
 """
 
 from __future__ import annotations
@@ -52,25 +48,25 @@ from penstock.types import MIB
 from penstock.waits import start_thread
 
 PART_BYTES = 32 * MIB
-"""Bytes of one request, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Bytes per request, so that connections share a read. Source: benchmarks/results/cpu2_202611/hosts.md."""
 CONNECT_S = 10.0
-"""Seconds for a connection to be made."""
+"""Seconds after which connecting fails."""
 LETTING_GO_S = 5.0
-"""Seconds for threads to stop writing to memory once their connections are cut; they need microseconds."""
+"""Seconds for threads to stop writing to memory after their connections are cut. They need microseconds."""
 IDLE_S = 15.0
-"""Seconds without work after which a connection is dropped; the server would close it after 60 s."""
+"""Idle seconds after which a connection is closed. The server would close it after 60 s."""
 SILENCE_S = 60.0
-"""Seconds without a byte after which a connection is given up. Reads end by the `stall_s` of their waiter, usually
-sooner; this is for reads that nobody waits for."""
+"""Seconds without a byte after which a connection is given up. Reads usually end earlier, by the `stall_s` of a waiting
+thread. This limit is for reads without a waiting thread."""
 FULL_S = 0.1
-"""Pause before a peer that has no room for another connection is asked again."""
+"""Seconds before a request to a peer that has no free place for a connection is repeated."""
 MAX_FRUITLESS = 3
-"""Connections of one part that may end in a row without a byte."""
+"""Maximum number of consecutive connections for a part that end without a byte."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionAddress:
-    """The address of a peer: `host` and `port`, or the `path` of a Unix socket."""
+    """Address of a peer: `host` and `port`, or the `path` of a Unix socket."""
 
     host: str = ""
     port: int = 0
@@ -78,7 +74,7 @@ class RegionAddress:
     is_tls: bool = False
 
     def connect(self, trust: ssl.SSLContext | None) -> socket.socket:
-        """Return a connected socket. OSError if there is none to be had."""
+        """Return a connected socket. Raises OSError if it cannot connect."""
         if self.path:
             return connect_unix(self.path, CONNECT_S)
         context = (trust or ssl.create_default_context()) if self.is_tls else None
@@ -86,7 +82,7 @@ class RegionAddress:
 
 
 class ResponsePart:
-    """A part of a read that one connection brings: the runs that are still missing, and the views that they fill."""
+    """A part of a read that one connection carries: the missing runs, and the views that they fill."""
 
     def __init__(self, read: Read, src: list[int], length: list[int], views: list[memoryview]) -> None:
         self.read = read
@@ -95,7 +91,7 @@ class ResponsePart:
         self.views = views
 
     def front(self, nbytes: int | None) -> tuple[list[int], list[int]]:
-        """Return offsets and lengths of the first runs, together at most `nbytes`; None: of all runs."""
+        """Return offsets and lengths of the first runs, at most `nbytes` together. None means all runs."""
         if nbytes is None or sum(self.length) <= nbytes:
             return self.src, self.length
         length: list[int] = []
@@ -106,8 +102,8 @@ class ResponsePart:
                 break
         return self.src[: len(length)], length
 
-    def took(self, nbytes: int) -> None:
-        """Remove the first bytes, which are in place now."""
+    def remove_front(self, nbytes: int) -> None:
+        """Remove the first bytes, which have arrived."""
         advance(self.views, nbytes)
         num_done = 0
         for length in self.length:
@@ -122,12 +118,12 @@ class ResponsePart:
 
 
 class Read:
-    """See `Pending`. `cut_into_parts` makes its parts.
+    """See `PendingRead`. `cut_into_parts` creates its parts.
 
     Attributes:
-        num_left: parts that are not in place yet.
-        changed: guards the fields, and is notified when the read ends and when a connection lets go of the memory.
-        error: the first error; no part is requested after it.
+        num_left: number of parts that have not arrived.
+        changed: guards the fields. It is notified when the read ends and when a connection stops using the memory.
+        error: the first error. No part is requested after it.
     """
 
     def __init__(self, *, generation: int, request: ReadRequest, uri: str, nbytes: int, owners: object) -> None:
@@ -143,26 +139,26 @@ class Read:
         self._owners = owners
 
     def begin(self, wire: HttpConnection) -> bool:
-        """Register a connection that is about to receive; False if the read has failed already."""
-        # Registered before its first byte, so that `fail` can cut it: afterwards no byte may be written.
+        """Register a connection that is about to receive. Return False if the read has already failed."""
+        # Register it before its first byte, so that `fail` can cut it. No byte may be written after `fail`.
         with self.changed:
             if self.error is None:
                 self._receiving.add(wire)
             return self.error is None
 
     def end(self, wire: HttpConnection) -> None:
-        """Note that a connection no longer touches the memory."""
+        """Note that a connection no longer uses the memory."""
         with self.changed:
             self._receiving.discard(wire)
             self.changed.notify_all()
 
-    def gained(self, nbytes: int) -> None:
-        """Count bytes that are in place."""
+    def add_moved(self, nbytes: int) -> None:
+        """Count bytes that have arrived."""
         with self.changed:
             self.moved_bytes += nbytes
 
-    def finished_part(self) -> None:
-        """Note that one part is in place, with its trailer."""
+    def finish_part(self) -> None:
+        """Note that a part has arrived with its trailer."""
         with self.changed:
             self.num_left -= 1
             if not self.num_left:
@@ -170,14 +166,14 @@ class Read:
                 self.changed.notify_all()
 
     def fail(self, error: PenstockError) -> None:
-        """End the read with an error, unless it has ended already, and cut the connections that receive for it."""
+        """End the read with an error unless it has ended, and cut the connections that receive for it."""
         with self.changed:
             if self.error is not None or not self.num_left:
                 return
             self.error = error
             receiving = list(self._receiving)
             self.changed.notify_all()
-        # Without the lock: the carriers need it to report that they are done with the memory.
+        # Release the lock, which the carriers need to report that they stopped using the memory.
         for wire in receiving:
             wire.cut()
 
@@ -196,7 +192,7 @@ class Read:
         with self.changed:
             if self.error is None:
                 return
-            # The caller may free the memory after this error: no thread may write to it any more.
+            # The caller may free the memory after this error, so no thread may write to it any more.
             self.changed.wait_for(lambda: not self._receiving, LETTING_GO_S)
             self._owners = None
             self.error.mutated = self.moved_bytes > 0
@@ -204,7 +200,7 @@ class Read:
 
 
 def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[ResponsePart]:
-    """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS`: neighbours are joined, long runs split."""
+    """Cut a read into parts of about `PART_BYTES` and at most `MAX_RUNS`. Neighbours are joined and long runs split."""
     rows = segments.joined().cut(PART_BYTES)
     parts = []
     for indices in gathered(rows.nbytes, PART_BYTES, most_rows=MAX_RUNS):
@@ -217,11 +213,11 @@ def cut_into_parts(read: Read, memory: memoryview, segments: Segments) -> list[R
 
 
 class Peer:
-    """The connections to one address, and the parts that wait for one.
+    """Connections to one address, and the parts that wait for a connection.
 
     Attributes:
-        progress_at: when a byte last came, of any read; a stall is silence of the peer, not of one read.
-        choice: the decision whether the link is compressed.
+        progress_at: time at which the last byte of any read arrived. A stall is silence of the peer, not of one read.
+        choice: decides whether the link is compressed.
     """
 
     def __init__(
@@ -253,7 +249,7 @@ class Peer:
             for _ in range(missing):
                 thread = threading.Thread(target=self._carry, name="penstock-http-read", daemon=True)
                 try:
-                    # Without one more thread, those that run carry the parts, more slowly.
+                    # If no further thread can start, the running ones carry the parts more slowly.
                     if not start_thread(thread, is_needed=not self._num_threads):
                         break
                 except DestinationError:
@@ -263,7 +259,7 @@ class Peer:
             self._changed.notify(len(parts))
 
     def close(self) -> None:
-        """Drop the queue; idle threads end."""
+        """Drop the queue, so that idle threads end."""
         with self._changed:
             self._is_open = False
             self._queue.clear()
@@ -285,18 +281,18 @@ class Peer:
             while (part := self._next()) is not None:
                 if part.read.error is None:
                     carrier.carry(part)
-                # Waiting for another part must not keep this one's memory alive.
+                # Release the part, whose memory must not stay alive while this thread waits for the next.
                 del part
         finally:
             carrier.close()
 
 
 class _Full(OSError):
-    """The peer has no room for another connection."""
+    """The peer has no free place for another connection."""
 
 
 class _Carrier:
-    """The connection of one thread."""
+    """Connection of one thread."""
 
     def __init__(self, peer: Peer) -> None:
         self._peer = peer
@@ -310,8 +306,8 @@ class _Carrier:
             self._connection = None
 
     def carry(self, part: ResponsePart) -> None:
-        """Bring a part, over as many connections as it takes. Errors go to its read."""
-        fruitless = 0
+        """Carry a part, over as many connections as needed. Its read gets the errors."""
+        num_fruitless = 0
         read = part.read
         while read.error is None:
             before = read.moved_bytes
@@ -321,22 +317,24 @@ class _Carrier:
                 if self._exchange(self._connection or self._connect(read.uri), part):
                     if part.views:
                         continue
-                    read.finished_part()
+                    read.finish_part()
                     return
             except MalformedMessage as error:
                 read.fail(FormatError(error.message, uri=read.uri))
             except PenstockError as error:
                 read.fail(error)
             except _Full:
-                # Not a failure: the peer answers. The waiter's `stall_s` ends this.
+                # This is not a failure, since the peer answers. The waiting thread's `stall_s` limits it.
                 is_fresh = False
             except OSError as error:
                 why = str(error)
             self.close()
-            # Only fresh connections count: a kept one may have been closed by the server for being idle.
-            fruitless = 0 if read.moved_bytes > before else fruitless + is_fresh
-            if fruitless >= MAX_FRUITLESS:
-                read.fail(PeerLost(f"{fruitless} connections in a row ended without a byte: {why}", uri=read.uri))
+            # Count only new connections, since the server may have closed a kept one for being idle.
+            num_fruitless = 0 if read.moved_bytes > before else num_fruitless + is_fresh
+            if num_fruitless >= MAX_FRUITLESS:
+                read.fail(
+                    PeerLost(f"{num_fruitless} consecutive connections ended without a byte: {why}", uri=read.uri)
+                )
 
     def _connect(self, uri: str) -> ClientConnection:
         try:
@@ -344,11 +342,11 @@ class _Carrier:
         except ssl.SSLError as error:
             raise PermissionDenied(f"cannot set up TLS with the peer: {error}", uri=uri) from error
         except OSError as error:
-            raise PeerLost(f"the peer does not answer: {error}", uri=uri) from error
+            raise PeerLost(f"cannot connect to the peer: {error}", uri=uri) from error
         return self._connection
 
     def _exchange(self, connection: ClientConnection, part: ResponsePart) -> bool:
-        """Send one request for the part or its beginning, and receive; False if the connection ended before."""
+        """Request the part or its beginning, and receive it. Return False if the connection ended too early."""
         read, choice = part.read, self._peer.choice
         src, length = part.front(REQUEST_BYTES if choice.is_open else None)
         nbytes = sum(length)
@@ -380,7 +378,7 @@ class _Carrier:
             read.end(connection.wire)
 
     def _receive(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
-        """Receive the bytes of the runs, then the trailer. False if the connection ended before."""
+        """Receive the bytes of the runs, then the trailer. Return False if the connection ended too early."""
         peer, read = self._peer, part.read
         trailer = b""
         wire.set_pace(SILENCE_S)
@@ -395,24 +393,25 @@ class _Carrier:
         if read.error is None:
             trailer = wire.receive_body(TRAILER.size, SILENCE_S)
             peer.progress_at = time.monotonic()
-        # The server writes the trailer only if the generation still held after the last byte: without it the bytes may
-        # be of two generations.
+        # The server writes the trailer only if the generation is current after the last byte. Without it the bytes may
+        # be from two generations.
         return trailer == TRAILER.pack(TRAILER_WORD, read.generation)
 
     @property
     def _buffer(self) -> memoryview:
-        """Memory for one chunk and the head of the next; allocated for the first chunk, since most links are raw."""
+        """Return memory for one chunk and the head of the next. Allocate it for the first chunk, since most links are
+        uncompressed."""
         if not self._coded:
             self._coded = memoryview(bytearray(MAX_FRAME_BYTES + 2 + CHUNK_HEAD_BYTES))
         return self._coded
 
     def _receive_coded(self, wire: HttpConnection, part: ResponsePart, left: int) -> bool:
-        """Receive the runs as coded frames, a chunk each, then the trailer. False if the connection ended before.
+        """Receive the runs as compressed frames, one per chunk, then the trailer. Return False if the read has failed.
 
         Raises:
-            FormatError: a chunk or a frame is malformed, or there is more than was requested.
+            FormatError: a chunk or a frame is malformed, or the peer sent more than was requested.
         """
-        # A chunk is received with the head of the next one, so that each takes one call.
+        # Receive a chunk together with the head of the next one, so that each chunk takes one call.
         read, buffer = part.read, self._buffer
         wire.set_pace(SILENCE_S)
         wire.fill(buffer[:CHUNK_HEAD_BYTES])
@@ -435,15 +434,15 @@ class _Carrier:
         return bytes(buffer[: TRAILER.size]) == TRAILER.pack(TRAILER_WORD, read.generation)
 
     def _landed(self, part: ResponsePart, nbytes: int, wire_bytes: int, *, is_coded: bool) -> None:
-        """Note that the next bytes of a part are in place."""
+        """Note that the next bytes of a part have arrived."""
         self._peer.progress_at = time.monotonic()
-        part.took(nbytes)
-        part.read.gained(nbytes)
+        part.remove_front(nbytes)
+        part.read.add_moved(nbytes)
         self._peer.choice.add_bytes(nbytes, wire_bytes, is_coded=is_coded)
 
 
 def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Planes) -> None:
-    """Decode a frame of `nbytes` into views of as many bytes. After a FormatError nothing was written."""
+    """Decode a frame of `nbytes` into views of the same total size. A FormatError means that nothing was written."""
     if len(views) == 1:
         planes.decode(frame, np.frombuffer(views[0], np.uint8))
         return
@@ -458,5 +457,5 @@ def _place(views: list[memoryview], nbytes: int, frame: memoryview, planes: Plan
 
 def _refusal(status: int, read: Read) -> PenstockError:
     if status == 410:
-        return StaleDescriptor(f"generation {read.generation} is gone", uri=read.uri)
+        return StaleDescriptor(f"generation {read.generation} of the memory is no longer current", uri=read.uri)
     return FormatError(f"the peer refused a read: {status}", uri=read.uri)

@@ -1,16 +1,13 @@
-"""Peers' host memory read into memory of our device: by a staging buffer, or straight out of the peer's pinned memory.
+"""Transports that read peers' host memory into device memory, through a staging buffer or from pinned memory of the
+peer.
 
-In: a transport that reaches the peer's host memory (`shm`, `http`). Out: the peer's bytes on our device, in place when
-`wait` returns.
-Not here: how bytes cross between hosts' memory (the transport inside), the pool (`memory.staging`), memory of peers'
-devices (`cuda_ipc`).
-
-    staged   peer's host memory --inner.post_read, wait--> staging (bounded, pinned) --copy, event--> device
+    staged   peer's host memory --inner.post_read, wait--> staging (limited, pinned) --copy, event--> device
     pinned   claim --> map, pin, once --> segments, queued in turns --> event --> claim again
                                           (many short runs: pitched copies, or a kernel of our device)
 
-Pinning takes three times as long as a copy (0.053 s a GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so
-`pinned_shm` is for memory that is read again and again. Of memory that a publisher pinned already it takes no more.
+`shm` or `http` is the inner transport, which reaches the peer's host memory. Pinning takes three times as long as a
+copy (0.053 s per GB, copies 55 GB/s: benchmarks/results/h200x4_202611/sync.md), so `pinned_shm` is for memory that is
+read repeatedly. Memory that a publisher has already pinned does not take longer.
 """
 
 from __future__ import annotations
@@ -45,38 +42,38 @@ from penstock.transport.shm import MappedMemory, ShmTransport
 from penstock.types import MIB
 
 DEVICE_TARGETS: Mapping[str, str] = {"pinned_shm": "shm", "staged_shm": "shm", "staged_http": "http"}
-"""Transports into the memory of a device, each with the transport whose descriptors it takes; nearer ones first."""
+"""Transports into device memory, nearest first, each with the transport whose descriptors it takes."""
 
 STAGE_BYTES = 16 * MIB
-"""Bytes of a staging buffer: a chunk of a fetch, so that a read is one turn."""
+"""Size of a staging buffer. It is the size of a chunk of a fetch, so that a read takes one turn."""
 
 NUM_BUFFERS = 4
-"""Staged reads at once; pinned memory is bounded by four buffers, whatever is read."""
+"""Maximum number of concurrent staged reads. It limits pinned memory to four buffers."""
 
 TURN_BYTES = 256 * MIB
-"""Bytes of pinned memory copied between two looks at the fence: 5 ms at 55 GB/s."""
+"""Bytes of pinned memory that are copied between two checks of the fence: 5 ms at 55 GB/s."""
 
 SHORT_BYTES = 64 << 10
-"""Runs shorter than this are short: starting a copy of its own takes 0.7 us, in which the link moves 38 KB."""
+"""Shorter runs count as short. Starting a copy takes 0.7 us, in which the link moves 38 KB."""
 
 MANY = 64
-"""Short runs of a read from which on they are laid out as rectangles, which costs about 0.2 ms."""
+"""Minimum number of short runs in a read that are laid out as rectangles, which costs about 0.2 ms."""
 
 
 class IntoDevice:
-    """The common part of both: handles that are only read into, and copies from pinned host memory.
+    """Common part of both transports: handles that are only read into, and copies from pinned host memory.
 
     Args:
-        name: of the transport.
+        name: name of the transport.
         source: name of the transport whose descriptors it takes.
-        driver: stands in for the CUDA driver, in tests.
+        driver: replaces the CUDA driver in tests.
 
     Raises:
-        ConfigError: no CUDA driver.
+        ConfigError: there is no CUDA driver.
     """
 
     nap_s: ClassVar[float]
-    """Seconds between two looks at a copy."""
+    """Seconds between two polls of a copy."""
 
     def __init__(self, name: str, source: str, driver: CudaDriver | None) -> None:
         self.name = name
@@ -88,50 +85,57 @@ class IntoDevice:
         self._is_stuck = False
 
     def register(self, memory: Memory) -> Handle:
-        """Raise ConfigError: it shows no memory to peers."""
+        """Raise ConfigError, since peers cannot read this memory."""
         raise ConfigError(f"{self.name} only reads into memory")
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle of device memory to read into. ConfigError for the host's; Cancelled if it is closed."""
+        """Return a handle of device memory to read into. Raises ConfigError for host memory, and Cancelled after
+        `close`."""
         ordinal(memory.device)
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 
     def _check(self, into: Handle, source: Descriptor) -> IntoHandle:
-        """Return our own open handle. ConfigError: it or the descriptor is another transport's. Cancelled: closed."""
+        """Check that a handle and a descriptor belong to this transport, and return the open handle.
+
+        Raises:
+            ConfigError: one of them belongs to a different transport.
+            Cancelled: the handle is closed.
+        """
         if not isinstance(into, IntoHandle) or into.endpoint is not self._endpoint:
-            raise ConfigError(f"a foreign handle was given to {self.name}")
+            raise ConfigError(f"{self.name} got a foreign handle")
         self._check_theirs(source)
         into.check_open()
         return into
 
     def _check_theirs(self, source: Descriptor) -> None:
-        """Check that a descriptor is of the transport that this one reads by. ConfigError: it is another's."""
+        """Raise ConfigError unless a descriptor belongs to the transport whose descriptors this one takes."""
         if source.transport != self._source_name:
-            raise ConfigError(f"a {source.transport} descriptor was given to {self.name}")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor")
 
     def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
-        """Copy host memory from `base` on, which `keep` keeps alive; return once it is there. Raises as `queued`."""
+        """Copy host memory, which starts at `base` and is kept alive by `keep`, and wait until it has arrived. Raises
+        like `queued`."""
         dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
         src = rows.src.astype(np.uint64) + np.uint64(base)
         nbytes = rows.nbytes.astype(np.uint64)
         self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
 
     def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
-        """Queue copies of memory that `keep` keeps alive, on a stream of the device; return once they are made.
+        """Queue copies of memory that `keep` keeps alive on a stream of the device, and wait until they are done.
 
         Args:
-            queue: given the device and the stream; with the device's context entered.
+            queue: called with the device and the stream, in the context of the device.
 
         Raises:
-            DestinationError: the device failed, or copied nothing for `stall_s`: both memories are kept for good, and
-                `mutated` is true.
+            DestinationError: the device failed, or copied nothing for `stall_s`. Both memories are then kept
+                permanently, and `mutated` is true.
         """
         driver, device = self._driver, ordinal(into.memory.device)
         deadline = time.monotonic() + stall_s
         with driver.entered(device):
-            # Queue under the lock, wait without it: a pool of streams and events serves one thread at a time, but
-            # copies of several threads run at once.
+            # Queue under the lock and wait without it. A pool serves one thread at a time, but copies of several
+            # threads run concurrently.
             with self._lock:
                 self._endpoint.check_open()
                 pool = self._streams.of(device)
@@ -140,7 +144,7 @@ class IntoDevice:
                     queue(device, stream)
                     driver.record(event, stream)
             with self._used(into, keep):
-                # Polled: a wait in the driver has no deadline, and a device that hangs never ends it.
+                # Poll, since a wait in the driver has no deadline and never ends if the device hangs.
                 while not driver.is_done(event):
                     if time.monotonic() > deadline:
                         raise DestinationError(f"cuda:{device} copied nothing for {stall_s} s")
@@ -150,11 +154,11 @@ class IntoDevice:
 
     @contextmanager
     def _used(self, *memories: object) -> Iterator[None]:
-        """Keep the memories for good if the block ends early, because the device may still copy then."""
+        """Keep the memories permanently if the block fails, because the device may still copy."""
         try:
             yield
         except BaseException as error:
-            # A copy on a device cannot be cancelled. Freed memory could be used again while it is still written.
+            # A copy on a device cannot be cancelled. Freed memory could be reused while it is still being written.
             self._is_stuck = True
             never_freed.append((self, *memories))
             if isinstance(error, PenstockError):
@@ -162,27 +166,27 @@ class IntoDevice:
             raise
 
     def _close_streams(self) -> None:
-        """Free streams and events. Does nothing where a device may still copy. Order: the endpoint is closed."""
+        """Free streams and events unless a device may still copy. The endpoint must be closed."""
         with self._lock:
             if not self._is_stuck:
                 self._streams.close()
 
 
 def batches(rows: Segments, most: int) -> Iterator[Segments]:
-    """Yield the rows in batches of at most `most` bytes, with long rows cut."""
+    """Yield the rows in batches of at most `most` bytes. Long rows are cut."""
     if not len(rows.nbytes):
         return
-    cut, start, room = rows.cut(most), 0, most
-    # The row past the end is longer than any room: it makes the loop yield the last batch too.
+    cut, start, left = rows.cut(most), 0, most
+    # The added row is larger than any batch, so that the loop also yields the last batch.
     for stop, nbytes in enumerate([*cut.nbytes.tolist(), most + 1]):
-        if nbytes > room:
+        if nbytes > left:
             yield cut[start:stop]
-            start, room = stop, most
-        room -= nbytes
+            start, left = stop, most
+        left -= nbytes
 
 
 class _DeviceRegistrar:
-    """See `memory.staging.Registrar`. Pins by the context of one device."""
+    """See `memory.staging.Registrar`. Pins in the context of one device."""
 
     def __init__(self, driver: CudaDriver, device: int) -> None:
         self._driver = driver
@@ -212,15 +216,15 @@ class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
 
 
 class StagedTransport(IntoDevice):
-    """See `Transport`. Reads into pinned staging by another transport, and copies to the device from there.
+    """See `Transport`. Reads into pinned staging buffers with the inner transport, and copies from there to the device.
 
     Args:
-        name: of `DEVICE_TARGETS`.
-        inner: what reaches the peer; stays its owner's.
-        driver: stands in for the CUDA driver, in tests.
+        name: a name in `DEVICE_TARGETS`.
+        inner: transport that reaches the peer. The caller still owns it.
+        driver: replaces the CUDA driver in tests.
 
     Raises:
-        ConfigError: no CUDA driver.
+        ConfigError: there is no CUDA driver.
     """
 
     nap_s = 0.00005
@@ -232,7 +236,7 @@ class StagedTransport(IntoDevice):
         self._staged: dict[int, Handle] = {}
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> StagedRead:
-        """See `Transport.post_read`; the descriptor is the inner transport's."""
+        """See `Transport.post_read`. The descriptor is that of the inner transport."""
         mine = self._check(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         return StagedRead(self, mine, source, segments.joined())
@@ -241,21 +245,21 @@ class StagedTransport(IntoDevice):
         """See `Transport.wait`.
 
         Raises:
-            DestinationError: the device failed, or did not take what was staged for `stall_s`.
-            SourceStalled: also if no staging buffer came free.
+            DestinationError: the device failed, or did not copy the staged bytes for `stall_s`.
+            SourceStalled: also if no staging buffer was released.
         """
         assert isinstance(pending, StagedRead)
         pending.run(stall_s)
 
     def way(self, source: Descriptor) -> tuple[str, str]:
-        """See `Coding.way`; of the inner transport."""
+        """See `Coding.way` of the inner transport."""
         if not isinstance(self._inner, Coding):
             return self.name, ""
         name, why = self._inner.way(source)
         return self.name + name.removeprefix(self._inner.name), why
 
     def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
-        """Read a batch that fits into one buffer, and copy it to the device. Raises as `wait`."""
+        """Read a batch that fits one buffer, and copy it to the device. Raises like `wait`."""
         into.check_open()
         pool = self._open_pool(ordinal(into.memory.device))
         buffer = pool.acquire(stall_s=stall_s)
@@ -271,13 +275,13 @@ class StagedTransport(IntoDevice):
                 error.mutated = False
             raise
         rows = Segments(src=at, dst=batch.dst, nbytes=batch.nbytes)
-        # Released only after a copy that ended: after an error the device may still read the buffer, which then stays
-        # out of the pool for good.
+        # Release the buffer only after a successful copy. After an error the device may still read it, so it never
+        # returns to the pool.
         self.copy(into, buffer.address, rows, stall_s, keep=buffer)
         pool.release(buffer)
 
     def _open_pool(self, device: int) -> StagingPool:
-        # Made at the first read: pinned memory is scarce, and most processes never read into a device by staging.
+        # Create the pool at the first read. Pinned memory is scarce, and most processes never need staging.
         with self._lock:
             self._endpoint.check_open()
             if self._pool is None:
@@ -286,7 +290,8 @@ class StagedTransport(IntoDevice):
             return self._pool
 
     def _handle(self, buffer: StagingBuffer) -> Handle:
-        """Return the inner transport's handle of a buffer; kept, since registering with NIXL or RDMA takes long."""
+        """Return the inner transport's handle of a buffer. It is kept, since registering with NIXL or
+        RDMA takes long."""
         with self._lock:
             if buffer.address not in self._staged:
                 memory = Memory(address=buffer.address, nbytes=buffer.nbytes, owner=buffer)
@@ -296,8 +301,8 @@ class StagedTransport(IntoDevice):
             return self._staged[buffer.address]
 
     def close(self) -> None:
-        """See `Transport.close`. Staging that a device may still read is kept."""
-        # A forked child has copies of the parent's handles and pool; the driver and the peers are the parent's.
+        """See `Transport.close`. Staging buffers that a device may still read are kept."""
+        # A forked child has copies of handles and pool, but the driver and the peers belong to the parent.
         if not self._endpoint.page.is_mine:
             return
         self._endpoint.close()
@@ -315,12 +320,12 @@ class StagedTransport(IntoDevice):
 
 
 class _Pinned:
-    """A peer's mapped memory, page-locked until this object is collected; then it is unmapped."""
+    """A peer's mapped memory, page-locked until this object is collected. Then it is unmapped."""
 
     def __init__(self, driver: CudaDriver, device: int, mapped: MappedMemory) -> None:
         self._driver = driver
         self._device = device
-        # Set only after the pin: a failed pin must not be undone in `__del__`.
+        # Set only after pinning, so that `__del__` does not undo a failed pin.
         self._mapped: MappedMemory | None = None
         with driver.entered(device):
             driver.pin(mapped.address, mapped.array.nbytes, is_read_only=True)
@@ -363,19 +368,19 @@ class PinnedRead(DeferredRead[IntoHandle, MemoryClaim, _Pinned, int]):
             self._transport.gather(into, some, stall_s, keep=source)
             self.moved_bytes += int(some.nbytes.sum())
         into.check_open()
-        # After the last byte: a holder fences before it changes one.
+        # Check after the last byte, since a holder fences before it changes a byte.
         claim.check()
 
 
 class PinnedTransport(IntoDevice):
-    """See `Transport`. Maps and pins peers' memory, so that a device's copy engine reads it itself.
+    """See `Transport`. Maps and pins peers' memory, so that a device's copy engine reads it directly.
 
     Args:
-        shm: maps peers' memory; stays its owner's.
-        driver: stands in for the CUDA driver, in tests.
+        shm: transport that maps peers' memory. The caller still owns it.
+        driver: replaces the CUDA driver in tests.
 
     Raises:
-        ConfigError: no CUDA driver.
+        ConfigError: there is no CUDA driver.
     """
 
     name = "pinned_shm"
@@ -387,15 +392,15 @@ class PinnedTransport(IntoDevice):
         self._pinned: PeerMappings[_Pinned] = PeerMappings()
 
     def reach(self, device: str, source: Descriptor) -> None:
-        """See `Reaching`; pins too. Raises as `post_read`."""
+        """See `Reaching`. Also pins the memory. Raises like `post_read`."""
         self._check_theirs(source)
         self._reached(device, source)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PinnedRead:
-        """See `Transport.post_read`; the descriptor is of `shm`. The first read of a peer's memory pins it.
+        """See `Transport.post_read`. The descriptor is that of `shm`. The first read from a peer's memory pins it.
 
         Raises:
-            DestinationError: it cannot be pinned.
+            DestinationError: the memory cannot be pinned.
         """
         mine = self._check(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
@@ -403,10 +408,11 @@ class PinnedTransport(IntoDevice):
         return PinnedRead(self, mine, claim, pinned, base, segments.joined())
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PinnedRead:
-        """See `Striding`. Raises as `post_read`."""
+        """See `Striding`. Raises like `post_read`."""
         mine = self._check(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        # A kernel gathers short runs at the host's own addresses; where it cannot, copy engines take run after run.
+        # A kernel gathers short runs at host addresses. If the device cannot do that, copy engines copy them one by
+        # one.
         if not self._driver.sees_host(ordinal(mine.memory.device)):
             return self.post_read(into, source, rectangles.segments())
         claim, pinned, base = self._reached(mine.memory.device, source)
@@ -421,7 +427,7 @@ class PinnedTransport(IntoDevice):
         """Return the claim, the memory pinned for a device, and the address of the registration in this process."""
         claim, mapped, base = self._shm.view(source)
         device = ordinal(name)
-        # Pinned under the lock: two threads that pinned the same pages would each be refused or pay twice.
+        # Pin under the lock. Two threads that pin the same pages would be refused or pay twice.
         with self._lock:
             pinned = self._pinned.get(claim, device)
             if pinned is None:
@@ -431,12 +437,13 @@ class PinnedTransport(IntoDevice):
         return claim, pinned, base
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """See `Transport.wait`. DestinationError: the device failed, or copied nothing for `stall_s`."""
+        """See `Transport.wait`. Raises DestinationError if the device failed or copied nothing for `stall_s`."""
         assert isinstance(pending, PinnedRead)
         try:
             pending.run(stall_s)
         except (StaleDescriptor, PeerLost):
-            # Both: our pin holds the mapping of `shm`, and the holder's memory is freed only when both let go.
+            # Sweep both. The pin holds the mapping of `shm`, and the holder's memory is freed only when both release
+            # it.
             self.sweep()
             self._shm.sweep()
             raise

@@ -1,7 +1,6 @@
 """The reference transport: memmove between registered memory of one process.
 
-In / Out: see `protocol`. The copy runs in the thread that waits, so nothing happens before `wait` and nothing after.
-Not here: other processes, devices.
+The copy runs in the thread that waits, so nothing happens before `wait` and nothing after it.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
-"""Bytes between two looks at the fence: about a millisecond. Source: benchmarks/results/cpu2_202611/transport.md."""
+"""Bytes between two checks of the fence, which take about a millisecond. Source:
+benchmarks/results/cpu2_202611/transport.md."""
 
 _generations = itertools.count(1)
 _regions: dict[int, LoopbackHandle] = {}
-"""Every registration of this process, by its generation: one number space, so a descriptor finds its holder."""
+"""All registrations of this process, by generation. Generations are unique, so that a descriptor finds its holder."""
 _changing = threading.Lock()
 
 
 def _after_fork() -> None:
-    # A child has copies of the memory, which are not what a descriptor promised.
+    # A child has copies of the memory, which a descriptor does not promise.
     _regions.clear()
     _changing.release()
 
 
-# Held over the fork: a lock that another thread holds at that moment would never be released in the child.
+# Hold the lock during the fork. Otherwise the child could inherit it locked by another thread, which never releases it.
 os.register_at_fork(before=_changing.acquire, after_in_parent=_changing.release, after_in_child=_after_fork)
 
 
@@ -65,7 +65,7 @@ class LoopbackHandle:
             _regions.pop(self.descriptor.generation, None)
 
     def check_open(self) -> None:
-        """Raise Cancelled if it is closed."""
+        """Raise Cancelled if the handle is closed."""
         if not self.is_open:
             raise Cancelled("the registration is closed")
 
@@ -86,7 +86,7 @@ class LoopbackRead(DeferredRead["LoopbackHandle", "LoopbackHandle", Segments]):
                 ctypes.memmove(into.memory.address + dst + at, source.memory.address + src + at, piece)
                 self.moved_bytes += piece
         into.check_open()
-        # After the last byte: a holder fences before it changes a byte, so a generation that still holds saw no change.
+        # Check after the last byte. A holder fences before it changes a byte, so a current generation saw no change.
         _find(self._source)
 
 
@@ -100,9 +100,9 @@ class LoopbackTransport:
         self._is_open = True
 
     def register(self, memory: Memory) -> LoopbackHandle:
-        """See `Transport.register`. Cancelled if the transport is closed."""
+        """See `Transport.register`. Raises Cancelled if the transport is closed."""
         if memory.device != "cpu":
-            raise ConfigError(f"loopback reaches host memory only, not {memory.device}")
+            raise ConfigError(f"loopback only reaches host memory, not {memory.device}")
         with _changing:
             if not self._is_open:
                 raise Cancelled("the transport is closed")
@@ -111,7 +111,7 @@ class LoopbackTransport:
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> LoopbackRead:
         """See `Transport.post_read`."""
         if source.transport != self.name or not isinstance(into, LoopbackHandle) or into.transport is not self:
-            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
         return LoopbackRead(into, source, segments)
@@ -131,10 +131,10 @@ class LoopbackTransport:
 
 
 def _find(source: Descriptor) -> LoopbackHandle:
-    """Return the registration of a descriptor. StaleDescriptor unless the descriptor is current and unaltered."""
+    """Return the registration of a descriptor. Raises StaleDescriptor unless it is current and unaltered."""
     handle = _regions.get(source.generation)
     if handle is None or handle.descriptor != source:
-        raise StaleDescriptor(f"generation {source.generation} is gone", uri=source.uri)
+        raise StaleDescriptor(f"generation {source.generation} of the memory is no longer current", uri=source.uri)
     return handle
 
 

@@ -1,11 +1,7 @@
-"""A peer's memory as memory of this process, with no copy: what engines use of a keeper's.
+"""A peer's memory as memory of this process without a copy, as engines use the memory of a weight cache.
 
-In: descriptors of a peer on this host. Out: addresses, mapped while their owner lives, and a check that the bytes are
-still those that were kept.
-Not here: reading into memory of our own (`shm`, `cuda_ipc`), whose the memory is and for how long (`cache.attached`).
-
-Host memory is mapped privately: a write here is seen in this process only. Device memory is the peer's own memory: a
-write here changes it for every process.
+Host memory is mapped privately, so a write here is only seen in this process. Device memory is the peer's own memory,
+so a write here changes it for every process. `cache.attached` decides whose memory is mapped and for how long.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from penstock.transport.protocol import Descriptor, decode_payload
 from penstock.transport.shm import ShmPayload, open_payload
 
 _NORESERVE = 0x4000
-"""MAP_NORESERVE: set no memory aside for copies of pages, since none is meant to be written. Without it the kernel may
+"""MAP_NORESERVE reserves no memory for copies of pages, since no page is meant to be written. Without it the kernel may
 refuse to map a model as large as the host's memory a second time. Source: Linux, mman-common.h."""
 
 _SHM_DECODER = msgspec.msgpack.Decoder(ShmPayload)
@@ -32,14 +28,14 @@ _CUDA_DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
 class HostBytes(mmap.mmap):
-    """A private mapping of a peer's memfd; a writable buffer. Unmapped with the last view of it."""
+    """A private mapping of a peer's memfd, as a writable buffer. It is unmapped with its last view."""
 
     hold: object = None
-    """An object that is to live as long, such as the lease on the memory."""
+    """An object that must exist as long as the mapping, such as the lease on the memory."""
 
 
 class DeviceBytes:
-    """A peer's device memory, by the CUDA array interface, which torch takes without a copy and keeps alive."""
+    """A peer's device memory with the CUDA array interface, which torch takes without a copy and keeps alive."""
 
     def __init__(self, mapped: Mapped, address: int, nbytes: int) -> None:
         self._mapped = mapped
@@ -48,13 +44,13 @@ class DeviceBytes:
 
 
 class MappedRegion:
-    """A registration of a peer, mapped here. Made by `map_region`.
+    """A registration of a peer that is mapped here by `map_region`.
 
     Attributes:
-        address, nbytes: its place in this process.
-        device: `"cpu"`, or the device as this process numbers it.
-        owner: keeps it mapped: a buffer of the whole mapping, or the CUDA array interface of just these bytes.
-        offset: the start of the bytes in `owner`.
+        address, nbytes: its memory in this process.
+        device: `"cpu"`, or the device with this process's number.
+        owner: keeps it mapped. It is a buffer of the whole mapping, or the CUDA array interface of these bytes.
+        offset: offset of the bytes in `owner`.
     """
 
     def __init__(
@@ -68,34 +64,38 @@ class MappedRegion:
         self.offset = offset
 
     def check(self) -> None:
-        """Check that these are still the bytes that were kept.
+        """Check that these are still the bytes that were mapped.
 
         Raises:
-            PeerLost: the process that kept them is gone. StaleDescriptor: it changed them, or gave them up.
+            PeerLost: the process that held them is gone.
+            StaleDescriptor: the process changed or released them.
         """
         self._claim.check()
 
 
 def map_region(source: Descriptor, *, device: int | None = None, driver: CudaDriver | None = None) -> MappedRegion:
-    """Map a registration of a peer of this host.
+    """Map a registration of a peer on this host.
 
     Args:
-        source: of `shm` or `cuda_ipc`.
-        device: the number of the peer's device in this process, for `cuda_ipc`.
-        driver: stands in for the CUDA driver, in tests.
+        source: descriptor of `shm` or `cuda_ipc`.
+        device: number of the peer's device in this process, for `cuda_ipc`.
+        driver: replaces the CUDA driver in tests.
 
     Raises:
-        ConfigError: another host or runtime directory, or another transport; or device memory of another PID namespace
-            that has no file descriptors.
-        PeerLost, StaleDescriptor: the peer is gone, or fenced the memory.
-        FormatError: the descriptor is malformed, or reaches past the memory that it names.
-        DestinationError, PermissionDenied: this system refuses to map it.
+        ConfigError: it has a different host, runtime directory or transport, or is device memory of a different PID
+            namespace without file descriptors.
+        PeerLost: the peer is gone.
+        StaleDescriptor: the peer fenced the memory.
+        FormatError: the descriptor is malformed, or exceeds the memory that it names.
+        DestinationError, PermissionDenied: this system refused to map it.
     """
     if source.transport == "shm":
         return _map_host(source)
     if source.transport == "cuda_ipc" and device is not None:
         return _map_device(source, device, driver)
-    raise ConfigError(f"memory behind {source.transport} cannot be mapped", hint="shm and cuda_ipc can, on one host")
+    raise ConfigError(
+        f"memory of the transport {source.transport} cannot be mapped", hint="use shm or cuda_ipc on one host"
+    )
 
 
 def _claim(source: Descriptor, address: GenerationAddress) -> MemoryClaim:
@@ -113,7 +113,7 @@ def _map_host(source: Descriptor) -> MappedRegion:
 
     owner = open_payload(claim, payload, mapping)
     if payload.offset + source.nbytes > len(owner):
-        message = f"{source.nbytes} bytes from {payload.offset} lie outside the peer's memory of {len(owner)} bytes"
+        message = f"{source.nbytes} bytes from {payload.offset} are outside the peer's memory of {len(owner)} bytes"
         raise FormatError(message, uri=source.uri)
     address = int(np.frombuffer(owner, np.uint8).ctypes.data) + payload.offset
     return MappedRegion(claim, "cpu", address, source.nbytes, owner, payload.offset)
@@ -123,7 +123,7 @@ def _map_device(source: Descriptor, device: int, driver: CudaDriver | None) -> M
     payload = decode_payload(source, _CUDA_DECODER)
     driver = load_driver() if driver is None else driver
     claim = _claim(source, payload.page)
-    # The driver refuses to open memory of the process itself; it is at its own address already.
+    # The driver refuses to open memory of this process, which is already mapped at its own address.
     ours = handle_here(source)
     if ours is not None:
         mapped = Mapped(payload.address - payload.offset, payload.offset + source.nbytes, keep=ours)

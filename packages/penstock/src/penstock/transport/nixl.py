@@ -1,13 +1,13 @@
-"""Reading a peer's memory with NIXL: RDMA, NVLink, shared memory or TCP, whichever its back end (UCX) finds best.
+"""Transport that reads a peer's memory with NIXL, over RDMA, NVLink, shared memory or TCP, as its back end (UCX)
+chooses.
 
-In / Out: see `protocol`. Not here: NIXL's agent, and how a read is carried out (`nixl_reader`).
+Each registration has a word in registered memory of the holder, with its generation and the checksum of its descriptor.
+A holder changes the word before it changes a byte. If a read sees the same word before its first and after its last
+byte, it saw one generation. NIXL's own descriptors are pickles, so ours are sent instead.
 
-Each registration has a **word** in memory of the holder that is registered too: its generation and the checksum of its
-descriptor. A holder changes the word before it changes a byte; a read whose word was the same after its last byte as
-before its first saw one generation. NIXL's own descriptors are pickles, so ours cross instead.
-
-Order: memory released here stays registered and alive for `LINGER_S`, for readers that checked the word just before.
-A process with a descriptor reaches, by NIXL's TCP, all memory of the holder's process: for networks that are trusted.
+Memory that is released here stays registered and alive for `LINGER_S`, for readers that checked the word just before.
+Over NIXL's TCP, a process with a descriptor can reach all memory of the holder's process, so use it in trusted networks
+only. `nixl_reader` has the reader's end.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from penstock.transport.protocol import DeferredRead, Descriptor, Handle, Memory
 from penstock.waits import start_thread
 
 LINGER_S = 3.0
-"""Seconds that released memory stays registered. A reader posts within milliseconds of looking at the word, and has at
-most a window of 128 MiB in flight."""
+"""Seconds for which released memory stays registered. A reader posts within milliseconds of reading the word, and has
+at most a window of 128 MiB in flight."""
 
 BUSY_POLL_S = 1e-4
-"""Seconds between turns of the serving thread while peers read: TCP is served in these turns only, RDMA without."""
+"""Seconds between turns of the serving thread while peers read. TCP is served only in these turns, RDMA
+without them."""
 
 IDLE_POLL_S = 1e-2
 """Seconds between turns of the serving thread while no peer reads."""
 
 BUSY_S = 2.0
-"""Seconds for which a peer counts as reading after it said so; it says so each half second (`nixl_reader`)."""
+"""Seconds for which a peer counts as reading after a notification. It sends one each half second (`nixl_reader`)."""
 
 NUM_SLOTS = 4096
-"""Registrations at once."""
+"""Maximum number of open registrations."""
 
 _DECODER = msgspec.msgpack.Decoder(Payload)
 _transports: weakref.WeakSet[NixlTransport] = release_after_fork(lambda transport: transport.forget())
 
 
 def _at_exit() -> None:
-    # The serving thread is a daemon: without this it would be in a call of NIXL while the interpreter is torn down.
+    # Close before the interpreter is torn down, since the serving daemon thread could be in a call of NIXL.
     for transport in list(_transports):
         transport.close()
 
@@ -92,8 +93,8 @@ class NixlHandle:
             device=self.memory.device,
             payload=self._payload,
         )
-        # Zero first and the generation last: a reader between these stores sees no valid generation, never a new one
-        # with the checksum of an old one.
+        # Write zero first and the generation last. A reader in between then sees no valid generation, and never a new
+        # generation with an old checksum.
         at.words[self.slot, 0] = 0
         at.words[self.slot, 1] = checksum_of(descriptor)
         at.words[self.slot, 0] = descriptor.generation
@@ -116,13 +117,13 @@ class NixlHandle:
             self.is_open = False
 
     def check_open(self) -> None:
-        """Raise Cancelled if it is closed, or belongs to the process that this one was forked from."""
+        """Raise Cancelled if the handle is closed or belongs to a parent process from before a fork."""
         if not self.is_open or not self.transport.is_mine:
             raise Cancelled("the registration is closed")
 
 
 class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
-    """See `PendingRead`. Carried out by the first thread that waits."""
+    """See `PendingRead`. The first waiting thread carries it out."""
 
     def __init__(self, into: NixlHandle, source: Descriptor, payload: Payload, segments: Segments) -> None:
         super().__init__(int(segments.nbytes.sum()), into, source, payload, segments)
@@ -149,7 +150,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
             check_wanted=into.check_open,
             stall_s=stall_s,
         )
-        # Once, and again whenever another read gave up its peer and, with it, the agent that both read by.
+        # Repeat the read if another read gave up its peer and closed the agent that both used.
         while True:
             reader = into.transport.begin_read(into)
             try:
@@ -165,7 +166,7 @@ class NixlRead(DeferredRead[NixlHandle, Descriptor, Payload, Segments]):
 
 
 class NixlTransport:
-    """See `Transport`. Host memory, and device memory where the back end reaches it."""
+    """See `Transport`. It reaches host memory, and device memory if the back end does."""
 
     name = "nixl"
 
@@ -190,11 +191,11 @@ class NixlTransport:
 
     @classmethod
     def open(cls, *, backends: tuple[str, ...] = ("UCX",), tls: str | None = None) -> NixlTransport:
-        """Make an agent of NIXL, and serve reading peers in a new thread.
+        """Create an agent of NIXL, and serve reading peers in a new thread.
 
         Args:
-            backends: Names of NIXL's back ends.
-            tls: UCX's transports, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or what UCX chooses.
+            backends: names of NIXL's back ends.
+            tls: transports of UCX, as in its `UCX_TLS`. None means `PENSTOCK_NIXL_TLS`, or the choice of UCX.
 
         Raises:
             MissingExtra: NIXL is not installed.
@@ -211,13 +212,13 @@ class NixlTransport:
         return next(self._generations)
 
     def register(self, memory: Memory) -> NixlHandle:
-        """See `Transport.register`. Cancelled if the transport is closed."""
+        """See `Transport.register`. Raises Cancelled if the transport is closed."""
         place_of(memory.device)
         with self.changing:
             self._check_open()
             if not self._free_slots:
-                hint = "put the tensors into one arena and register that"
-                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is the most at one time", hint=hint)
+                hint = "put the tensors into one arena and register the arena"
+                raise ConfigError(f"{NUM_SLOTS} registrations are open, which is the maximum", hint=hint)
             slot = self._free_slots.pop()
             try:
                 handle = NixlHandle(self, memory, slot)
@@ -228,13 +229,13 @@ class NixlTransport:
         return handle
 
     def retire(self, handle: NixlHandle) -> None:
-        """Keep a released handle's registration for `LINGER_S`; the caller holds `changing`."""
+        """Keep the registration of a released handle for `LINGER_S`. The caller holds `changing`."""
         self._handles.discard(handle)
         self._free_slots.append(handle.slot)
         self._retired.append((time.monotonic() + LINGER_S, handle))
 
     def begin_read(self, into: NixlHandle) -> Reader:
-        """Return the reading agent, a new one if the last was discarded. `into` stays registered until `end_read`."""
+        """Return the reading agent, or a new one if it was discarded. `into` stays registered until `end_read`."""
         with self.changing:
             into.check_open()
             if self._reader is None or self._reader.is_discarded:
@@ -243,14 +244,14 @@ class NixlTransport:
             return self._reader
 
     def end_read(self, into: NixlHandle) -> None:
-        """Let `into` be unregistered again; see `begin_read`."""
+        """Allow `into` to be unregistered again; see `begin_read`."""
         with self.changing:
             into.num_reads -= 1
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> NixlRead:
-        """See `Transport.post_read`. FormatError if the descriptor is malformed."""
+        """See `Transport.post_read`. Raises FormatError if the descriptor is malformed."""
         if source.transport != self.name or not isinstance(into, NixlHandle) or into.transport is not self:
-            raise ConfigError(f"{source.transport} descriptor or foreign handle given to {self.name}")
+            raise ConfigError(f"{self.name} got a {source.transport} descriptor or a foreign handle")
         self._check_open()
         into.check_open()
         segments.check(src_nbytes=source.nbytes, dst_nbytes=into.memory.nbytes)
@@ -262,7 +263,7 @@ class NixlTransport:
         pending.run(stall_s)
 
     def close(self) -> None:
-        """See `Transport.close`. Frees the memory at once."""
+        """See `Transport.close`. Frees the memory immediately."""
         if not self.is_mine:
             return
         with self.changing:
@@ -277,9 +278,9 @@ class NixlTransport:
         self.agent.close()
 
     def forget(self) -> None:
-        """Close in a forked child, without a call of NIXL: its agents are the parent's."""
+        """Close in a forked child without calling NIXL, since its agents belong to the parent."""
         self.is_mine = False
-        # New ones: another thread of the parent may have held their locks at the fork.
+        # Use new objects, since another thread of the parent may have held their locks during the fork.
         self.changing = threading.RLock()
         self._closing = threading.Event()
         self._closing.set()
@@ -292,7 +293,7 @@ class NixlTransport:
             raise Cancelled("the transport is closed")
 
     def _serve(self) -> None:
-        """Serve reading peers, and let go of released memory, until the transport is closed."""
+        """Serve reading peers and unregister released memory until the transport is closed."""
         busy_until = sweep_at = 0.0
         try:
             while not self._closing.is_set():
@@ -304,11 +305,11 @@ class NixlTransport:
                     self._sweep(now)
                 time.sleep(BUSY_POLL_S if now < busy_until else IDLE_POLL_S)
         except Discarded:
-            # The agent was closed meanwhile.
+            # The agent was closed.
             return
 
     def _sweep(self, now: float) -> None:
-        """Let go of what was released a while ago."""
+        """Unregister memory that was released `LINGER_S` ago."""
         with self.changing:
             over = [handle for when, handle in self._retired if when < now and not handle.num_reads]
             self._retired = [(when, handle) for when, handle in self._retired if handle not in over]

@@ -1,18 +1,15 @@
-"""NIXL's agent of this process, and the reading end of the `nixl` transport, which has an agent of its own.
-
-In: addresses and descriptors' payloads. Out: registrations; bytes in place, or the reason why not.
-Not here: handles and words as their owner keeps them (`nixl`).
+"""NIXL's agent, and the reader's end of the `nixl` transport, which has a separate agent.
 
     the holder's word -> pieces, a window of them in flight -> the word again
 
-A transfer in flight cannot be called back: over TCP the bytes of a peer that was stopped, given up and then continued
-are written even if the memory was released or the peer disconnected. So a read that gives up with transfers in flight
-ends the whole agent, which does stop them; the other reads by it continue by the next agent from where they were.
+A transfer in flight cannot be cancelled. Over TCP, a peer that was stopped, given up and then continued still writes
+its bytes, even if the memory was released or the peer disconnected. So a read that gives up with transfers in flight
+closes the whole agent, which does stop them. Other reads continue with the next agent from where they were.
 
-An agent is used by many threads and is not safe for them (sync mode NONE), so one lock is held over each call, none of
-which waits. NIXL's progress thread stays off: it takes a core for as long as the agent lives, and with one at both ends
-TCP reached half of its rate. Transfers move when they are polled, and peers are served by `nixl`'s thread.
-Source: benchmarks/results/cpu2_202611/hosts.md.
+Many threads use an agent, and it is not thread-safe (sync mode NONE), so a lock is held during each call. No call
+waits. NIXL's progress thread stays off. It takes a core as long as the agent is alive, and with one at each end TCP
+reached half of its rate. Transfers progress when they are polled, and the thread of `nixl` serves peers. Source:
+benchmarks/results/cpu2_202611/hosts.md.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from penstock.types import I64, MIB
 
 
 class Discarded(Cancelled):
-    """This agent was ended; another can be opened."""
+    """This agent was closed, and a new one can be opened."""
 
 
 class PostedTransfer:
@@ -61,7 +58,7 @@ class PostedTransfer:
 
 
 class Agent:
-    """A NIXL agent. Made by `open`; after `close`, and in a forked child, every call raises Discarded."""
+    """A NIXL agent, created by `open`. After `close` and in a forked child every call raises Discarded."""
 
     def __init__(self, name: str, agent: Any, bind: Any) -> None:
         self.name = name
@@ -85,7 +82,7 @@ class Agent:
             MissingExtra: NIXL is not installed.
             ConfigError: a back end does not start.
         """
-        # UCX reads its variables when it is loaded and when a back end starts; the user's environment stays as it is.
+        # UCX reads its variables when it is loaded and when a back end starts. The user's environment is not changed.
         with ucx_variables(tls):
             try:
                 from nixl import _api as api
@@ -104,7 +101,7 @@ class Agent:
 
     @property
     def is_open(self) -> bool:
-        """Return whether `close` was not called yet."""
+        """Return whether the agent is open."""
         return self._agent is not None
 
     def _check_open(self) -> Any:
@@ -113,7 +110,7 @@ class Agent:
         return self._agent
 
     def register(self, memory: Memory) -> Any:
-        """Return NIXL's registration of this memory. ConfigError if none of the back ends reaches it."""
+        """Return NIXL's registration of this memory. Raises ConfigError if no back end reaches it."""
         kind, device = place_of(memory.device)
         with self._lock:
             agent = self._check_open()
@@ -123,14 +120,14 @@ class Agent:
                 raise ConfigError(f"NIXL cannot register {memory.nbytes} bytes on {memory.device}: {error}") from error
 
     def deregister(self, registration: Any) -> None:
-        """End a registration. Nothing is read from it or into it any more."""
-        # Failures are ignored: NIXL then frees the registration with the agent.
+        """End a registration that no read uses."""
+        # Ignore failures. NIXL then frees the registration with the agent.
         with self._lock, contextlib.suppress(*self._failed):
             if self._agent is not None:
                 self._agent.deregister_memory(registration)
 
     def metadata(self, registration: Any) -> bytes:
-        """Return the metadata by which a peer reaches this registration."""
+        """Return the metadata with which a peer reaches this registration."""
         with self._lock:
             return bytes(self._check_open().get_partial_agent_metadata(registration, True))
 
@@ -138,17 +135,17 @@ class Agent:
         """Add a peer by its metadata, and return the name of its agent.
 
         Raises:
-            StaleDescriptor: it is not the metadata of an agent.
-            PeerLost: the peer cannot be connected to.
+            StaleDescriptor: the bytes are not the metadata of an agent.
+            PeerLost: cannot connect to the peer.
         """
         with self._lock:
             agent = self._check_open()
             try:
                 return str(agent.add_remote_agent(metadata).decode())
             except self._unreachable as error:
-                raise PeerLost(f"no connection to the peer: {error}") from error
+                raise PeerLost(f"cannot connect to the peer: {error}") from error
             except self._failed as error:
-                raise StaleDescriptor(f"not the metadata of an agent: {error}") from error
+                raise StaleDescriptor(f"the descriptor has no valid NIXL metadata: {error}") from error
 
     def remove_peer(self, peer: str) -> None:
         """Forget a peer and disconnect from it."""
@@ -157,15 +154,16 @@ class Agent:
                 try:
                     self._agent.remove_remote_agent(peer)
                 except self._failed:
-                    # The agent does not know the peer any more.
+                    # The agent no longer knows the peer.
                     return
 
     def read(self, peer: str, kinds: tuple[str, str], mine: I64, theirs: I64) -> PostedTransfer:
-        """Post a transfer: rows of (address, bytes, device) of the peer's memory into ours; kinds are (ours, its).
+        """Post a transfer of rows (address, bytes, device) from the peer's memory into ours. `kinds` are ours and the
+        peer's.
 
         Raises:
-            StaleDescriptor: the peer's rows are in no registration of the metadata that it sent.
-            PeerLost: no connection to it.
+            StaleDescriptor: the rows are in no registration of the peer's metadata.
+            PeerLost: cannot connect to the peer.
         """
         with self._lock:
             agent = self._check_open()
@@ -173,17 +171,17 @@ class Agent:
                 here = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
                 there = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
                 transfer = PostedTransfer(agent.initialize_xfer("READ", here, there, peer))
-                # Known before it runs: `close` must end it even if this call does not return.
+                # Add the transfer before it runs. `close` must end it even if this call does not return.
                 self._transfers.add(transfer)
                 agent.transfer(transfer.xfer)
                 return transfer
             except self._not_found as error:
-                raise StaleDescriptor(f"not in a registration of the peer: {error}") from error
+                raise StaleDescriptor(f"the memory is in no registration of the peer: {error}") from error
             except self._failed as error:
-                raise PeerLost(f"no connection to the peer: {error}") from error
+                raise PeerLost(f"cannot connect to the peer: {error}") from error
 
     def is_done(self, transfer: PostedTransfer) -> bool:
-        """Return whether a transfer is complete; makes progress. PeerLost if it never will be."""
+        """Make progress, and return whether a transfer is complete. Raises PeerLost if it never will be."""
         with self._lock:
             agent = self._check_open()
             try:
@@ -201,16 +199,16 @@ class Agent:
             self._release(transfer)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """Send a peer a notification, on which nothing depends."""
+        """Send a peer a notification. Nothing depends on its arrival."""
         with self._lock:
             try:
                 self._check_open().send_notif(peer, message)
             except self._failed:
-                # The wait for the peer's bytes finds out.
+                # The wait for the peer's bytes finds the failure.
                 return
 
     def progress(self) -> bool:
-        """Serve peers' reads, and return whether any peer sent a notification."""
+        """Serve reads of peers, and return whether any peer sent a notification."""
         with self._lock:
             try:
                 return bool(self._check_open().get_new_notifs())
@@ -227,20 +225,20 @@ class Agent:
             return
 
     def close(self) -> None:
-        """End the agent and its transfers in flight: nothing is written any more. Idempotent."""
+        """Close the agent and end its transfers in flight, so that nothing is written any more. Idempotent."""
         with self._lock:
             transfers, self._transfers = self._transfers, set()
             for transfer in transfers:
-                # Each keeps a reference to the agent, which ends with the last of them.
+                # Each transfer keeps a reference to the agent, which ends with the last of them.
                 self._release(transfer)
             self._agent = None
 
     def forget(self) -> None:
-        """In a forked child: never touch the agent again, not even to free it."""
+        """Never use the agent again in a forked child, and do not free it."""
         _left_behind.extend([self._agent, self._transfers])
         self._agent = None
         self._is_left = True
-        # A new lock: another thread of the parent may have held it at the fork.
+        # Use a new lock, since another thread of the parent may have held the old one during the fork.
         self._lock = threading.Lock()
 
 
@@ -249,48 +247,49 @@ def _errors(bind: Any) -> tuple[type[Exception], ...]:
 
 
 _left_behind: list[Any] = []
-"""The parent's agents in a forked child, kept so that they are never freed: their connections are the parent's."""
+"""Agents of the parent in a forked child. They are never freed, since their connections belong to the parent."""
 
 
 def place_of(device: str) -> tuple[str, int]:
-    """Return NIXL's name for a device's memory, and its number. ConfigError for a device that it does not know."""
+    """Return NIXL's name for the memory of a device, and its number. Raises ConfigError for an unknown device."""
     name, _, number = device.partition(":")
     if name == "cpu":
         return "DRAM", 0
     if name == "cuda":
         return "VRAM", int(number) if number.isdigit() else 0
-    raise ConfigError(f"nixl does not reach memory on {device}")
+    raise ConfigError(f"nixl cannot reach memory on {device}")
 
 
 PIECE_BYTES = 64 * MIB
-"""Bytes of one transfer, in which progress is counted. Source: benchmarks/results/cpu2_202611/hosts.md."""
+"""Bytes of one transfer, which is the unit of progress. Source: benchmarks/results/cpu2_202611/hosts.md."""
 
 PIECE_SEGMENTS = 4096
-"""Segments of one transfer at most: short ones are gathered up to it."""
+"""Maximum number of segments in one transfer, into which short ones are grouped."""
 
 WINDOW = 2
-"""Transfers of one read in flight."""
+"""Transfers of one read that are in flight."""
 
 POLL_S = 2e-4
-"""Seconds between two looks at a transfer, after the first few: on few cores a tight loop starves the copy."""
+"""Seconds between two polls of a transfer after the first few. With few cores a tight loop starves the copy."""
 
 NOTIFY_S = 0.5
-"""Seconds between notifications to a peer that it is read from; one that serves by its processor then polls faster."""
+"""Seconds between notifications to a peer that it is being read. A peer that serves with its processor then polls
+faster."""
 
 NUM_SCRATCH = 1024
-"""Reads waited for at once."""
+"""Maximum number of reads with a waiting thread."""
 
 WORD_BYTES = 16
-"""Bytes of a registration's word: generation and checksum, of 8 bytes each."""
+"""Bytes of a registration's word, which has a generation and a checksum of 8 bytes each."""
 
 Piece = tuple[I64, I64]
-"""Rows of (address, bytes, device): ours and the peer's."""
+"""Rows of (address, bytes, device), for our memory and the peer's."""
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Payload(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of a registration and its word, with what NIXL needs to reach either."""
+    """Addresses of a registration and its word, and the metadata that NIXL needs to reach both."""
 
     agent: bytes
     word_agent: bytes
@@ -300,7 +299,7 @@ class Payload(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, eq=False)
 class _Remote:
-    """A peer's agent as this one knows it."""
+    """State of a peer's agent."""
 
     name: str
     metadata: set[bytes] = field(default_factory=set)
@@ -311,7 +310,7 @@ class _Remote:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class NixlPost:
-    """The rest of a read; `owner` stands for the registration read into."""
+    """The rest of a read. `owner` identifies the registration into which it reads."""
 
     owner: object
     memory: Memory
@@ -320,12 +319,12 @@ class NixlPost:
     todo: collections.deque[Piece]
     landed: Callable[[int], None]
     check_wanted: Callable[[], None]
-    """Raises Cancelled if the rest is not wanted any more."""
+    """Raises Cancelled if the rest is no longer wanted."""
     stall_s: float
 
 
 class Reader:
-    """A reading agent. Once it is discarded, every call raises Discarded."""
+    """A reading agent. After `discard` every call raises Discarded."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -339,18 +338,18 @@ class Reader:
 
     @classmethod
     def open(cls, backends: tuple[str, ...], tls: str) -> Reader:
-        """Make an agent that reads. Raises as `Agent.open`."""
+        """Create an agent that reads. Raises like `Agent.open`."""
         return cls(Agent.open(secrets.token_hex(8), backends, tls))
 
     def release(self, owner: object) -> None:
-        """End our registration of this memory, if there is one; no read uses it."""
+        """End our registration of this memory, if there is one. No read may use it."""
         with self._lock:
             registration = self._registrations.pop(owner, None)
         if registration is not None:
             self._agent.deregister(registration)
 
     def discard(self) -> None:
-        """End the agent and all its transfers in flight. Idempotent."""
+        """Close the agent and end all its transfers in flight. Idempotent."""
         self._agent.close()
 
     @property
@@ -359,24 +358,24 @@ class Reader:
         return not self._agent.is_open
 
     def forget(self) -> None:
-        """In a forked child: never touch the agent again."""
+        """Never use the agent again in a forked child."""
         self._agent.forget()
 
     def carry(self, job: NixlPost) -> None:
-        """Carry out a read. Raises as `Transport.wait`, or Discarded: the rest of `job.todo` is still to do."""
+        """Carry out a read. Raises like `Transport.wait`, or Discarded with the rest of the read in `job.todo`."""
         with self._connected(job) as remote, self._scratch_word() as slot:
             transfers: collections.deque[tuple[PostedTransfer, Piece]] = collections.deque()
-            # The same word before and after: one generation for all bytes in between.
+            # The same word before and after the transfers means that all bytes are from one generation.
             try:
                 self._check_word(job, remote, slot)
                 self._move(job, remote, transfers)
                 self._check_word(job, remote, slot)
             except Discarded:
-                # Another read ended the agent: what was in flight may be incomplete, and is read again.
+                # Another read closed the agent, so transfers in flight may be incomplete and are repeated.
                 job.todo.extendleft(piece for _, piece in reversed(transfers))
                 raise
             except SourceStalled:
-                # The transfer in flight may still write when the peer goes on: only the agent's end stops it.
+                # The transfer in flight may still write when the peer continues. Only closing the agent stops it.
                 self.discard()
                 raise
             except PeerLost:
@@ -387,7 +386,7 @@ class Reader:
                 raise
 
     def _move(self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]) -> None:
-        # Posted up to a window and awaited in order: while one piece arrives, the next is under way already.
+        # Post up to a window and wait in order, so that the next piece is in flight while one arrives.
         kinds = (place_of(job.memory.device)[0], place_of(job.source.device)[0])
         while job.todo or transfers:
             while job.todo and len(transfers) < WINDOW:
@@ -406,7 +405,7 @@ class Reader:
     def _drain(
         self, job: NixlPost, remote: _Remote, transfers: collections.deque[tuple[PostedTransfer, Piece]]
     ) -> None:
-        """Wait for reads in flight: they would write to the memory after the caller got the error."""
+        """Wait for reads in flight, which could write to the memory after the caller got the error."""
         try:
             while transfers:
                 self._land(job, remote, transfers)
@@ -414,14 +413,14 @@ class Reader:
             self.discard()
 
     def _wait(self, job: NixlPost, remote: _Remote, transfer: PostedTransfer) -> None:
-        """Wait until a transfer is complete. SourceStalled, PeerLost, Discarded."""
+        """Wait until a transfer is complete. Raises SourceStalled, PeerLost or Discarded."""
         began = time.monotonic()
         for turn in itertools.count():
             now = time.monotonic()
             if self._agent.is_done(transfer):
                 remote.progress_at = now
                 return
-            # Progress of any read of this peer counts: the transfers of several share its link, and take turns.
+            # Count progress of any read from this peer, since transfers of several reads take turns on its link.
             if now - max(began, remote.progress_at) > job.stall_s:
                 raise SourceStalled(f"no byte arrived for {job.stall_s} s")
             if now - remote.notified_at > NOTIFY_S:
@@ -436,10 +435,10 @@ class Reader:
         self._wait(job, remote, transfer)
         self._agent.drop(transfer)
         if self._scratch[slot].tolist() != [job.source.generation, checksum_of(job.source)]:
-            raise StaleDescriptor(f"generation {job.source.generation} is gone")
+            raise StaleDescriptor(f"generation {job.source.generation} of the memory is no longer current")
 
     def _disconnect(self, remote: _Remote, transfers: list[PostedTransfer]) -> None:
-        """Disconnect from a peer that is gone; if a transfer is not known to have ended, end the agent with it."""
+        """Disconnect from a peer that is gone. If a transfer may not have ended, close the agent too."""
         deadline = time.monotonic() + 1.0
         for transfer in transfers:
             with contextlib.suppress(PeerLost):
@@ -456,10 +455,10 @@ class Reader:
 
     @contextlib.contextmanager
     def _scratch_word(self) -> Iterator[int]:
-        """Reserve a place in our own registered memory into which a holder's word is read."""
+        """Reserve a slot in our registered memory into which a holder's word is read."""
         with self._lock:
             if not self._free:
-                raise ConfigError(f"{NUM_SCRATCH} reads are waited for at once, which is the most at one time")
+                raise ConfigError(f"{NUM_SCRATCH} reads are in progress, which is the maximum")
             slot = self._free.pop()
         try:
             yield slot
@@ -468,18 +467,19 @@ class Reader:
 
     @contextlib.contextmanager
     def _connected(self, job: NixlPost) -> Iterator[_Remote]:
-        """Yield the peer, connected and counted as read from. StaleDescriptor if the metadata is another's."""
+        """Yield the connected peer, and count the read. Raises StaleDescriptor if the metadata belongs to a different
+        endpoint."""
         name = job.source.endpoint
         with self._lock:
-            # Our memory is registered with this agent at its first read, since agents come and go.
+            # Register our memory with this agent at its first read, since agents are replaced.
             if job.owner not in self._registrations:
                 self._registrations[job.owner] = self._agent.register(job.memory)
             remote = self._remotes.get(name) or _Remote(name)
-            # Two: the word and the memory are two registrations, and NIXL's metadata is of one.
+            # The word and the memory are two registrations, each with its metadata.
             for metadata in (job.payload.word_agent, job.payload.agent):
                 if metadata not in remote.metadata:
                     if self._agent.add_peer(metadata) != name:
-                        raise StaleDescriptor("the descriptor is not of the endpoint it names")
+                        raise StaleDescriptor("the descriptor does not belong to the endpoint that it names")
                     remote.metadata.add(metadata)
             self._remotes[name] = remote
             remote.num_reads += 1
@@ -492,14 +492,14 @@ class Reader:
         finally:
             with self._lock:
                 remote.num_reads -= 1
-                # Its metadata of memory that is gone must not be taken for memory registered later at that address.
+                # Remove stale metadata, so that it is not used for memory that is registered later at the same address.
                 if is_stale and not remote.num_reads and self._remotes.get(name) is remote:
                     del self._remotes[name]
                     self._agent.remove_peer(name)
 
 
 def pieces(memory: Memory, theirs: int, device: str, rows: Segments) -> Iterator[Piece]:
-    """Yield the transfers of a read: long segments split, short ones gathered."""
+    """Yield the transfers of a read. Long segments are split and short ones grouped."""
     cut = rows.cut(PIECE_BYTES)
     ours, devices = place_of(memory.device)[1], np.ones_like(cut.nbytes)
     here = np.stack([memory.address + cut.dst, cut.nbytes, ours * devices], axis=1)

@@ -1,16 +1,11 @@
-"""Reads of a peer's memory: the protocol of a transport, and the types and helpers that transports share.
-
-In: memory of this process, and descriptors of a peer's. Out: the peer's bytes in our memory.
-Not here: moving the bytes (each transport; `loopback` is the reference), choosing a transport (`choose`), which bytes
-come from which peer (`plan`, `peer`).
+"""Protocol of a transport, which reads a peer's memory, and the types and helpers that transports share.
 
     holder    register(memory) -> Handle, whose .descriptor is encoded and sent by any channel
     receiver  register(memory) -> Handle;  post_read(handle, descriptor, segments) -> Pending;  wait(pending)
 
-Descriptors cross between processes as typed msgpack, never pickle, and are hostile until they are checked. An ability
-that only some transports, handles or reads have is a protocol of its own (`Filling`, `Striding`, `Stoppable`, ...),
-checked by `isinstance`. `wait_all` waits for reads that were posted together; a `DeferredRead` is carried out by the
-thread that waits for it.
+Descriptors travel between processes as typed msgpack, never as pickles, and are hostile until they are checked. An
+ability that only some transports, handles or reads have is a separate protocol (`Filling`, `Striding`, `Stoppable`,
+...), checked by `isinstance`.
 """
 
 from __future__ import annotations
@@ -28,29 +23,30 @@ from penstock.errors import MALFORMED, ConfigError, DestinationError, FormatErro
 from penstock.segments import Rectangles, Segments
 
 MAX_DESCRIPTOR_BYTES = 64 << 10
-"""Longest encoded descriptor that is decoded. A NIXL agent's metadata is 427 bytes; one arena is one registration."""
+"""Maximum size of an encoded descriptor. A NIXL agent's metadata is 427 bytes, and an arena is one registration."""
 
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Descriptor(msgspec.Struct, frozen=True, kw_only=True):
-    """The data by which a peer reads a registration. It is valid for one generation."""
+    """Data with which a peer reads a registration. It is valid for one generation."""
 
     transport: _Name
     endpoint: _Name
-    """Identifies the holder's transport in one life of its process."""
+    """Identifies the holder's transport. A restarted process has a new value."""
     generation: _Count
-    """Generation of the registration. An endpoint never uses a number twice, so memory that is registered later at the
-    same address is not mistaken for this."""
+    """Generation of the registration. An endpoint never reuses a number, so memory that is registered later at the same
+    address is not confused with this."""
     nbytes: _Count
     device: _Name = "cpu"
     payload: bytes = b""
-    """The transport's own data: an IPC handle, an agent's metadata. Hostile until that transport has checked it."""
+    """Data of the transport, such as an IPC handle or an agent's metadata. It is hostile until that transport has
+    checked it."""
 
     @property
     def uri(self) -> str:
-        """Return the name of the peer's transport in errors."""
+        """Return the name of the peer's transport for errors."""
         return f"{self.transport}:{self.endpoint}"
 
 
@@ -59,24 +55,24 @@ _Payload = TypeVar("_Payload", bound=msgspec.Struct)
 
 
 def encode(descriptor: Descriptor) -> bytes:
-    """Return the descriptor as bytes (msgpack)."""
+    """Return the descriptor as msgpack."""
     return msgspec.msgpack.encode(descriptor)
 
 
 def decode(raw: bytes) -> Descriptor:
-    """Return the descriptor that a peer sent. FormatError for anything else."""
-    # Before decoding: the bytes come from another process, and a decoder allocates what they claim.
+    """Return the descriptor that a peer sent. Raises FormatError for anything else."""
+    # Check the length first, since the bytes come from another process and a decoder allocates what they claim.
     if len(raw) > MAX_DESCRIPTOR_BYTES:
-        raise FormatError(f"a descriptor has {len(raw)} bytes, more than {MAX_DESCRIPTOR_BYTES}")
+        raise FormatError(f"a descriptor has {len(raw)} bytes, but at most {MAX_DESCRIPTOR_BYTES} are allowed")
     try:
-        # Fields that a newer release added are ignored by the decoder: members of two releases read each other.
+        # The decoder ignores fields that a newer release added, so that members of two releases can read each other.
         return _DECODER.decode(raw)
     except MALFORMED as error:
         raise FormatError(f"malformed descriptor: {error}") from error
 
 
 def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload]) -> _Payload:
-    """Return a descriptor's payload, typed. FormatError if it is malformed."""
+    """Return the typed payload of a descriptor. Raises FormatError if it is malformed."""
     try:
         return decoder.decode(source.payload)
     except MALFORMED as error:
@@ -84,21 +80,21 @@ def decode_payload(source: Descriptor, decoder: msgspec.msgpack.Decoder[_Payload
 
 
 class Owner(ABC):
-    """An owner that can free or move its bytes while it is alive."""
+    """An owner of memory that can free or move its bytes while it is alive."""
 
     __slots__ = ()
 
     @abstractmethod
     def has(self, address: int, nbytes: int) -> bool:
-        """Return whether the owner has at least `nbytes` bytes at this address now."""
+        """Return whether the owner still has at least `nbytes` bytes at this address."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Memory:
-    """A run of writable bytes of this process.
+    """A range of writable bytes in this process.
 
     Attributes:
-        owner: the object that keeps the bytes alive. An `Owner` is asked where they are before they are used.
+        owner: object that keeps the bytes alive. If it is an `Owner`, it is asked for their address before each use.
     """
 
     address: int
@@ -108,8 +104,8 @@ class Memory:
 
     @classmethod
     def of_buffer(cls, buffer: bytearray | memoryview) -> Memory:
-        """Return the host memory behind a contiguous buffer. ConfigError if it may not be written to."""
-        # By numpy: ctypes takes no read-only buffer, and the array keeps a bytearray from being resized.
+        """Return the host memory of a contiguous buffer. Raises ConfigError if it is read-only."""
+        # Use numpy, since ctypes refuses read-only buffers. The array keeps a bytearray from being resized.
         array = np.frombuffer(buffer, np.uint8)
         if not array.flags.writeable:
             raise ConfigError("memory to register must be writable")
@@ -121,7 +117,7 @@ class Memory:
 
 
 class Handle(Protocol):
-    """A local registration. The memory stays alive until it is closed and no read uses it."""
+    """A local registration. The memory stays alive until the handle is closed and no read uses it."""
 
     @property
     def memory(self) -> Memory:
@@ -134,44 +130,46 @@ class Handle(Protocol):
         ...
 
     def fence(self) -> Descriptor:
-        """Begin a generation: descriptors sent before are stale, and so are the reads under way by them.
+        """Begin a generation. Earlier descriptors become stale, and so do reads in flight with them.
+
+        Call it before the memory is changed. A read that ends without an error saw none of the change.
 
         Raises:
-            Cancelled: it is closed.
-
-        Order: before the memory is changed. A read that ends without an error saw none of the change.
+            Cancelled: the handle is closed.
         """
         ...
 
     def close(self) -> None:
-        """End the registration, as `fence`; reads into this memory end with Cancelled. Idempotent, at once."""
+        """End the registration immediately, like `fence`. Reads into this memory end with Cancelled. Idempotent."""
         ...
 
 
 @runtime_checkable
 class RevocableHandle(Protocol):
-    """A handle whose descriptors can be taken back one by one, without a new generation for all readers."""
+    """A handle whose descriptors can be revoked one by one, without a new generation for all readers."""
 
     def lend(self, borrower: str) -> Descriptor:
-        """Return a descriptor of the current generation for this borrower alone; the same one on a second call."""
+        """Return a descriptor of the current generation for this borrower alone. A second call returns the same
+        descriptor."""
         ...
 
     def take_back(self, borrower: str) -> None:
-        """Refuse the borrower's descriptor: new reads are stale, and so are those under way. Idempotent, at once."""
+        """Revoke the borrower's descriptor immediately. New reads and reads in flight with it become
+        stale. Idempotent."""
         ...
 
 
 class PendingRead(Protocol):
-    """A posted read; `moved_bytes` of `nbytes` have arrived."""
+    """A posted read, of which `moved_bytes` of `nbytes` have arrived."""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that it is to move."""
+        """Return the number of bytes to move."""
         ...
 
     @property
     def moved_bytes(self) -> int:
-        """Return the bytes moved so far; the number only grows."""
+        """Return the number of bytes moved so far, which only grows."""
         ...
 
 
@@ -180,49 +178,52 @@ class Stoppable(Protocol):
     """A posted read that can be ended before it is done."""
 
     def fail(self, error: PenstockError) -> None:
-        """End it with this error, unless it is done: its `wait` raises it, and after that no byte is written."""
+        """End the read with this error unless it is done. Its `wait` raises the error, and no byte is written after
+        that."""
         ...
 
 
 @runtime_checkable
 class Filling(Protocol):
-    """A transport that can read into memory which it cannot show to peers."""
+    """A transport that can read into memory which it cannot offer to peers."""
 
     def register_into(self, memory: Memory) -> Handle:
-        """Return a handle to read into, without a descriptor. ConfigError for a device it cannot reach."""
+        """Return a handle for reading into memory, without a descriptor. Raises ConfigError for a device it cannot
+        reach."""
         ...
 
 
 class Transport(Protocol):
-    """A way to read peers' memory. Used by any number of threads; a forked child makes its own."""
+    """A way to read peers' memory. It is thread-safe. A forked child must create a new one."""
 
     @property
     def name(self) -> str:
-        """Return a short stable word, for descriptors and reports."""
+        """Return a short name that does not change, for descriptors and reports."""
         ...
 
     def register(self, memory: Memory) -> Handle:
-        """Make memory reachable, to be read by peers and read into. ConfigError for a device it cannot reach."""
+        """Register memory for reads by peers and for reads into it. Raises ConfigError for a device it cannot reach."""
         ...
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PendingRead:
-        """Request segments of a peer's memory and return at once; nothing runs on the peer.
+        """Request segments of a peer's memory and return. Nothing runs on the peer.
 
-        Raises, with nothing touched:
-            PlanError: a segment lies outside its memory.
-            ConfigError: the descriptor or the handle is of another transport.
-            FormatError: the descriptor's payload is malformed.
-            StaleDescriptor, PeerLost: as of `wait`, where it is known already.
+        Raises, without touching memory:
+            PlanError: a segment is outside its memory.
+            ConfigError: the descriptor or the handle belongs to a different transport.
+            FormatError: the payload of the descriptor is malformed.
+            StaleDescriptor, PeerLost: see `wait`, if it is already known.
             Cancelled: the transport or the handle is closed.
 
-        Any of them ends the use of the peer: no other transport is tried, since the choice was made for all reads of
-        it, and others of them may be under way. A transport that cannot read some peer says so before, by
+        Any of these errors ends the use of the peer. No other transport is tried, since the choice was made for all
+        reads from the peer, and others may be in flight. A transport that cannot read some peer says so earlier, with
         `TransportKind.unless_peer`.
         """
         ...
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """Return once every byte is there. May be called again; an error's `mutated` says if any byte was written.
+        """Return when every byte has arrived. It may be called again. `mutated` of an error says whether any byte was
+        written.
 
         Raises:
             StaleDescriptor: the peer fenced or released the memory before the last byte was read.
@@ -233,7 +234,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every handle, free everything. Idempotent."""
+        """Close every handle and free everything. Idempotent."""
         ...
 
 
@@ -251,60 +252,59 @@ class Sweeping(Protocol):
     """A transport that keeps peers' memory mapped between reads."""
 
     def sweep(self) -> None:
-        """Let go of memory of peers that are gone or gave it up, so that it is freed there.
+        """Release the memory of peers that are gone or have released it, so that it is freed there.
 
-        Order: now and then while a peer's descriptors are kept and nothing is read, since a read does so itself.
+        Call it from time to time while a peer's descriptors are kept and no read takes place. A read does it itself.
         """
         ...
 
 
 @runtime_checkable
 class Reaching(Protocol):
-    """A transport whose first read of a peer's memory maps it, which takes milliseconds."""
+    """A transport whose first read from a peer's memory maps it, which takes milliseconds."""
 
     def reach(self, device: str, source: Descriptor) -> None:
-        """Map a peer's memory for a device now, so that the first read does not wait for it.
-
-        Raises as `Transport.post_read`.
-        """
+        """Map a peer's memory for a device now, so that the first read does not wait. Raises like
+        `Transport.post_read`."""
         ...
 
 
 @runtime_checkable
 class Coding(Protocol):
-    """A transport that may code what crosses a link, where that is faster."""
+    """A transport that may compress data on a link where that is faster."""
 
     def way(self, source: Descriptor) -> tuple[str, str]:
-        """Return the name of the path in use, with `+zstd` if compressed, and the ratio or the reason against it."""
+        """Return the name of the path in use, with `+zstd` if compressed, and the ratio or the reason against
+        compression."""
         ...
 
 
 CANNOT_RECALL = frozenset({"cuda_ipc", "pinned_shm"})
-"""Transports whose copies cannot be called back once a device has them. After a stall they may still write, over bytes
-that were read again and verified by then, so a stall of theirs ends the reader's whole fetch or update."""
+"""Transports whose copies cannot be cancelled when a device has them. After a stall they may still overwrite bytes that
+were read again and verified, so their stall ends the reader's whole fetch or update."""
 
 LATE_S = 1.0
-"""Seconds to wait for each read that is left after one failed, since all of them are read again: a hundred reads of a
-peer that fell silent end after `stall_s` and a second for each, not after a hundred times `stall_s`."""
+"""Seconds to wait for each remaining read after one has failed, since all are read again. Without it a hundred reads
+from a silent peer would take a hundred times `stall_s`."""
 
 
 def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float) -> tuple[PenstockError | None, bool]:
-    """Wait for all reads that are posted, failed or not, so that none of them is under way any more.
+    """Wait for all posted reads, so that none is in flight any more, even after a failure.
 
     Args:
-        posting: posts a read per iteration; an error ends the posting, and the earlier reads are waited for.
-        stall_s: see `Transport.wait`; less once one failed.
+        posting: posts a read in each iteration. An error ends the posting, and the earlier reads are waited for.
+        stall_s: see `Transport.wait`. It is shorter after a failure.
 
     Returns:
-        The first failure, but a DestinationError before others, since bytes may still arrive; and whether a byte of our
-        memory may have been written.
+        The first failure, or a DestinationError if there is one, since bytes may still arrive. Also whether a byte of
+            our memory may have been written.
     """
     posted: list[tuple[Transport, PendingRead]] = []
     failed: PenstockError | None = None
     is_touched = False
     try:
         for read in posting:
-            # One by one, not by list(): those before one that fails are under way and must be waited for.
+            # Do not use list(), since reads before one that fails are in flight and must be waited for.
             posted.append(read)
     except PenstockError as error:
         failed, is_touched = error, error.mutated
@@ -319,7 +319,7 @@ def wait_all(posting: Iterable[tuple[Transport, PendingRead]], *, stall_s: float
             is_touched |= failure.mutated
             if failed is None or (isinstance(failure, DestinationError) and not isinstance(failed, DestinationError)):
                 failed = failure
-        # Also of a read that succeeded: its bytes are there, whatever became of the others.
+        # Also count a successful read, whose bytes have arrived whatever happened to the others.
         is_touched |= pending.moved_bytes > 0
     return failed, is_touched
 
@@ -328,11 +328,11 @@ Ts = TypeVarTuple("Ts")
 
 
 class DeferredRead(ABC, Generic[*Ts]):
-    """A `PendingRead` that is carried out by the first thread that waits for it, once, however many wait.
+    """A `PendingRead` that the first waiting thread carries out, once for all waiting threads.
 
     Args:
-        nbytes: bytes that it is to move.
-        work: arguments of `_carry`; they keep both memories alive until it is done.
+        nbytes: number of bytes to move.
+        work: arguments of `_carry`. They keep both memories alive until it is done.
     """
 
     def __init__(self, nbytes: int, *work: *Ts) -> None:
@@ -343,17 +343,17 @@ class DeferredRead(ABC, Generic[*Ts]):
         self._error: PenstockError | None = None
 
     def run(self, stall_s: float) -> None:
-        """Carry it out, in the first thread that comes; the others wait for it. Each gets the error of the read."""
-        # The lock is kept for the whole copy: other waiters of the same read have nothing else to do.
+        """Carry out the read in the first thread, while others wait for it. Each thread gets the error of the read."""
+        # Hold the lock for the whole copy, since other threads that wait for this read have nothing else to do.
         with self._lock:
             if self._work is not None:
                 try:
                     self._carry(stall_s, *self._work)
                 except PenstockError as error:
                     error.mutated = error.mutated or self.moved_bytes > 0
-                    # The traceback's frames refer to both memories, and would keep them alive with the error.
+                    # The frames of the traceback refer to both memories and would keep them alive.
                     self._error = error.with_traceback(None)
-                # Done or failed, it never runs again: both memories may go.
+                # The read never runs again, so release both memories.
                 self._work = None
             if self._error is not None:
                 raise self._error

@@ -1,10 +1,9 @@
-"""Host memory of processes of one host: the reader maps the holder's arena and copies out of it.
-
-In: memory that lies in a host arena (a sealed memfd). Out: the peer's bytes, copied by the thread that waits.
-Not here: arenas (`memory.arena`), fences and the life of a holder (`host_endpoint`), devices (`cuda_ipc`), use of a
-peer's memory without a copy (`mapped_region`).
+"""Transport for host memory of processes on one host. The reader maps the holder's arena and copies from it.
 
     claim (check the descriptor) --> receive and map the memfd, once --> memmove, claim between pieces --> claim again
+
+The memory must be in a host arena (a sealed memfd). The thread that waits makes the copy. `mapped_region` uses a peer's
+memory without a copy.
 """
 
 from __future__ import annotations
@@ -47,23 +46,23 @@ from penstock.transport.protocol import (
 from penstock.types import MIB
 
 PIECE_BYTES = 8 * MIB
-"""Bytes between two looks at the fence: about a millisecond, as `loopback`.
+"""Bytes between two checks of the fence, which take about a millisecond, as in `loopback`.
 
 Source: benchmarks/results/cpu2_202611/transport.md.
 """
 
 SHORT_BYTES = 64 << 10
-"""Shorter runs at a pitch are copied by one call of numpy for many: a call of memmove takes as long as copying 2 KB."""
+"""One numpy call copies many shorter runs at a pitch, since a call of memmove takes as long as copying 2 KB."""
 
 _MappingT = TypeVar("_MappingT")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 62))]
 
 
 class ShmPayload(msgspec.Struct, frozen=True, kw_only=True):
-    """The memfd of the holder's process, and the start of the memory in it."""
+    """The memfd of the holder's process, and the offset of the memory in it."""
 
     page: GenerationAddress
-    # Readers of the previous release open the memfd by these two. Ours receive it from the page's socket.
+    # Readers of the previous release open the memfd by `fd` and `inode`. Ours receive it from the page's socket.
     fd: Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
     inode: Annotated[int, msgspec.Meta(ge=0)]
     offset: _Count
@@ -73,10 +72,10 @@ _DECODER = msgspec.msgpack.Decoder(ShmPayload)
 
 
 class MappedMemory:
-    """A peer's memfd, mapped read-only until this object is collected."""
+    """A peer's memfd that is mapped read-only until this object is collected."""
 
     def __init__(self, memory: mmap.mmap) -> None:
-        # The mapping lives as long as the array or any view of it.
+        # The mapping exists as long as the array or any view of it.
         self.array = np.frombuffer(memory, np.uint8)
         self.address = int(self.array.ctypes.data)
 
@@ -86,9 +85,9 @@ class MappedMemory:
         return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
 
     def at(self, offset: int, source: Descriptor) -> int:
-        """Return where a registration starts. FormatError if the mapping does not hold all of it."""
+        """Return the address of a registration. Raises FormatError if the mapping does not contain all of it."""
         if offset + source.nbytes > self.array.nbytes:
-            message = f"{source.nbytes} bytes from {offset} lie outside the peer's memory of {self.array.nbytes} bytes"
+            message = f"{source.nbytes} bytes from {offset} are outside the peer's memory of {self.array.nbytes} bytes"
             raise FormatError(message, uri=source.uri)
         return self.address + offset
 
@@ -107,8 +106,8 @@ class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
     ) -> None:
         self._rows = rows
         self._short = short
-        # As if a whole piece had been copied: the first look is before the first byte.
-        self._unlooked = PIECE_BYTES
+        # Start as if a piece had been copied, so that the first check is before the first byte.
+        self._unchecked_bytes = PIECE_BYTES
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
@@ -116,18 +115,19 @@ class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
         memmove, rows = ctypes.memmove, self._rows
         if self._short is not None:
             self._copy_short(into, claim, source.array[base - source.address :], self._short)
-        # Plain ints: a call of memmove with numpy's scalars takes several times as long.
+        # Use Python numbers, since memmove takes several times as long with numpy scalars.
         srcs, dsts = (rows.src + base).tolist(), (rows.dst + into.memory.address).tolist()
         for src, dst, nbytes in zip(srcs, dsts, rows.nbytes.tolist(), strict=True):
             at = 0
             while at < nbytes:
-                self._look(into, claim)
-                piece = min(PIECE_BYTES - self._unlooked, nbytes - at)
+                self._check_fence(into, claim)
+                piece = min(PIECE_BYTES - self._unchecked_bytes, nbytes - at)
                 memmove(dst + at, src + at, piece)
                 at += piece
                 self._moved(piece)
         into.check_open()
-        # After the last byte: a holder fences before it changes a byte, so a claim that still holds saw no change.
+        # Check after the last byte. A holder fences before it changes a byte, so a claim that still holds saw no
+        # change.
         claim.check()
 
     def _copy_short(self, into: OwnHandle, claim: MemoryClaim, theirs: Bytes, table: Rectangles) -> None:
@@ -136,21 +136,21 @@ class ShmRead(DeferredRead[OwnHandle, MemoryClaim, MappedMemory, int]):
         for src, dst, run, count, src_pitch, dst_pitch in zip(*(column.tolist() for column in columns), strict=True):
             block = PIECE_BYTES // run
             for row in range(0, count, block):
-                self._look(into, claim)
+                self._check_fence(into, claim)
                 num = min(block, count - row)
                 source = _strided(theirs[src + row * src_pitch :], num, run, src_pitch)
                 _strided(ours[dst + row * dst_pitch :], num, run, dst_pitch)[...] = source
                 self._moved(num * run)
 
-    def _look(self, into: OwnHandle, claim: MemoryClaim) -> None:
-        # A look is a system call, so many short runs are copied between two looks.
-        if self._unlooked >= PIECE_BYTES:
+    def _check_fence(self, into: OwnHandle, claim: MemoryClaim) -> None:
+        # A check is a system call, so copy many short runs between two checks.
+        if self._unchecked_bytes >= PIECE_BYTES:
             into.check_open()
             claim.check()
-            self._unlooked = 0
+            self._unchecked_bytes = 0
 
     def _moved(self, nbytes: int) -> None:
-        self._unlooked += nbytes
+        self._unchecked_bytes += nbytes
         self.moved_bytes += nbytes
 
 
@@ -159,7 +159,7 @@ def _strided(memory: Bytes, rows: int, run: int, pitch: int) -> Bytes:
 
 
 class ShmTransport:
-    """See `Transport`. ConfigError where there are no memfds."""
+    """See `Transport`. Raises ConfigError if there are no memfds."""
 
     name = "shm"
 
@@ -168,14 +168,14 @@ class ShmTransport:
         self._mapped: PeerMappings[MappedMemory] = PeerMappings()
 
     def register(self, memory: Memory) -> FencedHandle:
-        """See `Transport.register`. Cancelled if the transport is closed; ConfigError outside of arenas."""
+        """See `Transport.register`. Raises Cancelled if the transport is closed, and ConfigError outside arenas."""
         if memory.device != "cpu":
-            raise ConfigError(f"shm reaches host memory only, not {memory.device}")
+            raise ConfigError(f"shm only reaches host memory, not {memory.device}")
         mapping = shared_at(memory.address, memory.nbytes)
         if mapping is None:
-            hint = "allocate it from memory.arena.Arena, or move live tensors there by ReadSettings(arena=True)"
-            raise ConfigError("shm reaches memory in arenas only", hint=hint)
-        # Sealed only now: until they are shown to peers, workers of a conversion write to arenas by their path.
+            hint = "allocate it in a memory.arena.Arena, or move live tensors there with ReadSettings(arena=True)"
+            raise ConfigError("shm only reaches memory in arenas", hint=hint)
+        # Seal it only now. Until then, workers of a conversion write to the arena through its path.
         mapping.seal()
         offset = memory.address - mapping.address
 
@@ -185,14 +185,15 @@ class ShmTransport:
         return self._endpoint.register(memory, describe, keep=mapping)
 
     def register_into(self, memory: Memory) -> IntoHandle:
-        """Return a handle of any host memory, to be read into and not by peers. Cancelled: it is closed."""
+        """Return a handle of any host memory that is read into and that peers cannot read. Raises Cancelled after
+        `close`."""
         if memory.device != "cpu":
-            raise ConfigError(f"shm reaches host memory only, not {memory.device}")
+            raise ConfigError(f"shm only reaches host memory, not {memory.device}")
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> ShmRead:
-        """See `Transport.post_read`. FormatError: the descriptor reaches past the memory that it names."""
+        """See `Transport.post_read`. Raises FormatError if the descriptor exceeds the memory that it names."""
         mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         return self._post(mine, source, segments, None)
@@ -201,7 +202,7 @@ class ShmTransport:
         """See `Striding`."""
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
-        # A rectangle of one row is a plain segment, which memmove copies without a view.
+        # A rectangle with one row is a plain segment, which memmove copies without a view.
         short = (rectangles.longest_runs() < SHORT_BYTES) & (rectangles.num_rows > 1)
         return self._post(mine, source, rectangles[~short].segments(), rectangles[short])
 
@@ -210,9 +211,9 @@ class ShmTransport:
         return ShmRead(mine, claim, mapped, base, rows.joined(), short)
 
     def view(self, source: Descriptor) -> tuple[MemoryClaim, MappedMemory, int]:
-        """Return the claim on a peer's memory, the memory, mapped once, and the registration's address in this process.
+        """Return the claim on a peer's memory, the mapped memory, and the address of the registration in this process.
 
-        Order: the claim is to be checked before and after each look at the bytes. Raises as `post_read`.
+        The caller must check the claim before and after each access to the bytes. Raises like `post_read`.
         """
         payload = decode_payload(source, _DECODER)
         claim = self._endpoint.claim(source, payload.page)
@@ -226,12 +227,12 @@ class ShmTransport:
         return claim, mapped, mapped.at(payload.offset, source)
 
     def sweep(self) -> None:
-        """See `Sweeping`. A read that finds such memory does so itself."""
+        """See `Sweeping`. A read that finds such memory does it itself."""
         with self._endpoint.changing:
             self._mapped.sweep()
 
     def wait(self, pending: PendingRead, *, stall_s: float) -> None:
-        """See `Transport.wait`. A copy on the host does not stall, be the peer stopped or not."""
+        """See `Transport.wait`. A copy on the host does not stall, even if the peer is stopped."""
         assert isinstance(pending, ShmRead)
         try:
             pending.run(stall_s)
@@ -241,18 +242,18 @@ class ShmTransport:
 
     def close(self) -> None:
         """See `Transport.close`."""
-        # Mappings that reads still use are unmapped with the last of those.
+        # Mappings in use by reads are unmapped when the last read ends.
         self._endpoint.close()
         self._mapped.clear()
 
 
 def open_payload(claim: MemoryClaim, payload: ShmPayload, mapping: Callable[[int], _MappingT]) -> _MappingT:
-    """Return a mapping of the memfd that a claim is about, made by `mapping` of its file descriptor.
+    """Map the memfd of a claim by calling `mapping` with its file descriptor.
 
     Raises:
         StaleDescriptor, PeerLost: the claim no longer holds.
-        PermissionDenied, SourceStalled: as `fd_server.receive_fds`.
-        FormatError: the memory does not reach as far as the descriptor says.
+        PermissionDenied, SourceStalled: see `fd_server.receive_fds`.
+        FormatError: the memory is smaller than the descriptor says.
         DestinationError: it cannot be mapped.
     """
     source, uri = claim.source, claim.source.uri
@@ -262,20 +263,20 @@ def open_payload(claim: MemoryClaim, payload: ShmPayload, mapping: Callable[[int
         else:
             fd = open_memfd_of_process(payload.page.pid, payload.fd, uri)
     except (PeerLost, StaleDescriptor):
-        # The page tells better what happened.
+        # The page gives a better reason.
         claim.check()
         raise
     try:
         check_peer_memfd(fd, 0, uri)
-        # Of the previous release: the number may be that of another file by now.
+        # With the previous release, the number may belong to a different file by now.
         if os.fstat(fd).st_ino != payload.inode:
-            raise StaleDescriptor("the peer has closed that memory", uri=uri)
+            raise StaleDescriptor("the peer has closed this memory", uri=uri)
         mapped = mapping(fd)
-        # The generation that was requested was current, and so the memory is the holder's.
+        # The requested generation is still current, so the memory belongs to the holder.
         claim.check()
         return mapped
     except PenstockError:
-        # Some of them are OSErrors too, and must not become DestinationError.
+        # Some of these errors are OSErrors too, and must not become DestinationError.
         raise
     except (OSError, ValueError) as error:
         raise DestinationError(f"cannot map a peer's memory: {error}", uri=uri) from error

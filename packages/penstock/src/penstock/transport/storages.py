@@ -1,8 +1,8 @@
 """Torch storages as owners of registered memory.
 
-Torch frees or moves the bytes of a storage that lives on: `resize_`, and `share_memory_`, which `spawn` applies to
-arguments. A tensor does not hold its storage either: an assignment to `.data` gives it another one. So the owner of
-registered memory is the storage itself, and it is asked for its address before the bytes are used.
+Torch frees or moves the bytes of a storage that stays alive, in `resize_` and in `share_memory_`, which `spawn` applies
+to arguments. A tensor does not keep its storage either, since an assignment to `.data` replaces it. So the owner of
+registered memory is the storage, and it is asked for its address before the bytes are used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TorchStorage(Owner):
 
 
 class RegisteredStorages:
-    """The storages behind registered memory, which are compared all at once.
+    """Storages of registered memory, which are checked together.
 
     Args:
-        memories: memory of any owner. Only torch storages can move.
+        memories: memory with any owner. Only torch storages can move.
     """
 
     def __init__(self, memories: Iterable[Memory]) -> None:
@@ -41,8 +41,8 @@ class RegisteredStorages:
         self._sizes = [memory.nbytes for memory, _ in held]
 
     def are_there(self) -> bool:
-        """Return whether all of them still have their bytes. Cost: 1.5 ms for 30,000 storages."""
-        # Loops in C: a model may have one storage for each of its tensors.
+        """Return whether all storages still have their bytes. It takes 1.5 ms for 30,000 storages."""
+        # Loop in C, since a model may have one storage for each of its tensors.
         return (
             list(map(torch.UntypedStorage.data_ptr, self._storages)) == self._addresses
             and list(map(torch.UntypedStorage.nbytes, self._storages)) == self._sizes
