@@ -1,18 +1,16 @@
-"""SGLang's `--load-format penstock`: weights of any URI through `penstock.stream`, a fleet, a keeper or a sync.
+"""SGLang's `--load-format penstock`: weights from any URI, through `penstock.stream`, a fleet, a keeper or a sync.
 
-In: SGLang's plugin entry points call `register` and `register_runai` in each of its processes;
-`--model-loader-extra-config` carries options. Out: a load format, whose loader is a subclass of SGLang's default one.
-Not here: mapping names, quantisation and checks of the model, which stay with SGLang; reading from a keeper, fleet or
-storage, and the options (`spi.engine_weights`); receiving versions (`spi.version_receiver`).
+SGLang's entry points call `register` and `register_runai` in each of its processes. `--model-loader-extra-config`
+carries options. The loader is a subclass of SGLang's default one, which still maps names, quantises, and checks the
+model.
 
-New weights come by SGLang's `/update_weights_from_disk`: from a path, from any URI, or from a trainer that publishes
-them (`sync://NAME/VERSION`). The model is changed only after all ranks have received and verified the version.
+For a URI, the configuration and the tokenizer are downloaded once, before the first process starts, and SGLang gets
+their directory. A file in it names the URI of the weights, which each rank streams.
 
-SGLang takes a directory or a name of Hugging Face. For any other URI its configuration and tokenizer are downloaded
-once, before the first process starts, and SGLang is given that directory; a file in it names the weights' URI, which
-each rank streams.
+`/update_weights_from_disk` loads new weights from a path, from any URI, or from a trainer (`sync://NAME/VERSION`). The
+model changes only after all ranks have received and verified the version.
 
-Written for SGLang 0.5.23. With a version that was not tried, SGLang starts without this load format.
+This is written for SGLang 0.5.23. Other versions start too, without the parts that they lack (`host_plugin`).
 """
 
 from __future__ import annotations
@@ -50,69 +48,81 @@ from penstock_sglang import sleep
 if TYPE_CHECKING:
     import torch
 
+    from penstock import ConnectionSettings
     from penstock.spi import VersionReceiver
 
 LOAD_FORMAT = "penstock"
 LOGGER = "penstock.sglang"
-VERSIONS = ("0.5.23",)
-"""Versions of SGLang that this was run with."""
 SYNC = "sync://"
-"""Begin of the path of an update whose weights a trainer publishes."""
+"""Prefix of an update's path if a trainer publishes the weights."""
+SYNC_OPTIONS = {"sync_listen": "listen", "sync_data_port": "data_port"}
+"""Options for the ports of a sync, and the names that they have in `ConnectionSettings`."""
+URIS = "models at URIs"
+SLEEP = "verified weights after memory is released"
 _QUANTISED_WHILE_LOADED = ("auto-round-int8", "modelopt", "modelopt_fp8", "modelopt_mixed")
-"""Values of `--quantization` for which `get_model_loader` chooses another loader. Source: SGLang 0.5.23."""
+"""Values of `--quantization` for which `get_model_loader` chooses other loaders. Source: SGLang 0.5.23."""
 _WEIGHTS_FILE = ".penstock-weights.json"
-"""In the directory that SGLang is given for a URI: where the weights are."""
+"""File with the URI of the weights, in the directory that SGLang gets for a model at a URI."""
 
 
 def sglang_logger() -> Log:
-    """Return the integration's logger at SGLang's level; SGLang configures the root logger's handler."""
+    """Return the integration's logger, at SGLang's level. SGLang configures only the root logger's handler."""
     logger = logging.getLogger(LOGGER)
     if logger.level == logging.NOTSET and (level := logging.getLogger("sglang").getEffectiveLevel()) < logging.WARNING:
         logger.setLevel(level)
     return log_named(LOGGER)
 
 
-PLUGIN = HostPlugin("sglang", supported=f"SGLang {' or '.join(VERSIONS)}", log=sglang_logger)
-"""What this version of SGLang supports of Penstock, once `register` has run in this process."""
+PLUGIN = HostPlugin("sglang", supported="SGLang 0.5.23", log=sglang_logger)
+"""The parts of Penstock that this version of SGLang supports. Complete once `register` has run in this process."""
 
 
 def register() -> None:
-    """Make `penstock` known to SGLang in this process as a load format.
+    """Register Penstock with SGLang in this process as a load format.
 
-    SGLang calls it by entry point, in each of its processes. A second call does nothing. It never raises: for a version
-    of SGLang that was not tried, a line in the log says so and `penstock` is no load format.
+    SGLang calls this through the entry point, in each of its processes. A second call does nothing. It never raises.
+    One log line names the parts that this version of SGLang does not support.
     """
-    PLUGIN.register({"--load-format penstock": _add_load_format})
+    PLUGIN.register(
+        {
+            SLEEP: sleep.SchedulerSleep(LOAD_FORMAT).register,
+            URIS: _add_uris,
+            "--load-format penstock": _add_load_format,
+        }
+    )
 
 
 def register_runai() -> None:
-    """Let SGLang's `--load-format runai_streamer` use Penstock, in each of its processes.
+    """Let SGLang's `--load-format runai_streamer` read through Penstock, in each of its processes.
 
-    It does so if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`: an
-    installed package is replaced only if the user says so. It never raises, as `register`.
+    This applies if Run:ai's package is not installed, or if `SGLANG_PLUGINS` names `penstock_runai`. An installed
+    package is replaced only if the user says so. Like `register`, this never raises.
     """
     PLUGIN.register({"--load-format runai_streamer by Penstock": _replace_runai})
 
 
-def _add_load_format() -> None:
-    from sglang.version import __version__
-
-    if __version__ not in VERSIONS:
-        raise ConfigError(
-            f"penstock_sglang.plugin was not tried with SGLang {__version__}",
-            hint=f"install one of {list(VERSIONS)}, or use --load-format runai_streamer (docs/serve/sglang.md)",
-        )
-    from sglang.srt.arg_groups.choices import LOAD_FORMAT_CHOICES, add_load_format_choices
+def _add_uris() -> None:
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view  # noqa: F401 - the hook needs them
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if LOAD_FORMAT in LOAD_FORMAT_CHOICES:
-        return
     register_resolution_hook("handle_model_source_paths")(_give_directory)
+
+
+def _add_load_format() -> None:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.runtime_context import get_exec, get_model, get_parallel  # noqa: F401 - the loader needs them
+
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:
+        # SGLang before 0.5.21.
+        from sglang.srt import server_args as choices
+    if LOAD_FORMAT in choices.LOAD_FORMAT_CHOICES:
+        return
+    _ = LoadConfig._verify_load_format
     HookRegistry.register("sglang.srt.configs.load_config.LoadConfig._verify_load_format", _verify, HookType.AROUND)
-    sleep.SchedulerSleep(LOAD_FORMAT).register()
-    # Last: without one of the hooks, a load format that users can name would do other things than documented.
-    add_load_format_choices([LOAD_FORMAT])
+    choices.add_load_format_choices([LOAD_FORMAT])
 
 
 def _replace_runai() -> None:
@@ -126,8 +136,8 @@ def _replace_runai() -> None:
 
 
 def _verify(original: Any, load_config: Any) -> None:
-    """Check a load format as SGLang does; in place of `penstock`, put the class of its loader."""
-    # `get_model_loader` instantiates a class that it finds here: that is SGLang's way for loaders from outside.
+    """Check a load format as SGLang does, but replace `penstock` with the class of its loader."""
+    # `get_model_loader` instantiates a class that it finds here, which is SGLang's way to add a loader.
     if load_config.load_format == LOAD_FORMAT:
         load_config.load_format = _loader_class()
     else:
@@ -135,21 +145,20 @@ def _verify(original: Any, load_config: Any) -> None:
 
 
 def _give_directory(server_args: Any, previous: Any) -> None:
-    """Give SGLang a directory for each model, draft and tokenizer that is a URI, if the load format is `penstock`."""
+    """Replace the URI of each model, draft and tokenizer with a directory, if the load format is `penstock`."""
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
     config = resolving_view(server_args)
     if config.load_format == LOAD_FORMAT:
         extra = config.model_loader_extra_config or {}
-        options = read_options(json.loads(extra) if isinstance(extra, str) else extra)
-        stores = options.get("storage_options")
+        stores = loader_options(json.loads(extra) if isinstance(extra, str) else extra).get("storage_options")
         replaced: dict[str, str] = {}
         for field in ("model_path", "tokenizer_path", "speculative_draft_model_path"):
             uri = getattr(config, field)
             if uri is not None and is_remote(uri):
                 replaced[field] = str(model_directory(uri, storage_options=stores))
         if "model_path" in replaced and config.served_model_name is None:
-            # SGLang's default, the path, would be the name of a directory in its cache.
+            # SGLang's default is the path, which would be a directory in its cache.
             replaced["served_model_name"] = model_name(config.model_path)
         if replaced:
             declare_resolution(server_args, "penstock", **replaced)
@@ -157,13 +166,14 @@ def _give_directory(server_args: Any, previous: Any) -> None:
 
 
 def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = None) -> Path:
-    """Return a directory with all files of a model but its weights, below SGLang's cache; they are downloaded anew.
+    """Download all files of a model except its weights to a directory in SGLang's cache, and return the directory.
 
     Raises:
-        NotFound: nothing is at `uri`, or it has no config.json. SourceError: the storage failed.
+        NotFound: There is nothing at `uri`, or no config.json.
+        SourceError: The storage failed.
     """
     settings = Settings.read()
-    # Once, for configuration and weights: a branch that moves meanwhile must not be mixed of two commits.
+    # Pin the URI once for configuration and weights. A branch may move, and two commits must not be mixed.
     place = pinned_uri(uri, settings=settings, storage_options=storage_options)
     directory = _cache() / sha256(place.encode()).hexdigest()[:16]
     note = json.dumps({"weights": place, "model": uri}).encode()
@@ -175,22 +185,22 @@ def model_directory(uri: str, *, storage_options: Mapping[str, str] | None = Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamedModel:
-    """A model whose directory, as SGLang is given it, was made by `model_directory`."""
+    """A model whose directory in SGLang was made by `model_directory`."""
 
     weights: str
     """Pinned URI of the weights."""
     model: str
-    """URI of the model as its user gave it."""
+    """URI of the model as the user gave it."""
 
     @classmethod
     def find(cls, path: str) -> StreamedModel | None:
-        """Read the URIs in the directory's note; return None for an ordinary directory.
+        """Read the URIs from the directory's note, or return None for an ordinary directory.
 
         Raises:
-            FormatError: the note was not written by this version of Penstock.
+            FormatError: Another version of Penstock wrote the note.
         """
         file = Path(path) / _WEIGHTS_FILE
-        # Only in our own directory: a model's files must not say that its weights are elsewhere.
+        # Look only in our own directory, because a model's own files must not redirect its weights.
         if file.parent.parent != _cache():
             return None
         try:
@@ -205,24 +215,50 @@ class StreamedModel:
 
 
 def _cache() -> Path:
-    """Return the directory of the directories that SGLang is given."""
+    """Return the parent of the directories that SGLang gets for URIs."""
     from sglang.srt.environ import envs
 
     return Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "penstock"
 
 
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for options that are for vLLM alone."""
-    if options.get("finished"):
-        raise ConfigError('"finished" is for vLLM', hint='give "keeper", which attaches to the checkpoint')
-    # DeepGEMM and FlashInfer are imported by now, and have read where their caches are.
+def loader_options(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Check SGLang's `--model-loader-extra-config`.
+
+    Raises:
+        ConfigError: See `read_options`. Or an option of the sync is wrong, or an option is only for vLLM.
+    """
+    own = {name: extra[name] for name in SYNC_OPTIONS if name in extra}
+    options = read_options({name: extra[name] for name in extra if name not in own} if own else extra) | own
+    sync_connection(options, 0)
+    # DeepGEMM and FlashInfer are already imported, and have read where their caches are.
     if options.get("compile_cache"):
         hint = 'run eval "$(penstock compile-cache restore URI --engine sglang)" before SGLang'
         raise ConfigError("SGLang cannot move its caches when it loads a model", hint=hint)
+    return options
+
+
+def sync_connection(options: Mapping[str, Any], rank: int) -> ConnectionSettings:
+    """Return the connection of a sync in a replica, whose fleet member has the ports of `listen` and `data_port`.
+
+    The sync uses `sync_listen` and `sync_data_port`, or else free ports at the host of `listen`.
+
+    Args:
+        options: Result of `loader_options`.
+        rank: Rank of this process among one replica's processes on this host. Only rank 0 takes given ports.
+
+    Raises:
+        ConfigError: An option has a wrong value.
+    """
+    given = {name: options[option] for option, name in SYNC_OPTIONS.items() if options.get(option) is not None}
+    if "listen" in given:
+        return connection_of({**options, "data_port": 0, **given}, rank)
+    if given:
+        raise ConfigError("sync_data_port needs sync_listen", hint='add "sync_listen": "HOST:PORT"')
+    return connection_of(options, max(rank, 1))
 
 
 def _loader_class() -> type[Any]:
-    """Return the loader, a subclass of SGLang's default one."""
+    """Return the loader class, a subclass of SGLang's default loader."""
     # Defined inside a function, because this module must be importable without SGLang.
     from sglang.srt.model_loader.loader import DefaultModelLoader
     from sglang.srt.model_loader.weight_utils import maybe_add_mtp_safetensors
@@ -230,32 +266,33 @@ def _loader_class() -> type[Any]:
     class PenstockSglangLoader(DefaultModelLoader):  # type: ignore[misc]
         """SGLang's default loader, reading through Penstock.
 
-        It is given a configuration of format `safetensors`, so that finding a local model's files, downloading a name
-        of Hugging Face, secondary weights and all that follows the reading stay SGLang's own.
+        The default loader gets a configuration for `safetensors`. It still finds a local model's files, downloads a
+        model of Hugging Face, loads secondary weights, and does everything after the reading.
         """
 
         def __init__(self, load_config: Any) -> None:
-            self._options = read_options(load_config.model_loader_extra_config or {})
-            _refuse_options(self._options)
+            self._options = loader_options(load_config.model_loader_extra_config or {})
             self._begun = 0.0
             super().__init__(replace(load_config, load_format="safetensors", model_loader_extra_config={}))
 
         def download_model(self, model_config: Any) -> None:
-            """Download a model of Hugging Face; one at another URI is read from there when it is loaded."""
+            """Download a model of Hugging Face. A model at another URI is streamed when it is loaded."""
             if StreamedModel.find(model_config.model_path) is None:
                 super().download_model(model_config)
 
         def load_model(self, *, model_config: Any, device_config: Any) -> Any:
             """Return a new model with its weights."""
-            # SGLang has its own loaders for these, but does not use them when the load format is a class.
+            # SGLang has separate loaders for these, but does not use them if the load format is a class.
             kind = model_config.quantization
             has_own_loader = kind in _QUANTISED_WHILE_LOADED and not model_config._is_already_quantized()
             if has_own_loader or getattr(model_config, "modelopt_quant", None):
                 raise ConfigError(
-                    f"SGLang quantises this model while it loads it ({kind}), by a loader of its own",
+                    f"SGLang quantises this model with a separate loader ({kind})",
                     uri=model_config.model_path,
-                    hint="use --load-format auto, or a checkpoint that is quantised already",
+                    hint="use --load-format auto, or a checkpoint that is already quantised",
                 )
+            if sleep.may_release():
+                PLUGIN.require(SLEEP, feature="--enable-memory-saver with Penstock")
             import torch
 
             with sleep.loading(torch.device(_device()), sglang_logger()):
@@ -264,13 +301,13 @@ def _loader_class() -> type[Any]:
         def _get_weights_iterator(
             self, source: Any, *, resolved_source: Any = None, **_: Any
         ) -> Iterator[tuple[str, torch.Tensor]]:
-            """Return the named tensors of one source of weights."""
+            """Return the names and tensors from one source of weights."""
             options = self._options
             if not options:
-                # For `update_weights_from_disk` SGLang makes a loader without options: use those of the start.
-                options = read_options(_published_extra())
+                # For `update_weights_from_disk`, SGLang creates a loader without options. Use those of the start.
+                options = loader_options(_published_extra())
             if options.get("keeper") and (not self._options or getattr(source.model_config, "is_draft_model", False)):
-                # The keeper's name is of the target model's weights at the start.
+                # The keeper's name is only for the target model's weights at the start.
                 options = {name: value for name, value in options.items() if name != "keeper"}
             if source.model_or_path.startswith(SYNC):
                 tensors = iter(_of_sync(source.model_or_path, options).items())
@@ -285,10 +322,10 @@ def _loader_class() -> type[Any]:
         def _checkpoint(
             self, source: Any, resolved_source: Any, options: Mapping[str, Any]
         ) -> Iterator[tuple[str, torch.Tensor]]:
-            """Return the tensors of a checkpoint, the first of which has arrived."""
+            """Return the tensors of a checkpoint, after the first one has arrived."""
             streamed = StreamedModel.find(source.model_or_path)
             if streamed is None and is_remote(source.model_or_path):
-                # An update's path. At the start, URIs were replaced by directories.
+                # This is the path of an update. At the start, directories replaced URIs.
                 stores = options.get("storage_options")
                 weights = pinned_uri(source.model_or_path, settings=Settings.read(), storage_options=stores)
                 streamed = StreamedModel(weights=weights, model=source.model_or_path)
@@ -296,21 +333,21 @@ def _loader_class() -> type[Any]:
             place = RankInfo(rank=_rank, device=_device, group=_group)
             model = source.model_or_path if streamed is None else streamed.model
             log = sglang_logger()
-            # With its first tensor, so that an update from a path with nothing in it fails before the model is changed.
+            # Wait for the first tensor, so that an update from an empty path fails before the model changes.
             return _begun(checkpoint(files, None, options, place, model=model, log=log, progress=None))
 
         def _uri(self, source: Any, streamed: StreamedModel) -> str:
             """Return the URI of a source's weights."""
-            if source.allow_patterns_overrides is not None:
-                hint, uri = "give a local directory", display(streamed.model)
-                raise ConfigError("this model's weights are in several directories", uri=uri, hint=hint)
+            if _file_patterns(source):
+                hint, uri = "use a local directory", display(streamed.model)
+                raise ConfigError("the model's weights are in several directories", uri=uri, hint=hint)
             return streamed.weights
 
         def _local_files(self, source: Any, resolved_source: Any) -> list[str]:
             """Return the local files of a source as SGLang finds or downloads them."""
             if resolved_source is None:
                 folder, files, is_safetensors = self._prepare_weights(
-                    source.model_or_path, source.revision, source.fall_back_to_pt, source.allow_patterns_overrides
+                    source.model_or_path, source.revision, source.fall_back_to_pt, *_file_patterns(source)
                 )
                 if is_safetensors and source.model_config is not None:
                     config = source.model_config.hf_config
@@ -318,39 +355,45 @@ def _loader_class() -> type[Any]:
             else:
                 files, is_safetensors = list(resolved_source.weight_files), resolved_source.use_safetensors
             if not is_safetensors:
-                hint = "use --load-format auto for it"
+                hint = "use --load-format auto"
                 raise ConfigError("the model has no safetensors files", uri=source.model_or_path, hint=hint)
             return sorted(files)
 
     return PenstockSglangLoader
 
 
+def _file_patterns(source: Any) -> list[list[str]]:
+    """Return a list with the patterns that select a source's files, or an empty list."""
+    patterns = getattr(source, "allow_patterns_overrides", None)
+    return [] if patterns is None else [patterns]
+
+
 def _begun(tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return an iterator over the same tensors, the first of which has arrived."""
+    """Return an iterator over the same tensors, after the first one has arrived."""
     return chain(list(islice(tensors, 1)), tensors)
 
 
 _receivers: dict[str, VersionReceiver] = {}
-"""This process's subscriptions, by name: they keep their memory, and serve other receivers, until the process ends."""
+"""This process's subscriptions by name. Until the process ends, they keep their memory and serve other receivers."""
 
 
 def _of_sync(path: str, options: Mapping[str, Any]) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a version that a trainer publishes, once all ranks have received and verified it.
+    """Return the tensors of a trainer's version, after all ranks have received and verified the version.
 
     Raises:
-        ConfigError: the path names no sync, or no version: all ranks must receive the same one.
-        PenstockError: as `VersionReceiver.receive`.
+        ConfigError: The path lacks the name of a sync or a version. All ranks must receive the same version.
+        PenstockError: See `VersionReceiver.receive`.
     """
     from penstock.spi import VersionReceiver
 
     name, _, version = path.removeprefix(SYNC).partition("/")
     if not name or not version.isdecimal():
-        raise ConfigError("the path names no version of a sync", uri=path, hint=f"give {SYNC}NAME/VERSION")
+        raise ConfigError("the path does not name a version of a sync", uri=path, hint=f"use {SYNC}NAME/VERSION")
     if name not in _receivers:
         group = _parallel_group()
         _receivers[name] = VersionReceiver(
             name,
-            connection=connection_of(options, _rank()),
+            connection=sync_connection(options, _rank()),
             device=options.get("device", "cpu"),
             rank=(0, 1) if group is None else (group.rank_in_group, group.world_size),
             group=None if group is None else group.cpu_group,
@@ -371,28 +414,28 @@ def _published_extra() -> Mapping[str, Any]:
 
 
 def _rank() -> int:
-    """Return the rank of this process among the replica's processes on this host, which read the same checkpoint."""
+    """Return the rank of this process among one replica's processes on this host, which read the same checkpoint."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().world_group.local_rank)
 
 
 def _device() -> str:
-    """Return the device of the parameters, where weights are read to."""
+    """Return the device of the parameters, which weights are read to."""
     import torch
 
-    # SGLang makes parameters under `with torch.device(...)`, and has chosen the process's GPU before.
+    # SGLang has already chosen the process's GPU. It creates the parameters in `with torch.device(...)`.
     return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
 
 
 def _group() -> Any:
-    """Return the tensor-parallel group, whose ranks read the same weights; None when there is one rank."""
+    """Return the tensor-parallel group, whose ranks read the same weights, or None for a single rank."""
     group = _parallel_group()
     return None if group is None else group.device_group
 
 
 def _parallel_group() -> Any:
-    """Return SGLang's tensor-parallel group; None when there is one rank."""
+    """Return SGLang's tensor-parallel group, or None for a single rank."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group

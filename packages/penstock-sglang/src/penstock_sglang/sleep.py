@@ -11,7 +11,7 @@ import it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from penstock.spi import MemoryDigests
 
-_MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _UPDATES = (
     "update_weights_from_disk",
     "update_weights_from_distributed",
@@ -49,16 +48,26 @@ class SchedulerSleep:
         self._digests: MemoryDigests | None = None
 
     def register(self) -> None:
-        """Register the hooks with SGLang."""
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        """Register the hooks with SGLang.
 
-        hooks: Iterable[tuple[str, Callable[..., Any]]] = (
-            ("release_memory_occupation", self.release),
-            ("resume_memory_occupation", self.resume),
-            *((name, self.update) for name in _UPDATES),
-        )
-        for name, hook in hooks:
-            HookRegistry.register(f"{_MANAGER}.{name}", hook, HookType.AROUND)
+        Raises:
+            ImportError, AttributeError: This version of SGLang lacks something that the hooks need. Nothing is
+                registered.
+        """
+        from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+        from sglang.srt.runtime_context import get_exec, get_model  # noqa: F401 - the hooks need them
+
+        hooks: dict[str, Callable[..., Any]] = {
+            "release_memory_occupation": self.release,
+            "resume_memory_occupation": self.resume,
+            **dict.fromkeys(_UPDATES, self.update),
+        }
+        for name in (*hooks, "_select_runners"):
+            getattr(SchedulerWeightUpdaterManager, name)
+        manager = f"{SchedulerWeightUpdaterManager.__module__}.{SchedulerWeightUpdaterManager.__qualname__}"
+        for name, hook in hooks.items():
+            HookRegistry.register(f"{manager}.{name}", hook, HookType.AROUND)
 
     def release(self, original: Callable[..., Any], manager: Any, request: Any) -> Any:
         """Digest the weights, then release their memory."""
@@ -120,9 +129,14 @@ def loading(device: torch.device, log: Log) -> AbstractContextManager[None]:
     Args:
         device, log: See `kernels_ready`.
     """
+    return kernels_ready(device, log) if may_release() else nullcontext()
+
+
+def may_release() -> bool:
+    """Return whether this process of SGLang may release the memory of its weights."""
     from sglang.srt.runtime_context import get_exec
 
-    return kernels_ready(device, log) if get_exec().features.enable_memory_saver else nullcontext()
+    return bool(get_exec().features.enable_memory_saver)
 
 
 def _has_weights(tags: list[str] | None) -> bool:
