@@ -28,4 +28,4 @@ build_once "$sglang $torch 1" build
 # Nothing is compiled when it is installed: what one process compiles the next must find.
 unset PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 SGLANG_USE_CPU_ENGINE=1
-exec "$venv/bin/python" -m pytest -m engines tests/engines/test_sglang.py tests/engines/test_sglang_sleep.py "$@"
+exec "$venv/bin/python" -m pytest -m engines tests/engines/test_sglang*.py "$@"
