@@ -30,8 +30,10 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 
 ifeq ($(VENV),system)
 PY     := $(PYTHON)
-READY  :=
-export PYTHONPATH := $(subst $(empty) $(empty),:,$(SOURCES:%=$(CURDIR)/%))$(if $(PYTHONPATH),:$(PYTHONPATH))
+# The packages are not installed, so their entry points are written to a directory of the path.
+POINTS := .cache/entry-points
+READY  := $(POINTS)/.ready
+export PYTHONPATH := $(subst $(empty) $(empty),:,$(SOURCES:%=$(CURDIR)/%)):$(CURDIR)/$(POINTS)$(if $(PYTHONPATH),:$(PYTHONPATH))
 else
 PY     := $(VENV)/bin/python
 READY  := $(VENV)/.ready
@@ -51,6 +53,9 @@ FUZZ_S ?= 60
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?/\1\t/' | expand -t 16
+
+.cache/entry-points/.ready: $(wildcard packages/*/pyproject.toml)
+	@$(PY) scripts/entry_points.py $(@D) && touch $@
 
 setup: $(READY)  ## the virtual environment, with the package installed editable
 
