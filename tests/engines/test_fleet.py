@@ -15,15 +15,14 @@ from typing import Any
 
 import pytest
 
-from penstock.hub.client import HubClient
-from penstock.hub.local_hub import find_hub
-
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(400)]
 
 ENGINE = """
 import json, sys
 
 from vllm import LLM, SamplingParams
+
+from penstock.phases import boot_record
 
 if __name__ == "__main__":
     llm = LLM(
@@ -32,6 +31,7 @@ if __name__ == "__main__":
     )
     greedy = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
     (answer,) = llm.generate([{"prompt_token_ids": [1, 5, 9, 200, 17, 33, 2, 8]}], greedy)
+    print("PHASES", json.dumps([[phase.journey, phase.name] for phase in boot_record().snapshot().phases]))
     print("TOKENS", json.dumps(list(answer.outputs[0].token_ids)), flush=True)
     sys.stdin.read()
 """
@@ -79,20 +79,15 @@ def runtime() -> Iterator[str]:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_second_vllm_replica_starts_from_first(
-    llama: Path, tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_second_vllm_replica_starts_from_first(llama: Path, tmp_path: Path, runtime: str) -> None:
     arguments = {"model": str(llama), "load_format": "penstock", "model_loader_extra_config": {"fleet": "llama"}}
-    monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
     with replica(tmp_path / "1", runtime, **arguments) as (first, log):
         assert len(set(first)) > 4
-        with HubClient.connect(find_hub()) as client:
-            (start,) = client.phases().replicas
-        assert start.ready
-        names = [phase.name for phase in start.phases if phase.journey == "engine"]
+        phases = json.loads(next(line for line in log.splitlines() if line.startswith("PHASES "))[7:])
+        names = [name for journey, name in phases if journey == "engine"]
         steps = ["init device", "load model", "load weights", "process weights"]
         assert names == ["start", *steps, "profile memory", "allocate cache", "warm up"]
-        assert {"discover", "move", "commit"} <= {phase.name for phase in start.phases if phase.journey == "fetch"}
+        assert {"discover", "move", "commit"} <= {name for journey, name in phases if journey == "fetch"}
         assert "MB by storage" in log or "GB by storage" in log
         with replica(tmp_path / "2", runtime, **arguments) as (second, log):
             assert second == first
