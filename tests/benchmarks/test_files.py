@@ -12,7 +12,7 @@ from tests.support.long_running import long_running
 ROOT = Path(__file__).parents[2]
 
 
-def ran(*arguments: str) -> str:
+def run_benchmark(*arguments: str) -> str:
     command = [sys.executable, "-m", "benchmarks.bench_files", "--total-gb", "0.004", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -22,7 +22,7 @@ def ran(*arguments: str) -> str:
 @long_running
 def test_each_case_has_rows_for_both_states(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    found = ran("--reps", "1", "--cases", "mapped,safetensors", "--dir", str(tmp_path))
+    found = run_benchmark("--reps", "1", "--cases", "mapped,safetensors", "--dir", str(tmp_path))
     for case in ("mapped", "safetensors"):
         assert found.count(f"| {case} | 1 |") == 2, found
     assert "failed" not in found
@@ -30,6 +30,6 @@ def test_each_case_has_rows_for_both_states(tmp_path: Path) -> None:
 
 def test_source_is_compared_with_plain_calls(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    found = ran("--source", "--dir", str(tmp_path))
+    found = run_benchmark("--source", "--dir", str(tmp_path))
     assert "one call of 4 KiB" in found
     assert found.count("GB/s") == 8

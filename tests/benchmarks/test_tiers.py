@@ -11,7 +11,7 @@ from tests.support.long_running import long_running
 ROOT = Path(__file__).parents[2]
 
 
-def ran(*arguments: str) -> str:
+def run_benchmark(*arguments: str) -> str:
     command = [sys.executable, "-m", "benchmarks.bench_tiers", "--total-gb", "0.004", "--reps", "1", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -19,7 +19,7 @@ def ran(*arguments: str) -> str:
 
 
 def test_each_link_has_a_row_with_limit(tmp_path: Path) -> None:
-    found = ran("--dir", str(tmp_path))
+    found = run_benchmark("--dir", str(tmp_path))
     for what in ("host -> disk, first", "disk -> host", "host -> disk", "fresh load"):
         assert f"| {what} |" in found, found
     assert not list(tmp_path.iterdir())
@@ -27,6 +27,6 @@ def test_each_link_has_a_row_with_limit(tmp_path: Path) -> None:
 
 @long_running
 def test_weight_cache_swaps_are_measured(tmp_path: Path) -> None:
-    found = ran("--keeper", "--dir", str(tmp_path))
+    found = run_benchmark("--keeper", "--dir", str(tmp_path))
     assert "attach, swapped back | 2 |" in found, found
     assert "fresh load | 1 |" in found, found

@@ -71,7 +71,7 @@ class AdapterRound(SyncRound):
         """Say whether a receiver commits what it has staged, and for which its base is then no longer the right one."""
         return moves == "after staging" and self.expected == OLD
 
-    def judge(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+    def check_outcome(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
         """A receiver with another base refuses version 2 and keeps version 1 whole; the others are as in any sync."""
         have = {}
         for worker, moves in zip(subscribers, self.moves, strict=True):
@@ -97,7 +97,7 @@ class AdapterRound(SyncRound):
             # A publisher counts a receiver that has staged the version: that it did not commit it comes after.
             have[worker.events["joined"]["member"]] = 2 if is_staged else version
             self.check_metadata(worker, version)
-        self.judge_publishers(publishers, have)
+        self.check_publishers(publishers, have)
 
     def check_metadata(self, worker: SyncWorker, version: int) -> None:
         """The base that a receiver names is that of the version that it has."""

@@ -65,7 +65,7 @@ class StorageRound(Round):
             }
             loader = self.start("load", told)
             loader.send("first")
-            self.judge("nothing", self.expect(loader, "loaded"))
+            self.check_outcome("nothing", self.expect(loader, "loaded"))
             for what in self.trouble:
                 self.fault(f"storage: {what}")
                 if what == "changed":
@@ -86,11 +86,11 @@ class StorageRound(Round):
                     loader.events.pop("loaded", None)
                     loader.send("load")
                     said = self.expect(loader, "loaded")
-                self.judge(what, said)
+                self.check_outcome(what, said)
             server.faults = Faults()
             self.leave([loader])
 
-    def judge(self, what: str, said: dict[str, Any]) -> None:
+    def check_outcome(self, what: str, said: dict[str, Any]) -> None:
         if "untold" in said:
             self.violate("wrong bytes", f"{what}: {said['untold']}")
         elif "error" in said:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.harness import HASTY, STALL_S, Process, Round
+from tests.chaos.harness import SHORT_TIMEOUTS, STALL_S, Process, Round
 from tests.support import redis_server
 from tests.support.fleet import Task, Worker
 from tests.support.redis_server import RedisServer
@@ -22,8 +22,10 @@ from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 FORGOTTEN_BYTES = 2 * MIB
-"""Two claim pieces with the constants of `HASTY`: what a member has claimed at any time, and a hub that lost its state
-may give a second time."""
+"""Bytes of two claim pieces with the constants of `SHORT_TIMEOUTS`.
+
+A member claims this much at a time, and a hub that lost its state may assign it again.
+"""
 TRANSIENT = ("slow", "cut", "reset", "busy", "stall")
 LIES = ("shifted range", "wrong total")
 
@@ -116,7 +118,7 @@ class FleetRound(Round):
         for reader in readers:
             reader.proceed()
         self.disturb(readers, holders)
-        self.judge(readers, begun)
+        self.check_outcome(readers, begun)
         for one in mute:
             one.kill()
             self.is_rough = True
@@ -139,7 +141,7 @@ class FleetRound(Round):
             hub=self.hub_urls[number % len(self.hub_urls)],
             fallback=uri,
             storage_pause_s=0.0 if whole or mute else self.pause_s,
-            constants=HASTY,
+            constants=SHORT_TIMEOUTS,
             connection=connection,
             join=join,
             waits_for_input=held,
@@ -154,7 +156,7 @@ class FleetRound(Round):
             "beat_s": 1.0,
             "ttl_s": 4.0,
             "redis": self.redis.url if self.redis is not None else None,
-            "constants": HASTY,
+            "constants": SHORT_TIMEOUTS,
             "ahead_s": ahead_s,
         }
         hub = self.start("hub", told)
@@ -211,7 +213,7 @@ class FleetRound(Round):
 
     # What must hold.
 
-    def judge(self, readers: list[Worker], begun: float) -> None:
+    def check_outcome(self, readers: list[Worker], begun: float) -> None:
         reported, said = 0, list[str]()
         for reader in readers:
             if reader in self.dead:

@@ -41,7 +41,7 @@ SMALL = {
     "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }
 """Weights of 8 MiB have 32 chunks then, and are claimed in eight pieces: as many as those of 512 MiB by default."""
-HASTY = SMALL | {
+SHORT_TIMEOUTS = SMALL | {
     "penstock.hub.client.ATTEMPT_S": 1.0,
     "penstock.hub.client._MAX_PAUSE_S": 0.1,
     "penstock.hub.local_hub.BEAT_S": 0.25,

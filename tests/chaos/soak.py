@@ -437,7 +437,7 @@ class Row:
     faults: tuple[str, ...]
 
 
-def judge(name: str, samples: Sequence[Sample], before: Sample, after: Sample, *, is_fitted: bool) -> Row:
+def check_outcome(name: str, samples: Sequence[Sample], before: Sample, after: Sample, *, is_fitted: bool) -> Row:
     """Hold one process to the bounds; `is_fitted`: the samples are enough for slopes to mean something."""
     mib = float(1 << 20)
     fits = {of: slope_per_minute(samples, of) for of in ("rss", "private", "pss", "fds", "threads")}
@@ -557,7 +557,7 @@ def run(
             until(1.0)
             after = soak.at_rest(before)
             rows = [
-                judge(
+                check_outcome(
                     name,
                     [one for one in samples[first:] if one.process == name],
                     before[number],

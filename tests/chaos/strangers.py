@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.harness import HASTY, Process, Round
+from tests.chaos.harness import SHORT_TIMEOUTS, Process, Round
 from tests.support.fleet import Task, Worker
 
 from penstock.types import MIB
@@ -39,7 +39,7 @@ class StrangerRound(Round):
 
     def member(self) -> Worker:
         connection: dict[str, Any] = {"transports": self.transports} if self.transports else {}
-        task = Task(fallback=str(self.checkpoint.directory), constants=HASTY, connection=connection)
+        task = Task(fallback=str(self.checkpoint.directory), constants=SHORT_TIMEOUTS, connection=connection)
         return self.stack.enter_context(Worker(task, self))  # type: ignore[arg-type]
 
     def run(self) -> None:

@@ -11,7 +11,7 @@ import signal
 import time
 from typing import Any, ClassVar
 
-from tests.chaos.harness import HASTY, STALL_S, Round
+from tests.chaos.harness import SHORT_TIMEOUTS, STALL_S, Round
 from tests.support.fleet import Worker
 from tests.support.sync import SyncTask, SyncWorker, expected_digest
 
@@ -60,7 +60,9 @@ class SyncRound(Round):
                 options["transforms"] = {self.tag: ["*"]}
             elif task.get("name") is None:
                 task["tag"] = self.tag
-        made = SyncTask(side=side, connection=connection, options=options, constants=HASTY, num_layers=8, **task)
+        made = SyncTask(
+            side=side, connection=connection, options=options, constants=SHORT_TIMEOUTS, num_layers=8, **task
+        )
         return self.stack.enter_context(SyncWorker(made, self))  # type: ignore[arg-type]
 
     def trainer(self, world_size: int) -> list[SyncWorker]:
@@ -85,7 +87,7 @@ class SyncRound(Round):
         self.all_have(publishers, subscribers, 1)
         self.step(publishers, subscribers, 2)
         self.disturb(host, publishers, subscribers)
-        self.judge(publishers, subscribers)
+        self.check_outcome(publishers, subscribers)
         publishers, subscribers = self.go_on(publishers, subscribers)
         self.leave([one for one in [host, *publishers, *subscribers] if one not in self.lost])
 
@@ -132,15 +134,15 @@ class SyncRound(Round):
                 worker.kill(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
                 self.lost.append(worker)
 
-    def judge(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+    def check_outcome(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
         """Each that lives says what it has, and it is so; a publisher claims nobody's success that was none."""
         have = {}
         for worker in subscribers:
             if worker not in self.lost:
                 have[worker.events["joined"]["member"]] = self.check(worker, self.done(worker, "update"), {1, 2})
-        self.judge_publishers(publishers, have)
+        self.check_publishers(publishers, have)
 
-    def judge_publishers(self, publishers: list[SyncWorker], have: dict[str, int]) -> None:
+    def check_publishers(self, publishers: list[SyncWorker], have: dict[str, int]) -> None:
         for worker in publishers:
             if worker not in self.lost:
                 said = self.done(worker, "publish 2")
@@ -243,7 +245,7 @@ class TogetherRound(SyncRound):
             if said.get("outcome") != "committed":
                 self.violate("unexpected error", f"together {version}: {said}")
 
-    def judge(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+    def check_outcome(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
         """All that live settle on one version: the one before, or the new one where it was not withdrawn."""
         begun, told = time.monotonic(), {}
         alive = [one for one in subscribers if one not in self.lost]
@@ -298,5 +300,5 @@ class TogetherRound(SyncRound):
     ) -> tuple[list[SyncWorker], list[SyncWorker]]:
         if self.lost:
             # The dead are listed for as long: a version that all must have would be withdrawn for them.
-            time.sleep(HASTY["penstock.hub.local_hub.TTL_S"] + 1.0)
+            time.sleep(SHORT_TIMEOUTS["penstock.hub.local_hub.TTL_S"] + 1.0)
         return super().go_on(publishers, subscribers)

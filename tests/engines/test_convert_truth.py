@@ -34,7 +34,7 @@ NOT_IN_TRANSFORMERS = {(name, to) for name in ("qwen3_moe", "deepseek_v3") for t
 """transformers 5.19 and 5.23 do not read experts in these formats of compressed-tensors, whoever wrote them."""
 
 
-def made(sources: Any, into: Path, *words: dict[str, object], to: str | None = None) -> Path:
+def convert_into(sources: Any, into: Path, *words: dict[str, object], to: str | None = None) -> Path:
     convert(sources, into, operations=words, to=to, devices="cpu", workers=1)
     return into
 
@@ -71,8 +71,8 @@ def read_by_reference(directory: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", LINEAR)
 def test_stored_model_matches_reference_values_and_logits(name: str, tied: bool, to: str, tmp_path: Path) -> None:
     source = write(name, tmp_path / "source", tied=tied)
-    stored = made(source, tmp_path / "stored", to=to)
-    plain = made(stored, tmp_path / "plain", {"op": "dequantise"})
+    stored = convert_into(source, tmp_path / "stored", to=to)
+    plain = convert_into(stored, tmp_path / "plain", {"op": "dequantise"})
     found, wanted = tensors(plain), read_by_reference(stored)
     assert found.keys() == wanted.keys() == tensors(source).keys()
     for tensor, one in found.items():
@@ -94,7 +94,7 @@ def test_stored_model_matches_reference_values_and_logits(name: str, tied: bool,
 def test_gpt2_is_refused(to: str, tmp_path: Path) -> None:
     source = write("gpt2", tmp_path / "source", tied=True)
     with pytest.raises(PlanError, match="Conv1D"):
-        made(source, tmp_path / "stored", to=to)
+        convert_into(source, tmp_path / "stored", to=to)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
@@ -108,8 +108,8 @@ def test_dequantised_models_match_transformers_in_vllm(tmp_path: Path) -> None:
     for name, tied in (("llama", True), ("qwen3_moe", False), ("gemma3", True)):
         place = tmp_path / f"{name}-{tied}"
         place.mkdir()
-        stored = made(write(name, place / "source", tied=tied), place / "stored", to="fp8-block128")
-        plain.append(made(stored, place / "plain", {"op": "dequantise", "to": "F32"}))
+        stored = convert_into(write(name, place / "source", tied=tied), place / "stored", to="fp8-block128")
+        plain.append(convert_into(stored, place / "plain", {"op": "dequantise", "to": "F32"}))
     for found, directory in zip(vllm_logprobs(plain, tmp_path), plain, strict=True):
         wanted = transformers_logits(directory)[-1].log_softmax(-1)
         assert (found - wanted).abs().max() < 0.02, directory
@@ -121,7 +121,7 @@ def test_fp8_rows_match_reference_in_vllm(tmp_path: Path) -> None:
     stored = []
     for tied in (False, True):
         source = write("llama", tmp_path / f"source-{tied}", tied=tied)
-        stored.append(made(source, tmp_path / f"stored-{tied}", to="fp8-channel"))
+        stored.append(convert_into(source, tmp_path / f"stored-{tied}", to="fp8-channel"))
     for found, directory in zip(vllm_logprobs(stored, tmp_path, "bfloat16"), stored, strict=True):
         wanted = transformers_logits(directory)[-1].log_softmax(-1)
         assert (found - wanted).abs().max() < 0.5, directory

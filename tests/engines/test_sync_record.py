@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers", minversion="5")
 
-from tests.unit.sync.moved import same  # noqa: E402 - after what it needs
+from tests.unit.sync.moved import assert_same  # noqa: E402 - after what it needs
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
 
@@ -93,4 +93,4 @@ def test_recording_matches_vllm_loader(
     assert all(one.source_box.shape[1] * tp == recording.shapes[one.source][1] for one in kept.values())
     fill(recording, tensors, live)
     true.load_weights(iter(tensors.items()))
-    same(live, true)
+    assert_same(live, true)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 
 from tests.integration.sync.test_declare import Told, heard, told  # noqa: E402 - after what it needs
 from tests.support.ranks import run_ranks  # noqa: E402
-from tests.unit.sync.moved import move, same, spoil  # noqa: E402
+from tests.unit.sync.moved import assert_same, move, spoil  # noqa: E402
 from tests.unit.sync.small_models import CONFIGS, make, saved  # noqa: E402
 from tests.unit.sync.toy import table_of  # noqa: E402
 
@@ -73,6 +73,6 @@ def test_receiver_equals_trainer_save_after_step(which: str, dtype: str, trained
     move([heard(rank[which][0]) for rank in ranks], [want.rows])
     want.install()
     want.finish()
-    same(model, true)
+    assert_same(model, true)
     assert not want.unrecorded
     assert any(not torch.equal(a, b) for a, b in zip(before.parameters(), stepped.parameters(), strict=True))

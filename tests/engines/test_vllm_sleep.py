@@ -86,7 +86,7 @@ class Engine:
 
     def send(self, from_: Trainer, version: int) -> None:
         """Have the engine install a version by vLLM's routes."""
-        from_.tell("publish", version)
+        from_.send("publish", version)
         from_.answer("publish")
         self.server.post("/start_weight_update")
         self.server.post("/update_weights", update_info={"version": version})
@@ -136,7 +136,7 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
 
         # The trainer's newest version.
         engine.sleep()
-        first.tell("publish", 5)
+        first.send("publish", 5)
         first.answer("publish")
         server.post("/wake_up")
         engine.serves(5, "5")
@@ -163,7 +163,7 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
         assert not waiting.done()
     with trainer(SNAPSHOTS, runtime, tmp_path, str(llama)) as second:
         second.answer("LATEST")
-        second.tell("publish", 7)
+        second.send("publish", 7)
         second.answer("publish")
         assert server.post("/wake_up")["status"] == "awake"
         assert waiting.result(60) == engine.expected(7)

@@ -200,7 +200,7 @@ class Trainer:
                 start_new_session=True,
             )
 
-    def tell(self, verb: str, version: int) -> None:
+    def send(self, verb: str, version: int) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{verb} {version}\n")
         self.process.stdin.flush()
@@ -238,7 +238,7 @@ def test_tokens_change_only_after_weight_update(
 
     with trainer(TRAINER, runtime, tmp_path, str(llama)) as first:
         first.answer("LATEST")
-        first.tell("publish", 1)
+        first.send("publish", 1)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 1})
         assert "2 committed" in first.answer("publish")
@@ -250,7 +250,7 @@ def test_tokens_change_only_after_weight_update(
         assert server.get("/weight_info") == {"weight_version": "1"}
 
         # The next is received while the old one serves; requests and their cached blocks are kept over the pause.
-        first.tell("publish", 2)
+        first.send("publish", 2)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 2, "background": True})
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]
@@ -262,7 +262,7 @@ def test_tokens_change_only_after_weight_update(
         assert "2 committed" in first.answer("publish")
 
         # One that fails: the route says so, and the weights are the old ones.
-        first.tell("die", 3)
+        first.send("die", 3)
         server.post("/start_weight_update")
         status, said = server.ask("/update_weights", update_info={"version": 3})
         assert (status, "blame: source; destination" in said) == (500, True), said
@@ -279,7 +279,7 @@ def test_tokens_change_only_after_weight_update(
         assert server.log.read_text().count("policy is prepared") == 2
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 4, "background": True})
-        second.tell("publish", 4)
+        second.send("publish", 4)
         server.post("/update_weights", update_info={"version": 4})
         server.post("/pause?mode=wait")
         server.post("/finish_weight_update", weight_version="4")
@@ -303,22 +303,22 @@ def test_two_trainer_ranks_send_through_vllm_interface(
     server: Server, llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path: Path
 ) -> None:
     with trainer(SHARDED, runtime, tmp_path, str(llama), server.url, "snapshot", "shards", num_ranks=2) as ranks:
-        ranks.tell("send", 1)
+        ranks.send("send", 1)
         assert ranks.answer("send") == "1 sent"
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]
         assert server.get("/weight_info") == {"weight_version": "1"}
-        ranks.tell("stage", 2)
+        ranks.send("stage", 2)
         assert ranks.answer("stage") == "2 sent"
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]  # received, and not installed
-        ranks.tell("send", 4)
+        ranks.send("send", 4)
         assert ranks.answer("send") == "4 sent"
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
-        ranks.tell("send", 3)
+        ranks.send("send", 3)
         assert "is not above 4" in ranks.answer("send")
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
         # A worker that cannot receive: the trainer's error has the reason, and the next version is sent as usual.
         server.post("/shutdown_weight_transfer_engine")
-        ranks.tell("send", 5)
+        ranks.send("send", 5)
         assert "not subscribed to a sync" in ranks.answer("send")
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
 
@@ -332,6 +332,6 @@ def test_single_worker_engine_receives_every_send_mode(
         trainer(SHARDED, runtime, tmp_path, str(llama), single.url, mode, gather, num_ranks=2) as ranks,
     ):
         for version in (1, 2):
-            ranks.tell("send", version)
+            ranks.send("send", version)
             assert ranks.answer("send") == f"{version} sent"
             assert single.tokens(PROMPT, NUM_TOKENS) == fresh[version]

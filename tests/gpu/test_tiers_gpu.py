@@ -46,7 +46,7 @@ def runtime(monkeypatch) -> Iterator[None]:
     shutil.rmtree(directory)
 
 
-def until(happens, timeout_s: float = 20.0) -> None:
+def wait_until(happens, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not happens():
         assert time.monotonic() < deadline, "it did not happen"
@@ -71,7 +71,7 @@ def test_cached_models_swap_on_device(runtime, tmp_path: Path) -> None:
             attached = ps.cache.attach(name, timeout_s=20.0)
             assert attached.report.verified
             assert_same(attached, wanted[name], device="cuda:0")
-            until(lambda name=name: tiers()[name] == "")
+            wait_until(lambda name=name: tiers()[name] == "")
             del attached
             gc.collect()
         assert sorted(tiers().values()) == ["", "disk", "host"]

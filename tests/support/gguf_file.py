@@ -64,7 +64,7 @@ def write(path: Path, *, seed: int = 0, tokens: int = 300, parts: int = 0, align
     return sorted(path.parent.glob(f"{path.stem}-*.gguf")) if parts else [path]
 
 
-def truth(*files: Path) -> dict[str, torch.Tensor]:
+def expected_tensors(*files: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of files as the package's reader gives them; BF16 with its dtype, which numpy lacks."""
     tensors = {}
     for file in files:

@@ -45,14 +45,14 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def same(tensors: dict[str, torch.Tensor]) -> bool:
+def are_equal(tensors: dict[str, torch.Tensor]) -> bool:
     return tensors.keys() == TENSORS.keys() and all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
 
 
 def test_local_file_is_read_by_original(path: Path) -> None:
     with installed():
         assert type(safetensors.safe_open(path, "pt")) is Kept.safe_open
-        assert same(safetensors.torch.load_file(path))
+        assert are_equal(safetensors.torch.load_file(path))
         assert set(safetensors.numpy.load_file(path)) == set(TENSORS)
 
 
@@ -64,7 +64,7 @@ def test_uri_is_read_by_penstock_in_every_function(path: Path) -> None:
             assert isinstance(file, safetensors.safe_open)
             assert file.metadata() == {"format": "pt"}
             assert torch.equal(file.get_slice("layer.3.weight")[1:3], TENSORS["layer.3.weight"][1:3])
-        assert same(safetensors.torch.load_file(uri))
+        assert are_equal(safetensors.torch.load_file(uri))
         arrays = safetensors.numpy.load_file(uri)
         assert np.array_equal(arrays["layer.7.weight"], TENSORS["layer.7.weight"].numpy())
         model = torch.nn.Linear(4, 4, bias=False)
@@ -72,7 +72,7 @@ def test_uri_is_read_by_penstock_in_every_function(path: Path) -> None:
         missing, unexpected = safetensors.torch.load_model(model, uri, strict=False)
         assert missing == {"weight"} or missing == ["weight"]
         assert len(unexpected) == len(TENSORS)
-        assert same(safetensors.torch.load_file(f"file://{path}"))
+        assert are_equal(safetensors.torch.load_file(f"file://{path}"))
 
 
 def test_names_imported_by_modules_are_replaced_and_restored(path: Path) -> None:
@@ -118,7 +118,7 @@ def test_concurrent_install_and_uninstall_is_safe(path: Path) -> None:
         try:
             for _ in range(5):
                 with installed():
-                    assert same(safetensors.torch.load_file(path))
+                    assert are_equal(safetensors.torch.load_file(path))
         except BaseException as error:
             errors.append(error)
             raise

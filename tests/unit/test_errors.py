@@ -70,7 +70,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def made(kind: type[PenstockError]) -> PenstockError:
+def make_error(kind: type[PenstockError]) -> PenstockError:
     """Return an error with fields, a note, a cause that can be sent and one that cannot."""
     if kind.__name__ in SPECIAL:
         error = kind("it failed", **SPECIAL[kind.__name__])
@@ -89,7 +89,7 @@ def sent(error: PenstockError, protocol: int | None = None) -> Any:
     return pickle.loads(pickle.dumps(error, protocol))  # noqa: S301 - made here
 
 
-def same(ours: BaseException, theirs: BaseException | None) -> bool:
+def are_equal(ours: BaseException, theirs: BaseException | None) -> bool:
     fields = ("args", "__notes__", "message", "mutated", "uri", "tensor", "byte_range", "hint", "minimum_bytes")
     fields += ("expected", "found", "version", "member", "reason", "live")
     return (
@@ -101,10 +101,10 @@ def same(ours: BaseException, theirs: BaseException | None) -> bool:
 
 @pytest.mark.parametrize("kind", list(kinds()), ids=lambda kind: kind.__name__)
 def test_every_error_survives_copy_and_pickle(kind: type[PenstockError]) -> None:
-    error = made(kind)
+    error = make_error(kind)
     for again in (copy.copy(error), copy.deepcopy(error), *(sent(error, protocol) for protocol in range(6))):
-        assert same(error, again) and again.__suppress_context__
-        assert error.__cause__ is not None and same(error.__cause__, again.__cause__)
+        assert are_equal(error, again) and again.__suppress_context__
+        assert error.__cause__ is not None and are_equal(error.__cause__, again.__cause__)
         assert again.__cause__ is not None and isinstance(again.__cause__.__cause__, OSError)
         assert again.__cause__.__cause__.errno == 2
         assert "RuntimeError" in str(again.__context__)
@@ -114,7 +114,7 @@ def test_circular_causes_survive_pickle() -> None:
     first, second = errors.PeerLost("one"), errors.PlanError("two")
     first.__cause__, second.__cause__ = second, first
     again = sent(first)
-    assert same(second, again.__cause__) and again.__cause__.__cause__ is again
+    assert are_equal(second, again.__cause__) and again.__cause__.__cause__ is again
 
 
 def test_user_error_class_survives_pickle() -> None:
@@ -138,7 +138,7 @@ def test_error_with_two_bases_survives_pickle(others: tuple[type[Exception], ...
     twice = errors.also(error, LookupError)
     for one in (error, twice, errors.also(twice, *others)):
         for again in (copy.copy(one), copy.deepcopy(one), sent(one)):
-            assert same(one, again) and all(isinstance(again, other) for other in others)
+            assert are_equal(one, again) and all(isinstance(again, other) for other in others)
             assert isinstance(again, errors.SourceUnavailable)
 
 

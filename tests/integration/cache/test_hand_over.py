@@ -66,7 +66,7 @@ def keeper(fork_server: ForkServer) -> Iterator[KeeperProcess]:
         yield process
 
 
-def made(seed: int = 0) -> torch.nn.Sequential:
+def make_model(seed: int = 0) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(8)])
 
@@ -83,7 +83,7 @@ def kept() -> list[tuple[str, str]]:
 
 
 def test_next_process_attaches_same_memory(keeper: KeeperProcess) -> None:
-    model = made()
+    model = make_model()
     wanted, own, objects = answer(model), model[0].weight.data_ptr(), [id(p) for p in model.parameters()]
     attached = ps.cache.cache_parameters(model, "finished")
     assert attached.report.verified
@@ -101,7 +101,7 @@ def test_next_process_attaches_same_memory(keeper: KeeperProcess) -> None:
 
 
 def test_cache_keeps_parameters_after_engine_exit() -> None:
-    model = made()
+    model = make_model()
     with ps.cache.WeightCache(accept=True) as keeper:
         attached = ps.cache.cache_parameters(model, "finished")
         wanted = answer(model)
@@ -109,7 +109,7 @@ def test_cache_keeps_parameters_after_engine_exit() -> None:
         attached.close()
         gc.collect()
         with torch.device("meta"):
-            other = made()
+            other = make_model()
         with ps.cache.attach("finished") as again:
             again.attach_into(other)
             assert torch.equal(answer(other), wanted)
@@ -118,7 +118,7 @@ def test_cache_keeps_parameters_after_engine_exit() -> None:
         keeper.drop("finished", drain_s=5)
         assert keeper.models() == []
         # After a drop it is taken again.
-        ps.cache.cache_parameters(made(), "finished").close()
+        ps.cache.cache_parameters(make_model(), "finished").close()
         assert [model.model for model in keeper.models()] == ["finished"]
 
 
@@ -196,7 +196,7 @@ def test_unbindable_model_is_not_kept() -> None:
 
 
 def test_parameters_without_accepting_cache_raise_not_found() -> None:
-    model = made()
+    model = make_model()
     own = model[0].weight.data_ptr()
     with pytest.raises(NotFound, match="no keeper on this host accepts"):
         ps.cache.cache_parameters(model, "finished")
@@ -206,7 +206,7 @@ def test_parameters_without_accepting_cache_raise_not_found() -> None:
 
 
 def test_full_cache_error_states_needed_bytes() -> None:
-    model = made()
+    model = make_model()
     own = model[0].weight.data_ptr()
     with ps.cache.WeightCache(accept=True, memory_bytes="1M") as keeper:
         for _ in range(2):
@@ -219,11 +219,11 @@ def test_full_cache_error_states_needed_bytes() -> None:
 
 def test_conflicting_bytes_under_taken_name_are_refused() -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
-        first = ps.cache.cache_parameters(made(0), "finished")
+        first = ps.cache.cache_parameters(make_model(0), "finished")
         with pytest.raises(OperationFailed, match="kept already, with other bytes"):
-            ps.cache.cache_parameters(made(1), "finished")
+            ps.cache.cache_parameters(make_model(1), "finished")
         # The same bytes are one model, however many hand them over.
-        second = ps.cache.cache_parameters(made(0), "finished")
+        second = ps.cache.cache_parameters(make_model(0), "finished")
         assert len(keeper.models()) == 1
         first.close()
         second.close()
@@ -233,7 +233,7 @@ def test_concurrent_engines_keep_one_copy() -> None:
     results: list[torch.Tensor] = []
     with ps.cache.WeightCache(accept=True) as keeper:
         # Made here: the seed is the process's.
-        models = [made() for _ in range(3)]
+        models = [make_model() for _ in range(3)]
 
         def engine() -> None:
             model = models.pop()
@@ -274,12 +274,12 @@ def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.1)
         # Either all of it had arrived, verified, or nothing is kept.
         assert all(model.state == "kept" and model.tier == "host" for model in keeper.models())
-        with ps.cache.cache_parameters(made(), "other"):
+        with ps.cache.cache_parameters(make_model(), "other"):
             assert "other" in [model.model for model in keeper.models()]
 
 
 def test_killed_cache_leaves_engine_working(keeper: KeeperProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = made()
+    model = make_model()
     own, wanted = model[0].weight.data_ptr(), answer(model)
     real = handing._ask
 
@@ -300,11 +300,11 @@ def test_unsupported_parameters_are_refused() -> None:
         pass
 
     with ps.cache.WeightCache(accept=True) as keeper:
-        model = made()
+        model = make_model()
         model[3].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH).as_subclass(Odd))
         with pytest.raises(PlanError, match=r"3\.weight \(Odd\)"):
             ps.cache.cache_parameters(model, "finished")
-        model = made()
+        model = make_model()
         model[3].weight = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH).t())
         with pytest.raises(PlanError, match="not contiguous"):
             ps.cache.cache_parameters(model, "finished")
@@ -328,7 +328,7 @@ def test_request_without_offer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_damage_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
-        ps.cache.cache_parameters(made(), "finished").close()
+        ps.cache.cache_parameters(make_model(), "finished").close()
         gc.collect()
         (weights,) = keeper.member.weights
         weights.rows[0][0] ^= 1

@@ -64,7 +64,7 @@ def keeper(llama: Path, fork_server: ForkServer) -> Iterator[KeeperProcess]:
         yield process
 
 
-def until(happens, timeout_s: float = 10.0) -> None:
+def wait_until(happens, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not happens():
         assert time.monotonic() < deadline, "it did not happen"
@@ -165,7 +165,7 @@ def test_attach_waits_for_cache_to_start(llama, wanted) -> None:
 def test_stopping_cache_waits_for_its_engine(keeper, wanted) -> None:
     attached = ps.cache.attach("llama")
     keeper.process.send_signal(signal.SIGTERM)
-    until(lambda: attached.lease_state == "draining")
+    wait_until(lambda: attached.lease_state == "draining")
     with pytest.raises(ps.NotFound):
         ps.cache.attach("llama", timeout_s=0.0)
     attached.check()
@@ -184,7 +184,7 @@ def test_killed_cache_is_reported_lost(keeper, wanted) -> None:
     keeper.process.wait(timeout=20)
     with pytest.raises(ps.errors.PeerLost):
         attached.check()
-    until(lambda: attached.lease_state == "lost")
+    wait_until(lambda: attached.lease_state == "lost")
     assert_same(attached, wanted)
     attached.close()
 
@@ -219,7 +219,7 @@ def test_attached_model_is_not_dropped(llama) -> None:
         assert keeper.models()[0].num_attached == 1  # a tensor lives
         del tensor
         gc.collect()
-        until(lambda: keeper.models()[0].num_attached == 0)
+        wait_until(lambda: keeper.models()[0].num_attached == 0)
         keeper.drop("llama", drain_s=5)
         assert keeper.models() == []
         with pytest.raises(ps.NotFound):
@@ -233,7 +233,7 @@ def test_two_revisions_are_kept_together(llama, wanted, tmp_path) -> None:
     with ps.cache.WeightCache() as keeper:
         keeper.keep("llama", llama)
         keeper.keep("llama", tmp_path / "new")
-        until(lambda: [held.kept for held in keeper.member.hub.status().members[0].holdings] == [True, True])
+        wait_until(lambda: [held.kept for held in keeper.member.hub.status().members[0].holdings] == [True, True])
         old = keeper.models()[0].revision
         with pytest.raises(ps.ConfigError, match="several revisions") as caught:
             ps.cache.attach("llama")

@@ -55,7 +55,7 @@ def tiers(keeper: ps.cache.WeightCache) -> dict[str, str]:
     return {one.model: one.tier for one in keeper.models()}
 
 
-def until(happens, timeout_s: float = 20.0) -> None:
+def wait_until(happens, timeout_s: float = 20.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not happens():
         assert time.monotonic() < deadline, "it did not happen"
@@ -78,7 +78,7 @@ def test_model_is_demoted_and_promoted_without_source(models, wanted, tmp_path) 
                 assert tiers(keeper)[name] == "host"
                 del attached
                 gc.collect()
-                until(lambda: not any(one.num_attached for one in keeper.models()))
+                wait_until(lambda: not any(one.num_attached for one in keeper.models()))
         finally:
             moved.rename(models["a"])
         stats = keeper.stats()
@@ -97,7 +97,7 @@ def test_model_in_use_is_not_demoted(models, wanted, tmp_path) -> None:
         assert tiers(keeper) == {"a": "host"}
         attached.check()
         attached.close()
-        until(lambda: not keeper.models()[0].num_attached)
+        wait_until(lambda: not keeper.models()[0].num_attached)
         keeper.keep("b", models["b"])
         with ps.cache.attach("b"), pytest.raises(ps.PenstockError, match="cannot be brought back now"):
             ps.cache.attach("a", timeout_s=0.0)
@@ -131,7 +131,7 @@ def test_small_disk_reads_source_again(models, wanted, tmp_path) -> None:
         for name in models:
             assert_same(ps.cache.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
-            until(lambda: not any(one.num_attached for one in keeper.models()))
+            wait_until(lambda: not any(one.num_attached for one in keeper.models()))
         assert keeper.stats().links["source", "host"].num_moves >= 4
         assert keeper.stats().tiers["disk"].peak_bytes <= 35_000_000
 
@@ -147,7 +147,7 @@ def test_full_disk_reads_source_again(models, wanted, small_disk, caplog) -> Non
         for name in ("a", "b"):
             assert_same(ps.cache.attach(name, verify=True, timeout_s=20.0), wanted[name])
             gc.collect()
-            until(lambda: not any(one.num_attached for one in keeper.models()))
+            wait_until(lambda: not any(one.num_attached for one in keeper.models()))
         assert keeper.stats().tiers["disk"].used_bytes == 0
 
 
@@ -185,7 +185,7 @@ def test_damaged_memory_is_reloaded_before_demotion(models, wanted, tmp_path) ->
         keeper.keep("a", models["a"])
         for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
-        until(lambda: keeper.models()[0].num_reloads == 1)  # a chunk is looked at with each beat
+        wait_until(lambda: keeper.models()[0].num_reloads == 1)  # a chunk is looked at with each beat
         assert tiers(keeper) == {"a": "host"}
         keeper.keep("b", models["b"])
         assert tiers(keeper) == {"a": "disk", "b": "host"}
@@ -202,7 +202,7 @@ def test_damaged_unreloadable_memory_is_not_demoted(models, tmp_path) -> None:
         shutil.rmtree(source)
         for row in keeper.member.weights[0].rows:
             row[:1] ^= 1
-        until(lambda: keeper.models()[0].state == "lost")
+        wait_until(lambda: keeper.models()[0].state == "lost")
         keeper.keep("b", models["b"])
         with pytest.raises(ps.IntegrityError, match=r"chunk . of 'a' changed in memory"):
             keeper.check()

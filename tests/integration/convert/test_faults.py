@@ -95,7 +95,7 @@ class Run:
             os.close(worker)
 
 
-class Drill:
+class FaultRun:
     """One conversion and its losses."""
 
     def __init__(self, seed: int, fork_server: ForkServer, source: Path, expected: dict[str, bytes]) -> None:
@@ -169,9 +169,11 @@ def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -
     return files(into)
 
 
-def drill(seed: int, fork_server: ForkServer, source: Path, expected: dict[str, bytes]) -> tuple[str, str, float]:
-    """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, fork_server, source, expected), time.monotonic(), ""
+def run_with_fault(
+    seed: int, fork_server: ForkServer, source: Path, expected: dict[str, bytes]
+) -> tuple[str, str, float]:
+    """Run a conversion with a fault. Return a description, the failure or an empty text, and the seconds."""
+    one, begun, verdict = FaultRun(seed, fork_server, source, expected), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -187,7 +189,7 @@ def test_conversion_survives_random_faults(
         pytest.skip("run with DRILLS=all")
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, fork_server, small_checkpoint, expected), seeds))
+        found = list(pool.map(lambda seed: run_with_fault(seed, fork_server, small_checkpoint, expected), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

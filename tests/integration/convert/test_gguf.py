@@ -33,7 +33,7 @@ def values_of(path: Path) -> dict[str, torch.Tensor]:
     return {
         entry.name: torch.from_numpy(np.array(quants.dequantize(entry.data, entry.tensor_type)))
         if entry.tensor_type.name in {kind.type for kind in ps.inspect(path).blocks.values()}
-        else gguf_file.truth(path)[entry.name]
+        else gguf_file.expected_tensors(path)[entry.name]
         for entry in gguf.GGUFReader(path).tensors
     }
 
@@ -99,7 +99,7 @@ def test_merge_uses_values_of_quantised_models(tmp_path: Path) -> None:
 
 def test_copy_keeps_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
     out = convert(model, tmp_path / "out", to="gguf") / "model.gguf"
-    assert_same(gguf_file.truth(out), gguf_file.truth(model))
+    assert_same(gguf_file.expected_tensors(out), gguf_file.expected_tensors(model))
     assert fields_of(out) == fields_of(model)
     assert ps.inspect(out).blocks == ps.inspect(model).blocks
     assert ps.verify(tmp_path / "out").verified
@@ -108,7 +108,7 @@ def test_copy_keeps_blocks_and_metadata(model: Path, tmp_path: Path) -> None:
 def test_parts_become_one_file(tmp_path: Path) -> None:
     parts = gguf_file.write(tmp_path / "tiny.gguf", parts=4)
     out = convert(parts[0], tmp_path / "out", to="gguf") / "model.gguf"
-    assert_same(gguf_file.truth(out), gguf_file.truth(*parts))
+    assert_same(gguf_file.expected_tensors(out), gguf_file.expected_tensors(*parts))
     assert not [key for key in fields_of(out) if key.startswith("split.")]
 
 

@@ -38,7 +38,7 @@ def read(directory: Path) -> dict[str, torch.Tensor]:
     return {name: one for path in sorted(directory.glob("*.safetensors")) for name, one in load_file(path).items()}
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+def are_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -96,7 +96,7 @@ def test_resharded_ranks_reassemble_to_whole(model, tmp_path):
     assert read(ranks[1])["lm_head.weight"].shape == (512, 512)
     assert report.read_bytes == sum(tensor.nbytes for tensor in model.values())
     back = one_by_one(ranks, tmp_path / "back", {"op": "reshard", "to": 1})
-    assert same(read(tmp_path / "back"), model)
+    assert are_equal(read(tmp_path / "back"), model)
     one_by_one(base, tmp_path / "copy")
     assert back.revision == penstock.verify(tmp_path / "copy").revision
 
@@ -146,7 +146,7 @@ def test_applied_delta_yields_new_version(model, tmp_path, digested):
     made = one_by_one([base, new], tmp_path / "delta", {"op": "delta"})
     assert made.nbytes == (256 << 10) + 12
     applied = one_by_one([base, tmp_path / "delta"], tmp_path / "out", {"op": "delta-apply"})
-    assert same(read(tmp_path / "out"), changed)
+    assert are_equal(read(tmp_path / "out"), changed)
     assert penstock.verify(tmp_path / "out").revision == applied.revision
     assert msgspec.json.decode((tmp_path / "out" / "config.json").read_bytes())["version"] == 2
     assert not (tmp_path / "out" / "penstock.delta").exists()
@@ -155,7 +155,7 @@ def test_applied_delta_yields_new_version(model, tmp_path, digested):
     same_again = one_by_one([base, base], tmp_path / "nothing", {"op": "delta"})
     assert same_again.nbytes == 0
     one_by_one([base, tmp_path / "nothing"], tmp_path / "again", {"op": "delta-apply"})
-    assert same(read(tmp_path / "again"), model)
+    assert are_equal(read(tmp_path / "again"), model)
 
 
 def test_documented_operation_works(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def logits(directory: Path) -> torch.Tensor:
         return model(PROMPT).logits.float()
 
 
-def made(sources: Any, into: Path, *words: dict[str, object], to: str | None = None) -> Path:
+def convert_into(sources: Any, into: Path, *words: dict[str, object], to: str | None = None) -> Path:
     convert(sources, into, operations=words, to=to, devices="cpu", workers=1)
     return into
 
@@ -153,7 +153,7 @@ def reference(directory: Path, said: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def test_fp8_with_bf16_scales_matches_transformers(llama: Path, tmp_path: Path) -> None:
     source = rewrite(llama, tmp_path / "qwen3", qwen3, QWEN3)
-    result = made(source, tmp_path / "out", {"op": "dequantise"})
+    result = convert_into(source, tmp_path / "out", {"op": "dequantise"})
     assert "quantization_config" not in json.loads((result / "config.json").read_text())
     assert {tensor.dtype for tensor in load_file(result / "model.safetensors").values()} == {torch.bfloat16}
     assert torch.equal(logits(result), logits(source))
@@ -164,7 +164,7 @@ def test_fp8_with_bf16_scales_matches_transformers(llama: Path, tmp_path: Path) 
 def test_llm_compressor_output_matches_its_library(preset: str, llama: Path, tmp_path: Path) -> None:
     quantise, said = by_compressed_tensors(preset)
     source = rewrite(llama, tmp_path / preset, quantise, said)
-    result = made(source, tmp_path / "out", {"op": "dequantise"})
+    result = convert_into(source, tmp_path / "out", {"op": "dequantise"})
     found, wanted = load_file(result / "model.safetensors"), reference(source, said)
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
@@ -183,14 +183,14 @@ def test_unknown_quantisation_is_refused_before_writing(llama: Path, tmp_path: P
     source = rewrite(llama, tmp_path / "gptq", gptq, {"quant_method": "gptq", "bits": 4})
     other = shutil.copytree(source, tmp_path / "other")
     with pytest.raises(PlanError, match="'gptq'"):
-        made(source, tmp_path / "out", {"op": "dequantise"})
+        convert_into(source, tmp_path / "out", {"op": "dequantise"})
     with pytest.raises(PlanError, match="'gptq'"):
-        made([source, other], tmp_path / "out", {"op": "average"})
+        convert_into([source, other], tmp_path / "out", {"op": "average"})
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(PlanError, match="missing or have an unknown layout"):
-        made(source, tmp_path / "out", {"op": "dequantise"})
+        convert_into(source, tmp_path / "out", {"op": "dequantise"})
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
@@ -198,10 +198,10 @@ def test_unknown_quantisation_is_refused_before_writing(llama: Path, tmp_path: P
 def test_quantised_sources_merge_by_value(op: dict[str, object], llama: Path, tmp_path: Path) -> None:
     other = write_llama(tmp_path / "other", seed=1)
     sources = [rewrite(one, tmp_path / f"{one.name}-fp8", qwen3, QWEN3) for one in (llama, other)]
-    plain = [made(one, tmp_path / f"{one.name}-plain", {"op": "dequantise"}) for one in sources]
-    wanted = load_file(made(plain, tmp_path / "wanted", op) / "model.safetensors")
+    plain = [convert_into(one, tmp_path / f"{one.name}-plain", {"op": "dequantise"}) for one in sources]
+    wanted = load_file(convert_into(plain, tmp_path / "wanted", op) / "model.safetensors")
     for given in (sources, [sources[0], plain[1]], [plain[0], sources[1]]):
-        result = made(given, tmp_path / "out", op)
+        result = convert_into(given, tmp_path / "out", op)
         found = load_file(result / "model.safetensors")
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -214,8 +214,8 @@ def test_quantised_sources_merge_by_value(op: dict[str, object], llama: Path, tm
 @pytest.mark.parametrize("to", ["fp8-block128", "fp8-channel", "mxfp8", "nvfp4"])
 def test_stored_model_loads_in_transformers(tied: bool, to: str, tmp_path: Path) -> None:
     source = write_llama(tmp_path / "llama", tied=tied)
-    stored = made(source, tmp_path / "stored", to=to)
-    plain = made(stored, tmp_path / "plain", {"op": "dequantise"})
+    stored = convert_into(source, tmp_path / "stored", to=to)
+    plain = convert_into(stored, tmp_path / "plain", {"op": "dequantise"})
     found = logits(stored)
     assert found.isfinite().all()
     assert (found - logits(source)).abs().max() < (2.5 if to == "nvfp4" else 0.7)
@@ -233,7 +233,7 @@ def test_gpt2_is_refused_for_input_major_weights(tmp_path: Path) -> None:
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     for to in ("fp8-block128", "fp8-channel"):
         with pytest.raises(PlanError, match="Conv1D"):
-            made(tmp_path / "gpt2", tmp_path / "out", to=to)
+            convert_into(tmp_path / "gpt2", tmp_path / "out", to=to)
 
 
 def test_partial_edge_blocks_match_compressed_tensors(tmp_path: Path) -> None:
@@ -249,8 +249,8 @@ def test_partial_edge_blocks_match_compressed_tensors(tmp_path: Path) -> None:
     source = {f"{name}.weight": torch.randn(192, 256).bfloat16(), "model.norm.weight": torch.ones(256)}
     (tmp_path / "source").mkdir()
     save_file(source, tmp_path / "source" / "model.safetensors")
-    stored = made(tmp_path / "source", tmp_path / "stored", to="fp8-block128")
-    plain = load_file(made(stored, tmp_path / "plain", {"op": "dequantise"}) / "model.safetensors")
+    stored = convert_into(tmp_path / "source", tmp_path / "stored", to="fp8-block128")
+    plain = load_file(convert_into(stored, tmp_path / "plain", {"op": "dequantise"}) / "model.safetensors")
     reader = FP8BlockDequantizer(ignore=["model.norm"])
     wanted = reader.process(load_file(stored / "model.safetensors"))
     assert torch.equal(plain[f"{name}.weight"], wanted[f"{name}.weight"])
@@ -328,7 +328,7 @@ def test_gpt_oss_matches_transformers(tmp_path: Path) -> None:
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     source = write_gpt_oss(tmp_path / "gpt-oss")
-    result = made(source, tmp_path / "out", {"op": "dequantise"})
+    result = convert_into(source, tmp_path / "out", {"op": "dequantise"})
     stored, found = load_file(source / "model.safetensors"), load_file(result / "model.safetensors")
     experts = [name.removesuffix("_blocks") for name in stored if name.endswith("_blocks")]
     assert len(experts) == 2
@@ -349,9 +349,9 @@ def test_mistral_config_describes_result(llama: Path, tmp_path: Path) -> None:
     (source / "config.json").unlink()
     told = {"dim": 128, "quantization": {"qformat_weight": "fp8_e4m3", "qscheme_act": "TENSOR"}}
     (source / "params.json").write_text(json.dumps(told))
-    made(source, tmp_path / "copy", {"op": "copy"})
+    convert_into(source, tmp_path / "copy", {"op": "copy"})
     assert json.loads((tmp_path / "copy/params.json").read_text()) == told
-    result = made(source, tmp_path / "out", {"op": "dequantise"})
+    result = convert_into(source, tmp_path / "out", {"op": "dequantise"})
     assert json.loads((result / "params.json").read_text()) == {"dim": 128}
     stored, found = load_file(source / "model.safetensors"), load_file(result / "model.safetensors")
     assert not [name for name in found if "qscale" in name]
@@ -361,10 +361,10 @@ def test_mistral_config_describes_result(llama: Path, tmp_path: Path) -> None:
     told["quantization"] = {"qformat_weight": "int4"}
     (source / "params.json").write_text(json.dumps(told))
     with pytest.raises(PlanError, match=r"of params\.json"):
-        made(source, tmp_path / "refused", {"op": "dequantise"})
+        convert_into(source, tmp_path / "refused", {"op": "dequantise"})
     (source / "params.json").write_text("{")
     with pytest.raises(FormatError, match=r"repair params\.json of this source"):
-        made(source, tmp_path / "refused", {"op": "dequantise"})
+        convert_into(source, tmp_path / "refused", {"op": "dequantise"})
 
 
 def test_torchao_metadata_follows_the_codes(tmp_path: Path) -> None:
@@ -387,11 +387,11 @@ def test_torchao_metadata_follows_the_codes(tmp_path: Path) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     (source / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "torchao"}}))
     wanted = {"a.weight", "a.bias", "b.weight", "b.bias"}
-    made(source, tmp_path / "copy", {"op": "copy"})
+    convert_into(source, tmp_path / "copy", {"op": "copy"})
     with safe_open(tmp_path / "copy/model.safetensors", "pt") as file:
         found = file.metadata()
     assert set(json.loads(found.pop("tensor_names"))) == wanted and found.keys() == {*wanted, "format"}
-    made(source, tmp_path / "out", {"op": "dequantise"})
+    convert_into(source, tmp_path / "out", {"op": "dequantise"})
     with safe_open(tmp_path / "out/model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"} and set(file.keys()) == wanted
         assert torch.equal(file.get_tensor("a.weight"), torch.full((48, 64), 3.0 * torch.tensor(0.3)).bfloat16())

@@ -100,7 +100,7 @@ class Fleet:
         }
 
 
-def until(reached: Callable[[], object], what: str, *, timeout_s: float = 30.0) -> None:
+def wait_until(reached: Callable[[], object], what: str, *, timeout_s: float = 30.0) -> None:
     """Look until it is so: Prometheus reads and evaluates by its own clock."""
     deadline = time.monotonic() + timeout_s
     while not (now := reached()):
@@ -163,7 +163,7 @@ def fleet() -> Iterator[Fleet]:
         fork_server = stack.enter_context(ForkServer())
         listen = ["hub", "--listen", fleet.hub, "--token-file", str(directory / "hub.token")]
         stack.enter_context(commands.start(fork_server, listen, {"PENSTOCK_RUNTIME_DIR": str(directory / "run")}))
-        until(lambda: answers(f"http://{fleet.hub}/healthz"), "the hub answers")
+        wait_until(lambda: answers(f"http://{fleet.hub}/healthz"), "the hub answers")
 
         def environ_of(process: str) -> dict[str, str]:
             """Return the environment of a process, with the next port for its metrics."""
@@ -181,9 +181,9 @@ def fleet() -> Iterator[Fleet]:
             fleet.members[task.side] = stack.enter_context(SyncWorker(task, fork_server))
         for process in ("first", "second"):
             fleet.members[process].wait_for("fetched")
-        until(lambda: answers(f"{fleet.url}/-/ready"), "Prometheus is ready")
+        wait_until(lambda: answers(f"{fleet.url}/-/ready"), "Prometheus is ready")
         everybody = {*fleet.instances.values(), fleet.hub}
-        until(lambda: {one["metric"]["instance"] for one in fleet.query("up == 1")} == everybody, "all are read")
+        wait_until(lambda: {one["metric"]["instance"] for one in fleet.query("up == 1")} == everybody, "all are read")
         yield fleet
 
 
@@ -240,14 +240,14 @@ def check_numbers(fleet: Fleet) -> None:
 
 def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
     sync(fleet, 1)
-    until(lambda: fleet.query('penstock_sync_version{side="subscriber"} == 1'), "version 1 is read")
+    wait_until(lambda: fleet.query('penstock_sync_version{side="subscriber"} == 1'), "version 1 is read")
 
     # Every selector of a rule names series that exist: an alert with a wrong name would never fire.
     selectors = {selector for rule in rules() for selector in SELECTOR.findall(rule["expr"])}
     assert len(selectors) >= len(rules())
     for selector in sorted(selectors):
-        until(lambda selector=selector: fleet.query(selector), f"{selector} has data")
-    until(lambda: not fleet.firing(), "no alert fires in a fleet that is well")
+        wait_until(lambda selector=selector: fleet.query(selector), f"{selector} has data")
+    wait_until(lambda: not fleet.firing(), "no alert fires in a fleet that is well")
     assert {rule["health"] for rule in fleet.alerts().values()} == {"ok"}
     assert len(fleet.alerts()) == len(rules())
 
@@ -256,7 +256,7 @@ def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
     assert isinstance(subscriber, SyncWorker)
     assert subscriber.call("update 0")["error"] == "ConfigError"
     instance = fleet.instances["subscriber"]
-    until(lambda: fleet.firing() == {"PenstockJourneysFail": {instance}}, f"one alert fires, not {fleet.firing()}")
+    wait_until(lambda: fleet.firing() == {"PenstockJourneysFail": {instance}}, f"one alert fires, not {fleet.firing()}")
 
     sync(fleet, 2)
     # Refusals are counted by status, and there were none.
@@ -271,6 +271,6 @@ def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
 
     fleet.members["second"].kill()
     dead = {"PenstockProcessDown": {fleet.instances["second"]}, "PenstockJourneysFail": {instance}}
-    until(lambda: fleet.firing() == dead, f"the alert for a dead member fires, not {fleet.firing()}")
+    wait_until(lambda: fleet.firing() == dead, f"the alert for a dead member fires, not {fleet.firing()}")
     alert = next(one for one in fleet.alerts()["PenstockProcessDown"]["alerts"] if one["state"] == "firing")
     assert alert["annotations"]["summary"] == f"{fleet.instances['second']} does not answer"

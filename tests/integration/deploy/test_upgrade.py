@@ -100,7 +100,7 @@ def wanted(model: Path) -> str:
     return release_driver.digests(by_safetensors(model))
 
 
-def until(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_until(holds: Callable[[], bool], timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < deadline, "it did not happen"
@@ -211,8 +211,8 @@ def test_members_survive_replacement_of_hub(
     assert hub.stop() == 0
     fleet.start_hub(hubs[1])
     # The same lives as before: members register again by themselves, with all that they hold.
-    until(lambda: fleet["new"]("status", hub=url).get(holder) == ["m"])
-    until(lambda: subscribers[0] in fleet["old"]("status", hub=url))
+    wait_until(lambda: fleet["new"]("status", hub=url).get(holder) == ["m"])
+    wait_until(lambda: subscribers[0] in fleet["old"]("status", hub=url))
     late("join", name="b", model="m", connection=connection)
     check_fetched(late("fetch", name="b"), wanted, holder)
     subscribers.append(late("subscriber", name="s", sync="policy", connection=connection, options={}))
@@ -245,7 +245,7 @@ def test_local_hub_passes_between_releases(fleet: Fleet, model: Path, wanted: st
     check_fetched(next_one("fetch", name="b"), wanted, holder)
     assert hosts(hosting)
     hosting("close", name="a")
-    until(lambda: hosts(next_one))
+    wait_until(lambda: hosts(next_one))
     hosting("join", name="a", model="m", connection={})
     check_fetched(hosting("fetch", name="a"), wanted, reader)
 
@@ -269,7 +269,7 @@ def test_cache_is_handed_over_between_releases(fleet: Fleet, model: Path, wanted
     (member,) = set(fleet[first]("status", model="m")) - before
     keeper.send_signal(signal.SIGTERM)
     for engine in engines:
-        until(lambda engine=engine: engine("standing", name="a") == "draining")
+        wait_until(lambda engine=engine: engine("standing", name="a") == "draining")
         attached = engine("attach", name="b", model="m")
         assert attached["digests"] == wanted and attached["path"] == f"shm, mapped: {member[:8]}"
         engine("close", name="a")

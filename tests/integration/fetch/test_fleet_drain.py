@@ -24,7 +24,7 @@ from penstock.testing.checkpoints import write_llama
 TOKEN, OPERATOR = "a-token-of-this-hub", "the-operator-of-this-hub"
 
 
-def until(reached: Callable[[], bool], what: str, *, timeout_s: float = 30.0) -> None:
+def wait_until(reached: Callable[[], bool], what: str, *, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not reached():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -71,13 +71,13 @@ def test_readers_avoid_drained_member(tmp_path: Path) -> None:
             path = source_of_a_new_reader()
             assert next(iter(others))[:8] in path and name[:8] not in path
             before = silent_s()
-            until(lambda: silent_s() < before, "the member has sent a heartbeat, whose answer names the order")
+            wait_until(lambda: silent_s() < before, "the member has sent a heartbeat, whose answer names the order")
             # The hub loses its memory; the member brings the order back with its first beat.
             port = hub.url.rpartition(":")[2]
             hub.stop()
             hub = HubThread(Directory(MemoryStore()), bind(f"127.0.0.1:{port}", auth), auth)
             hub.start()
-            until(lambda: drained() == [name], "the order is in force again")
+            wait_until(lambda: drained() == [name], "the order is in force again")
             assert drain(hub.url, tmp_path / "operator", name, "--undo").returncode == 0
             assert drained() == []
         assert name[:8] in source_of_a_new_reader()

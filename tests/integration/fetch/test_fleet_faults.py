@@ -38,7 +38,7 @@ BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHE
 AT_ONCE = 6
 DONE_S = 60.0
 """A drill takes two seconds, or some more where somebody falls silent: far below this."""
-HASTY = SMALL_CHUNKS | {
+SHORT_TIMEOUTS = SMALL_CHUNKS | {
     "penstock.hub.client.ATTEMPT_S": 1.0,
     "penstock.hub.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
     "penstock.hub.local_hub.BEAT_S": 0.25,
@@ -52,7 +52,7 @@ CAP = 8 << 20
 ROLES = ("source", "receiver", "relay", "reader of storage", "host of the hub", "hub", "redis")
 
 
-class Drill:
+class FaultRun:
     """One fleet and its loss."""
 
     def __init__(self, seed: int, fork_server: ForkServer, uris: tuple[str, str]) -> None:
@@ -83,7 +83,7 @@ class Drill:
             hub=self.hub_url,
             fallback=self.fallback if fallback else None,
             storage_pause_s=0.0 if whole else 0.03,
-            constants=HASTY,
+            constants=SHORT_TIMEOUTS,
             connection={"transports": [self.transport]},
             join=join,
             environ={"PENSTOCK_RUNTIME_DIR": str(self.directory), "PENSTOCK_STALL_S": STALL_S},
@@ -98,7 +98,7 @@ class Drill:
             "beat_s": 1.0,
             "ttl_s": 4.0,
             "redis": self.redis.url if self.redis is not None else None,
-            "constants": HASTY,
+            "constants": SHORT_TIMEOUTS,
         }
         self.hub = self.stack.enter_context(self.fork_server.fork("tests.support.fleet:run_hub_process", values))
         assert b"ready" in self.hub.stdout.readline()
@@ -114,7 +114,7 @@ class Drill:
                 self.start_hub()
             workers = self.begin()
             time.sleep(self.delay_s)
-            self.judge(workers, self.lose(workers))
+            self.check_outcome(workers, self.lose(workers))
 
     def begin(self) -> list[Worker]:
         """The first hosts the hub where nobody else does; the last has no way to storage."""
@@ -163,7 +163,7 @@ class Drill:
                         return worker
         return None
 
-    def judge(self, workers: list[Worker], lost: Worker | None) -> None:
+    def check_outcome(self, workers: list[Worker], lost: Worker | None) -> None:
         deadline = time.monotonic() + DONE_S
         read = nbytes = 0
         for worker in workers:
@@ -203,9 +203,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(plain), str(sealed)
 
 
-def drill(seed: int, fork_server: ForkServer, places: tuple[str, str]) -> tuple[str, str, float]:
+def run_with_fault(seed: int, fork_server: ForkServer, places: tuple[str, str]) -> tuple[str, str, float]:
     """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, fork_server, places), time.monotonic(), ""
+    one, begun, verdict = FaultRun(seed, fork_server, places), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -217,7 +217,7 @@ def drill(seed: int, fork_server: ForkServer, places: tuple[str, str]) -> tuple[
 def test_fleet_survives_random_faults(batch: int, fork_server: ForkServer, places: tuple[str, str]) -> None:
     seeds = range(batch * BATCH, (batch + 1) * BATCH)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, fork_server, places), seeds))
+        found = list(pool.map(lambda seed: run_with_fault(seed, fork_server, places), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

@@ -14,7 +14,7 @@ from tests.support.compare import assert_same
 import penstock as ps
 from penstock.errors import IntegrityError, NotFound, PeerLost
 
-QUIET = {"penstock.hub.local_hub.BEAT_S": 5.0, "penstock.hub.local_hub.TTL_S": 60.0}
+RARE_HEARTBEATS = {"penstock.hub.local_hub.BEAT_S": 5.0, "penstock.hub.local_hub.TTL_S": 60.0}
 """A hub whose members beat so seldom that none finds in time that its own memory is bad."""
 
 
@@ -91,7 +91,7 @@ def test_holder_with_bad_memory_is_named(
 ) -> None:
     uri = str(checkpoint_with_manifest if has_manifest else small_checkpoint)
     with ps.join("bystander"):  # the hub is here: the holder ends once it is told
-        bad = host.start(QUIET, fallback=uri, corrupt_at=7)
+        bad = host.start(RARE_HEARTBEATS, fallback=uri, corrupt_at=7)
         member = bad.wait_for("joined")["member"]
         bad.wait_for("corrupted")
         if not has_storage:

@@ -103,7 +103,7 @@ def models() -> Iterator[Path]:
         yield Path(directory)
 
 
-def until(reached: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
+def wait_until(reached: Callable[[], bool], what: str, *, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not reached():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -145,9 +145,9 @@ def log_in(browser: webdriver.Chrome, hub: HubThread, token: str = TOKEN) -> Non
     browser.get("about:blank")
     browser.get_log("performance")  # what the browser itself asked for as it started
     browser.get(hub.url)
-    until(lambda: browser.find_element(By.ID, "login").is_displayed(), "the page asks for a token")
+    wait_until(lambda: browser.find_element(By.ID, "login").is_displayed(), "the page asks for a token")
     browser.find_element(By.ID, "token").send_keys(token, Keys.ENTER)
-    until(lambda: text(browser, "state") == "Live", "the page is live")
+    wait_until(lambda: text(browser, "state") == "Live", "the page is live")
 
 
 def log_out(browser: webdriver.Chrome) -> None:
@@ -185,7 +185,7 @@ def test_page_shows_fleet_state(
         return msgspec.to_builtins(ps.hub.status(connection=connection))
 
     log_in(browser, hub)
-    until(lambda: tiles(browser).get("Members") == "0", "nobody is there yet")
+    wait_until(lambda: tiles(browser).get("Members") == "0", "nobody is there yet")
     with ExitStack() as stack:
 
         def start(**task: Any) -> Worker:
@@ -221,16 +221,18 @@ def test_page_shows_fleet_state(
         ]
         words += ["--workers", "2", "--task-bytes", "1M", "--hub", hub.url, "--token-file", str(tmp_path / "tokens")]
         conversion = stack.enter_context(commands.start(fork_server, words))
-        until(lambda: bool(status()["jobs"]), "the conversion is announced")
+        wait_until(lambda: bool(status()["jobs"]), "the conversion is announced")
         job = status()["jobs"][0]["job"]
-        until(lambda: not card(browser, job).get("Tasks", "0 of").startswith("0 of"), "the page shows its progress")
+        wait_until(
+            lambda: not card(browser, job).get("Tasks", "0 of").startswith("0 of"), "the page shows its progress"
+        )
         slow = {"model": "qwen", "fallback": str(models / "llama"), "storage_pause_s": 0.4}
         start(**slow)
         fourth = start(**slow)
-        until(lambda: tiles(browser)["Members"] == "6", "every member is counted")
-        until(lambda: any(row[3].startswith("filling") and row[7] for row in rows(browser)), "a transfer runs")
-        until(lambda: bool(browser.find_elements(By.CSS_SELECTOR, "#relay .edge.runs")), "and is in the picture")
-        until(lambda: versions(browser) == ["8", "7, 1 behind"], "the straggler is marked")
+        wait_until(lambda: tiles(browser)["Members"] == "6", "every member is counted")
+        wait_until(lambda: any(row[3].startswith("filling") and row[7] for row in rows(browser)), "a transfer runs")
+        wait_until(lambda: bool(browser.find_elements(By.CSS_SELECTOR, "#relay .edge.runs")), "and is in the picture")
+        wait_until(lambda: versions(browser) == ["8", "7, 1 behind"], "the straggler is marked")
         whole(browser)
         shot("fleet-page")
         shown, said = card(browser, job), status()["jobs"][0]["state"]
@@ -242,7 +244,7 @@ def test_page_shows_fleet_state(
         scheme(browser, "light")
 
         # What the page says of each member is what `status` says.
-        until(lambda: tiles(browser)["Filling"] == "0", "all of them are whole")
+        wait_until(lambda: tiles(browser)["Filling"] == "0", "all of them are whole")
         now = status()
         expected = sorted(
             (
@@ -272,18 +274,18 @@ def test_page_shows_fleet_state(
         # A member is killed: first it is silent, then it is gone.
         killed = fourth.wait_for("fetched") and fourth.events["joined"]["member"]
         fourth.kill()
-        until(lambda: "has not been heard of" in text(browser, "problems"), "the page says that it is silent")
-        until(lambda: killed not in {member["member"] for member in status()["members"]}, "the hub forgets it")
-        until(lambda: not any(row[0].startswith(killed[:8]) for row in rows(browser)), "the page does, too")
+        wait_until(lambda: "has not been heard of" in text(browser, "problems"), "the page says that it is silent")
+        wait_until(lambda: killed not in {member["member"] for member in status()["members"]}, "the hub forgets it")
+        wait_until(lambda: not any(row[0].startswith(killed[:8]) for row in rows(browser)), "the page does, too")
         assert tiles(browser)["Members"] == str(len(status()["members"])) == "5"
 
         # One fails, and leaves: its error stays, with the blame and what to do.
         with Worker(Task(model="nobody-has-it", hub=hub.url, connection=settings, wait_s=0.1), fork_server) as lost:
             lost.wait_for("failed")
             assert lost.leave() == 3
-        until(lambda: bool(status()["failures"]), "the hub has the error")
+        wait_until(lambda: bool(status()["failures"]), "the hub has the error")
         failure = status()["failures"][0]
-        until(lambda: failure["message"] in text(browser, "problems"), "the page shows it")
+        wait_until(lambda: failure["message"] in text(browser, "problems"), "the page shows it")
         assert f"blame: {failure['blame']}" in text(browser, "problems") and failure["hint"] in text(
             browser, "problems"
         )
@@ -291,13 +293,13 @@ def test_page_shows_fleet_state(
         assert conversion.wait(120) == 0
         said = status()["jobs"][0]["state"]
         assert (said["phase"], said["num_done"]) == ("done", said["num_tasks"])
-        until(lambda: card(browser, job).get("phase") == "done", "the conversion has ended on the page")
+        wait_until(lambda: card(browser, job).get("phase") == "done", "the conversion has ended on the page")
         shown = card(browser, job)
         assert shown["Tasks"] == f"{said['num_tasks']} of {said['num_tasks']}"
         assert (shown["Reassigned"], shown["Duplicated"]) == (str(said["num_reassigned"]), str(said["num_duplicated"]))
         for worker in (first, second):
             worker.leave()
-    until(lambda: tiles(browser)["Members"] == str(len(status()["members"])), "those that left are gone")
+    wait_until(lambda: tiles(browser)["Members"] == str(len(status()["members"])), "those that left are gone")
     severe = [entry["message"] for entry in browser.get_log("browser") if "401" not in entry["message"]]
     assert severe == []
     # Nothing was asked of another origin.
@@ -369,7 +371,7 @@ def test_operator_drains_member_on_page(directory: Directory, hub: HubThread, br
 
     # Without the right there is no button, and the hub refuses the request itself.
     log_in(browser, hub)
-    until(lambda: len(rows(browser)) == 4, "the members are there")
+    wait_until(lambda: len(rows(browser)) == 4, "the members are there")
     assert buttons() == [] and not browser.find_element(By.ID, "operator").is_displayed()
     script = """
       const [id, token, done] = arguments;
@@ -379,7 +381,7 @@ def test_operator_drains_member_on_page(directory: Directory, hub: HubThread, br
     assert browser.execute_async_script(script, names[0], TOKEN) == 403
     log_out(browser)
     log_in(browser, hub, OPERATOR)
-    until(lambda: len(buttons()) == 4, "an operator has a button for each member")
+    wait_until(lambda: len(buttons()) == 4, "an operator has a button for each member")
     assert browser.find_element(By.ID, "operator").is_displayed()
     for name in names:
         beat_again(directory, name)
@@ -392,16 +394,16 @@ def test_operator_drains_member_on_page(directory: Directory, hub: HubThread, br
     assert drain() is None, "cancelled"
     browser.find_element(By.CSS_SELECTOR, f'[data-drain="{names[0]}"]').click()
     browser.find_element(By.ID, "drain-reason").send_keys("a new driver", Keys.ENTER)
-    until(lambda: drain() == ("token:", "a new driver"), "the hub has the order")
-    until(lambda: any(row[3] == "draining 100 %" for row in rows(browser)), "the page shows it")
-    until(lambda: "is draining: a new driver" in text(browser, "problems"), "and the reason")
+    wait_until(lambda: drain() == ("token:", "a new driver"), "the hub has the order")
+    wait_until(lambda: any(row[3] == "draining 100 %" for row in rows(browser)), "the page shows it")
+    wait_until(lambda: "is draining: a new driver" in text(browser, "problems"), "and the reason")
     assert f"Undo the draining of {names[0][:8]} gpu-000:0" in buttons()
     for name in (*names, reader):
         beat_again(directory, name)
     assert sources() and names[0] not in sources()
     browser.find_element(By.CSS_SELECTOR, f'[data-drain="{names[0]}"]').click()
-    until(lambda: drain() is None, "the order is undone")
-    until(lambda: not any(row[3].startswith("draining") for row in rows(browser)), "the page shows that, too")
+    wait_until(lambda: drain() is None, "the order is undone")
+    wait_until(lambda: not any(row[3].startswith("draining") for row in rows(browser)), "the page shows that, too")
 
 
 def beat_again(directory: Directory, name: str) -> None:
@@ -416,19 +418,19 @@ def test_page_handles_a_thousand_members(
         announce(directory, number)
     begun = time.monotonic()
     log_in(browser, hub)
-    until(lambda: tiles(browser).get("Members") == "1000", "all members are there")
+    wait_until(lambda: tiles(browser).get("Members") == "1000", "all members are there")
     print(f"1,000 members shown after {time.monotonic() - begun:.2f} s")
     shot("fleet-page-1000")
     assert len(rows(browser)) == 100
     browser.find_element(By.TAG_NAME, "body").send_keys("/")
     browser.switch_to.active_element.send_keys("gpu-077:")
-    until(lambda: len(rows(browser)) == 8, "the search by keyboard finds the members of a host")
+    wait_until(lambda: len(rows(browser)) == 8, "the search by keyboard finds the members of a host")
     resize(browser, 390, 900)
     width = browser.execute_script("return document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert width <= 0, f"the page is {width} pixels wider than a phone"
     shot("fleet-page-phone")
     browser.switch_to.active_element.send_keys(Keys.ESCAPE)
     resize(browser, 1280, 1400)
-    until(lambda: len(rows(browser)) == 100, "the search is empty again")
+    wait_until(lambda: len(rows(browser)) == 100, "the search is empty again")
     browser.find_element(By.ID, "all").click()
     assert len(rows(browser)) == 1000

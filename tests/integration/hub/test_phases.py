@@ -64,7 +64,7 @@ Ask = Callable[..., http.client.HTTPResponse]
 
 
 @pytest.fixture
-def ask() -> Iterator[Ask]:
+def get() -> Iterator[Ask]:
     """Ask a server for a path, each time by a connection of its own."""
     with contextlib.ExitStack() as stack:
 
@@ -100,14 +100,14 @@ def events(answer: http.client.HTTPResponse) -> Iterator[Any]:
             yield json.loads(line.removeprefix(b"data: "))
 
 
-def test_member_shows_its_boot(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+def test_member_shows_its_boot(fleet: ps.Fleet, get: Ask, model: Path) -> None:
     local, remote = fleet.member.server.addresses
-    before = read(ask(local, "/v1/phases"))
+    before = read(get(local, "/v1/phases"))
     assert (before["ready"], before["state"], before["phases"]) == (False, "starting", [])
-    assert ask(remote, "/v1/ready").status == 503
+    assert get(remote, "/v1/ready").status == 503
     report = fleet.fetch({}, fallback=model)
-    now = read(ask(local, "/v1/phases"))
-    assert ask(remote, "/v1/ready").status == 200
+    now = read(get(local, "/v1/phases"))
+    assert get(remote, "/v1/ready").status == 200
     assert (now["ready"], now["state"], now["phase"], now["error"]) == (True, "ready", "", None)
     assert (now["member"], now["models"]) == (fleet.member.id, ["llama"])
     assert {one["name"]: one.get("seconds", 0.0) for one in now["phases"]} == pytest.approx(report.phases, abs=1e-3)
@@ -116,21 +116,21 @@ def test_member_shows_its_boot(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
     assert now["process_s"] > 0 and now["seconds"] == pytest.approx(report.wall_s, abs=1e-3)
     # The engine goes on: the replica is not ready until it is warm.
     with ps.telemetry.phase("warm up"):
-        assert (read(ask(local, "/v1/phases"))["phase"], ask(local, "/v1/ready").status) == ("warm up", 503)
-    assert ask(local, "/v1/ready").status == 200
+        assert (read(get(local, "/v1/phases"))["phase"], get(local, "/v1/ready").status) == ("warm up", 503)
+    assert get(local, "/v1/ready").status == 200
 
 
-def test_other_hosts_see_no_phases_without_certificate(hub: HubThread, fleet: ps.Fleet, ask: Ask) -> None:
-    assert ask(hub.url, "/v1/phases", TOKEN).status == 404
+def test_other_hosts_see_no_phases_without_certificate(hub: HubThread, fleet: ps.Fleet, get: Ask) -> None:
+    assert get(hub.url, "/v1/phases", TOKEN).status == 404
     _, remote = fleet.member.server.addresses
     for path in ("/v1/phases", "/v1/phases?stream"):
-        assert ask(remote, path, TOKEN).status == 403
-    assert ask(remote, "/v1/alive").status == 204
+        assert get(remote, path, TOKEN).status == 403
+    assert get(remote, "/v1/alive").status == 204
 
 
 @pytest.mark.parametrize(("path", "headers"), [("?stream", {}), ("", {"Accept": "text/event-stream"})])
-def test_member_streams_its_boot(fleet: ps.Fleet, ask: Ask, path: str, headers: dict[str, str]) -> None:
-    stream = events(ask(fleet.member.server.addresses[0], f"/v1/phases{path}", **headers))
+def test_member_streams_its_boot(fleet: ps.Fleet, get: Ask, path: str, headers: dict[str, str]) -> None:
+    stream = events(get(fleet.member.server.addresses[0], f"/v1/phases{path}", **headers))
     assert next(stream)["phases"] == []
     with ps.telemetry.phase("start"):
         assert next(event for event in stream if event["phase"] == "start")["state"] == "starting"
@@ -140,28 +140,28 @@ def test_member_streams_its_boot(fleet: ps.Fleet, ask: Ask, path: str, headers: 
 
 
 def test_boot_streams_are_limited_and_end_with_member(
-    hub: HubThread, ask: Ask, monkeypatch: pytest.MonkeyPatch
+    hub: HubThread, get: Ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.http.phases.MAX_STREAMS", 1)
     with ps.join("llama", connection=ps.ConnectionSettings(hub=hub.url, token=TOKEN)) as fleet:
-        stream = events(ask(fleet.member.server.addresses[0], "/v1/phases?stream"))
+        stream = events(get(fleet.member.server.addresses[0], "/v1/phases?stream"))
         next(stream)
-        assert ask(fleet.member.server.addresses[0], "/v1/phases?stream").status == 429
-        assert ask(fleet.member.server.addresses[0], "/v1/phases").status == 200
+        assert get(fleet.member.server.addresses[0], "/v1/phases?stream").status == 429
+        assert get(fleet.member.server.addresses[0], "/v1/phases").status == 200
     assert list(stream) == []
 
 
-def test_process_without_fleet_shows_boot_with_metrics(ask: Ask, model: Path, tmp_path: Path) -> None:
+def test_process_without_fleet_shows_boot_with_metrics(get: Ask, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
     (tmp_path / "metrics.token").write_text(LIMITED)
     with ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "metrics.token") as endpoint:
         url = endpoint.url.removesuffix("/metrics")
-        assert (ask(url, "/v1/phases").status, ask(url, "/v1/ready").status) == (401, 503)
+        assert (get(url, "/v1/phases").status, get(url, "/v1/ready").status) == (401, 503)
         report = ps.load(model).report
-        now = read(ask(url, "/v1/phases", LIMITED))
+        now = read(get(url, "/v1/phases", LIMITED))
         assert now["ready"] and {one["name"] for one in now["phases"]} == set(report.phases)
-        assert next(events(ask(url, "/v1/phases?stream", LIMITED))) == now
-        assert ask(url, "/v1/ready").status == 200
+        assert next(events(get(url, "/v1/phases?stream", LIMITED))) == now
+        assert get(url, "/v1/ready").status == 200
 
 
 def test_status_shows_phase_of_unready_member(
@@ -197,7 +197,7 @@ def test_attach_is_recorded_as_boot(hub: HubThread, model: Path) -> None:
         assert (boot.state, boot.phase, boot.error.model) == ("failed", "find", "other")
 
 
-def test_running_fetch_shows_current_phase(fleet: ps.Fleet, ask: Ask, model: Path) -> None:
+def test_running_fetch_shows_current_phase(fleet: ps.Fleet, get: Ask, model: Path) -> None:
     """The fetch is held before its first chunk, so that the phase can be seen."""
     held, seen = threading.Event(), threading.Event()
     first = type(fleet.member).claim
@@ -211,8 +211,8 @@ def test_running_fetch_shows_current_phase(fleet: ps.Fleet, ask: Ask, model: Pat
     thread = threading.Thread(target=lambda: fleet.fetch({}, fallback=model))
     thread.start()
     assert seen.wait(30)
-    now = read(ask(fleet.member.server.addresses[0], "/v1/phases"))
+    now = read(get(fleet.member.server.addresses[0], "/v1/phases"))
     assert (now["state"], now["phase"]) == ("starting", "connect")
     held.set()
     thread.join()
-    assert read(ask(fleet.member.server.addresses[0], "/v1/phases"))["ready"]
+    assert read(get(fleet.member.server.addresses[0], "/v1/phases"))["ready"]

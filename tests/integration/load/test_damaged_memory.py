@@ -52,14 +52,14 @@ def small(tmp_path_factory) -> Path:
     return directory
 
 
-def until(happens, timeout_s: float = 30.0) -> None:
+def wait_until(happens, timeout_s: float = 30.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not happens():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
 
 
-def whys() -> list[str]:
+def damage_reasons() -> list[str]:
     """What the members of this host say of their holdings."""
     with HubClient.connect(find_hub()) as hub:
         return [held.why for member in hub.status().members for held in member.holdings]
@@ -72,15 +72,19 @@ def test_cache_reloads_damaged_model_and_serves_others(runtime, large, small, fo
         damaged = arenas(keeper.process.pid)[0]
         assert damaged.nbytes > 20_000_000
         damaged.flip()
-        until(lambda: engine.lease_state == "damaged")
+        wait_until(lambda: engine.lease_state == "damaged")
         with pytest.raises(ps.IntegrityError, match="bytes of this memory changed"):
             engine.check()
         with ps.cache.attach("large", timeout_s=30.0) as again:
             assert again.report.verified
             assert_same(again, wanted)
-        until(lambda: any("loaded again and verified" in line for line in keeper.errors))
+        wait_until(lambda: any("loaded again and verified" in line for line in keeper.errors))
         assert any("chunk 0 of 'large' changed in memory" in line for line in keeper.errors)
-        until(lambda: any("chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in whys()))
+        wait_until(
+            lambda: any(
+                "chunk 0 of 'large' changed in memory" in why and "loaded again" in why for why in damage_reasons()
+            )
+        )
         assert other.lease_state == "kept"
         other.check()
         assert_same(ps.cache.attach("small"), others)
@@ -95,7 +99,7 @@ def test_cache_exits_when_damaged_model_cannot_reload(runtime, large, tmp_path, 
         shutil.rmtree(source)
         arenas(keeper.process.pid)[0].flip()
         assert keeper.process.wait(timeout=60) == 3
-        until(lambda: any("IntegrityError" in line for line in keeper.errors))
+        wait_until(lambda: any("IntegrityError" in line for line in keeper.errors))
         said = "".join(keeper.errors)
         assert "chunk 0 of 'model' changed in memory" in said and "could not be loaded again" in said, said
 
@@ -105,7 +109,7 @@ def test_damaged_model_is_reloaded_from_members(runtime, small) -> None:
         fleet.fetch({}, fallback=small)
         keeper.keep("small", small)
         keeper.member.weights[0].rows[1][5] ^= 1
-        until(lambda: keeper.models()[0].num_reloads == 1)
+        wait_until(lambda: keeper.models()[0].num_reloads == 1)
         (holding,) = keeper.member.weights
         assert holding.path == f"100% shm <- {fleet.member.id[:8]}"
         with ps.cache.attach("small", timeout_s=10.0) as attached:
@@ -118,7 +122,7 @@ def test_library_cache_names_damaged_model(runtime, small, tmp_path) -> None:
     with ps.cache.WeightCache() as keeper:
         keeper.keep("model", source)
         keeper.member.weights[0].rows[1][5] ^= 1
-        until(lambda: keeper.models()[0].num_reloads == 1)
+        wait_until(lambda: keeper.models()[0].num_reloads == 1)
         (kept,) = keeper.models()
         assert (kept.state, kept.tier) == ("kept", "host")
         assert "changed in memory" in kept.why and "loaded again and verified" in kept.why
@@ -126,7 +130,7 @@ def test_library_cache_names_damaged_model(runtime, small, tmp_path) -> None:
         keeper.serve(timeout_s=0.0)
         shutil.rmtree(source)
         keeper.member.weights[0].rows[1][5] ^= 1
-        until(lambda: keeper.models()[0].state == "lost")
+        wait_until(lambda: keeper.models()[0].state == "lost")
         assert "could not be loaded again" in keeper.models()[0].why
         with pytest.raises(ps.IntegrityError, match="chunk 0 of 'model' changed in memory"):
             keeper.serve(timeout_s=60.0)
@@ -167,7 +171,7 @@ def test_status_names_changed_memory_until_new_fetch(runtime, small) -> None:
         fleet.fetch(weights, fallback=small)
         fleet.check()
         weights["lm_head.weight"].view(-1).view(torch.uint8)[0] ^= 1
-        until(lambda: any("'m' changed in memory" in why for why in whys()))
+        wait_until(lambda: any("'m' changed in memory" in why for why in damage_reasons()))
         with pytest.raises(ps.IntegrityError, match="of 'm' changed in memory"):
             fleet.check()
         with ps.join("m") as reader, pytest.raises(ps.NotFound):

@@ -42,7 +42,7 @@ SOON_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made") / "model.safetensors"
     torch.manual_seed(5)
     save_file({f"t{i:02}": torch.randint(0, 1 << 62, (TENSOR_BYTES // 8,)) for i in range(NUM_TENSORS)}, path)
@@ -50,10 +50,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def big(made: Path, tmp_path: Path) -> Iterator[Path]:
+def big(small_checkpoint: Path, tmp_path: Path) -> Iterator[Path]:
     """A copy of one's own."""
     path = tmp_path / "model.safetensors"
-    shutil.copyfile(made, path)
+    shutil.copyfile(small_checkpoint, path)
     yield path
     path.unlink(missing_ok=True)
 
@@ -65,7 +65,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def hasty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Little patience with servers; nothing left running after any test."""
     monkeypatch.setenv("PENSTOCK_STALL_S", "1.5")
     monkeypatch.setenv("PENSTOCK_RETRIES", "2")

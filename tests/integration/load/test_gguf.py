@@ -34,7 +34,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_load_matches_gguf_package(model: Path) -> None:
-    truth = gguf_file.truth(model)
+    truth = gguf_file.expected_tensors(model)
     loaded = ps.load(model)
     assert_same(loaded, truth)
     assert_same(ps.load(model.parent), truth)
@@ -70,7 +70,7 @@ def test_manifest_detects_changed_byte(model: Path) -> None:
 
 def test_every_part_of_split_model_loads_whole(tmp_path: Path) -> None:
     parts = gguf_file.write(tmp_path / "tiny.gguf", parts=4)
-    truth = gguf_file.truth(*parts)
+    truth = gguf_file.expected_tensors(*parts)
     for place in (tmp_path, *parts, [*parts]):
         assert_same(ps.load(place), truth)
     written = ps.manifest(parts[1])
@@ -82,7 +82,7 @@ def test_directory_with_several_models_needs_name(model: Path) -> None:
     gguf_file.write(model.parent / "tiny-BF16.gguf", seed=1)
     with pytest.raises(ConfigError, match=r"there are 2 GGUF models: tiny-BF16\.gguf, tiny-Q8_0\.gguf.*name one of"):
         ps.load(model.parent)
-    assert_same(ps.load(model), gguf_file.truth(model))
+    assert_same(ps.load(model), gguf_file.expected_tensors(model))
 
 
 def test_safetensors_take_precedence_over_gguf(model: Path) -> None:
@@ -104,7 +104,7 @@ def test_inspect_shows_types_and_elements(model: Path, fork_server: ForkServer) 
 
 
 def test_http_header_takes_one_read(model: Path) -> None:
-    truth = gguf_file.truth(model)
+    truth = gguf_file.expected_tensors(model)
     with RangeServer({"m.gguf": model.read_bytes()}) as server:
         ps.inspect(f"{server.url}/m.gguf")
         reads = [request for request in server.requests if request.method == "GET" and request.path == "/m.gguf"]
@@ -143,7 +143,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFace
 
 def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Path) -> None:
     options = {"endpoint": hub.url, "token": "secret"}
-    truth = gguf_file.truth(tmp_path / "padded.gguf")
+    truth = gguf_file.expected_tensors(tmp_path / "padded.gguf")
     assert_same(ps.load("hf://org/many/m-Q8_0.gguf", settings=ps.ReadSettings(storage_options=options)), truth)
     # Without padding every byte is read, and compared with the hub's SHA-256.
     report = ps.load("hf://org/many/m-F32.gguf", settings=ps.ReadSettings(storage_options=options)).report
@@ -152,14 +152,14 @@ def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Pat
         ps.load("hf://org/many", settings=ps.ReadSettings(storage_options=options))
     parts = sorted(tmp_path.glob("split-*.gguf"))
     for uri in ("hf://org/split", f"hf://org/split/{parts[2].name}"):
-        assert_same(ps.load(uri, settings=ps.ReadSettings(storage_options=options)), gguf_file.truth(*parts))
+        assert_same(ps.load(uri, settings=ps.ReadSettings(storage_options=options)), gguf_file.expected_tensors(*parts))
     for uri in ("hf://org/pickled", "hf://org/pickled/pytorch_model.bin"):
         with pytest.raises(UnsafeFormat, match=r"pytorch_model\.bin: a pickle.*download the files"):
             ps.load(uri, settings=ps.ReadSettings(storage_options=options))
 
 
 def test_members_fetch_gguf_from_each_other(host: Host, model: Path) -> None:
-    truth = gguf_file.truth(model)
+    truth = gguf_file.expected_tensors(model)
     first = host.start(fallback=str(model))
     assert_fetched(first, truth)
     assert assert_fetched(host.start(), truth)["storage_bytes"] == 0

@@ -28,9 +28,9 @@ from penstock.testing.source_suite import read, sample
 
 NBYTES = 1_500_000
 DATA = sample(NBYTES)
-PATIENT = Settings(stall_s=60.0, retries=3)
-HASTY = Settings(stall_s=60.0, retries=2)
-SILENT = Settings(stall_s=0.6, retries=2)
+LONG_STALL = Settings(stall_s=60.0, retries=3)
+FEW_RETRIES = Settings(stall_s=60.0, retries=2)
+SHORT_STALL = Settings(stall_s=0.6, retries=2)
 """For servers that fall silent: a busy machine's pause is no less than this."""
 
 
@@ -75,7 +75,7 @@ Open = Callable[[Settings], HttpSource]
     ids=str,
 )
 def test_transient_fault_is_recovered(server: RangeServer, opened: Open, faults: Faults) -> None:
-    source = opened(PATIENT)
+    source = opened(LONG_STALL)
     server.faults = faults
     assert read(source, 0, [1, NBYTES - 1]) == (DATA, "http")
 
@@ -122,7 +122,7 @@ def test_broken_read_resumes_at_last_byte(server: RangeServer, opened: Open, how
 def test_permanent_fault_raises_typed_error(
     server: RangeServer, opened: Open, faults: Faults, error: type[PenstockError], num_requests: int
 ) -> None:
-    source = opened(HASTY if faults.stall_after is None else SILENT)
+    source = opened(FEW_RETRIES if faults.stall_after is None else SHORT_STALL)
     server.faults = faults
     with pytest.raises(error) as caught:
         read(source, 1000, [500, 500])
@@ -141,7 +141,7 @@ def test_permanent_fault_raises_typed_error(
 
 
 def test_error_code_from_body_is_reported(server: RangeServer, opened: Open) -> None:
-    source = opened(HASTY)
+    source = opened(FEW_RETRIES)
     server.faults = Faults(status=403, error_code="RequestTimeTooSkewed")
     with pytest.raises(PermissionDenied, match="RequestTimeTooSkewed"):
         read(source, 0, [1])
@@ -164,7 +164,7 @@ def test_object_changed_between_ranges_raises_source_changed(server: RangeServer
     if faults.no_validators and not shorter:
         pytest.skip("nothing tells the two objects apart")
     server.faults = faults
-    source = open_source(f"{server.url}/m.bin", settings=HASTY)
+    source = open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
     try:
         assert read(source, 0, [10])[0] == DATA[:10]
         server.replace("m.bin", DATA[::-1][shorter:])
@@ -175,7 +175,7 @@ def test_object_changed_between_ranges_raises_source_changed(server: RangeServer
 
 
 def test_object_changed_during_resume_raises_source_changed(server: RangeServer, opened: Open) -> None:
-    source = opened(PATIENT)
+    source = opened(LONG_STALL)
     server.faults = Faults(stall_after=1000, slow_bytes_per_s=2000)
     failed: list[PenstockError] = []
 
@@ -197,7 +197,7 @@ def test_object_changed_during_resume_raises_source_changed(server: RangeServer,
 
 
 def test_object_shrunk_before_range_raises_source_changed(server: RangeServer, opened: Open) -> None:
-    source = opened(HASTY)
+    source = opened(FEW_RETRIES)
     server.faults = Faults(ignore_if_match=True)
     server.replace("m.bin", DATA[:100])
     with pytest.raises(SourceChanged, match="100"):
@@ -218,7 +218,7 @@ def test_object_shrunk_before_range_raises_source_changed(server: RangeServer, o
 def test_fault_at_open_raises_typed_error(server: RangeServer, faults: Faults, error: type[PenstockError]) -> None:
     server.faults = faults
     with pytest.raises(error) as caught:
-        settings = HASTY if faults.stall_after is None else SILENT
+        settings = FEW_RETRIES if faults.stall_after is None else SHORT_STALL
         open_source(f"{server.url}/m.bin?X-Amz-Signature=secret", settings=settings)
     assert caught.value.uri == f"{server.url}/m.bin"
     assert "secret" not in str(caught.value)
@@ -228,13 +228,13 @@ def test_refused_connection_raises_source_unavailable() -> None:
     with RangeServer({}) as gone:
         url = gone.url
     with pytest.raises(SourceUnavailable, match="refused"):
-        open_source(f"{url}/x", settings=HASTY)
+        open_source(f"{url}/x", settings=FEW_RETRIES)
 
 
 def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> None:
     """It can be read from the start, as far as asked; a part from the middle is refused, not downloaded around."""
     server.faults = Faults(ignore_range=True)
-    source = open_source(f"{server.url}/m.bin", settings=HASTY)
+    source = open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
     try:
         assert read(source, 0, [8, 1000])[0] == DATA[:1008]
         assert read(source, 0, [NBYTES])[0] == DATA
@@ -246,7 +246,7 @@ def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> Non
 
 def test_secrets_stay_in_request(server: RangeServer) -> None:
     url = server.url.replace("http://", "http://user:pass%40word@") + "/m.bin?token=hidden#part"
-    source = open_source(url, settings=HASTY)
+    source = open_source(url, settings=FEW_RETRIES)
     try:
         assert source.uri == f"{server.url}/m.bin"
         read(source, 0, [1])
@@ -265,7 +265,7 @@ def test_bearer_token_is_sent_to_origin_only(server: RangeServer) -> None:
     with RangeServer({"m.bin": DATA}) as other:
         server.faults = Faults(redirect_to=f"{other.url}/")
         options = {"bearer_token": "hf_x"}
-        source = open_source(f"{server.url}/m.bin", settings=HASTY, storage_options=options)
+        source = open_source(f"{server.url}/m.bin", settings=FEW_RETRIES, storage_options=options)
         try:
             assert read(source, 5, [10])[0] == DATA[5:15]
             assert server.requests[0].headers["authorization"] == "Bearer hf_x"
@@ -282,19 +282,19 @@ def test_bearer_token_is_sent_to_origin_only(server: RangeServer) -> None:
 def test_non_http_redirect_is_refused(server: RangeServer, target: str) -> None:
     server.faults = Faults(redirect_to=target)
     with pytest.raises(SourceUnavailable, match="redirects"):
-        open_source(f"{server.url}/m.bin", settings=HASTY)
+        open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
 
 
 def test_circular_redirect_is_refused(server: RangeServer) -> None:
     server.faults = Faults(redirect_to=f"{server.url}/m.bin")
     with pytest.raises(SourceUnavailable, match="more than 5 redirects"):
-        open_source(f"{server.url}/m.bin", settings=HASTY)
+        open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
     assert len(server.requests) == 6
 
 
 def test_connections_are_reused(server: RangeServer, opened: Open) -> None:
     """One connection serves reads in a row, refusals included; one the server dropped is replaced without a pause."""
-    source = opened(HASTY)
+    source = opened(FEW_RETRIES)
     for at in range(20):
         read(source, at, [100])
     server.faults = Faults(status=403, error_code="AccessDenied", num_requests=1)
@@ -307,36 +307,36 @@ def test_connections_are_reused(server: RangeServer, opened: Open) -> None:
 
 
 def test_small_objects_are_read_whole(server: RangeServer) -> None:
-    assert read_small(f"{server.url}/folder/n.bin?sig=x", settings=HASTY) == b"n"
-    assert read_small(f"{server.url}/empty", settings=HASTY) == b""
-    assert read_small(f"{server.url}/none", settings=HASTY) is None
+    assert read_small(f"{server.url}/folder/n.bin?sig=x", settings=FEW_RETRIES) == b"n"
+    assert read_small(f"{server.url}/empty", settings=FEW_RETRIES) == b""
+    assert read_small(f"{server.url}/none", settings=FEW_RETRIES) is None
     server.faults = Faults(status=403)
     with pytest.raises(PermissionDenied):
-        read_small(f"{server.url}/m.bin", settings=HASTY)
+        read_small(f"{server.url}/m.bin", settings=FEW_RETRIES)
 
 
 def test_plain_http_is_not_listed_or_written(server: RangeServer) -> None:
-    assert list_uris(f"{server.url}/m.bin?sig=x", settings=HASTY) == [f"{server.url}/m.bin?sig=x"]
+    assert list_uris(f"{server.url}/m.bin?sig=x", settings=FEW_RETRIES) == [f"{server.url}/m.bin?sig=x"]
     with pytest.raises(NotFound):
-        list_uris(f"{server.url}/folder/", settings=HASTY)
+        list_uris(f"{server.url}/folder/", settings=FEW_RETRIES)
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_small(f"{server.url}/new", b"x", settings=HASTY)
+        write_small(f"{server.url}/new", b"x", settings=FEW_RETRIES)
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///x", "https://host:port/x", "http://[::1/x"])
 def test_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
-        open_source(url, settings=HASTY)
+        open_source(url, settings=FEW_RETRIES)
 
 
 def test_unknown_option_is_named(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="endpoint"):
-        open_source(f"{server.url}/m.bin", settings=HASTY, storage_options={"endpoint": "x"})
+        open_source(f"{server.url}/m.bin", settings=FEW_RETRIES, storage_options={"endpoint": "x"})
 
 
 def test_line_break_in_token_is_refused(server: RangeServer) -> None:
     with pytest.raises(ConfigError, match="line break"):
-        open_source(f"{server.url}/m.bin", settings=HASTY, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
+        open_source(f"{server.url}/m.bin", settings=FEW_RETRIES, storage_options={"bearer_token": "a\r\nX-Evil: 1"})
     assert not server.requests
 
 
@@ -345,14 +345,14 @@ def test_http_proxy_is_used(server: RangeServer, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
-    assert read_small("http://model.invalid/folder/n.bin", settings=HASTY) == b"n"
+    assert read_small("http://model.invalid/folder/n.bin", settings=FEW_RETRIES) == b"n"
     assert server.requests[0].path == "http://model.invalid/folder/n.bin"
     assert server.requests[0].headers["host"] == "model.invalid"
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # Python 3.12 warns of what is tested here
 def test_forked_child_opens_new_connections(server: RangeServer, opened: Open) -> None:
-    source = opened(HASTY)
+    source = opened(FEW_RETRIES)
     read(source, 0, [10])
     child = os.fork()
     if child == 0:  # no pytest in the child: only an exit status

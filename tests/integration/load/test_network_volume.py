@@ -37,7 +37,7 @@ def mounted(directory: Path, tmp_path: Path) -> Iterator[tuple[NetworkVolume, Pa
         yield volume, path / NAME
 
 
-def same(tensors: dict[str, torch.Tensor], directory: Path) -> bool:
+def are_equal(tensors: dict[str, torch.Tensor], directory: Path) -> bool:
     theirs = safetensors.torch.load_file(directory / NAME)
     return tensors.keys() == theirs.keys() and all(torch.equal(tensors[name], theirs[name]) for name in theirs)
 
@@ -56,7 +56,7 @@ def test_single_tensor_reads_read_each_byte_once(
     with installed(), safetensors.safe_open(path, framework="pt") as file:
         assert type(file) is safe_open
         tensors = {name: file.get_tensor(name) for name in getattr(file, order)()}
-    assert same(tensors, directory)
+    assert are_equal(tensors, directory)
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
     # Owned: they can be written to, also where the volume goes away.
     tensors["layers.0.weight"].fill_(1)
@@ -66,15 +66,15 @@ def test_load_file_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], dir
     volume, path = mounted
     with installed():
         tensors = safetensors.torch.load_file(path)
-    assert same(tensors, directory)
+    assert are_equal(tensors, directory)
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
-    assert same(load_file(path), directory)
+    assert are_equal(load_file(path), directory)
 
 
 def test_numpy_arrays_match_local_file(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
     with installed():
         arrays = safetensors.numpy.load_file(mounted[1])
-    assert same({name: torch.from_numpy(array) for name, array in arrays.items()}, directory)
+    assert are_equal({name: torch.from_numpy(array) for name, array in arrays.items()}, directory)
 
 
 def test_announced_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path], directory: Path) -> None:
@@ -85,7 +85,7 @@ def test_announced_order_reads_each_byte_once(mounted: tuple[NetworkVolume, Path
         tensors = {name: file.get_slice(name)[:] for name in order}
         with pytest.raises(NotFound):
             file.expect(["none"])
-    assert same(tensors, directory)
+    assert are_equal(tensors, directory)
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
 
 

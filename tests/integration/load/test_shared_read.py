@@ -45,7 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def truth(directory: str) -> dict[str, torch.Tensor]:
+def expected_tensors(directory: str) -> dict[str, torch.Tensor]:
     tensors = {}
     for path in sorted(Path(directory).glob("*.safetensors")):
         with safetensors.safe_open(path, "pt") as file:
@@ -60,7 +60,7 @@ def open_all(directory: str) -> dict[str, Any]:
 
 
 def everything(rank: int, world_size: int, directory: str, **options: Any) -> Any:
-    true = truth(directory)
+    true = expected_tensors(directory)
     with patched_libraries(group=dist.group.WORLD, **options) as report:
         slices = open_all(directory)
         with ThreadPoolExecutor(4) as pool:
@@ -74,7 +74,7 @@ def everything(rank: int, world_size: int, directory: str, **options: Any) -> An
 def parts(rank: int, world_size: int, directory: str, memory_bytes: int, seed: int) -> Any:
     """Ask for parts of most tensors, twice for some, from four threads in an order of this rank's own."""
     chance = random.Random(seed + rank)
-    true = truth(directory)
+    true = expected_tensors(directory)
     wanted = []
     for name, tensor in true.items():
         for _ in range(chance.choice([0, 1, 1, 2])):
@@ -96,7 +96,7 @@ def parts(rank: int, world_size: int, directory: str, memory_bytes: int, seed: i
 
 
 def reversed_order(rank: int, world_size: int, directory: str) -> Any:
-    true = truth(directory)
+    true = expected_tensors(directory)
     with patched_libraries(group=dist.group.WORLD, memory_bytes=2 << 20) as report:
         slices = open_all(directory)
         names = sorted(slices, reverse=rank == 1)
@@ -106,7 +106,7 @@ def reversed_order(rank: int, world_size: int, directory: str) -> Any:
 
 
 def in_turn(rank: int, world_size: int, directory: str) -> Any:
-    true, mine = truth(directory), {}
+    true, mine = expected_tensors(directory), {}
     with patched_libraries(group=dist.group.WORLD) as report:
         for path in sorted(Path(directory).glob("*.safetensors")):
             mine |= safetensors.torch.load_file(path)
@@ -117,7 +117,7 @@ def in_turn(rank: int, world_size: int, directory: str) -> Any:
 
 def left_open(rank: int, world_size: int, directory: str) -> Any:
     """Load all files one after the other and close none; then a model with tensors of the same names."""
-    true = truth(directory)
+    true = expected_tensors(directory)
     first, *_ = paths = [str(path) for path in sorted(Path(directory).glob("*.safetensors"))]
     with patched_libraries(group=dist.group.WORLD) as report:
         for path in paths:
@@ -180,7 +180,10 @@ def test_ranks_share_reads_in_any_order(directory: Path) -> None:
                 assert seed % 2 or report.peak_window_bytes <= memory_bytes * (1 << 20) // 2 + (2 * 256 << 10)
     # The rank that asked for the last tensor first had to read what had left its window meanwhile.
     assert again[1] > again[0]
-    sizes = [sum(t.nbytes for n, t in truth(str(directory)).items() if n.endswith(f".{file}")) for file in range(2)]
+    sizes = [
+        sum(t.nbytes for n, t in expected_tensors(str(directory)).items() if n.endswith(f".{file}"))
+        for file in range(2)
+    ]
     assert [sum(pair) for pair in zip(*turns, strict=True)] == sizes
     # A file that was not closed is not read again with the next one.
     assert more == (([*sizes, sizes[0]], "meta"),) * 2
@@ -218,7 +221,7 @@ def two_owners(rank: int, world_size: int, directory: str) -> Any:
             return mine
         return tensor
 
-    true = truth(directory)["layers.11.0"]
+    true = expected_tensors(directory)["layers.11.0"]
     FileSource.readv, torch.Tensor.clone = late_readv, late_clone  # type: ignore[method-assign]
     with patched_libraries(group=dist.group.WORLD), ThreadPoolExecutor(2) as pool:
         part = open_all(directory)["layers.11.0"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import Host
-from tests.integration.sync.test_faults import holds
+from tests.integration.sync.test_faults import assert_has_version
 from tests.integration.sync.test_sync import step
 from tests.support.sync import SyncWorker
 
@@ -19,7 +19,7 @@ def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version:
     """What the subscribers say of a version that they hold."""
     said = step(publishers, subscribers, version)[: len(subscribers)]
     for worker, one in zip(subscribers, said, strict=True):
-        holds(worker, one, version)
+        assert_has_version(worker, one, version)
         assert one["nbytes"] == sum(one["sources"].values())
     return said
 

@@ -31,7 +31,7 @@ AT_ONCE = 4
 DONE_S = 90.0
 """A drill takes some seconds, more where somebody falls silent: far below this."""
 STALL_S = "6.0"
-HASTY = {
+SHORT_TIMEOUTS = {
     "penstock.hub.client.ATTEMPT_S": 1.0,
     "penstock.hub.local_hub.BEAT_S": 0.25,
     "penstock.hub.local_hub.TTL_S": 2.0,
@@ -41,7 +41,7 @@ REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnav
 """What may be said of a version that could not be had or shown."""
 
 
-class Drill:
+class FaultRun:
     """One sync and its loss."""
 
     def __init__(self, seed: int, fork_server: ForkServer, tag: str = "") -> None:
@@ -77,7 +77,7 @@ class Drill:
             connection=connection,
             options=options,
             environ=environ,
-            constants=HASTY,
+            constants=SHORT_TIMEOUTS,
             num_layers=8,
             **task,
         )
@@ -113,7 +113,7 @@ class Drill:
             time.sleep(self.delay_s)
             lost = self.choose(host, publishers, subscribers)
             lost.kill(self.number)
-            self.judge(lost, publishers, subscribers)
+            self.check_outcome(lost, publishers, subscribers)
             self.go_on(lost, publishers, [one for one in subscribers if one is not lost])
 
     def step(self, publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> None:
@@ -130,7 +130,7 @@ class Drill:
             return self.rng.choice(subscribers)
         return publishers[0] if self.role == "publisher 0" else publishers[-1]
 
-    def judge(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
+    def check_outcome(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
         """Each that lives says what it has, and it is so; a publisher claims nobody's success that was none."""
         have = {}
         for worker in subscribers:
@@ -176,9 +176,9 @@ class Drill:
             assert "error" not in worker.result("publish 3", timeout_s=DONE_S), worker.events
 
 
-def drill(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, float]:
+def run_with_fault(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, float]:
     """What it was, what went wrong, how long it took."""
-    one, begun, verdict = Drill(seed, fork_server, tag), time.monotonic(), ""
+    one, begun, verdict = FaultRun(seed, fork_server, tag), time.monotonic(), ""
     try:
         one.run()
     except (PenstockError, OSError, AssertionError, RuntimeError) as error:  # beside its seed, and the others go on
@@ -188,18 +188,18 @@ def drill(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, 
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_sync_survives_random_faults(batch: int, fork_server: ForkServer) -> None:
-    held(range(batch * BATCH, (batch + 1) * BATCH), fork_server)
+    assert_no_failures(range(batch * BATCH, (batch + 1) * BATCH), fork_server)
 
 
 @long_running.long_running
 def test_quantising_sync_survives_random_faults(fork_server: ForkServer) -> None:
-    held(range(1000, 1000 + BATCH * len(BATCHES) // 2), fork_server, "fp8-block128")
+    assert_no_failures(range(1000, 1000 + BATCH * len(BATCHES) // 2), fork_server, "fp8-block128")
 
 
-def held(seeds: range, fork_server: ForkServer, tag: str = "") -> None:
+def assert_no_failures(seeds: range, fork_server: ForkServer, tag: str = "") -> None:
     """Run them; raises what did not hold."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(lambda seed: drill(seed, fork_server, tag), seeds))
+        found = list(pool.map(lambda seed: run_with_fault(seed, fork_server, tag), seeds))
     for name, verdict, seconds in found:
         print(f"{name}: {verdict or 'held'} ({seconds:.1f} s)")
     assert not [f"{name}: {verdict}" for name, verdict, _ in found if verdict]

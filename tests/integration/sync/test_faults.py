@@ -24,14 +24,14 @@ def members(workers: list[SyncWorker]) -> set[str]:
     return {worker.events["joined"]["member"] for worker in workers}
 
 
-def holds(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
+def assert_has_version(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
     """It has the version, whole."""
     assert "error" not in said, said
     assert (said["version"], said["is_dirty"]) == (version, False)
     assert said["digests"] == expected_digest(worker.task, version)
 
 
-def hasty(seconds: float) -> dict[str, Any]:
+def short_stall(seconds: float) -> dict[str, Any]:
     return {"environ": {"PENSTOCK_STALL_S": str(seconds)}}
 
 
@@ -44,37 +44,37 @@ def test_killed_receiver_is_named_without_delay(host: Host) -> None:
     for one in subscribers:
         one.send("wait 1")
         one.send("update")
-    holds(subscribers[0], subscribers[0].result("update"), 1)
+    assert_has_version(subscribers[0], subscribers[0].result("update"), 1)
     subscribers[1].kill()
     for one in publishers:
         said = one.result("publish 1")
         assert set(said["committed"]) == members(subscribers[:1])
         assert set(said["failed"]) == members(subscribers[1:])
     *got, zero, _ = step(publishers, subscribers[:1], 2)
-    holds(subscribers[0], got[0], 2)
+    assert_has_version(subscribers[0], got[0], 2)
     assert set(zero["committed"]) == members(subscribers[:1])
 
 
 def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
-    publishers = host.start_ranks("publisher", 1, **hasty(5.0))
+    publishers = host.start_ranks("publisher", 1, **short_stall(5.0))
     subscribers = host.start_ranks("subscriber", 1) + host.start_ranks("subscriber", 1)
     idle = host.start_ranks("subscriber", 1)  # it lives, and asks for nothing
     publishers[0].call("subscribers 3")
     subscribers[1].kill(signal.SIGSTOP)
     got, zero = step(publishers, subscribers[:1], 1)
-    holds(subscribers[0], got, 1)
+    assert_has_version(subscribers[0], got, 1)
     assert (set(zero["committed"]), set(zero["late"])) == (members(subscribers[:1]), members(subscribers[1:] + idle))
     got, zero = step(publishers, subscribers[:1], 2)
-    holds(subscribers[0], got, 2)
+    assert_has_version(subscribers[0], got, 2)
     assert not zero["late"], "who was late is waited for again"
     subscribers[1].kill(signal.SIGCONT)
     said = subscribers[1].call("update")  # the trainer is over it: of the other receiver
-    holds(subscribers[1], said, 2)
+    assert_has_version(subscribers[1], said, 2)
     assert set(said["sources"]) == members(subscribers[:1])
-    holds(idle[0], idle[0].call("update"), 2)
+    assert_has_version(idle[0], idle[0].call("update"), 2)
     *got, zero = step(publishers, subscribers + idle, 3)
     for worker, said in zip(subscribers + idle, got, strict=True):
-        holds(worker, said, 3)
+        assert_has_version(worker, said, 3)
     assert set(zero["committed"]) == members(subscribers + idle)
 
 
@@ -84,10 +84,10 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
     # A budget of a MiB: tensors are above it, and read in pieces.
     options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
-    publishers = host.start_ranks("publisher", 2, **big, **hasty(8.0))
-    subscriber = host.start_ranks("subscriber", 1, mode=mode, options=options, **big, **hasty(8.0))[0]
+    publishers = host.start_ranks("publisher", 2, **big, **short_stall(8.0))
+    subscriber = host.start_ranks("subscriber", 1, mode=mode, options=options, **big, **short_stall(8.0))[0]
     publishers[0].call("subscribers 1")
-    holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
+    assert_has_version(subscriber, step(publishers, [subscriber], 1)[0], 1)
     before = subscriber.call("digests")["digests"]
     publishers[0].send("publish 2")  # its rows arrive; those of rank 1 are waited for
     subscriber.send("wait 2")
@@ -106,15 +106,15 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
         one.kill(signal.SIGKILL)
     again = host.start_ranks("publisher", 1, **big)
     again[0].call("subscribers 1")
-    holds(subscriber, step(again, [subscriber], 3)[0], 3)
+    assert_has_version(subscriber, step(again, [subscriber], 3)[0], 3)
 
 
 def test_rank_lost_before_first_update_is_named(host: Host) -> None:
     """Rank 0 plans, lives, and cannot reach rank 1: the error is about rank 1."""
-    publishers = host.start_ranks("publisher", 2, mode="snapshot", **hasty(8.0))
+    publishers = host.start_ranks("publisher", 2, mode="snapshot", **short_stall(8.0))
     step(publishers, [], 1)
     publishers[1].kill(signal.SIGKILL)
-    subscriber = host.start_ranks("subscriber", 1, **hasty(8.0))[0]
+    subscriber = host.start_ranks("subscriber", 1, **short_stall(8.0))[0]
     said = subscriber.call("update 1")
     assert said["error"] == "PeerLost", said
     assert publishers[1].events["joined"]["member"] in said["message"]
@@ -155,13 +155,13 @@ def test_late_receiver_reads_version_from_another(host: Host) -> None:
     step(publishers, first, 1)
     late = host.start_ranks("subscriber", 1)[0]
     said = late.call("update")
-    holds(late, said, 1)
+    assert_has_version(late, said, 1)
     assert set(said["sources"]) == members(first)
     for one in publishers:
         one.kill()
     later = host.start_ranks("subscriber", 1, mode="direct")[0]  # nobody but receivers is left, who plan
     said = later.call("update")
-    holds(later, said, 1)
+    assert_has_version(later, said, 1)
     assert set(said["sources"]) <= members([*first, late])
 
 
@@ -178,7 +178,7 @@ def test_receiver_with_changed_weights_serves_nobody(host: Host) -> None:
     assert late.call("digests")["digests"] == before
     *got, _ = step(publishers, [*first, late], 2)
     for worker, said in zip([*first, late], got, strict=True):
-        holds(worker, said, 2)
+        assert_has_version(worker, said, 2)
 
 
 def test_trainer_restarts_with_different_world_size(host: Host) -> None:
@@ -192,7 +192,7 @@ def test_trainer_restarts_with_different_world_size(host: Host) -> None:
             assert said["error"] == "ConfigError" and f"not above {version - 1}" in said["message"], said
         got = step(publishers, subscribers, version)[:2]
         for worker, said in zip(subscribers, got, strict=True):
-            holds(worker, said, version)
+            assert_has_version(worker, said, version)
         # The next trainer learns of it from the hub.
         host.wait_for_versions([version, version])
         for one in publishers:
@@ -213,7 +213,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
             one.send(f"wait {version}")
             one.send("update")
         for one in (*running, *more):
-            holds(one, one.result("update"), version)
+            assert_has_version(one, one.result("update"), version)
         for one in publishers:
             said = one.result(f"publish {version}")
             assert "error" not in said and set(said["failed"]) <= gone, said
@@ -227,7 +227,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
     publishers[0].call("subscribers 3")
     *got, zero, _ = step(publishers, running, 5)
     for worker, said in zip(running, got, strict=True):
-        holds(worker, said, 5)
+        assert_has_version(worker, said, 5)
     assert members(running) <= set(zero["committed"])
 
 
@@ -236,7 +236,7 @@ def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> 
     publishers = host.start_ranks("publisher", 2)
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("subscribers 1")
-    holds(subscriber, step(publishers, [subscriber], 1)[0], 1)
+    assert_has_version(subscriber, step(publishers, [subscriber], 1)[0], 1)
     publishers[0].send("publish 2")
     subscriber.send("wait 2")
     subscriber.send("update")
@@ -244,7 +244,7 @@ def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> 
     assert publishers[1].leave() == 0
     said = subscriber.result("update")
     assert said["error"] in ("PeerLost", "StaleDescriptor") and not said["mutated"], said
-    holds(subscriber, subscriber.call("digests"), 1)
+    assert_has_version(subscriber, subscriber.call("digests"), 1)
     said = publishers[0].result("publish 2")
     assert said.get("error") == "PeerLost" or set(said["failed"]) == members([subscriber]), said
 
@@ -261,7 +261,7 @@ def test_concurrent_publisher_groups_leave_one_winner(host: Host) -> None:
         assert "failed" not in one.events or one.events["failed"]["error"] == "ConfigError", one.events
     done = [one for one in said if "error" not in one]
     assert len(done) == 1 and all(one.get("error", "ConfigError") == "ConfigError" for one in said), said
-    holds(subscriber, subscriber.call("update"), 1)
+    assert_has_version(subscriber, subscriber.call("update"), 1)
 
 
 def test_misfit_is_refused_before_reading(host: Host) -> None:
@@ -274,7 +274,7 @@ def test_misfit_is_refused_before_reading(host: Host) -> None:
     publishers[0].call("subscribers 5")
     before = [worker.call("digests")["digests"] for worker in bad]
     *got, zero, _ = step(publishers, [good, *bad], 1)
-    holds(good, got[0], 1)
+    assert_has_version(good, got[0], 1)
     words = ("model.layers.0.weight", "F32", "[32, 96]", "layers.6.weight")
     for worker, said, word, digest in zip(bad, got[1:], words, before, strict=True):
         assert said["error"] == "PlanError" and word in said["message"], said
@@ -290,26 +290,26 @@ def test_second_publisher_group_for_name_is_refused(host: Host) -> None:
     assert said["error"] == "ConfigError" and first.events["joined"]["member"][:8] in said["message"]
     subscribers = host.start_ranks("subscriber", 1)
     first.call("subscribers 1")
-    holds(subscribers[0], step([first], subscribers, 1)[0], 1)
+    assert_has_version(subscribers[0], step([first], subscribers, 1)[0], 1)
     first.kill()
     third = host.start_rank("publisher")  # who is gone does not keep the name
     third.wait_for("joined")
     third.call("subscribers 1")
-    holds(subscribers[0], step([third], subscribers, 2)[0], 2)
+    assert_has_version(subscribers[0], step([third], subscribers, 2)[0], 2)
 
 
 def test_versions_only_increase_on_both_sides(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
     publisher.call("publish 5")
-    holds(subscriber, subscriber.call("update"), 5)
+    assert_has_version(subscriber, subscriber.call("update"), 5)
     for version in (5, 4):
         said = publisher.call(f"publish {version}")
         assert said["error"] == "ConfigError" and "5" in said["message"]
     said = subscriber.call("update 4")
     assert said["error"] == "ConfigError"
     said = subscriber.call("update 5")
-    holds(subscriber, said, 5)
+    assert_has_version(subscriber, said, 5)
     assert said["nbytes"] == 0
 
 
@@ -328,7 +328,7 @@ def test_staging_on_all_ranks_precedes_commit(host: Host) -> None:
         assert said["digests"] == expected_digest(one.task, 1) and said["version"] == 1
     assert set(publishers[0].result("publish 2")["committed"]) == members(subscribers)
     for one in subscribers:
-        holds(one, one.call("commit"), 2)
+        assert_has_version(one, one.call("commit"), 2)
 
 
 def test_too_small_budget_error_states_minimum(host: Host) -> None:
@@ -346,17 +346,17 @@ def test_too_small_budget_error_states_minimum(host: Host) -> None:
 
 def test_versions_flow_while_hub_is_away(host: Host) -> None:
     hub, url = host.start_hub()
-    publishers = host.start_ranks("publisher", 2, hub=url, **hasty(6.0))
-    subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **hasty(6.0))
+    publishers = host.start_ranks("publisher", 2, hub=url, **short_stall(6.0))
+    subscribers = host.start_ranks("subscriber", 2, dim=1, hub=url, **short_stall(6.0))
     publishers[0].call("subscribers 2")
     step(publishers, subscribers, 1)
     hub.send_signal(signal.SIGKILL)
     for version in (2, 3):
         *got, zero, _ = step(publishers, subscribers, version)
         for worker, said in zip(subscribers, got, strict=True):
-            holds(worker, said, version)
+            assert_has_version(worker, said, version)
         assert set(zero["committed"]) == members(subscribers)
-    late = host.start_rank("subscriber", hub=url, **hasty(6.0))
+    late = host.start_rank("subscriber", hub=url, **short_stall(6.0))
     assert late.wait_for("failed")["error"] == "HubUnavailable"
 
 
@@ -364,7 +364,7 @@ def test_status_shows_sync_ranks(host: Host) -> None:
     publisher = host.start_ranks("publisher", 1, mode="snapshot")[0]
     subscriber = host.start_ranks("subscriber", 1)[0]
     publisher.call("publish 7")
-    holds(subscriber, subscriber.call("update"), 7)
+    assert_has_version(subscriber, subscriber.call("update"), 7)
     deadline = time.monotonic() + 30
     while sum(state.version == 7 for one in host.hub().status().members for state in one.syncs) < 2:
         assert time.monotonic() < deadline
@@ -383,7 +383,7 @@ def test_bytes_changed_during_read_are_refused(host: Host) -> None:
     publishers = host.start_ranks("publisher", 1, mode="snapshot")
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("publish 1")
-    holds(subscriber, subscriber.call("update"), 1)
+    assert_has_version(subscriber, subscriber.call("update"), 1)
     for version in range(2, 30, 2):  # fenced and overwritten again and again while it is read
         for one in (version, version + 1):
             publishers[0].send(f"publish {one}")
@@ -391,4 +391,4 @@ def test_bytes_changed_during_read_are_refused(host: Host) -> None:
         if "error" not in said:
             assert said["digests"] == expected_digest(subscriber.task, said["version"])
         publishers[0].result(f"publish {version + 1}")
-    holds(subscriber, subscriber.call("update"), 29)
+    assert_has_version(subscriber, subscriber.call("update"), 29)

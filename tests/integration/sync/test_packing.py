@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import Host
-from tests.integration.sync.test_faults import holds, members
+from tests.integration.sync.test_faults import assert_has_version, members
 from tests.integration.sync.test_sync import step
 
 import penstock as ps
@@ -31,7 +31,7 @@ def test_columns_arrive_with_and_without_packing(host: Host, transport: str, pac
     for version in (1, 2):
         *got, _, _ = step(publishers, subscribers, version)
         for worker, said in zip(subscribers, got, strict=True):
-            holds(worker, said, version)
+            assert_has_version(worker, said, version)
             assert said["packed_bytes"] == (said["nbytes"] if pack_bytes else 0)
             expected = "packed at the sources" if pack_bytes else "has no memory to pack them"
             assert any(expected in line for line in said["why"]), said["why"]
@@ -44,7 +44,7 @@ def test_format_codes_and_scales_are_packed(host: Host) -> None:
     publishers[0].call("subscribers 2")
     *got, _, _ = step(publishers, subscribers, 1)
     for worker, said in zip(subscribers, got, strict=True):
-        holds(worker, said, 1)
+        assert_has_version(worker, said, 1)
         # Codes are runs of 128 bytes; so are a rank's 8 scales of a tensor, of 4 bytes each.
         assert said["packed_bytes"] == said["nbytes"] == 3 * (2048 * 128 + 16 * 4)
 
@@ -69,7 +69,7 @@ def test_killed_receiver_releases_packed_memory(host: Host) -> None:
         ranks[1].result("update", timeout_s=3.0)
     ranks[0].kill()
     said = ranks[1].result("update")
-    holds(ranks[1], said, 1)
+    assert_has_version(ranks[1], said, 1)
     assert said["packed_bytes"] == said["nbytes"]
     outcome = publishers[0].result("publish 1")
     assert set(outcome["committed"]) == members(ranks[1:]) and set(outcome["failed"]) == members(ranks[:1])

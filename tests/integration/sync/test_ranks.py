@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from tests.integration.conftest import Host
-from tests.integration.sync.test_faults import holds
+from tests.integration.sync.test_faults import assert_has_version
 from tests.integration.sync.test_sync import step
 from tests.support.ranks import run_ranks
 
@@ -185,7 +185,7 @@ def test_killed_trainer_restarts_with_different_size(host: Host, world_size: int
     latest = [one.events["joined"]["latest"] for one in new]
     assert len(set(latest)) == 1
     subscriber = host.start_ranks("subscriber", 1)
-    holds(subscriber[0], step(new, subscriber, 4)[0], 4)
+    assert_has_version(subscriber[0], step(new, subscriber, 4)[0], 4)
 
 
 def _publish(rank: int, world_size: int) -> int:

@@ -77,7 +77,7 @@ class Fleet:
         with self.engine.pinned(ttl_s=5.0), torch.no_grad():
             return self.model(X).clone()
 
-    def serves(self, version: int) -> None:
+    def assert_serves(self, version: int) -> None:
         assert self.engine.version == version
         with torch.no_grad():
             assert torch.equal(self.answer(), loaded(version)(X))
@@ -107,7 +107,7 @@ def storages(model: torch.nn.Module) -> list[int]:
 
 
 def test_released_weights_are_restored_from_trainer(fleet: Fleet) -> None:
-    fleet.serves(1)
+    fleet.assert_serves(1)
     sizes = storages(fleet.model)
     with pytest.raises(ConfigError, match="not released"):
         fleet.engine.restore()
@@ -120,15 +120,15 @@ def test_released_weights_are_restored_from_trainer(fleet: Fleet) -> None:
         fleet.engine.release()
     report = fleet.engine.restore()
     assert (report.version, report.nbytes, storages(fleet.model)) == (1, sum(sizes), sizes)
-    fleet.serves(1)
+    fleet.assert_serves(1)
     # The trainer's newest version, published meanwhile; and updates go on after it.
     fleet.engine.release()
     fleet.publish(2)
     assert fleet.engine.restore().version == 2
-    fleet.serves(2)
+    fleet.assert_serves(2)
     fleet.publish(3)
     assert fleet.engine.update().version == 3
-    fleet.serves(3)
+    fleet.assert_serves(3)
 
 
 def test_released_weights_are_restored_from_engine(fleet: Fleet) -> None:
@@ -138,7 +138,7 @@ def test_released_weights_are_restored_from_engine(fleet: Fleet) -> None:
         fleet.engine.release()
         report = fleet.engine.restore(timeout_s=10.0)
         assert report.sources == {peer.member.id: report.nbytes}
-        fleet.serves(1)
+        fleet.assert_serves(1)
         assert torch.equal(other.turned, fleet.model.turned)
 
 
@@ -163,7 +163,7 @@ def test_unavailable_version_error_suggests_sources(fleet: Fleet, tmp_path: Path
     right = ps.sync.StoredVersion(version=1, weights=str(tmp_path / "right.safetensors"))
     report = fleet.engine.restore(stored=right)
     assert "outside of the sync" in report.why[0]
-    fleet.serves(1)
+    fleet.assert_serves(1)
     # It is a source again: its bytes are proven to be those of the run.
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         assert peer.update(timeout_s=10.0).sources.keys() == {fleet.engine.member.id}
@@ -191,7 +191,7 @@ def test_stored_version_is_restored_but_not_served(fleet: Fleet) -> None:
     fleet.engine.release()
     report = fleet.engine.restore(stored=ps.sync.StoredVersion(version=4, weights=lambda: checkpoint(4).items()))
     assert report.path == "given tensors"
-    fleet.serves(4)
+    fleet.assert_serves(4)
     with (
         ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as peer,
         pytest.raises(ps.PenstockError),
@@ -220,14 +220,14 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
             one.copy_(saved[name])
     report = fleet.engine.restore(in_place=True)
     assert (report.version, report.nbytes) == (1, 0)
-    fleet.serves(1)
+    fleet.assert_serves(1)
     # Nothing brings them back: the sync does.
     fleet.engine.release(free=False)
     poison()
     with pytest.raises(ConfigError, match="not digested"):
         fleet.engine.restore(in_place=True)
     fleet.engine.restore()
-    fleet.serves(1)
+    fleet.assert_serves(1)
 
 
 def test_release_before_first_version_needs_engine(hub: None) -> None:

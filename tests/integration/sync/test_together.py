@@ -11,7 +11,7 @@ import pytest
 import torch
 from examples.rl.log_prob_check import log_prob_check
 from tests.integration.conftest import Host
-from tests.integration.sync.test_faults import hasty, holds, members
+from tests.integration.sync.test_faults import assert_has_version, members, short_stall
 from tests.support.sync import SyncWorker, expected_digest
 
 import penstock as ps
@@ -43,7 +43,7 @@ def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], versio
     return said + ends
 
 
-def keeps(worker: SyncWorker, version: int) -> None:
+def assert_keeps_version(worker: SyncWorker, version: int) -> None:
     """It serves this version, whole."""
     said = worker.call("digests")
     assert (said["version"], said["is_dirty"], said["prepared"]) == (version, False, -1)
@@ -57,7 +57,7 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
     publishers[0].call("subscribers 3")
     *got, zero, one = together(publishers, subscribers, 1)
     for worker, said in zip(subscribers, got, strict=True):
-        holds(worker, said, 1)
+        assert_has_version(worker, said, 1)
     assert set(zero["committed"]) == set(one["committed"]) == members(subscribers)
     assert zero["outcome"] == one["outcome"] == "committed"
     # A replica refuses version 2: so does everyone, and each is told by which replica, and why.
@@ -68,15 +68,15 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
         said = one.result("together 2" if source == "live" else "decision")
         assert said["error"] == "VersionRefused" and why in said["message"]
     for worker in subscribers:
-        keeps(worker, 1)
+        assert_keeps_version(worker, 1)
         # Asked for by its number, it is refused again, and not read.
         assert worker.call("update 2")["error"] == "VersionRefused"
     # One that joins now gets the version that is served, from those that serve it; never the withdrawn one.
     late = host.start_ranks("subscriber", 1)[0]
-    holds(late, late.call("update"), 1)
+    assert_has_version(late, late.call("update"), 1)
     *got, zero, one = together(publishers, [*subscribers, late], 3)
     for worker, said in zip([*subscribers, late], got, strict=True):
-        holds(worker, said, 3)
+        assert_has_version(worker, said, 3)
 
 
 def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
@@ -85,13 +85,15 @@ def test_late_subscriber_is_skipped_and_catches_up(host: Host) -> None:
     slow, direct = host.start_ranks("subscriber", 1)[0], host.start_ranks("subscriber", 1, mode="direct")[0]
     publishers[0].call("subscribers 3")
     begin(publishers, [*subscribers, direct], 1)
-    holds(subscribers[0], subscribers[0].result("update"), 1)
-    holds(direct, direct.result("update"), 1)  # it has no staging copy: it takes the version once that is decided
+    assert_has_version(subscribers[0], subscribers[0].result("update"), 1)
+    assert_has_version(
+        direct, direct.result("update"), 1
+    )  # it has no staging copy: it takes the version once that is decided
     publishers[0].result("together 1")
     end = publishers[0].call("decision")
     assert (set(end["committed"]), set(end["late"])) == (members(subscribers), members([slow]))
     assert set(end["failed"]) == members([direct])
-    holds(slow, slow.call("update"), 1)
+    assert_has_version(slow, slow.call("update"), 1)
 
 
 def test_stalled_subscriber_withdraws_version(host: Host) -> None:
@@ -105,16 +107,16 @@ def test_stalled_subscriber_withdraws_version(host: Host) -> None:
     # It signs off between prepare and commit, so that all that take part have prepared.
     begin(publishers, subscribers, 2)
     idle.process.stdin.close()
-    holds(subscribers[0], subscribers[0].result("update"), 2)
+    assert_has_version(subscribers[0], subscribers[0].result("update"), 2)
     assert publishers[0].result("together 2")["committed"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) -> None:
     """Subscribers that have prepared the version withdraw it at the hub, and the next trainer goes on."""
-    first = host.start_ranks("subscriber", 1, **hasty(4.0))  # hosts the hub
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(4.0))
-    subscribers = first + host.start_ranks("subscriber", 1, **hasty(4.0))
+    first = host.start_ranks("subscriber", 1, **short_stall(4.0))  # hosts the hub
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(4.0))
+    subscribers = first + host.start_ranks("subscriber", 1, **short_stall(4.0))
     idle = host.start_ranks("subscriber", 1)[0]  # waited for
     publishers[0].call("subscribers 3")
     begin(publishers, subscribers, 1)
@@ -133,7 +135,7 @@ def test_rank_0_lost_before_decision_withdraws_version(host: Host, number: int) 
     again[0].call("subscribers 3")
     *got, zero, _ = together(again, [*subscribers, idle], 2)
     for worker, said in zip([*subscribers, idle], got, strict=True):
-        holds(worker, said, 2)
+        assert_has_version(worker, said, 2)
     assert zero["outcome"] == "committed"
 
 
@@ -142,12 +144,12 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     that it was withdrawn."""
     hub = host.start_rank("subscriber", name="other")
     hub.wait_for("joined")
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(4.0))
-    subscriber, other = (host.start_ranks("subscriber", 1, **hasty(4.0))[0] for _ in range(2))
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(4.0))
+    subscriber, other = (host.start_ranks("subscriber", 1, **short_stall(4.0))[0] for _ in range(2))
     publishers[0].call("subscribers 2")
     publishers[0].call("publish 1")
     for one in (subscriber, other):
-        holds(one, one.call("update"), 1)
+        assert_has_version(one, one.call("update"), 1)
     # Both are sources of it when the publisher is gone.
     host.wait_for_versions([-1, 1, 1])
     publishers[0].call("together 2")
@@ -155,8 +157,8 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     publishers[0].kill(signal.SIGKILL)
     assert subscriber.call("commit")["error"] == "VersionRefused"
     for _ in range(2):
-        holds(subscriber, subscriber.call("update"), 1)
-    keeps(subscriber, 1)
+        assert_has_version(subscriber, subscriber.call("update"), 1)
+    assert_keeps_version(subscriber, 1)
 
 
 def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
@@ -169,9 +171,9 @@ def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     joins.send("update 1")
     time.sleep(0.5)
     assert "update done" not in first.events and "update 1 done" not in joins.events, "the decision waits for `awaited`"
-    holds(awaited, awaited.call("update"), 1)
-    holds(first, first.result("update"), 1)
-    holds(joins, joins.result("update 1"), 1)
+    assert_has_version(awaited, awaited.call("update"), 1)
+    assert_has_version(first, first.result("update"), 1)
+    assert_has_version(joins, joins.result("update 1"), 1)
     for one in publishers:
         one.result("together 1")
         assert set(one.call("decision")["committed"]) >= members([first, awaited])
@@ -180,7 +182,7 @@ def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     awaited.process.wait(20)
     *got, zero, _ = together(publishers, [first, joins], 2)
     for worker, said in zip((first, joins), got, strict=True):
-        holds(worker, said, 2)
+        assert_has_version(worker, said, 2)
     assert set(zero["committed"]) == members([first, joins])
 
 
@@ -196,18 +198,18 @@ def test_decision_is_read_from_hub_after_rank_0(host: Host) -> None:
     assert publishers[0].call("decision")["outcome"] == "committed"
     publishers[0].kill(signal.SIGKILL)
     for one in (*first, slow):
-        holds(one, one.call("commit"), 1)
+        assert_has_version(one, one.call("commit"), 1)
 
 
 def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     hub = host.start_rank("subscriber", name="other")  # hosts the hub
     hub.wait_for("joined")
-    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **hasty(3.0))
-    subscriber, idle = (host.start_ranks("subscriber", 1, **hasty(3.0))[0] for _ in range(2))
+    publishers = host.start_ranks("publisher", 1, mode="snapshot", terms={"timeout_s": 60.0}, **short_stall(3.0))
+    subscriber, idle = (host.start_ranks("subscriber", 1, **short_stall(3.0))[0] for _ in range(2))
     publishers[0].call("subscribers 2")
     begin(publishers, [subscriber, idle], 1)
     for one in (subscriber, idle):
-        holds(one, one.result("update"), 1)
+        assert_has_version(one, one.result("update"), 1)
     publishers[0].result("together 1")
     publishers[0].call("together 2")
     subscriber.call("wait 2")
@@ -224,7 +226,7 @@ def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
         keeps_staged = subscriber.call("digests")
         assert (keeps_staged["version"], keeps_staged["prepared"]) == (1, 2)
     assert said["error"] == "VersionRefused"
-    keeps(subscriber, 1)
+    assert_keeps_version(subscriber, 1)
 
 
 def test_status_shows_serving_version_per_member(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.unit.sync.moved import move, same, spoil
+from tests.unit.sync.moved import assert_same, move, spoil
 from tests.unit.sync.toy import table_of
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
@@ -136,7 +136,7 @@ def test_recorded_loader_fills_model_like_loader(which: str, dtype: str, tmp_pat
     assert not recording.unfilled
     assert not recording.unused
     fill(recording, tensors, live)
-    same(live, true)
+    assert_same(live, true)
     again = shuffled(copy.deepcopy(live))
     weights_loader(again)(iter(tensors.items()))
-    same(again, true)
+    assert_same(again, true)

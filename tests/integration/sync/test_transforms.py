@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from tests.integration.conftest import Host
-from tests.integration.sync.test_faults import holds, members
+from tests.integration.sync.test_faults import assert_has_version, members
 from tests.integration.sync.test_sync import step
 from tests.support.sync import SyncWorker
 
@@ -36,7 +36,7 @@ def test_each_version_matches_whole_quantised_model(host: Host, source: str, kee
     for version in (1, 2, 5):
         said = step(mine, theirs + plain, version)
         for worker, one in zip(theirs + plain, said, strict=False):
-            holds(worker, one, version)
+            assert_has_version(worker, one, version)
         told = said[-3:]
         assert not any("error" in one for one in told), told
         # Rows [100, 128) and [200, 256) of each layer, in BF16.
@@ -55,7 +55,7 @@ def test_shards_inside_block_are_exchanged(host: Host, source: str) -> None:
     for version in (1, 2):
         said = step(mine, theirs, version)
         for worker, one in zip(theirs, said, strict=False):
-            holds(worker, one, version)
+            assert_has_version(worker, one, version)
         # Of each layer's rows [60, 128), [180, 256) and none.
         assert [one["exchanged"] for one in said[2:]] == [68 * 512 * 3, 0, 76 * 512 * 3, 0, 0]
         assert [one["transformed"] > 0 for one in said[2:]] == [True, False, True, False, True]
@@ -68,7 +68,7 @@ def test_master_weights_are_cast(host: Host) -> None:
     mine[0].call("subscribers 2")
     *got, zero, one = step(mine, theirs, 1)
     for worker, said in zip(theirs, got, strict=True):
-        holds(worker, said, 1)
+        assert_has_version(worker, said, 1)
         assert said["nbytes"] == 3 * 300 * 256
     assert zero["exchanged"] == one["exchanged"] == 0
 

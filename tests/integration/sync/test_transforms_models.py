@@ -70,7 +70,7 @@ class Served(nn.Module):
                 params[name].data.copy_(one)
 
 
-def same(model: nn.Module, other: nn.Module) -> None:
+def assert_same(model: nn.Module, other: nn.Module) -> None:
     for (name, a), (_, b) in zip(model.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a.data.view(torch.uint8), b.data.view(torch.uint8)), name
 
@@ -99,7 +99,7 @@ def test_codes_and_scales_reach_loader_parameters(stack: ExitStack, mode: str, a
         for rank, model in enumerate(models):
             wanted = Served(rank)
             wanted.load_weights(quantised(tensors).items())
-            same(model, wanted)
+            assert_same(model, wanted)
 
 
 def test_peer_serves_received_tag(stack: ExitStack) -> None:
@@ -110,7 +110,7 @@ def test_peer_serves_received_tag(stack: ExitStack) -> None:
     pub.close()
     report = stack.enter_context(ps.subscriber("toy", second, transforms=TAG)).update()
     assert report.version == 1
-    same(second, first)
+    assert_same(second, first)
 
 
 def test_model_wanting_different_form_is_refused(stack: ExitStack) -> None:

@@ -432,7 +432,7 @@ def connected(source: Descriptor) -> socket.socket:
     return socket.create_connection((found["host"], found["port"]), timeout=20)
 
 
-def ask(source: Descriptor, raw: bytes) -> bytes:
+def send_request(source: Descriptor, raw: bytes) -> bytes:
     """The answer as far as its head says it goes, or until the server closes."""
     with connected(source) as sock:
         answer, nbytes = b"", 1 << 30
@@ -462,18 +462,18 @@ def test_hostile_requests_are_refused_without_bytes() -> None:
             "garbage": [b"\xc1" * 40, b"", b"\x91" * 1000, good[:-3], msgspec.msgpack.encode({"a": 1})],
         }
         for body in (body for group in bodies.values() for body in group):
-            assert ask(source, head(source, len(body)) + body).startswith(b"HTTP/1.1 400")
+            assert send_request(source, head(source, len(body)) + body).startswith(b"HTTP/1.1 400")
         lies = {"key": b"", "endpoint": "nobody", "nbytes": 999}
         for body in (request(source, [(0, 9)], **{name: value}) for name, value in lies.items()):
-            assert ask(source, head(source, len(body)) + body).startswith(b"HTTP/1.1 410")
-        assert ask(source, head(source, len(good), 10**18) + good).startswith(b"HTTP/1.1 410")
+            assert send_request(source, head(source, len(body)) + body).startswith(b"HTTP/1.1 410")
+        assert send_request(source, head(source, len(good), 10**18) + good).startswith(b"HTTP/1.1 410")
         for raw in (
             head(source, len(good), "x") + good,
             head(source, len(good), 10**30) + good,
             b"GET /etc/passwd HTTP/1.1\r\n\r\n",
         ):
-            assert ask(source, raw).startswith(b"HTTP/1.1 404")
-        assert ask(source, head(source, 10**9)).startswith(b"HTTP/1.1 413")
+            assert send_request(source, raw).startswith(b"HTTP/1.1 404")
+        assert send_request(source, head(source, 10**9)).startswith(b"HTTP/1.1 413")
         for raw in (
             b"\x16\x03\x01\x00\xff\r\n\r\n",
             b"A" * 20_000,
@@ -484,8 +484,8 @@ def test_hostile_requests_are_refused_without_bytes() -> None:
             head(source, "5\r\nTransfer-Encoding: chunked"),
             b"POST /v1/regions/1 HTTP/1.0\r\n\r\n",
         ):
-            assert ask(source, raw).startswith(b"HTTP/1.1 400")
-        assert b"\xaa" * 1000 in ask(source, head(source, len(good)) + good)
+            assert send_request(source, raw).startswith(b"HTTP/1.1 400")
+        assert b"\xaa" * 1000 in send_request(source, head(source, len(good)) + good)
         transport.wait(transport.post_read(handle, source, whole(1000)), stall_s=20)
 
 
@@ -493,7 +493,7 @@ def test_repeated_whole_region_runs_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(region_server, "MAX_ANSWER_BYTES", 10_000)
     with reading(1000) as (_, handle, _):
         body = request(handle.descriptor, [(0, 1000)] * 11)
-        assert ask(handle.descriptor, head(handle.descriptor, len(body)) + body).startswith(b"HTTP/1.1 413")
+        assert send_request(handle.descriptor, head(handle.descriptor, len(body)) + body).startswith(b"HTTP/1.1 413")
 
 
 def test_slow_clients_are_closed(monkeypatch) -> None:

@@ -17,35 +17,35 @@ HEADS, GROUPS, HEAD, HIDDEN, INNER, VOCAB, PADDED, LAYERS, EXPERTS, EXPERT_INNER
 Q_RANK, KV_RANK, ROPE = 6, 5, 2
 
 
-def made(*shape: int) -> torch.Tensor:
+def make_tensor(*shape: int) -> torch.Tensor:
     return torch.randn(shape)
 
 
 def hugging_face(moe: bool, mla: bool) -> dict[str, torch.Tensor]:
     """Qwen3's names, or those of DeepSeek-V3 with latent attention; the first layer dense."""
     torch.manual_seed(3)
-    found = {"model.embed_tokens.weight": made(VOCAB, HIDDEN), "lm_head.weight": made(VOCAB, HIDDEN)}
-    found["model.norm.weight"] = made(HIDDEN)
+    found = {"model.embed_tokens.weight": make_tensor(VOCAB, HIDDEN), "lm_head.weight": make_tensor(VOCAB, HIDDEN)}
+    found["model.norm.weight"] = make_tensor(HIDDEN)
     for i in range(LAYERS):
         at, attn = f"model.layers.{i}.", f"model.layers.{i}.self_attn."
-        found[at + "input_layernorm.weight"] = made(HIDDEN)
-        found[at + "post_attention_layernorm.weight"] = made(HIDDEN)
-        found[attn + "o_proj.weight"] = made(HIDDEN, HEADS * HEAD)
+        found[at + "input_layernorm.weight"] = make_tensor(HIDDEN)
+        found[at + "post_attention_layernorm.weight"] = make_tensor(HIDDEN)
+        found[attn + "o_proj.weight"] = make_tensor(HIDDEN, HEADS * HEAD)
         if mla:
-            found[attn + "q_a_proj.weight"] = made(Q_RANK, HIDDEN)
-            found[attn + "q_a_layernorm.weight"] = made(Q_RANK)
-            found[attn + "q_b_proj.weight"] = made(HEADS * (HEAD + ROPE), Q_RANK)
-            found[attn + "kv_a_proj_with_mqa.weight"] = made(KV_RANK + ROPE, HIDDEN)
-            found[attn + "kv_a_layernorm.weight"] = made(KV_RANK)
-            found[attn + "kv_b_proj.weight"] = made(HEADS * 2 * HEAD, KV_RANK)
+            found[attn + "q_a_proj.weight"] = make_tensor(Q_RANK, HIDDEN)
+            found[attn + "q_a_layernorm.weight"] = make_tensor(Q_RANK)
+            found[attn + "q_b_proj.weight"] = make_tensor(HEADS * (HEAD + ROPE), Q_RANK)
+            found[attn + "kv_a_proj_with_mqa.weight"] = make_tensor(KV_RANK + ROPE, HIDDEN)
+            found[attn + "kv_a_layernorm.weight"] = make_tensor(KV_RANK)
+            found[attn + "kv_b_proj.weight"] = make_tensor(HEADS * 2 * HEAD, KV_RANK)
         else:
             for name, heads in (("q", HEADS), ("k", GROUPS), ("v", GROUPS)):
-                found[attn + f"{name}_proj.weight"] = made(heads * HEAD, HIDDEN)
-                found[attn + f"{name}_proj.bias"] = made(heads * HEAD)
-            found[attn + "q_norm.weight"], found[attn + "k_norm.weight"] = made(HEAD), made(HEAD)
+                found[attn + f"{name}_proj.weight"] = make_tensor(heads * HEAD, HIDDEN)
+                found[attn + f"{name}_proj.bias"] = make_tensor(heads * HEAD)
+            found[attn + "q_norm.weight"], found[attn + "k_norm.weight"] = make_tensor(HEAD), make_tensor(HEAD)
         if moe and i:
-            found[at + "mlp.gate.weight"] = made(EXPERTS, HIDDEN)
-            found[at + "mlp.gate.e_score_correction_bias"] = made(EXPERTS)
+            found[at + "mlp.gate.weight"] = make_tensor(EXPERTS, HIDDEN)
+            found[at + "mlp.gate.e_score_correction_bias"] = make_tensor(EXPERTS)
             for name in ("shared_experts", *(f"experts.{e}" for e in range(EXPERTS))):
                 found |= ffn(f"{at}mlp.{name}.", EXPERT_INNER)
         else:
@@ -55,9 +55,9 @@ def hugging_face(moe: bool, mla: bool) -> dict[str, torch.Tensor]:
 
 def ffn(at: str, inner: int) -> dict[str, torch.Tensor]:
     return {
-        at + "gate_proj.weight": made(inner, HIDDEN),
-        at + "up_proj.weight": made(inner, HIDDEN),
-        at + "down_proj.weight": made(HIDDEN, inner),
+        at + "gate_proj.weight": make_tensor(inner, HIDDEN),
+        at + "up_proj.weight": make_tensor(inner, HIDDEN),
+        at + "down_proj.weight": make_tensor(HIDDEN, inner),
     }
 
 
@@ -199,11 +199,13 @@ GRID = Grid(num_heads=HEADS, num_kv_heads=GROUPS, head_dim=HEAD, vocab_size=VOCA
 
 
 def test_unknown_parameters_are_listed_and_accept_rule() -> None:
-    held = {"decoder.layers.0.mixer.weight": made(2, 2), "decoder.layers.1.other": made(2)}
+    held = {"decoder.layers.0.mixer.weight": make_tensor(2, 2), "decoder.layers.1.other": make_tensor(2)}
     with pytest.raises(PlanError, match=r"no rule for 2 parameters: decoder.layers.0.mixer.weight, .*other"):
         from_megatron(held, GRID)
     rules = {**GPT, "decoder.layers.{layer}.mixer.weight": NameRule(cut=whole, names=("model.{layer}.mix",))}
-    assert list(from_megatron({"decoder.layers.0.mixer.weight": made(2, 2)}, GRID, rules=rules)) == ["model.0.mix"]
+    assert list(from_megatron({"decoder.layers.0.mixer.weight": make_tensor(2, 2)}, GRID, rules=rules)) == [
+        "model.0.mix"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -211,4 +213,4 @@ def test_unknown_parameters_are_listed_and_accept_rule() -> None:
 )
 def test_sizes_contradicting_grid_are_refused(name: str) -> None:
     with pytest.raises(PlanError, match=name):
-        from_megatron({name: made(10, HIDDEN)}, GRID)
+        from_megatron({name: make_tensor(10, HIDDEN)}, GRID)

@@ -37,42 +37,44 @@ class Digester:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> type[Digester]:
+def fake_digester(monkeypatch: pytest.MonkeyPatch) -> type[Digester]:
     fake = type("Digester", (Digester,), {"ready": []})
     monkeypatch.setattr(digester, "Digester", fake)
     return fake
 
 
-def test_kernels_are_ready_after_load(made: type[Digester]) -> None:
+def test_kernels_are_ready_after_load(fake_digester: type[Digester]) -> None:
     with kernels_ready(CUDA, LOG):
         pass
-    [(device, thread)] = made.ready
+    [(device, thread)] = fake_digester.ready
     # The loading thread's allocations may lie in memory that sleeps.
     assert device == "cuda:0" and thread != threading.get_ident()
 
 
-def test_failed_load_still_waits_for_kernels(made: type[Digester]) -> None:
+def test_failed_load_still_waits_for_kernels(fake_digester: type[Digester]) -> None:
     with pytest.raises(ValueError, match="no weights"), kernels_ready(CUDA, LOG):
         raise ValueError("no weights")
-    assert len(made.ready) == 1
+    assert len(fake_digester.ready) == 1
 
 
-def test_failed_kernels_are_logged_and_load_continues(made: type[Digester], caplog: pytest.LogCaptureFixture) -> None:
-    made.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
+def test_failed_kernels_are_logged_and_load_continues(
+    fake_digester: type[Digester], caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_digester.error = DeviceOutOfMemory("cuda:0 has no room for the digests of 2048 bytes")
     with kernels_ready(CUDA, LOG):
         pass
     assert "kernels of digests are not ready: cuda:0 has no room" in caplog.text
 
 
-def test_host_memory_needs_no_kernels(made: type[Digester]) -> None:
+def test_host_memory_needs_no_kernels(fake_digester: type[Digester]) -> None:
     with kernels_ready(torch.device("cpu"), LOG):
         pass
-    assert made.ready == []
+    assert fake_digester.ready == []
 
 
 @pytest.mark.parametrize("saver", [True, False])
 def test_sglang_prepares_kernels_where_memory_is_releasable(
-    made: type[Digester], monkeypatch: pytest.MonkeyPatch, saver: bool
+    fake_digester: type[Digester], monkeypatch: pytest.MonkeyPatch, saver: bool
 ) -> None:
     context = ModuleType("sglang.srt.runtime_context")
     context.get_exec = lambda: SimpleNamespace(  # type: ignore[attr-defined]
@@ -83,7 +85,7 @@ def test_sglang_prepares_kernels_where_memory_is_releasable(
     monkeypatch.setitem(sys.modules, context.__name__, context)
     with sglang_sleep.loading(CUDA, LOG):
         pass
-    assert len(made.ready) == saver
+    assert len(fake_digester.ready) == saver
 
 
 def test_constants_are_allocated_outside_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,7 +142,7 @@ def test_description_in_unknown_format_is_refused() -> None:
             describe(raw, sign(bundle.PURPOSE + raw, PRIVATE), [PUBLIC])
 
 
-def made(path: str = "inductor/a", data: bytes = b"code", **changes: object) -> tuple[Description, bytes]:
+def make_bundle(path: str = "inductor/a", data: bytes = b"code", **changes: object) -> tuple[Description, bytes]:
     """Return a bundle of one file, changed: as a signer would make that means harm, or errs."""
     content = zstandard.ZstdCompressor().compress(data)
     file = bundle.BundledFile(path, len(data), False, blake3(data).hexdigest())
@@ -164,30 +164,30 @@ PATHS = [
     "inductor/a\0b",
 ]
 BAD: dict[str, Callable[[], tuple[Description, bytes]]] = {
-    **{f"path {path!r}": lambda path=path: made(path) for path in PATHS},  # type: ignore[misc]
-    "digest": lambda: made(digest=blake3(b"other").hexdigest()),
-    "longer": lambda: made(nbytes=5),
-    "shorter": lambda: made(nbytes=3),
-    "negative": lambda: made(nbytes=-4),
-    "huge": lambda: made(nbytes=1 << 40),
-    "frame longer": lambda: made(frames=lambda frames: (msgspec.structs.replace(frames[0], nbytes=999),)),
-    "frame negative": lambda: made(
+    **{f"path {path!r}": lambda path=path: make_bundle(path) for path in PATHS},  # type: ignore[misc]
+    "digest": lambda: make_bundle(digest=blake3(b"other").hexdigest()),
+    "longer": lambda: make_bundle(nbytes=5),
+    "shorter": lambda: make_bundle(nbytes=3),
+    "negative": lambda: make_bundle(nbytes=-4),
+    "huge": lambda: make_bundle(nbytes=1 << 40),
+    "frame longer": lambda: make_bundle(frames=lambda frames: (msgspec.structs.replace(frames[0], nbytes=999),)),
+    "frame negative": lambda: make_bundle(
         frames=lambda frames: (*frames, bundle.BundleFrame(-1, ()), bundle.BundleFrame(1, ()))
     ),
-    "no zstd": lambda: (made()[0], b"x" * len(made()[1])),
-    "cut": lambda: (made()[0], made()[1][:-1]),
+    "no zstd": lambda: (make_bundle()[0], b"x" * len(make_bundle()[1])),
+    "cut": lambda: (make_bundle()[0], make_bundle()[1][:-1]),
     "twice": lambda: (
-        Description(format="penstock-artifacts-1", key=KEY, directory="/caches", frames=made()[0].frames * 2),
-        made()[1] * 2,
+        Description(format="penstock-artifacts-1", key=KEY, directory="/caches", frames=make_bundle()[0].frames * 2),
+        make_bundle()[1] * 2,
     ),
     "below a file": lambda: (
         Description(
             format="penstock-artifacts-1",
             key=KEY,
             directory="/caches",
-            frames=made()[0].frames + made("inductor/a/b")[0].frames,
+            frames=make_bundle()[0].frames + make_bundle("inductor/a/b")[0].frames,
         ),
-        made()[1] * 2,
+        make_bundle()[1] * 2,
     ),
 }
 
@@ -202,14 +202,14 @@ def test_bad_bundle_writes_nothing(name: str, tmp_path: Path) -> None:
 
 
 def test_unchanged_bundle_is_unpacked(tmp_path: Path) -> None:
-    description, content = made()
+    description, content = make_bundle()
     unpack(description, memoryview(content), tmp_path / "new")
     assert read(tmp_path / "new") == {"inductor/a": b"code"}
 
 
 def test_full_disk_is_detected_before_first_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
-    description, content = made()
+    description, content = make_bundle()
     with pytest.raises(DiskFull):
         unpack(description, memoryview(content), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []

@@ -14,7 +14,7 @@ from penstock.errors import DestinationError, DeviceOutOfMemory
 NBYTES = UNIT_BYTES + 100
 
 
-def made(driver: FakeCuda, text: bytes) -> DeviceMemory:
+def make_memory(driver: FakeCuda, text: bytes) -> DeviceMemory:
     memory = DeviceMemory(NBYTES, 0, driver=driver)
     write(memory, text)
     return memory
@@ -30,7 +30,7 @@ def read(memory: DeviceMemory) -> bytes:
 
 def test_alias_shares_bytes_at_new_address() -> None:
     driver = FakeCuda()
-    memory = made(driver, b"first")
+    memory = make_memory(driver, b"first")
     alias = memory.alias()
     assert alias.address != memory.address
     assert read(alias) == b"first"
@@ -42,7 +42,7 @@ def test_alias_shares_bytes_at_new_address() -> None:
 
 def test_exchange_swaps_memory_and_keeps_addresses() -> None:
     driver = FakeCuda()
-    live, staged = made(driver, b"old  "), made(driver, b"new  ")
+    live, staged = make_memory(driver, b"old  "), make_memory(driver, b"new  ")
     former = live.alias()
     address = live.address
     live.take(staged)
@@ -57,7 +57,7 @@ def test_exchange_swaps_memory_and_keeps_addresses() -> None:
 
 def test_refused_exchange_keeps_original_memory() -> None:
     driver = FakeCuda()
-    live, staged = made(driver, b"old  "), made(driver, b"new  ")
+    live, staged = make_memory(driver, b"old  "), make_memory(driver, b"new  ")
     driver.refuses = "allow"
     with pytest.raises(DestinationError):
         live.take(staged)
@@ -66,7 +66,7 @@ def test_refused_exchange_keeps_original_memory() -> None:
 
 def test_unmapped_memory_is_renewed_at_same_address() -> None:
     driver = FakeCuda()
-    memory = made(driver, b"first")
+    memory = make_memory(driver, b"first")
     address = memory.address
     memory.unmap()
     memory.unmap()
@@ -91,7 +91,7 @@ def test_last_reference_frees_addresses() -> None:
     gc.collect()
     assert driver.num_opened == 0
     driver.most_bytes = 1 << 30
-    memory = made(driver, b"first")
+    memory = make_memory(driver, b"first")
     address, alias = memory.address, memory.alias()
     del memory
     gc.collect()

@@ -71,7 +71,7 @@ def make(ticket: RunState) -> Iterator[Make]:
         one.close()
 
 
-def until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not holds():
         assert time.monotonic() < deadline
@@ -96,7 +96,7 @@ def test_items_run_in_priority_order(ticket: RunState, make: Make) -> None:
     executor, gate = make(), threading.Event()
     log: list[str] = []
     executor.post(Recorded(log, priority=9, run=after(gate.wait)))
-    until(lambda: bool(log))
+    wait_until(lambda: bool(log))
     executor.post(*(Recorded(log, priority=p) for p in (5, 3, 7)))
     early = Recorded(log, priority=3)
     early.name = "later equal"
@@ -114,7 +114,7 @@ def test_idle_thread_keeps_no_item(ticket: RunState, make: Make) -> None:
     held = weakref.ref(item)
     del item
     ended.set()
-    until(lambda: held() is None)
+    wait_until(lambda: held() is None)
 
 
 def test_threads_exist_only_between_post_and_close(ticket: RunState, make: Make) -> None:
@@ -156,11 +156,11 @@ def test_error_stops_run_and_abandons_waiting_items(ticket: RunState, make: Make
 def test_unexpected_error_keeps_thread_alive(ticket: RunState, make: Make, error: BaseException) -> None:
     executor = make()
     executor.post(Recorded([], run=refuse(error)))
-    until(lambda: ticket.stopped)
+    wait_until(lambda: ticket.stopped)
     threads = executor._threads[:]
     after = Recorded([])
     executor.post(after)
-    until(lambda: bool(after.ends))
+    wait_until(lambda: bool(after.ends))
     assert after.ends == ["abandon"] and executor._threads == threads, "the thread still takes items"
     assert threads[0].is_alive()
 
@@ -180,14 +180,14 @@ def test_device_work_finishes_in_order(ticket: RunState, make: Make) -> None:
     works = [Work() for _ in range(3)]
     steps = [Recorded([], priority=p, run=lambda w=work: w) for p, work in enumerate(works)]  # type: ignore[misc]
     executor.post(*steps)
-    until(lambda: all(step.log for step in steps))
+    wait_until(lambda: all(step.log for step in steps))
     assert executor.is_busy()
     works[1].is_done = True
     time.sleep(0.02)
     assert [step.ends for step in steps] == [[], [], []], "the oldest is still at work"
     works[0].is_done = works[2].is_done = True
-    until(lambda: steps[2].ends == ["finish"])
-    until(lambda: not executor.is_busy())
+    wait_until(lambda: steps[2].ends == ["finish"])
+    wait_until(lambda: not executor.is_busy())
     assert [step.ends for step in steps] == [["finish"]] * 3
 
 
@@ -196,7 +196,7 @@ def test_device_error_fails_run(ticket: RunState, make: Make) -> None:
     step = Recorded([], run=lambda: work)
     executor.post(step)
     work.fault = DestinationError("the device is lost")
-    until(lambda: ticket.stopped)
+    wait_until(lambda: ticket.stopped)
     executor.close()
     assert step.ends == ["abandon"]
 
@@ -205,7 +205,7 @@ def test_cancelled_run_waits_for_device(ticket: RunState, make: Make) -> None:
     executor, work = make(), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)
-    until(lambda: bool(step.log))
+    wait_until(lambda: bool(step.log))
     ticket.cancel()
     closed = threading.Event()
     closing = threading.Thread(target=lambda: (executor.close(), closed.set()))
@@ -221,7 +221,7 @@ def test_silent_device_raises_stall_and_is_abandoned(ticket: RunState, make: Mak
     executor, work = make(stall_s=0.05), Work()
     step = Recorded([], run=lambda: work)
     executor.post(step)
-    until(lambda: ticket.stopped)
+    wait_until(lambda: ticket.stopped)
     assert isinstance(ticket.error, DestinationError) and ticket.error.mutated
     executor.close()
     assert step.ends == ["abandon"]
@@ -233,7 +233,7 @@ def test_spans_include_device_work(ticket: RunState) -> None:
     executor = Executor("place", 1, ticket, trace=trace, stall_s=30)
     step = Recorded([], run=lambda: work)
     executor.post(step)
-    until(lambda: bool(step.log))  # it has begun
+    wait_until(lambda: bool(step.log))  # it has begun
     threading.Timer(0.05, lambda: setattr(work, "is_done", True)).start()
     executor.close()
     assert trace.busy_s()["place"] >= 0.04

@@ -66,7 +66,7 @@ def connect(path: str) -> socket.socket:
     return sock
 
 
-def ask(sock: socket.socket, raw: bytes) -> tuple[int, bytes]:
+def send_request(sock: socket.socket, raw: bytes) -> tuple[int, bytes]:
     """Send a request, and return status and body of its answer."""
     sock.sendall(raw)
     return receive(sock)
@@ -108,11 +108,11 @@ def has_ended(sock: socket.socket) -> bool:
 
 def test_connection_is_kept_until_client_closes(path: str) -> None:
     with connect(path) as sock:
-        assert ask(sock, post("/echo", b"one")) == (200, b"one")
-        assert ask(sock, get("/gone")) == (410, b"")
-        assert ask(sock, get("/long/200000")) == (200, b"x" * 200_000)
-        assert ask(sock, get("/pieces")) == (200, b"abcd")
-        assert ask(sock, post("/echo", b"two", "Connection: close")) == (200, b"two")
+        assert send_request(sock, post("/echo", b"one")) == (200, b"one")
+        assert send_request(sock, get("/gone")) == (410, b"")
+        assert send_request(sock, get("/long/200000")) == (200, b"x" * 200_000)
+        assert send_request(sock, get("/pieces")) == (200, b"abcd")
+        assert send_request(sock, post("/echo", b"two", "Connection: close")) == (200, b"two")
         assert has_ended(sock)
 
 
@@ -120,7 +120,7 @@ def test_pipelined_requests_are_answered_in_order(path: str) -> None:
     with connect(path) as sock:
         sock.sendall(post("/echo", b"one") + get("/gone") + post("/echo", b"two")[:-1])
         assert [receive(sock), receive(sock)] == [(200, b"one"), (410, b"")]
-        assert ask(sock, b"o" + get("/pieces")) == (200, b"two")
+        assert send_request(sock, b"o" + get("/pieces")) == (200, b"two")
         assert receive(sock) == (200, b"abcd")
 
 
@@ -148,27 +148,27 @@ def test_half_closed_connection_gets_answer(path: str) -> None:
 )
 def test_refused_request_ends_connection(path: str, raw: bytes, status: int) -> None:
     with connect(path) as sock:
-        assert ask(sock, raw) == (status, b"")
+        assert send_request(sock, raw) == (status, b"")
         assert has_ended(sock)
 
 
 def test_head_of_16_kib_is_accepted(path: str) -> None:
     with connect(path) as sock:
-        assert ask(sock, get("/gone", "a: " + "b" * (15 << 10))) == (410, b"")
+        assert send_request(sock, get("/gone", "a: " + "b" * (15 << 10))) == (410, b"")
 
 
 def test_unread_body_is_not_next_request(path: str) -> None:
     with connect(path) as sock:
-        assert ask(sock, post("/unread", get("/long/3"))) == (200, b"unread")
+        assert send_request(sock, post("/unread", get("/long/3"))) == (200, b"unread")
         assert has_ended(sock)
 
 
 def test_expect_continue_is_answered_when_body_wanted(path: str) -> None:
     expecting = "Expect: 100-continue"
     with connect(path) as sock:
-        assert ask(sock, post("/echo", b"one", expecting)[:-3]) == (100, b"")
-        assert ask(sock, b"one") == (200, b"one")
-        assert ask(sock, post("/unread", b"one", expecting)[:-3]) == (200, b"unread")
+        assert send_request(sock, post("/echo", b"one", expecting)[:-3]) == (100, b"")
+        assert send_request(sock, b"one") == (200, b"one")
+        assert send_request(sock, post("/unread", b"one", expecting)[:-3]) == (200, b"unread")
         assert has_ended(sock)
 
 
@@ -194,7 +194,7 @@ def test_head_and_body_share_one_deadline(path: str) -> None:
 @pytest.mark.parametrize("limits", [ConnectionLimits(total=1)])
 def test_connection_above_limit_gets_503(path: str) -> None:
     with connect(path) as first, connect(path) as second:
-        assert ask(first, get("/gone")) == (410, b"")
+        assert send_request(first, get("/gone")) == (410, b"")
         assert receive(second) == (503, b"")
         assert has_ended(second)
 
@@ -204,7 +204,7 @@ def test_closed_server_ends_connections_and_threads(tmp_path: Path) -> None:
     server = HttpServer(bound_socket(path), handle, name="test", thread_name=THREAD, full_status=503, tls=None)
     server.start()
     with connect(path) as idle, connect(path) as half:
-        assert ask(idle, get("/gone")) == (410, b"")
+        assert send_request(idle, get("/gone")) == (410, b"")
         half.sendall(post("/echo", b"one")[:-1])
         server.close()
         server.close()
@@ -220,7 +220,7 @@ def test_forked_child_neither_closes_nor_keeps_connections(path: str) -> None:
     ready, done = os.pipe(), os.pipe()
     with connect(path) as kept, connect(path) as ended:
         for sock in (kept, ended):
-            assert ask(sock, get("/gone")) == (410, b"")
+            assert send_request(sock, get("/gone")) == (410, b"")
         child = os.fork()
         if not child:
             os.write(ready[1], b"x")
@@ -228,12 +228,12 @@ def test_forked_child_neither_closes_nor_keeps_connections(path: str) -> None:
             os._exit(0)
         try:
             os.read(ready[0], 1)
-            assert ask(kept, get("/gone")) == (410, b"")
+            assert send_request(kept, get("/gone")) == (410, b"")
             # Closed by the parent: a copy in the child would keep it open.
-            assert ask(ended, get("/nothing")) == (404, b"")
+            assert send_request(ended, get("/nothing")) == (404, b"")
             assert has_ended(ended)
             with connect(path) as new:
-                assert ask(new, get("/gone")) == (410, b"")
+                assert send_request(new, get("/gone")) == (410, b"")
         finally:
             os.write(done[1], b"x")
             os.waitpid(child, 0)

@@ -24,7 +24,7 @@ def log() -> Iterator[logging.Logger]:
         made.removeHandler(handler)
 
 
-def say(log: logging.Logger, caller: str, *lines: str) -> None:
+def log_lines(log: logging.Logger, caller: str, *lines: str) -> None:
     def speak() -> None:
         audit.CALLER.set(caller)
         for line in lines:
@@ -38,8 +38,8 @@ def test_looping_caller_hides_no_other_lines(log, tmp_path, monkeypatch) -> None
     monkeypatch.setattr(audit, "LINES_AT_ONCE", 3)
     handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
-    say(log, "token:loop", *(f"event=refused n={i}" for i in range(50)))
-    say(log, "token:quiet", "event=used")
+    log_lines(log, "token:loop", *(f"event=refused n={i}" for i in range(50)))
+    log_lines(log, "token:quiet", "event=used")
     handler.close()
     lines = [line.split(" ", 3)[3] for line in (tmp_path / "audit.log").read_text().splitlines()]
     assert lines == [
@@ -53,8 +53,8 @@ def test_looping_stranger_hides_no_other_lines(log, tmp_path, monkeypatch) -> No
     monkeypatch.setattr(audit, "STRANGER_LINES_AT_ONCE", 2)
     handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
-    say(log, audit.stranger("192.0.2.1"), *(f"event=unauthorized n={i}" for i in range(20)))
-    say(log, audit.stranger("192.0.2.2"), "event=unauthorized other")
+    log_lines(log, audit.stranger("192.0.2.1"), *(f"event=unauthorized n={i}" for i in range(20)))
+    log_lines(log, audit.stranger("192.0.2.2"), "event=unauthorized other")
     handler.close()
     lines = [line.split(" ", 3)[3] for line in (tmp_path / "audit.log").read_text().splitlines()]
     assert "event=unauthorized other" in lines and "event=unauthorized n=2" not in lines
@@ -65,7 +65,7 @@ def test_files_are_private_and_limited_in_size(log, tmp_path, monkeypatch) -> No
     monkeypatch.setattr(audit, "FILE_BYTES", 10_000)
     handler = audit.audit_handler(tmp_path / "audit.log")
     log.addHandler(handler)
-    say(log, "token:a", *(f"event=used n={i} {'x' * 100}" for i in range(1_000)))
+    log_lines(log, "token:a", *(f"event=used n={i} {'x' * 100}" for i in range(1_000)))
     handler.close()
     files = sorted(tmp_path.iterdir())
     assert len(files) == 1 + audit.NUM_OLD_FILES

@@ -25,7 +25,7 @@ from penstock.hub.messages import (
     UpstreamsRequest,
 )
 
-FLOOD, QUIET = Caller(models=("other-*",), name="token:flood"), Caller(name="token:quiet")
+FLOODING_CALLER, OTHER_CALLER = Caller(models=("other-*",), name="token:flood"), Caller(name="token:quiet")
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def test_flood_of_failures_hides_no_other_failure(bench) -> None:
     hub = bench.hub(failing_members=20)
     for number in range(25):
         bench.now += 0.01
-        join(hub, f"f{number}", FLOOD)
-        hub.beat(f"f{number}", Beat(failures=fails("other-a", f"nothing {number}")), FLOOD)
+        join(hub, f"f{number}", FLOODING_CALLER)
+        hub.beat(f"f{number}", Beat(failures=fails("other-a", f"nothing {number}")), FLOODING_CALLER)
     for member in ("q", "r"):
-        join(hub, member, QUIET)
-        hub.beat(member, Beat(failures=fails("llama", f"the failure of {member}")), QUIET)
+        join(hub, member, OTHER_CALLER)
+        hub.beat(member, Beat(failures=fails("llama", f"the failure of {member}")), OTHER_CALLER)
     for number in range(25, 50):
-        join(hub, f"f{number}", FLOOD)
-        hub.beat(f"f{number}", Beat(failures=fails("other-a", f"nothing {number}")), FLOOD)
+        join(hub, f"f{number}", FLOODING_CALLER)
+        hub.beat(f"f{number}", Beat(failures=fails("other-a", f"nothing {number}")), FLOODING_CALLER)
     shown = [failure.message for failure in hub.status().failures]
     assert len(shown) == 20 and {"the failure of q", "the failure of r", "nothing 49"} <= set(shown)
 
@@ -72,31 +72,31 @@ def test_flood_of_failures_hides_no_other_failure(bench) -> None:
 def test_flood_of_conversions_hides_no_other_conversion(bench) -> None:
     hub = bench.hub(conversions=5)
     for number in range(5):
-        hub.job(f"f{number}", job("other-a"), FLOOD)
+        hub.job(f"f{number}", job("other-a"), FLOODING_CALLER)
     with pytest.raises(SourceBusy):
-        hub.job("f5", job("other-a"), FLOOD)
-    hub.job("q", job("llama"), QUIET)
+        hub.job("f5", job("other-a"), FLOODING_CALLER)
+    hub.job("q", job("llama"), OTHER_CALLER)
     with pytest.raises(SourceBusy):
-        hub.job("f5", job("other-a"), FLOOD)
+        hub.job("f5", job("other-a"), FLOODING_CALLER)
     assert "q" in {entry.job for entry in hub.status().jobs}
 
 
 def test_members_per_caller_are_limited(bench) -> None:
     hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
     for number in range(10):
-        join(hub, f"f{number}", FLOOD)
+        join(hub, f"f{number}", FLOODING_CALLER)
     with pytest.raises(SourceBusy):
-        join(hub, "f10", FLOOD)
+        join(hub, "f10", FLOODING_CALLER)
     for number in range(5):
-        join(hub, f"q{number}", QUIET)
-        hub.beat(f"q{number}", Beat(), QUIET)
+        join(hub, f"q{number}", OTHER_CALLER)
+        hub.beat(f"q{number}", Beat(), OTHER_CALLER)
     with pytest.raises(SourceBusy):
-        join(hub, "q5", QUIET)
+        join(hub, "q5", OTHER_CALLER)
     with pytest.raises(UnknownMember):
-        hub.beat("f0", Beat(), FLOOD)
-    hub.beat("f9", Beat(), FLOOD)
-    hub.leave("q0", QUIET)
-    join(hub, "q6", QUIET)
+        hub.beat("f0", Beat(), FLOODING_CALLER)
+    hub.beat("f9", Beat(), FLOODING_CALLER)
+    hub.leave("q0", OTHER_CALLER)
+    join(hub, "q6", OTHER_CALLER)
 
 
 def test_hubs_on_one_store_count_members_together(bench) -> None:
@@ -109,7 +109,7 @@ def test_hubs_on_one_store_count_members_together(bench) -> None:
 
     for number in range(4):
         for at, hub in enumerate(hubs):
-            join(hub, f"f{at}-{number}", FLOOD)
+            join(hub, f"f{at}-{number}", FLOODING_CALLER)
         bench.now += 0.1
     beat()
     # 12 announced within one beat, of which the two oldest are removed, by whichever hub looks first.
@@ -119,12 +119,12 @@ def test_hubs_on_one_store_count_members_together(bench) -> None:
     beat()
     for hub in hubs:
         with pytest.raises(SourceBusy):
-            join(hub, "f9", FLOOD)
+            join(hub, "f9", FLOODING_CALLER)
     # A token of members at one hub gets its half, also of members that other hubs admitted.
     for number in range(5):
-        join(hubs[2], f"q{number}", QUIET)
+        join(hubs[2], f"q{number}", OTHER_CALLER)
     with pytest.raises(SourceBusy):
-        join(hubs[2], "q5", QUIET)
+        join(hubs[2], "q5", OTHER_CALLER)
     beat()
     left = bench.store.scan("member/")
     assert sum(name.startswith("q") for name in left) == 5 and len(left) == 10
@@ -132,20 +132,20 @@ def test_hubs_on_one_store_count_members_together(bench) -> None:
 
 def test_syncs_on_other_hubs_count(bench) -> None:
     one, other = bench.hub(members_bytes=4 * MEMBER_BYTES), bench.hub(members_bytes=4 * MEMBER_BYTES)
-    join(other, "f", FLOOD)
+    join(other, "f", FLOODING_CALLER)
     many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(16))
-    other.beat("f", Beat(syncs=many), FLOOD)
-    join(one, "f1", FLOOD)
+    other.beat("f", Beat(syncs=many), FLOODING_CALLER)
+    join(one, "f1", FLOODING_CALLER)
     bench.now += 2.0
     one.begin()
     # 32 KiB of each member, and 64 KiB of syncs.
     with pytest.raises(SourceBusy):
-        join(one, "f2", FLOOD)
-    join(one, "q", QUIET)
+        join(one, "f2", FLOODING_CALLER)
+    join(one, "q", OTHER_CALLER)
 
 
 def test_hub_with_few_members_skips_store_scan(bench, hub, monkeypatch) -> None:
-    join(hub, "f", FLOOD)
+    join(hub, "f", FLOODING_CALLER)
     monkeypatch.setattr(type(bench.store), "scan", None)
     hub.begin()
 
@@ -153,72 +153,72 @@ def test_hub_with_few_members_skips_store_scan(bench, hub, monkeypatch) -> None:
 def test_silent_members_free_their_share(bench) -> None:
     hub = bench.hub(members_bytes=3 * MEMBER_BYTES)
     for number in range(3):
-        join(hub, f"f{number}", FLOOD)
+        join(hub, f"f{number}", FLOODING_CALLER)
     bench.now += 11
-    join(hub, "f3", FLOOD)
+    join(hub, "f3", FLOODING_CALLER)
 
 
 def test_large_heartbeats_count_for_caller(bench) -> None:
     hub = bench.hub(members_bytes=10 * MEMBER_BYTES)
-    join(hub, "f", FLOOD)
+    join(hub, "f", FLOODING_CALLER)
     named = [Identity(model=f"other-{number}") for number in range(200)]
     large = tuple(HoldingState(key=of.key(), identity=of, num_chunks=1, nbytes=1) for of in named)
     with pytest.raises(SourceBusy):
-        hub.beat("f", Beat(holdings=large), FLOOD)
+        hub.beat("f", Beat(holdings=large), FLOODING_CALLER)
     assert not hub.status().members[0].holdings
     many = tuple(SyncState(name=f"other-{number}", side="subscriber", rank=0) for number in range(100))
     with pytest.raises(SourceBusy):
-        hub.beat("f", Beat(syncs=many), FLOOD)
-    join(hub, "q", QUIET)
+        hub.beat("f", Beat(syncs=many), FLOODING_CALLER)
+    join(hub, "q", OTHER_CALLER)
 
 
 def test_claims_for_invented_models_spare_other_callers(bench) -> None:
     hub = bench.hub(tables_bytes=100_000)
-    join(hub, "f", FLOOD)
-    join(hub, "q", QUIET)
+    join(hub, "f", FLOODING_CALLER)
+    join(hub, "q", OTHER_CALLER)
     ours = key_state()
-    assert hub.claim(ClaimRequest(member="q", holding=ours), QUIET).ranges
+    assert hub.claim(ClaimRequest(member="q", holding=ours), OTHER_CALLER).ranges
     for number in range(30):
         of = Identity(model=f"other-{number}")
         state = HoldingState(key=of.key(), identity=of, num_chunks=5_000, nbytes=5_000 << 20)
-        assert hub.claim(ClaimRequest(member="f", holding=state), FLOOD).ranges
+        assert hub.claim(ClaimRequest(member="f", holding=state), FLOODING_CALLER).ranges
     tables = bench.store.scan("claim/")
     assert len(tables) < 30 and any(name.startswith(IDENTITY.key()) for name in tables)
 
 
 def test_models_per_member_are_limited(bench) -> None:
     hub = bench.hub(member_models=3)
-    join(hub, "f", FLOOD)
+    join(hub, "f", FLOODING_CALLER)
     states = [key_state(identity=Identity(model=f"other-{number}")) for number in range(4)]
     for state in states[:3]:
-        hub.upstreams(UpstreamsRequest(member="f", holding=state), FLOOD)
+        hub.upstreams(UpstreamsRequest(member="f", holding=state), FLOODING_CALLER)
     with pytest.raises(SourceBusy, match="3 models"):
-        hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOOD)
+        hub.upstreams(UpstreamsRequest(member="f", holding=states[3]), FLOODING_CALLER)
 
 
 def test_decisions_per_caller_are_limited(bench) -> None:
     hub = bench.hub(decisions=4)
-    join(hub, "f", FLOOD)
-    hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOOD)
+    join(hub, "f", FLOODING_CALLER)
+    hub.beat("f", Beat(syncs=(SyncState(name="other-a", side="publisher", rank=0),)), FLOODING_CALLER)
     for version in range(10):
         decision = FleetDecision(epoch="f", version=version, outcome="committed", by="f")
-        hub.decide(DecideRequest(member="f", name="other-a", decision=decision), FLOOD)
+        hub.decide(DecideRequest(member="f", name="other-a", decision=decision), FLOODING_CALLER)
     assert len(bench.store.scan("decision/")) == 4
 
 
 def test_leaves_by_invented_members_are_limited(bench, hub) -> None:
     for number in range(LEAVES_AT_ONCE + 50):
-        hub.leave(f"f{number}", FLOOD)
+        hub.leave(f"f{number}", FLOODING_CALLER)
     assert len(bench.store.scan("gone/")) <= LEAVES_AT_ONCE
-    join(hub, "q", QUIET)
-    hub.leave("q", QUIET)
+    join(hub, "q", OTHER_CALLER)
+    hub.leave("q", OTHER_CALLER)
     assert "q" in bench.store.scan("gone/")
 
 
 def test_limited_operator_cannot_probe_hidden_members(bench, hub) -> None:
     operator = Caller(models=("other-*",), name="token:o", is_operator=True)
-    join(hub, "q", QUIET)
-    hub.beat("q", Beat(holdings=(key_state(),)), QUIET)
+    join(hub, "q", OTHER_CALLER)
+    hub.beat("q", Beat(holdings=(key_state(),)), OTHER_CALLER)
     for order in (Drain(by="", reason=""), None):
         with pytest.raises(UnknownMember) as hidden:
             hub.drain("q", order, operator)
@@ -227,6 +227,6 @@ def test_limited_operator_cannot_probe_hidden_members(bench, hub) -> None:
         assert str(hidden.value).replace("member q", "member x") == str(absent.value)
     assert hub.status().members[0].drain is None
     seen = key_state(identity=msgspec.structs.replace(IDENTITY, model="other-a"))
-    hub.beat("q", Beat(holdings=(key_state(), seen)), QUIET)
+    hub.beat("q", Beat(holdings=(key_state(), seen)), OTHER_CALLER)
     with pytest.raises(PermissionDenied):
         hub.drain("q", Drain(by="", reason=""), operator)

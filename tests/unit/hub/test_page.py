@@ -229,7 +229,7 @@ def hub(tmp_path: Path) -> Iterator[HubThread]:
 
 
 @pytest.fixture
-def ask(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
+def get(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
     """Ask the hub for a path, with a token or without, each time by a connection of its own."""
     with ExitStack() as stack:
 
@@ -244,7 +244,7 @@ def ask(hub: HubThread) -> Iterator[Callable[..., http.client.HTTPResponse]]:
         yield get
 
 
-def test_static_files_need_no_token(ask) -> None:
+def test_static_files_need_no_token(get) -> None:
     for path in (
         "/",
         "/assets/app.js",
@@ -254,7 +254,7 @@ def test_static_files_need_no_token(ask) -> None:
         "/assets/style.css",
         "/assets/icon.svg",
     ):
-        answer = ask(path)
+        answer = get(path)
         assert answer.status == 200
         policy = answer.getheader("Content-Security-Policy") or ""
         assert "default-src 'none'" in policy and "unsafe" not in policy and "http" not in policy
@@ -263,17 +263,17 @@ def test_static_files_need_no_token(ask) -> None:
         assert not re.search(r"(?:src|href|url\(|fetch\()=?[\"'`]?(?:https?:)?//", text)
 
 
-def test_unknown_asset_is_404(ask) -> None:
+def test_unknown_asset_is_404(get) -> None:
     for path in ("/assets/index.html", "/assets/..%2f__init__.py", "/assets/nothing"):
-        assert ask(path).status == 404
+        assert get(path).status == 404
 
 
-def test_event_stream_requires_token(ask) -> None:
-    assert ask("/v1/events").status == 401
-    assert ask("/v1/events", "a-token-of-another-hub").status == 401
-    assert ask("/v1/events?since=x", TOKEN).status == 422
+def test_event_stream_requires_token(get) -> None:
+    assert get("/v1/events").status == 401
+    assert get("/v1/events", "a-token-of-another-hub").status == 401
+    assert get("/v1/events?since=x", TOKEN).status == 422
     for token in (TOKEN, LIMITED):
-        answer = ask("/v1/events", token)
+        answer = get("/v1/events", token)
         assert (answer.status, answer.getheader("Content-Type")) == (200, "text/event-stream; charset=utf-8")
 
 
@@ -303,14 +303,14 @@ def test_unavailable_store_is_reported_in_stream() -> None:
         bound.close()
 
 
-def test_streams_per_token_are_limited(ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    flood = [ask("/v1/events", LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
+def test_streams_per_token_are_limited(get, monkeypatch: pytest.MonkeyPatch) -> None:
+    flood = [get("/v1/events", LIMITED) for _ in range(page.MAX_VIEWERS + 1)]
     assert [answer.status for answer in flood] == [200] * page.MAX_VIEWERS + [503]
-    others = [ask("/v1/events", TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
+    others = [get("/v1/events", TOKEN) for _ in range(page.MAX_VIEWERS // 2)]
     assert [answer.status for answer in others] == [200] * len(others)
     # The streams that gave way end.
     assert flood[0].read().endswith(b"\n\n")
-    assert [ask("/v1/events", token).status for token in (TOKEN, LIMITED)] == [503, 503]
+    assert [get("/v1/events", token).status for token in (TOKEN, LIMITED)] == [503, 503]
 
 
 @pytest.fixture
@@ -327,12 +327,12 @@ def two_models(hub: HubThread) -> tuple[str, str]:
     return members[0], members[1]
 
 
-def test_metrics_for_limited_token_show_its_models(ask, two_models) -> None:
-    text = ask("/metrics", LIMITED).read().decode()
+def test_metrics_for_limited_token_show_its_models(get, two_models) -> None:
+    text = get("/metrics", LIMITED).read().decode()
     assert 'model="llama"' in text and "secret" not in text
     assert "penstock_hub_members 1.0" in text
     assert not re.search(r"hellos|grants|request_seconds|refusals|complaints", text)
-    everything = ask("/metrics", TOKEN).read().decode()
+    everything = get("/metrics", TOKEN).read().decode()
     assert 'model="secret"' in everything and "penstock_hub_members 2.0" in everything
     assert "penstock_hub_hellos_total 2.0" in everything and "request_seconds" in everything
 

@@ -38,7 +38,7 @@ def app() -> HubApp:
     return app
 
 
-def ask(app: HubApp, method: str, path: str, sent: list[Any] | None = None) -> tuple[int, dict[str, str], bytes]:
+def call_app(app: HubApp, method: str, path: str, sent: list[Any] | None = None) -> tuple[int, dict[str, str], bytes]:
     """Return status, headers and body; `sent` gets the messages also if the app raises."""
     sent = [] if sent is None else sent
 
@@ -77,7 +77,7 @@ def fails(error: Exception) -> HubApp:
     ],
 )
 def test_method_and_path_select_handler(app, method, path, answer) -> None:
-    assert ask(app, method, path) == (
+    assert call_app(app, method, path) == (
         200,
         {"content-length": str(len(answer)), "content-type": "text/plain; charset=utf-8"},
         answer,
@@ -86,7 +86,7 @@ def test_method_and_path_select_handler(app, method, path, answer) -> None:
 
 @pytest.mark.parametrize("path", ["", "//", "/v1", "/V1/status", "/v1/members", "/v1/members/", "/v1/members/a/b"])
 def test_unknown_path_is_404(app, path) -> None:
-    status, headers, body = ask(app, "GET", path)
+    status, headers, body = call_app(app, "GET", path)
     assert (status, headers["content-type"], COUNTED) == (404, "application/json", [404])
     assert msgspec.json.decode(body, type=Fault) == Fault(error="Not Found")
 
@@ -101,16 +101,16 @@ def test_unknown_path_is_404(app, path) -> None:
     ],
 )
 def test_unsupported_method_is_405_with_allow(app, method, path, allowed) -> None:
-    status, headers, body = ask(app, method, path)
+    status, headers, body = call_app(app, method, path)
     assert (status, headers["allow"], COUNTED) == (405, allowed, [405])
     assert msgspec.json.decode(body, type=Fault) == Fault(error="Method Not Allowed")
 
 
 def test_trailing_slash_is_redirected(app) -> None:
     for method in ("GET", "POST"):
-        status, headers, body = ask(app, method, "/v1/status//")
+        status, headers, body = call_app(app, method, "/v1/status//")
         assert (status, headers["location"], body) == (307, "http://hub:1/v1/status?a=b", b"")
-    assert ask(app, "PUT", "/v1/members/m/")[1]["location"] == "http://hub:1/v1/members/m?a=b"
+    assert call_app(app, "PUT", "/v1/members/m/")[1]["location"] == "http://hub:1/v1/members/m?a=b"
     assert not COUNTED
 
 
@@ -128,7 +128,7 @@ def test_trailing_slash_is_redirected(app) -> None:
     ],
 )
 def test_errors_are_counted_faults_with_status(error, status, header) -> None:
-    shown, headers, body = ask(fails(error), "GET", "/")
+    shown, headers, body = call_app(fails(error), "GET", "/")
     assert (shown, COUNTED) == (status, [status])
     fault = msgspec.json.decode(body, type=Fault)
     assert fault.error and fault.hint == "give one"
@@ -140,7 +140,7 @@ def test_errors_are_counted_faults_with_status(error, status, header) -> None:
 def test_unexpected_exception_is_500_and_reaches_server() -> None:
     sent: list[Any] = []
     with pytest.raises(ZeroDivisionError):
-        ask(fails(ZeroDivisionError("secret")), "GET", "/", sent)
+        call_app(fails(ZeroDivisionError("secret")), "GET", "/", sent)
     assert (sent[0]["status"], sent[1]["body"]) == (500, b"Internal Server Error")
     assert (b"content-type", b"text/plain; charset=utf-8") in sent[0]["headers"]
     assert not COUNTED
@@ -158,7 +158,7 @@ def test_error_after_response_start_sends_no_second(error, caplog) -> None:
     app, sent = HubApp(), list[Any]()
     app.add_route("/", stream, "GET")
     with pytest.raises(BaseException):  # noqa: B017 (older releases of Starlette raise a group of it)
-        ask(app, "GET", "/", sent)
+        call_app(app, "GET", "/", sent)
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
     # A caller that has gone is no fault of the hub's.
     assert ("the hub failed in the answer to GET '/'" in caplog.text) == (not isinstance(error, ClientDisconnect))

@@ -28,7 +28,7 @@ def state(name: str = "policy", version: int = 3) -> SyncState:
     return SyncState(name=name, side="publisher", epoch="a", version=version, state="open")
 
 
-def ask(hub, member: str, name: str = "policy", grants=()):
+def request_sync(hub, member: str, name: str = "policy", grants=()):
     return hub.sync(SyncRequest(member=member, name=name, grants=grants))
 
 
@@ -39,10 +39,10 @@ def test_sync_members_are_listed_in_join_order(bench) -> None:
         bench.now += 0.1
     hub.beat("a", Beat(syncs=(state(),)))
     hub.beat("b", Beat(syncs=(state(version=2), state("other"))))
-    assert [(one.member, one.state.version) for one in ask(hub, "c").members] == [("b", 2), ("a", 3)]
-    assert [one.member for one in ask(hub, "c", "other").members] == ["b"]
+    assert [(one.member, one.state.version) for one in request_sync(hub, "c").members] == [("b", 2), ("a", 3)]
+    assert [one.member for one in request_sync(hub, "c", "other").members] == ["b"]
     hub.beat("a", Beat(syncs=(state(version=4),)))
-    assert ask(hub, "c").members[1].state.version == 4
+    assert request_sync(hub, "c").members[1].state.version == 4
 
 
 def test_departed_or_silent_member_is_not_listed(bench) -> None:
@@ -51,11 +51,11 @@ def test_departed_or_silent_member_is_not_listed(bench) -> None:
     for name in ("a", "b"):
         hub.beat(name, Beat(syncs=(state(),)))
     hub.leave("a")
-    assert [one.member for one in ask(hub, "c").members] == ["b"]
+    assert [one.member for one in request_sync(hub, "c").members] == ["b"]
     bench.now += hub.ttl_s / 2
     hub.beat("c", Beat())
     bench.now += hub.ttl_s / 2 + 0.1
-    assert ask(hub, "c").members == ()
+    assert request_sync(hub, "c").members == ()
 
 
 def test_grant_is_bound_to_caller_source_and_name(bench) -> None:
@@ -64,24 +64,24 @@ def test_grant_is_bound_to_caller_source_and_name(bench) -> None:
     welcome = hub.hello(Hello(member="b", host="h", doors=("unix:///b",)))
     checker = GrantChecker(welcome.grant_key, "a")
     hub.beat("a", Beat(syncs=(msgspec.structs.replace(state(), grant_epoch=checker.epoch()),)))
-    (one,) = ask(hub, "b", grants=("a",)).members
+    (one,) = request_sync(hub, "b", grants=("a",)).members
     with pytest.raises(GrantRefused, match="another key"):
         checker.check(one.grant, key=sync_key("other"), reader="b")
     with pytest.raises(GrantRefused, match="another reader"):
         checker.check(one.grant, key=sync_key("policy"), reader="c")
     checker.check(one.grant, key=sync_key("policy"), reader="b")
-    (one,) = ask(hub, "b").members
+    (one,) = request_sync(hub, "b").members
     assert one.grant == b""
     with pytest.raises(UnknownMember):
-        ask(hub, "nobody")
+        request_sync(hub, "nobody")
 
 
 def test_new_hub_reports_incomplete_knowledge(bench) -> None:
     hub = bench.hub(fresh=False)
     bench.join(hub, "a")
-    assert ask(hub, "a").is_new
+    assert request_sync(hub, "a").is_new
     bench.now += 2 * hub.beat_s
-    assert not ask(hub, "a").is_new
+    assert not request_sync(hub, "a").is_new
 
 
 def propose(hub, member: str, outcome: str, *, version: int = 8, epoch: str = "a", name: str = "policy", by: str = ""):

@@ -36,7 +36,7 @@ def hub(bench: HubBench) -> Directory:
     return hub
 
 
-def ask(hub: Directory, member: str, **state: str) -> UpstreamsReply:
+def request_upstreams(hub: Directory, member: str, **state: str) -> UpstreamsReply:
     return hub.upstreams(UpstreamsRequest(member=member, holding=key_state(**state)))
 
 
@@ -47,7 +47,7 @@ def parents(reply: UpstreamsReply) -> list[str]:
 def test_large_fleet_gets_one_order_per_tree(hub: Directory) -> None:
     two = 0
     for member in MEMBERS:
-        reply = ask(hub, member)
+        reply = request_upstreams(hub, member)
         assert len(reply.orders) == NUM_TREES and reply.is_placed
         assert {i for order in reply.orders for i in order} == set(range(len(reply.upstreams)))
         first = {upstream.member for upstream in reply.upstreams[: len(set(parents(reply)))]}
@@ -58,24 +58,24 @@ def test_large_fleet_gets_one_order_per_tree(hub: Directory) -> None:
 
 
 def test_parents_are_kept_before_and_after_reports(bench: HubBench, hub: Directory) -> None:
-    first = {member: parents(ask(hub, member)) for member in MEMBERS}
-    assert {member: parents(ask(hub, member)) for member in MEMBERS} == first
+    first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
+    assert {member: parents(request_upstreams(hub, member)) for member in MEMBERS} == first
     reported = {member: key_state(parent=up, second_parent=second) for member, (up, second) in first.items()}
     # Another hub on the same store, which has made no relay.
     other = bench.hub()
     for member, state in reported.items():
         bench.beat(other, member, state)
     for member, (up, second) in first.items():
-        assert parents(ask(other, member, parent=up, second_parent=second)) == [up, second]
+        assert parents(request_upstreams(other, member, parent=up, second_parent=second)) == [up, second]
 
 
 def test_departed_member_is_no_parent(bench: HubBench, hub: Directory) -> None:
-    first = {member: parents(ask(hub, member)) for member in MEMBERS}
+    first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     gone = next(up for member in MEMBERS for up in first[member] if up != "w")
     hub.leave(gone)
     for member in MEMBERS:
         if member != gone:
-            now = parents(ask(hub, member, parent=first[member][0], second_parent=first[member][1]))
+            now = parents(request_upstreams(hub, member, parent=first[member][0], second_parent=first[member][1]))
             assert gone not in now
             assert [b for a, b in zip(first[member], now, strict=True) if a != gone] == [
                 up for up in first[member] if up != gone
@@ -86,7 +86,7 @@ def test_member_with_older_protocol_forces_one_order(bench: HubBench, hub: Direc
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
     bench.beat(hub, "old", key_state())
     for member in (*MEMBERS, "old"):
-        assert ask(hub, member).orders == ()
+        assert request_upstreams(hub, member).orders == ()
     assert [follows_trees(version) for version in ("1.0", "2.3", "2.4", "2.10", "3.0")] == [
         False,
         False,
@@ -97,23 +97,23 @@ def test_member_with_older_protocol_forces_one_order(bench: HubBench, hub: Direc
 
 
 def test_two_orders_stay_when_older_member_joins(bench: HubBench, hub: Directory) -> None:
-    first = {member: parents(ask(hub, member)) for member in MEMBERS}
+    first = {member: parents(request_upstreams(hub, member)) for member in MEMBERS}
     for member, (up, second) in first.items():
         bench.beat(hub, member, key_state(parent=up, second_parent=second))
     hub.hello(Hello(member="old", host="host-old", doors=("unix:///old",), protocol="2.3"))
     bench.beat(hub, "old", key_state())
-    reply = ask(hub, "old")
+    reply = request_upstreams(hub, "old")
     assert reply.orders == () and 0 < len(reply.upstreams) <= 4
     for member, (up, second) in first.items():
-        assert parents(ask(hub, member, parent=up, second_parent=second)) == [up, second]
+        assert parents(request_upstreams(hub, member, parent=up, second_parent=second)) == [up, second]
     # It reports one parent, from which it reads all chunks, and keeps it.
     mine = reply.upstreams[0].member
-    assert ask(hub, "old", parent=mine).upstreams[0].member == mine
+    assert request_upstreams(hub, "old", parent=mine).upstreams[0].member == mine
     assert "even chunks" not in hub.why(WhyRequest(model="llama", member="old")).lines[0]
 
 
 def test_reply_from_older_hub_has_one_order(hub: Directory) -> None:
-    said = msgspec.json.decode(msgspec.json.encode(ask(hub, "m1")))
+    said = msgspec.json.decode(msgspec.json.encode(request_upstreams(hub, "m1")))
     for name in ("orders", "is_placed"):
         del said[name]
     old = msgspec.convert(said, UpstreamsReply)
@@ -125,8 +125,8 @@ def test_member_missing_from_snapshot_is_not_placed(bench: HubBench) -> None:
     hub = Directory(bench.store, fresh=True, clock=lambda: bench.now, timer=lambda: float(next(seconds)))
     bench.join(hub, "w", "a", "b")
     bench.beat(hub, "w", key_state(WHOLE))
-    assert ask(hub, "a").is_placed
-    late = ask(hub, "b")
+    assert request_upstreams(hub, "a").is_placed
+    late = request_upstreams(hub, "b")
     assert not late.is_placed and [upstream.member for upstream in late.upstreams] == ["w", "a"]
 
 
@@ -138,8 +138,8 @@ def test_newcomer_in_large_fleet_asks_again_soon(bench: HubBench) -> None:
     bench.beat(hub, "w", key_state(WHOLE))
     for member in members:
         bench.beat(hub, member, key_state())
-    assert ask(hub, "m1").ask_again_s > 2
-    late = ask(hub, "late")
+    assert request_upstreams(hub, "m1").ask_again_s > 2
+    late = request_upstreams(hub, "late")
     assert not late.is_placed and late.ask_again_s < 0.7
 
 
@@ -151,19 +151,19 @@ def test_newcomer_without_whole_member_is_placed_immediately(bench: HubBench) ->
     bench.join(hub, "n1", "n2", "n3", host="host-n")
     for member in members:
         bench.beat(hub, member, key_state())
-    assert ask(hub, "m1").ask_again_s > 3.7
-    first = ask(hub, "n1")
+    assert request_upstreams(hub, "m1").ask_again_s > 3.7
+    first = request_upstreams(hub, "n1")
     assert first.is_placed and len(first.upstreams) == 4
     # The hub knows the others of its host by now, though the snapshot is older.
-    second = ask(hub, "n2")
+    second = request_upstreams(hub, "n2")
     assert second.is_placed and second.upstreams[0].member == "n1" and second.upstreams[0].grant
-    assert ask(hub, "n3").upstreams[0].member == "n2"
+    assert request_upstreams(hub, "n3").upstreams[0].member == "n2"
     # It learns of those that come after it: sooner than a member that knows the whole fleet.
     assert all(1.5 <= reply.ask_again_s <= 2.5 for reply in (first, second))
-    assert ask(hub, "n1").ask_again_s <= 2.5
+    assert request_upstreams(hub, "n1").ask_again_s <= 2.5
     # The next snapshots have it in the ring too.
     for _ in range(100):
-        again = ask(hub, "n2", parent="n1")
+        again = request_upstreams(hub, "n2", parent="n1")
         assert again.is_placed and again.upstreams[0].member == "n1"
     assert again.ask_again_s > 3.7
 
@@ -190,16 +190,16 @@ def test_members_starting_together_ask_again_soon(bench: HubBench) -> None:
     bench.join(hub, *members)
     for member in members:
         bench.beat(hub, member, key_state())
-    cold = ask(hub, "a")
+    cold = request_upstreams(hub, "a")
     assert cold.is_placed and cold.upstreams and cold.ask_again_s < 0.3
     bench.beat(hub, "b", key_state(WHOLE))
     # The hub looks at its state again after some requests.
-    assert any(ask(hub, "a").ask_again_s > 0.7 for _ in range(100))
+    assert any(request_upstreams(hub, "a").ask_again_s > 0.7 for _ in range(100))
 
 
 def test_why_lists_chunks_from_each_parent(hub: Directory) -> None:
-    member = next(m for m in MEMBERS if len(set(parents(ask(hub, m)))) == NUM_TREES)
-    even, odd = parents(ask(hub, member))
+    member = next(m for m in MEMBERS if len(set(parents(request_upstreams(hub, m)))) == NUM_TREES)
+    even, odd = parents(request_upstreams(hub, member))
     lines = hub.why(WhyRequest(model="llama", member=member)).lines
     assert lines[0].startswith(f"{member} is filling with 0 of 100 chunks and reads from {even}")
     assert "for even chunks, and from" in lines[0] and lines[0].endswith("for odd chunks")
@@ -208,7 +208,7 @@ def test_why_lists_chunks_from_each_parent(hub: Directory) -> None:
 
 
 def test_parents_are_readable_while_relay_is_rebuilt(hub: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask(hub, "m1")
+    request_upstreams(hub, "m1")
     view = hub._view(key_state().key)
     before, sizes = view.parents, itertools.count(7)
     trees = Relay.parents.fget
@@ -242,4 +242,4 @@ def test_claim_losing_a_race_builds_one_relay(bench: HubBench, hub: Directory, m
     assert bench.claim(hub, "m1", key_state()).ranges
     assert len(lost) == 3 and len(made) == 1
     # Upstreams are as they would be.
-    assert len(ask(hub, "m1").upstreams) > 0
+    assert len(request_upstreams(hub, "m1").upstreams) > 0

@@ -150,7 +150,7 @@ def own_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("penstock")]
 
 
-def until(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not holds():
         assert time.monotonic() < deadline
@@ -249,7 +249,7 @@ def test_cancel_drains_and_returns_every_buffer(make: Make, when: str) -> None:
     if when != "reading":
         assert next(slabs) == 0
     else:
-        until(lambda: len(bench.source.offsets) == 3)
+        wait_until(lambda: len(bench.source.offsets) == 3)
         threading.Timer(0.05, bench.source.open.set).start()
     run.close()
     run.close()
@@ -320,7 +320,7 @@ def test_silent_source_is_limited_by_its_own_deadline(make: Make) -> None:
     bench = make(CHUNK)
     bench.source.open.clear()
     run = bench.start(stall_s=1.0)
-    until(lambda: bool(bench.source.offsets))
+    wait_until(lambda: bool(bench.source.offsets))
     threading.Timer(2.0, bench.source.open.set).start()
     run.ticket.wait(stall_s=1.0)
 

@@ -43,7 +43,7 @@ print(json.dumps({{"cpu_s": sum(os.times()[:2]), "num_open": admission.num_open}
 """
 
 
-def ask(sock: socket.socket) -> bytes:
+def send_request(sock: socket.socket) -> bytes:
     sock.settimeout(10)
     sock.sendall(b"hi")
     return sock.recv(100)
@@ -60,16 +60,16 @@ def test_listener_without_descriptors_serves_members_without_spinning() -> None:
     assert process.stdout is not None
     port = int(process.stdout.readline())
     member = socket.create_connection(("127.0.0.1", port), 10)
-    assert ask(member) == b"hi"
+    assert send_request(member) == b"hi"
     strangers = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(2 * NUM_DESCRIPTORS)]
     try:
         time.sleep(2.0)  # long enough for a loop that spins to be seen
-        assert ask(member) == b"hi"  # never cut for a stranger
+        assert send_request(member) == b"hi"  # never cut for a stranger
         answer, deadline = b"", time.monotonic() + 20
         while answer != b"hi" and time.monotonic() < deadline:
             # It may be dropped for want of a descriptor: members ask again.
             with socket.create_connection(("127.0.0.1", port), 10) as late, contextlib.suppress(OSError):
-                answer = ask(late)
+                answer = send_request(late)
         assert answer == b"hi"
         out, err = process.communicate("\n", timeout=20)
     finally:

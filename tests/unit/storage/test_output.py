@@ -28,7 +28,7 @@ def laid_out(shard_bytes: int = 8192) -> OutputFiles:
     return lay_out(specs, shard_bytes=shard_bytes)
 
 
-def made(directory: Path, files: OutputFiles) -> OutputSet:
+def make_output(directory: Path, files: OutputFiles) -> OutputSet:
     return OutputSet(directory, files.table, files.body_nbytes, {"format": "pt"})
 
 
@@ -45,7 +45,7 @@ def pieces(files: OutputFiles) -> list[tuple[int, int, bytes]]:
 @pytest.mark.parametrize("shard_bytes", [1 << 20, 8192, 100])
 def test_two_writers_in_any_order_produce_valid_files(tmp_path, shard_bytes):
     files = laid_out(shard_bytes)
-    first, second = made(tmp_path / "growing", files), made(tmp_path / "growing", files)
+    first, second = make_output(tmp_path / "growing", files), make_output(tmp_path / "growing", files)
     first.create()
     first.open()
     second.open()
@@ -98,11 +98,11 @@ def test_region_holds_bodies_of_one_file():
 
 def test_second_create_keeps_written_bytes(tmp_path):
     files = laid_out()
-    out = made(tmp_path / "growing", files)
+    out = make_output(tmp_path / "growing", files)
     out.create()
     out.open()
     out.write(0, 8, memoryview(b"12345678"))
-    again = made(tmp_path / "growing", files)
+    again = make_output(tmp_path / "growing", files)
     again.create()
     again.open()
     back = bytearray(8)
@@ -115,7 +115,7 @@ def test_second_create_keeps_written_bytes(tmp_path):
 def test_publish_onto_nonempty_directory_is_refused(tmp_path):
     (tmp_path / "done").mkdir()
     (tmp_path / "done" / "other").write_text("mine")
-    out = made(tmp_path / "growing", laid_out())
+    out = make_output(tmp_path / "growing", laid_out())
     out.create()
     out.open()
     with pytest.raises(ConfigError, match="already"):
@@ -127,7 +127,7 @@ def test_publish_onto_nonempty_directory_is_refused(tmp_path):
 
 def test_publish_onto_empty_directory_succeeds(tmp_path):
     (tmp_path / "done").mkdir()
-    out = made(tmp_path / "growing", laid_out())
+    out = make_output(tmp_path / "growing", laid_out())
     out.create()
     out.open()
     out.publish(tmp_path / "done", {})
@@ -138,14 +138,14 @@ def test_publish_onto_empty_directory_succeeds(tmp_path):
 def test_full_disk_is_reported_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.ENOSPC)
     with pytest.raises(DiskFull) as caught:
-        made(tmp_path / "growing", laid_out()).create()
+        make_output(tmp_path / "growing", laid_out()).create()
     assert not caught.value.mutated
     assert not (tmp_path / "growing").exists()
 
 
 def test_unsupported_fallocate_sets_length_without_writing(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_fallocate", lambda *_: errno.EOPNOTSUPP)
-    out = made(tmp_path / "growing", laid_out())
+    out = make_output(tmp_path / "growing", laid_out())
     out.create()
     found = [path.stat() for path in sorted((tmp_path / "growing").iterdir())]
     assert [one.st_size for one in found] == out.file_nbytes
@@ -168,7 +168,7 @@ def test_reservation_continues_until_cancelled(tmp_path, monkeypatch):
 
 
 def test_files_exist_before_space_is_reserved(tmp_path):
-    out = made(tmp_path / "growing", laid_out())
+    out = make_output(tmp_path / "growing", laid_out())
     out.make()
     out.open()
     assert [path.stat().st_size for path in sorted((tmp_path / "growing").iterdir())] == out.data_offset
@@ -182,7 +182,7 @@ def test_files_exist_before_space_is_reserved(tmp_path):
 
 
 def test_truncated_output_file_raises_destination_error(tmp_path):
-    out = made(tmp_path / "growing", laid_out())
+    out = make_output(tmp_path / "growing", laid_out())
     out.create()
     out.open()
     os.truncate(tmp_path / "growing" / out.names[0], 20)

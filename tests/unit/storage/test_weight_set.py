@@ -512,7 +512,7 @@ def test_encoded_manifest_decodes_sorted_by_name(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> manifest_file.Manifest:
+def built_manifest(tmp_path_factory: pytest.TempPathFactory) -> manifest_file.Manifest:
     folder = tmp_path_factory.mktemp("made")
     shards_of(folder)
     write_file(folder / "model-3.safetensors", {"é": tensor(2, 2)})
@@ -547,9 +547,9 @@ HUGE = (2**62).to_bytes(8, "little")
 NUM_ROWS = 7
 
 
-def test_contradictory_manifest_is_refused(made: manifest_file.Manifest) -> None:
-    rows = leaf.name_order(made.tensors)
-    body = leaf.canonical(made.tensors, rows)
+def test_contradictory_manifest_is_refused(built_manifest: manifest_file.Manifest) -> None:
+    rows = leaf.name_order(built_manifest.tensors)
+    body = leaf.canonical(built_manifest.tensors, rows)
     dtypes, codes, ranks, dims, lengths, text = blocks(body)
     file = {"name": "x", "nbytes": 10**6, "identity": "", "metadata": {}}
     bad = {
@@ -557,57 +557,67 @@ def test_contradictory_manifest_is_refused(made: manifest_file.Manifest) -> None
         "malformed": [
             manifest_file.MAGIC,
             manifest_file.MAGIC + b"\xc0",
-            encode(made)[:-1],
-            encode(made) + b"\0",
-            packed(made, extra=1),
-            packed(made, leaf_bytes="1", revision="w1-"),
-            packed(made, files=[{"name": "x"}]),
+            encode(built_manifest)[:-1],
+            encode(built_manifest) + b"\0",
+            packed(built_manifest, extra=1),
+            packed(built_manifest, leaf_bytes="1", revision="w1-"),
+            packed(built_manifest, files=[{"name": "x"}]),
         ],
-        "leaves of": [packed(made, leaf_bytes=n, revision="w1-") for n in (0, -1, 2**40)],
-        "no h1- revision": [packed(made, leaves=None, revision="w1-"), packed(made, leaves=None, revision="h1-\n")],
-        "multiple of 8": [packed(made, leaves=b"1234567")],
-        "its tensors have": [packed(made, leaves=bytes(8)), packed(made, leaf_bytes=1)],
-        "is truncated": [packed(made, body=b""), packed(made, body=body[:-1]), packed(made, body=HUGE + body[8:])],
-        "extra bytes": [packed(made, body=body + b"x")],
-        "unknown dtypes": [packed(made, body=body_with(made, 0, b"F12"))],
+        "leaves of": [packed(built_manifest, leaf_bytes=n, revision="w1-") for n in (0, -1, 2**40)],
+        "no h1- revision": [
+            packed(built_manifest, leaves=None, revision="w1-"),
+            packed(built_manifest, leaves=None, revision="h1-\n"),
+        ],
+        "multiple of 8": [packed(built_manifest, leaves=b"1234567")],
+        "its tensors have": [packed(built_manifest, leaves=bytes(8)), packed(built_manifest, leaf_bytes=1)],
+        "is truncated": [
+            packed(built_manifest, body=b""),
+            packed(built_manifest, body=body[:-1]),
+            packed(built_manifest, body=HUGE + body[8:]),
+        ],
+        "extra bytes": [packed(built_manifest, body=body + b"x")],
+        "unknown dtypes": [packed(built_manifest, body=body_with(built_manifest, 0, b"F12"))],
         "have different lengths": [
-            packed(made, body=body_with(made, 1, b"")),
-            packed(made, body=body_with(made, 4, b"")),
+            packed(built_manifest, body=body_with(built_manifest, 1, b"")),
+            packed(built_manifest, body=body_with(built_manifest, 4, b"")),
         ],
         "out of range": [
-            packed(made, body=body_with(made, 0, b"")),
-            packed(made, body=body_with(made, 1, b"\xff" * NUM_ROWS)),
-            packed(made, body=body_with(made, 2, b"\xff" * NUM_ROWS)),
+            packed(built_manifest, body=body_with(built_manifest, 0, b"")),
+            packed(built_manifest, body=body_with(built_manifest, 1, b"\xff" * NUM_ROWS)),
+            packed(built_manifest, body=body_with(built_manifest, 2, b"\xff" * NUM_ROWS)),
         ],
         "sorted set of its rows": [
-            packed(made, body=body_with(made, 0, dtypes + b"\nU8")),
-            packed(made, body=body_with(made, 0, b"\n".join(reversed(dtypes.split(b"\n"))))),
+            packed(built_manifest, body=body_with(built_manifest, 0, dtypes + b"\nU8")),
+            packed(built_manifest, body=body_with(built_manifest, 0, b"\n".join(reversed(dtypes.split(b"\n"))))),
         ],
-        "ranks and dims": [packed(made, body=body_with(made, 3, dims[8:]))],
-        "match their lengths": [packed(made, body=body_with(made, 5, text + b"x"))],
-        "not UTF-8": [packed(made, body=body_with(made, 5, text[:-1] + b"x"))],
-        "sorted": [packed(made, body=body_with(made, 5, b"z" * len(text)))],
+        "ranks and dims": [packed(built_manifest, body=body_with(built_manifest, 3, dims[8:]))],
+        "match their lengths": [packed(built_manifest, body=body_with(built_manifest, 5, text + b"x"))],
+        "not UTF-8": [packed(built_manifest, body=body_with(built_manifest, 5, text[:-1] + b"x"))],
+        "sorted": [packed(built_manifest, body=body_with(built_manifest, 5, b"z" * len(text)))],
         "impossible shape": [
-            packed(made, body=body_with(made, 3, b"\xff" * len(dims))),
-            packed(made, body=body_with(made, 3, HUGE * (len(dims) // 8))),
+            packed(built_manifest, body=body_with(built_manifest, 3, b"\xff" * len(dims))),
+            packed(built_manifest, body=body_with(built_manifest, 3, HUGE * (len(dims) // 8))),
         ],
-        "column file_index": [packed(made, file_index=b"")],
-        "column offset": [packed(made, offset=bytes(8))],
-        "negative size": [packed(made, files=[file | {"nbytes": -1}] * 4)],
+        "column file_index": [packed(built_manifest, file_index=b"")],
+        "column offset": [packed(built_manifest, offset=bytes(8))],
+        "negative size": [packed(built_manifest, files=[file | {"nbytes": -1}] * 4)],
         "outside its file": [
-            packed(made, file_index=b"\xff" * 8 * NUM_ROWS),
-            packed(made, file_index=bytes([99] + [0] * 7) * NUM_ROWS),
-            packed(made, offset=b"\xff" * 8 * NUM_ROWS),
-            packed(made, offset=HUGE * NUM_ROWS),
-            packed(made, files=[]),
-            packed(made, files=[file | {"nbytes": 10}] * 4),
+            packed(built_manifest, file_index=b"\xff" * 8 * NUM_ROWS),
+            packed(built_manifest, file_index=bytes([99] + [0] * 7) * NUM_ROWS),
+            packed(built_manifest, offset=b"\xff" * 8 * NUM_ROWS),
+            packed(built_manifest, offset=HUGE * NUM_ROWS),
+            packed(built_manifest, files=[]),
+            packed(built_manifest, files=[file | {"nbytes": 10}] * 4),
         ],
     }
     for words, raws in bad.items():
         for raw in raws:
             with pytest.raises(FormatError, match=words):
                 decode(raw, uri="mem:m")
-    assert decode(packed(made, files=[file | {"nbytes": 2**64 - 1}] * 4), uri="mem:m").files[0].nbytes == 2**64 - 1
+    assert (
+        decode(packed(built_manifest, files=[file | {"nbytes": 2**64 - 1}] * 4), uri="mem:m").files[0].nbytes
+        == 2**64 - 1
+    )
     assert (len(codes), len(ranks), len(lengths)) == (NUM_ROWS, NUM_ROWS, 4 * NUM_ROWS) and dtypes
 
 
@@ -617,8 +627,8 @@ def test_deeply_nested_manifest_is_refused() -> None:
 
 
 @pytest.mark.parametrize("field", ["leaves", "body", "revision", "leaf_bytes"])
-def test_changed_manifest_fails_revision_check(field: str, made: manifest_file.Manifest) -> None:
-    sidecar = msgspec.msgpack.decode(encode(made)[len(manifest_file.MAGIC) :])
+def test_changed_manifest_fails_revision_check(field: str, built_manifest: manifest_file.Manifest) -> None:
+    sidecar = msgspec.msgpack.decode(encode(built_manifest)[len(manifest_file.MAGIC) :])
     changed = {
         "leaves": lambda v: bytes([v[0] ^ 1]) + v[1:],
         "body": lambda v: v[:-1] + bytes([v[-1] ^ 1]),
@@ -632,17 +642,21 @@ def test_changed_manifest_fails_revision_check(field: str, made: manifest_file.M
 
 @hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_mutated_manifest_raises_only_documented_errors(data: st.DataObject, made: manifest_file.Manifest) -> None:
-    raw = bytearray(encode(made))
+def test_mutated_manifest_raises_only_documented_errors(
+    data: st.DataObject, built_manifest: manifest_file.Manifest
+) -> None:
+    raw = bytearray(encode(built_manifest))
     for _ in range(data.draw(st.integers(1, 5))):
         at = data.draw(st.integers(0, len(raw) - 1))
         raw[at : at + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=9))
     with contextlib.suppress(PenstockError):
-        assert decode(bytes(raw), uri="mem:m").revision == made.revision, "other content under the same revision"
-    body = bytearray(leaf.canonical(made.tensors, leaf.name_order(made.tensors)))
+        assert decode(bytes(raw), uri="mem:m").revision == built_manifest.revision, (
+            "other content under the same revision"
+        )
+    body = bytearray(leaf.canonical(built_manifest.tensors, leaf.name_order(built_manifest.tensors)))
     body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with contextlib.suppress(PenstockError):
-        found = decode(packed(made, body=bytes(body)), uri="mem:m")
+        found = decode(packed(built_manifest, body=bytes(body)), uri="mem:m")
         assert leaf.canonical(found.tensors, leaf.name_order(found.tensors)) == bytes(body)
 
 

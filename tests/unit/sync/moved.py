@@ -16,7 +16,7 @@ from penstock.transport.protocol import Memory
 SPOILED = 0xA5
 
 
-def same(mine: nn.Module, true: nn.Module) -> None:
+def assert_same(mine: nn.Module, true: nn.Module) -> None:
     for (name, a), (_, b) in zip(mine.state_dict().items(), true.state_dict().items(), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name

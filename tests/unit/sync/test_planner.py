@@ -85,7 +85,7 @@ def planner(group: Group, version_status: VersionStatus) -> Planner:
     return Planner(group, version_status, lambda: group.layouts["p0"])  # type: ignore[arg-type]
 
 
-def ask(planner: Planner, want: Layout, version: int = -1, **more: Any) -> Any:
+def request_part(planner: Planner, want: Layout, version: int = -1, **more: Any) -> Any:
     return planner.part(want.member, PartRequest(version=version, digest=want.digest(), layout=encode(want), **more))
 
 
@@ -94,7 +94,7 @@ def test_layout_and_part_are_sent_once(planner: Planner, group: Group) -> None:
     group.add(want, side="subscriber")
     first = planner.part("s0", PartRequest(version=-1, digest=want.digest()))
     assert first == LayoutNeeded()
-    reply = ask(planner, want)
+    reply = request_part(planner, want)
     assert (reply.version, reply.epoch) == (3, "p0")
     part = decode(reply.part, ReceiverPlan)
     assert part.nbytes == 128 and [part.sources[i] for i in part.source] == ["p0", "p1"]
@@ -108,17 +108,17 @@ def test_part_is_planned_before_version_is_published(group: Group) -> None:
     group.add(want, side="subscriber")
     for held in ("p0", "p1"):
         group.add(group.layouts[held], side="publisher", epoch="p0", rank=int(held[1]), world_size=2)
-    assert isinstance(ask(planner, want), NotYet)
-    ahead = ask(planner, want, is_ahead=True)
+    assert isinstance(request_part(planner, want), NotYet)
+    ahead = request_part(planner, want, is_ahead=True)
     assert isinstance(ahead, Granted) and (ahead.version, ahead.epoch) == (-1, "p0")
     assert decode(ahead.part, ReceiverPlan).nbytes == 128
     # The version's own part is the same, and is not sent again.
     planner._version_status.post("p0", 3, is_open=True)
-    reply = ask(planner, want, 3, have_key=ahead.key)
+    reply = request_part(planner, want, 3, have_key=ahead.key)
     assert (reply.version, reply.key, reply.part) == (3, ahead.key, None)
     # A rank that is missing may hold what others do not.
     del group.members["p1"]
-    assert "missing" in ask(planner, want, is_ahead=True).why
+    assert "missing" in request_part(planner, want, is_ahead=True).why
 
 
 def test_receiver_missing_from_old_list_is_kept(
@@ -129,13 +129,13 @@ def test_receiver_missing_from_old_list_is_kept(
     wants = [layout("s0"), layout("s1", start=2, stop=6)]
     for want in wants:
         group.add(want, side="subscriber")
-        ask(planner, want)
+        request_part(planner, want)
     # Its layout is still known, and it is in the second one's plan.
     assert isinstance(planner.part("s0", PartRequest(version=3, digest=wants[0].digest())), Granted)
     assert [plan.plan.receivers for plan in planner._plans.values()] == [("s0",), ("s0", "s1")]
     # One that left is dropped.
     del group.members["s0"]
-    ask(planner, layout("s1", start=0, stop=4))
+    request_part(planner, layout("s1", start=0, stop=4))
     assert planner.part("s0", PartRequest(version=3, digest=wants[0].digest())) == LayoutNeeded()
 
 
@@ -144,8 +144,8 @@ def test_joining_receiver_changes_plan_but_not_bytes(planner: Planner, group: Gr
     keys = []
     for want in wants:
         group.add(want, side="subscriber")
-        keys.append(ask(planner, want).key)
-    again = ask(planner, wants[0], have_key=keys[0])
+        keys.append(request_part(planner, want).key)
+    again = request_part(planner, wants[0], have_key=keys[0])
     assert again.key == keys[1] != keys[0]
     assert decode(again.part, ReceiverPlan).nbytes == 128
 
@@ -155,10 +155,10 @@ def test_mismatched_layout_is_refused_alone(planner: Planner, group: Group) -> N
     for want in (good, other, bad):
         group.add(want, side="subscriber")
     for _ in range(2):
-        ask(planner, good)
+        request_part(planner, good)
         with pytest.raises(PlanError, match="BF16"):
-            ask(planner, bad)
-        assert decode(ask(planner, other).part, ReceiverPlan).nbytes == 128
+            request_part(planner, bad)
+        assert decode(request_part(planner, other).part, ReceiverPlan).nbytes == 128
 
 
 def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_status: VersionStatus) -> None:
@@ -175,10 +175,10 @@ def test_withdrawn_version_in_old_heartbeat_is_ignored(group: Group, version_sta
     group.add(layout("s9"), side="subscriber", epoch="p0", version=4, state="idle")
     joins = layout("s0")
     group.add(joins, side="subscriber")
-    reply = ask(planner, joins)
+    reply = request_part(planner, joins)
     assert isinstance(reply, Granted) and reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # Requested by its number, it is refused.
-    assert ask(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
+    assert request_part(planner, joins, 4) == Withdrawn(epoch="p0", version=4, decision=decision)
 
 
 def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version_status: VersionStatus) -> None:
@@ -191,11 +191,11 @@ def test_planner_skips_version_known_withdrawn_to_receiver(group: Group, version
     planner = Planner(group, version_status, lambda: group.layouts["s1"])  # type: ignore[arg-type]
     joins = layout("s0")
     group.add(joins, side="subscriber")
-    assert ask(planner, joins, without=("p0",)).why == "version 4 is not published yet"
-    reply = ask(planner, joins, without=("p0",), refused=(4,))
+    assert request_part(planner, joins, without=("p0",)).why == "version 4 is not published yet"
+    reply = request_part(planner, joins, without=("p0",), refused=(4,))
     assert reply.version == 3 and decode(reply.part, ReceiverPlan).nbytes == 128
     # A version that this receiver has is live here, whatever the other says: it is committed, or for each by itself.
-    assert ask(planner, joins, without=("p0",), refused=(3, 4)).version == 3
+    assert request_part(planner, joins, without=("p0",), refused=(3, 4)).version == 3
 
 
 def test_layout_of_different_member_is_refused(planner: Planner) -> None:
@@ -206,42 +206,42 @@ def test_layout_of_different_member_is_refused(planner: Planner) -> None:
 
 def test_missing_rank_is_awaited(planner: Planner, group: Group) -> None:
     del group.members["p1"]
-    assert "ranks 1 of 2" in ask(planner, layout("s0")).why
+    assert "ranks 1 of 2" in request_part(planner, layout("s0")).why
     with pytest.raises(NotFound, match="ranks 1 of 2"):
         planner.table()
-    assert "not published yet" in ask(planner, layout("s0"), 4).why
+    assert "not published yet" in request_part(planner, layout("s0"), 4).why
 
 
 def test_past_version_is_read_from_receivers(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
     with pytest.raises(StaleDescriptor):
-        ask(planner, layout("s0"))
+        request_part(planner, layout("s0"))
     group.add(layout("s1"), side="subscriber", epoch="p0", version=3, state="open")
     group.add(layout("s2"), side="subscriber", epoch="p0", version=2, state="open")
     group.add(layout("s3"), side="subscriber", epoch="other", version=3, state="open")
-    part = decode(ask(planner, layout("s0")).part, ReceiverPlan)
+    part = decode(request_part(planner, layout("s0")).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"s1"}
     with pytest.raises(StaleDescriptor):
-        ask(planner, layout("s0"), without=("s1",))
+        request_part(planner, layout("s0"), without=("s1",))
     group.add(layout("s5", start=2), side="subscriber", epoch="p0", version=3, state="open")
     with pytest.raises(StaleDescriptor, match="lack tensors"):
-        ask(planner, layout("s0"), without=("s1",))
+        request_part(planner, layout("s0"), without=("s1",))
     del group.members["s5"]
     group.gone.add("s4")
     group.add(layout("s4"), side="subscriber", epoch="p0", version=3, state="open")
-    part = decode(ask(planner, layout("s0")).part, ReceiverPlan)
+    part = decode(request_part(planner, layout("s0")).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"s1"}, "who is gone gives nothing"
 
 
 def test_updating_receiver_is_awaited(planner: Planner, group: Group, version_status: VersionStatus) -> None:
     version_status.post("p0", 3, is_open=False)
     group.add(layout("s1"), side="subscriber", epoch="p0", version=2, state="updating")
-    assert "other receivers" in ask(planner, layout("s0")).why
+    assert "other receivers" in request_part(planner, layout("s0")).why
 
 
 def test_receivers_replace_lost_publisher(planner: Planner, group: Group) -> None:
     group.add(layout("s1", start=4), side="subscriber", epoch="p0", version=3, state="open")
-    part = decode(ask(planner, layout("s0"), without=("p1",)).part, ReceiverPlan)
+    part = decode(request_part(planner, layout("s0"), without=("p1",)).part, ReceiverPlan)
     assert {part.sources[i] for i in part.source} == {"p0", "s1"}
 
 
@@ -249,5 +249,5 @@ def test_table_covers_all_ranks(planner: Planner, group: Group) -> None:
     told = planner.table()
     assert (told.names, told.dtypes, told.shapes) == (("w",), ("F32",), ((8, 4),))
     assert "no plan was made" in planner.explain()
-    ask(planner, layout("s0"))
+    request_part(planner, layout("s0"))
     assert "2 sources -> 1 receivers" in planner.explain()

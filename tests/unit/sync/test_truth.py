@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from tests.unit.sync.moved import move, same, spoil
+from tests.unit.sync.moved import assert_same, move, spoil
 from tests.unit.sync.toy import EXPERTS, Place, Toy, checkpoint, table_of
 
 from penstock.memory.local_shards import local_runs
@@ -104,6 +104,6 @@ def test_synced_receiver_equals_own_loader(
     for (model, want), true, before in zip(made, trues(*engine, dtype), addresses, strict=True):
         want.install()
         want.finish()
-        same(model, true)
+        assert_same(model, true)
         assert [t.data_ptr() for t in model.state_dict().values()] == before
         assert not want.unrecorded

@@ -41,7 +41,7 @@ def sources(
     ]
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+def are_equal(found: torch.Tensor, wanted: torch.Tensor) -> bool:
     return found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
@@ -61,8 +61,8 @@ def test_weighted_sum_accumulates_in_fp32(weights, normalize, dtype):
         total = given_[0][name].float() * share[0]
         for tensors, weight in zip(given_[1:], share[1:], strict=True):
             total = total + tensors[name].float() * weight
-        assert same(found[name], total.to(dtype)), name
-    assert same(found["steps"], given_[0]["steps"])  # what does not float is the first source's
+        assert are_equal(found[name], total.to(dtype)), name
+    assert are_equal(found["steps"], given_[0]["steps"])  # what does not float is the first source's
 
 
 def test_missing_weights_mean_average():
@@ -74,7 +74,7 @@ def test_missing_weights_mean_average():
 def test_first_source_dtype_is_kept():
     a, b = sources(1)[0], sources(1, torch.float32)[0]
     found = check_rows(Linear((1.0, 1.0)), a, b)
-    assert same(found["a"], (a["a"].float() * 0.5 + b["a"] * 0.5).to(torch.bfloat16))
+    assert are_equal(found["a"], (a["a"].float() * 0.5 + b["a"] * 0.5).to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
@@ -217,7 +217,7 @@ def test_adapter_is_added_with_peft_scale(rslora):
         a, b = (given_[f"base_model.model.{name}.lora_{side}.weight"].double() for side in "AB")
         wanted = BASE[f"{name}.weight"].double() + alpha / (rank**0.5 if rslora else rank) * (b @ a)
         assert torch.allclose(found[f"{name}.weight"].double(), wanted, rtol=2**-7, atol=1e-2)
-    assert same(found["model.norm.weight"], BASE["model.norm.weight"])
+    assert are_equal(found["model.norm.weight"], BASE["model.norm.weight"])
 
 
 def test_transposed_adapter_weights_are_merged():
@@ -245,8 +245,8 @@ def test_embedding_adapter_and_saved_modules_are_merged():
     assert torch.allclose(
         found["embed.weight"].float(), base["embed.weight"].float() + 0.5 * (b @ a).T, rtol=2**-6, atol=0.02
     )
-    assert same(found["head.weight"], given_["base_model.model.head.weight"])
-    assert same(found["q.bias"], given_["base_model.model.q.bias"])
+    assert are_equal(found["head.weight"], given_["base_model.model.head.weight"])
+    assert are_equal(found["q.bias"], given_["base_model.model.q.bias"])
 
 
 @pytest.mark.parametrize(

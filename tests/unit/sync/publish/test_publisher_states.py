@@ -49,7 +49,7 @@ class Rank:
         self._tensors = registered(self.member, self.params, is_live=mode == "live", world_size=world_size)
         self._options: dict[str, Any] = {"mode": mode, "rank": rank, "world_size": world_size}
 
-    def made(self) -> Publisher:
+    def make_publisher(self) -> Publisher:
         """Return the publisher without opening it."""
         return Publisher(self.membership, self._tensors, **self._options)
 
@@ -104,7 +104,7 @@ def fail_once(rank: Rank, publisher: Publisher, state: PublisherState) -> None:
 
 def test_constructor_reports_nothing(hub: Hub) -> None:
     rank = Rank(hub)
-    publisher = rank.made()
+    publisher = rank.make_publisher()
     assert publisher.state is S.OPENING
     assert not rank.member.server.handlers and not rank.member.syncs
     assert not rank.member.sync("policy").members
@@ -146,7 +146,7 @@ def test_open_next_to_silent_group_ends_at_deadline(hub: Hub) -> None:
     Rank(hub).open()
     rank = Rank(hub, "p1", stall_s=0.1)
     rank.member.welcome = msgspec.structs.replace(rank.member.welcome, ttl_s=0.1)
-    publisher = rank.made()
+    publisher = rank.make_publisher()
     with pytest.raises(SourceStalled, match="silent"):
         publisher = rank.open()
     assert publisher.state is S.OPENING
@@ -461,7 +461,7 @@ def test_missing_ranks_are_named(hub: Hub) -> None:
 
 
 def test_close_before_open_is_idempotent(hub: Hub) -> None:
-    publisher = Rank(hub).made()
+    publisher = Rank(hub).make_publisher()
     publisher.close()
     publisher.close()
     assert publisher.state is S.CLOSED

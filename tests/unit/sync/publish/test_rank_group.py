@@ -23,7 +23,7 @@ def waited(
     return found, thread
 
 
-def tell(
+def report_progress(
     one: SubscriberProgress, member: str, version: int, outcome: str = "", *, moved: int = 0, why: str = ""
 ) -> None:
     one.note_progress(member, RankProgress(version=version, moved_bytes=moved, outcome=outcome, why=why))  # type: ignore[arg-type]
@@ -33,10 +33,10 @@ def test_wait_reports_outcome_of_every_known_subscriber() -> None:
     one = SubscriberProgress()
     one.begin(3, ["a", "b"])
     found, thread = waited(one, 3)
-    tell(one, "a", 3, "committed")
-    tell(one, "c", 3, "committed")  # came meanwhile
+    report_progress(one, "a", 3, "committed")
+    report_progress(one, "c", 3, "committed")  # came meanwhile
     assert not one.decision(3, 0.1).is_over
-    tell(one, "b", 3, "failed", why="no room")
+    report_progress(one, "b", 3, "failed", why="no room")
     thread.join(10)
     (decision,) = found
     assert (decision.committed, decision.late, decision.failed) == (("a", "c"), (), {"b": "no room"})
@@ -55,14 +55,14 @@ def test_stalled_subscriber_is_late_until_it_returns() -> None:
     one.begin(1, ["a", "b"])
     found, thread = waited(one, 1, stall_s=2.0)
     for moved in range(8):  # slow, and getting on
-        tell(one, "a", 1, moved=moved + 1)
+        report_progress(one, "a", 1, moved=moved + 1)
         time.sleep(0.3)
-    tell(one, "a", 1, "committed")
+    report_progress(one, "a", 1, "committed")
     thread.join(10)
     assert (found[0].committed, found[0].late) == (("a",), ("b",))
     one.begin(2, ["a", "b"])
     found, thread = waited(one, 2)
-    tell(one, "a", 2, "committed")
+    report_progress(one, "a", 2, "committed")
     thread.join(10)
     assert (found[0].committed, found[0].late) == (("a",), ())
     one.note_request("b")
@@ -81,15 +81,15 @@ def test_dead_subscriber_ends_the_wait() -> None:
 def test_failure_without_version_counts_for_shown_version() -> None:
     one = SubscriberProgress()
     one.begin(1, ["a"])
-    tell(one, "a", -1, "failed", why="names differ")
+    report_progress(one, "a", -1, "failed", why="names differ")
     assert one.wait(1, stall_s=60.0, is_gone=lambda _: False).failed == {"a": "names differ"}
 
 
 def test_later_success_clears_failure() -> None:
     one = SubscriberProgress()
     one.begin(1, ["a", "b"])
-    tell(one, "a", 1, "failed", why="a source was lost")
-    tell(one, "a", 1, "committed")
-    tell(one, "b", 1, "committed")
+    report_progress(one, "a", 1, "failed", why="a source was lost")
+    report_progress(one, "a", 1, "committed")
+    report_progress(one, "b", 1, "committed")
     decision = one.wait(1, stall_s=60.0, is_gone=lambda _: False)
     assert (set(decision.committed), decision.failed) == ({"a", "b"}, {})

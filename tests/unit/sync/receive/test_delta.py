@@ -23,7 +23,7 @@ def cutting_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def made():
+def changing_world():
     with open_links(only=["loopback"]) as links:
         yield world(links)
 
@@ -62,73 +62,77 @@ def strips_within(made: World, source: int, start: int, stop: int) -> int:
     return int((part.run_bytes * part.num_rows)[mine].sum())
 
 
-def test_only_changed_strips_are_read(made: World) -> None:
-    transfer = made.transfer(delta=ChangedRanges())
-    assert ran(made, transfer) == made.part.nbytes
-    show(made, 2, [(0, 100, 101)])
-    moved = ran(made, transfer)
-    assert 0 < moved == strips_within(made, 0, 100, 101) < made.part.nbytes
+def test_only_changed_strips_are_read(changing_world: World) -> None:
+    transfer = changing_world.transfer(delta=ChangedRanges())
+    assert ran(changing_world, transfer) == changing_world.part.nbytes
+    show(changing_world, 2, [(0, 100, 101)])
+    moved = ran(changing_world, transfer)
+    assert 0 < moved == strips_within(changing_world, 0, 100, 101) < changing_world.part.nbytes
 
 
-def test_unchanged_weights_are_verified_without_reads(made: World) -> None:
-    transfer = made.transfer(delta=ChangedRanges())
-    ran(made, transfer)
-    show(made, 2, [])
-    assert ran(made, transfer) == 0
-    assert sum(len(strips) for strips, _ in transfer.proven) == len(made.part.source), "all of it was digested here"
+def test_unchanged_weights_are_verified_without_reads(changing_world: World) -> None:
+    transfer = changing_world.transfer(delta=ChangedRanges())
+    ran(changing_world, transfer)
+    show(changing_world, 2, [])
+    assert ran(changing_world, transfer) == 0
+    assert sum(len(strips) for strips, _ in transfer.proven) == len(changing_world.part.source), (
+        "all of it was digested here"
+    )
     assert transfer.delta.density == 0.0
 
 
-def test_locally_changed_memory_is_read_again(made: World) -> None:
-    transfer = made.transfer(delta=ChangedRanges())
-    ran(made, transfer)
-    row = int(made.part.dst[0])
-    memory = made.receiver.regions.memories[0]
+def test_locally_changed_memory_is_read_again(changing_world: World) -> None:
+    transfer = changing_world.transfer(delta=ChangedRanges())
+    ran(changing_world, transfer)
+    row = int(changing_world.part.dst[0])
+    memory = changing_world.receiver.regions.memories[0]
     assert row < memory.nbytes
     content(memory)[row] ^= 1  # as an engine that works on its weights in place
-    show(made, 2, [])
-    assert 0 < ran(made, transfer) < made.part.nbytes + 1
+    show(changing_world, 2, [])
+    assert 0 < ran(changing_world, transfer) < changing_world.part.nbytes + 1
 
 
-def test_failed_run_leaves_no_trusted_base(made: World) -> None:
+def test_failed_run_leaves_no_trusted_base(changing_world: World) -> None:
     class Gone(LocalLink):
         def digests(self, strips, *, wait_s):  # type: ignore[no-untyped-def]
             raise StaleDescriptor("it is past that version", uri=self.member)
 
-    transfer = made.transfer(delta=ChangedRanges())
-    ran(made, transfer)
-    show(made, 2, [(source, 0, 1 << 20) for source in range(len(made.sources))])
-    links = made.links() | {"p1": Gone(made.sources[1])}
+    transfer = changing_world.transfer(delta=ChangedRanges())
+    ran(changing_world, transfer)
+    show(changing_world, 2, [(source, 0, 1 << 20) for source in range(len(changing_world.sources))])
+    links = changing_world.links() | {"p1": Gone(changing_world.sources[1])}
     with pytest.raises(StaleDescriptor):
         transfer.run(links)
-    show(made, 3, [(0, 0, 64)])
-    ran(made, transfer)
-    show(made, 4, [])
-    ran(made, transfer)
+    show(changing_world, 3, [(0, 0, 64)])
+    ran(changing_world, transfer)
+    show(changing_world, 4, [])
+    ran(changing_world, transfer)
 
 
-def test_random_version_sequence_is_received_correctly(made: World) -> None:
-    transfer, chance = made.transfer(delta=ChangedRanges()), np.random.default_rng(7)
-    ran(made, transfer)
+def test_random_version_sequence_is_received_correctly(changing_world: World) -> None:
+    transfer, chance = changing_world.transfer(delta=ChangedRanges()), np.random.default_rng(7)
+    ran(changing_world, transfer)
     for version in range(2, 12):
         spans = [
-            (int(chance.integers(len(made.sources))), int(start), int(start + chance.integers(1, 3000)))
+            (int(chance.integers(len(changing_world.sources))), int(start), int(start + chance.integers(1, 3000)))
             for start in chance.integers(0, 12_000, chance.integers(0, 4))
         ]
-        show(made, version, spans)
+        show(changing_world, version, spans)
         if version % 3 == 0:
-            content(made.receiver.regions.memories[1])[: int(chance.integers(1, 200))] ^= 0x11
-        assert ran(made, transfer) <= 2 * made.part.nbytes
+            content(changing_world.receiver.regions.memories[1])[: int(chance.integers(1, 200))] ^= 0x11
+        assert ran(changing_world, transfer) <= 2 * changing_world.part.nbytes
 
 
-def test_missing_base_reads_everything(made: World) -> None:
+def test_missing_base_reads_everything(changing_world: World) -> None:
     kept = ChangedRanges()
-    assert ran(made, made.transfer(delta=kept)) == made.part.nbytes
-    assert "this plan has received no version" in kept.summary(made.transfer().run(made.links()))
-    show(made, 2, [])
-    assert ran(made, made.transfer(delta=ChangedRanges())) == made.part.nbytes, "another plan's take has no base"
-    show(made, 3, [])
-    assert ran(made, made.transfer()) == made.part.nbytes
+    assert ran(changing_world, changing_world.transfer(delta=kept)) == changing_world.part.nbytes
+    assert "this plan has received no version" in kept.summary(changing_world.transfer().run(changing_world.links()))
+    show(changing_world, 2, [])
+    assert ran(changing_world, changing_world.transfer(delta=ChangedRanges())) == changing_world.part.nbytes, (
+        "another plan's take has no base"
+    )
+    show(changing_world, 3, [])
+    assert ran(changing_world, changing_world.transfer()) == changing_world.part.nbytes
 
 
 @pytest.mark.parametrize(

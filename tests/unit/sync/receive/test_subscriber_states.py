@@ -280,7 +280,7 @@ def test_version_failing_its_check_is_refused(sync: MemorySync, holder: MemoryHo
 # -- Failures of a source.
 
 
-def lose(holder: MemoryHolder) -> None:
+def lose_sources(holder: MemoryHolder) -> None:
     holder.is_gone = True
 
 
@@ -288,16 +288,16 @@ def stall(holder: MemoryHolder) -> None:
     holder.silent = True
 
 
-def spoil(holder: MemoryHolder) -> None:
+def send_wrong_bytes(holder: MemoryHolder) -> None:
     holder.spoils = True
 
 
-def heal(holder: MemoryHolder) -> None:
+def restore_sources(holder: MemoryHolder) -> None:
     holder.is_gone = holder.silent = holder.spoils = False
     holder.at.clear()
 
 
-FAILURES = [(lose, PeerLost), (stall, SourceStalled), (spoil, IntegrityError)]
+FAILURES = [(lose_sources, PeerLost), (stall, SourceStalled), (send_wrong_bytes, IntegrityError)]
 
 
 @MODES
@@ -328,7 +328,7 @@ def test_lost_only_source_fails_update(
             assert_live(sync, subscriber, 1)
             if mode == "direct":
                 assert sync.calls[-1][:2] == ("after_resume", 1)
-        heal(holder)
+        restore_sources(holder)
         subscriber.update()
         assert_live(sync, subscriber, 2)
 
@@ -353,7 +353,7 @@ def test_source_lost_before_pause_spares_engine(sync: MemorySync, holder: Memory
         subscriber.update()
         holder.publish(2, 2.0)
         sync.calls.clear()
-        holder.at["map"] = lambda: lose(holder)
+        holder.at["map"] = lambda: lose_sources(holder)
         with pytest.raises(PeerLost) as caught:
             subscriber.update()
         assert not caught.value.mutated and not sync.calls
@@ -594,11 +594,11 @@ def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         sync.target["b"] = torch.full((32,), 9.0)
-        holder.at["part"] = lambda: lose(holder)
+        holder.at["part"] = lambda: lose_sources(holder)
         with pytest.raises(PeerLost):
             subscriber.update()
         assert (state(subscriber), subscriber.version, is_served(subscriber)) == (S.MOVED, 1, False)
-        heal(holder)
+        restore_sources(holder)
         assert subscriber.update().nbytes > 0
         assert_live(sync, subscriber, 1)
 
@@ -632,7 +632,7 @@ def test_failed_restore_stays_released(sync: MemorySync, holder: MemoryHolder, m
         with pytest.raises(IntegrityError):
             subscriber.restore()
         assert (state(subscriber), subscriber.version, subscriber.is_dirty) == (S.RELEASED, -1, False)
-        heal(holder)
+        restore_sources(holder)
         subscriber.restore()
         assert_live(sync, subscriber, 1)
 
@@ -642,7 +642,7 @@ def test_stored_version_replaces_lost_members(sync: MemorySync, holder: MemoryHo
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)
-        lose(holder)
+        lose_sources(holder)
         stored = {"a": torch.full((64, 8), 1.0), "b": torch.full((32,), 1.0)}
         report = subscriber.restore(stored=StoredVersion(version=1, weights=lambda: iter(stored.items())))
         assert "outside of the sync" in report.why[0]
@@ -654,7 +654,7 @@ def test_wrong_stored_version_stays_released(sync: MemorySync, holder: MemoryHol
     with sync.subscriber(mode) as subscriber:
         subscriber.update()
         subscriber.release(free=False)
-        lose(holder)
+        lose_sources(holder)
         stored = {"a": torch.full((64, 8), 7.0), "b": torch.full((32,), 1.0)}
         with pytest.raises(IntegrityError, match="not the one that was live"):
             subscriber.restore(stored=StoredVersion(version=1, weights=lambda: iter(stored.items())))

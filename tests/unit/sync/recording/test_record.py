@@ -26,7 +26,7 @@ PLACES = [
 ]
 
 
-def same(mine: nn.Module, true: nn.Module) -> None:
+def assert_same(mine: nn.Module, true: nn.Module) -> None:
     for (name, a), (_, b) in zip(mine.state_dict().items(), true.state_dict().items(), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
@@ -66,7 +66,7 @@ def check(
     assert not recording.unrecorded
     true.load_weights(tensors.items())
     fill(recording, tensors, model)
-    same(model, true)
+    assert_same(model, true)
     return recording
 
 
@@ -89,7 +89,7 @@ def test_recording_fills_model_like_its_loader(place: Place) -> None:
     assert len(recording.unused) == 1 + 2 * 3 * others
     true.load_weights(tensors.items())
     fill(recording, tensors, mine)
-    same(mine, true)
+    assert_same(mine, true)
     assert mine.head.weight is mine.embed.weight
 
 
@@ -108,7 +108,7 @@ def test_recorded_weights_are_cast_like_loader() -> None:
     recording = record(live, table_of(tensors))
     true.load_weights(tensors.items())
     fill(recording, tensors, live)
-    same(live, true)
+    assert_same(live, true)
     assert {r.steps for r in recording.records if r.target == "norm"} == {(("cast", dtype_of(torch.bfloat16)),)}
 
 
@@ -197,7 +197,7 @@ def test_load_state_dict_and_assignment_are_recorded() -> None:
         assert not recording.unfilled
         true.load_state_dict(tensors)
         fill(recording, tensors, live)
-        same(live, true)
+        assert_same(live, true)
     assert not record(nn.Linear(6, 8), table_of(tensors)).unfilled
 
 
@@ -221,7 +221,7 @@ def test_arithmetic_is_left_to_loader() -> None:
     assert not model.p.any()
     fill(recording, tensors, model, load=model.load_weights)
     true.load_weights((n, tensors[n]) for n in ("w", "plus"))
-    same(model, true)
+    assert_same(model, true)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_parameters_in_shared_arena_are_distinguished() -> None:
     assert (arena == 7).all()
     true.load_weights(tensors.items())
     fill(recording, tensors, live)
-    same(live, true)
+    assert_same(live, true)
 
 
 def test_transposed_parameter_memory_is_filled() -> None:
@@ -340,7 +340,7 @@ def test_transposed_parameter_memory_is_filled() -> None:
     recording = record(live, table_of({"w": W}))
     fill(recording, {"w": W}, live)
     true.p[:, 2:].copy_(W[:6])
-    same(live, true)
+    assert_same(live, true)
 
 
 def test_operators_in_other_threads_are_recorded() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.unit.sync.moved import move, same, spoil
+from tests.unit.sync.moved import assert_same, move, spoil
 from tests.unit.sync.recording.test_record import LOADERS, Holder, V, W, one
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
@@ -25,7 +25,7 @@ def filled(shape: tuple[int, ...], load: Callable, tensors: dict[str, torch.Tens
     want.install()
     want.finish()
     true.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
-    same(model, true)
+    assert_same(model, true)
     return want
 
 
@@ -178,7 +178,7 @@ def test_staged_shadow_is_flipped_then_installed() -> None:
         tensor.copy_(arrived)
     want.install()
     want.finish()
-    same(model, true)
+    assert_same(model, true)
 
 
 def test_receiver_with_version_serves_its_rows() -> None:
@@ -192,7 +192,7 @@ def test_receiver_with_version_serves_its_rows() -> None:
     move([wants[0].rows], [wants[1].rows])
     wants[1].install()
     wants[1].finish()
-    same(second, first)
+    assert_same(second, first)
 
 
 def test_wrong_table_and_meta_model_are_refused() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.unit.sync.moved import move, same, spoil
+from tests.unit.sync.moved import assert_same, move, spoil
 from tests.unit.sync.recording.test_record import LOADERS, Holder, W, one
 from tests.unit.sync.toy import Place, Toy, checkpoint, table_of
 
@@ -67,7 +67,7 @@ def test_engine_fills_engine_with_different_shape() -> None:
         want.finish()
         true = Toy(model.place)
         true.load_weights(tensors.items())
-        same(model, true)
+        assert_same(model, true)
 
 
 @pytest.mark.parametrize("what", LOADERS)
