@@ -347,7 +347,7 @@ def join(
     variant: Variant | None = None,
     max_readers: int = 4,
     max_bytes_per_s: int | str = 0,
-    min_gb_per_s: float = 0.0,
+    min_bytes_per_s: int | str = 0,
     memory_bytes: int | str | None = None,
     timeout_s: float | None = None,
     needs_hub: bool = False,
@@ -367,7 +367,7 @@ def join(
             more; None: the defaults of `Variant`.
         max_readers: concurrent readers of this member; further ones are sent to other members.
         max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
-        min_gb_per_s: do not use members that are slower than this, and report them as slow; 0: no minimum.
+        min_bytes_per_s: do not use members below this rate, e.g. `"1G"`, and report them as slow; 0: no minimum.
         memory_bytes: limit of host staging memory when storage is read.
         timeout_s: how long to wait for a hub that is given and does not answer; None: 10 s, as for every request.
         needs_hub: whether a hub that does not answer is an error.
@@ -392,7 +392,7 @@ def join(
         HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, settings.stall_s / 3)),
         connection,
         max_bytes_per_s=parse_bytes(max_bytes_per_s),
-        min_gb_per_s=min_gb_per_s,
+        min_bytes_per_s=parse_bytes(min_bytes_per_s),
         stall_s=settings.stall_s,
         join_s=None if timeout_s is None else max(LEAST_ASK_S, timeout_s),
         needs_hub=needs_hub,

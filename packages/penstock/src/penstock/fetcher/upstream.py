@@ -275,7 +275,7 @@ class UpstreamReader:
             self.is_too_slow = True
             message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
             why = why_command(self._weights.identity.model)
-            hint = f"run `{why}` to see why no nearer transport was chosen, or lower min_gb_per_s"
+            hint = f"run `{why}` to see why no nearer transport was chosen, or lower min_bytes_per_s"
             self.fail(SourceStalled(message, hint=hint))
 
     def _apply_limit(self, max_bytes_per_s: int) -> None:

@@ -75,7 +75,6 @@ from penstock.telemetry.journey import JourneyFailure, recent_failures
 from penstock.telemetry.metrics import Sample, recording, watch
 from penstock.transport.choose import PeerLinks, open_links
 from penstock.transport.http import LOOPBACK, host_and_port
-from penstock.types import GB
 from penstock.waits import start_thread
 
 log = log_named("penstock.fleet")
@@ -99,7 +98,7 @@ class Member:
         rack: name of the rack; see `ConnectionSettings`.
         trust: checks the certificates of other members; None: they have none.
         num_links: number of network links of this host.
-        min_gb_per_s: do not use upstreams that are slower; 0: no minimum.
+        min_bytes_per_s: do not use upstreams that are slower; 0: no minimum.
         stall_s: seconds without progress after which an operation fails.
 
     Attributes:
@@ -123,7 +122,7 @@ class Member:
         rack: str,
         trust: ssl.SSLContext | None,
         num_links: int,
-        min_gb_per_s: float,
+        min_bytes_per_s: int,
         stall_s: float,
     ) -> None:
         self.id = hub.member
@@ -136,7 +135,7 @@ class Member:
         self._pid = os.getpid()
         self._hub = hub
         self._stall_s = stall_s
-        self._min_gb_per_s = min_gb_per_s
+        self._min_bytes_per_s = min_bytes_per_s
         self._weights: dict[str, LocalWeights] = {}
         self.syncs: list[Callable[[], SyncState]] = []
         self.hub_is_away = False
@@ -171,7 +170,7 @@ class Member:
         connection: ConnectionSettings,
         *,
         max_bytes_per_s: int = 0,
-        min_gb_per_s: float = 0.0,
+        min_bytes_per_s: int = 0,
         stall_s: float = 30.0,
         join_s: float | None = None,
         needs_hub: bool = True,
@@ -183,7 +182,7 @@ class Member:
             connection: rack, transports, `data_port`, and `listen`, which requires a hub that authenticates members by
                 tokens or certificates.
             max_bytes_per_s: limit for all readers of this member together; 0: no limit.
-            min_gb_per_s, stall_s: see `Member`.
+            min_bytes_per_s, stall_s: see `Member`.
             join_s: how long to wait for a hub that does not answer; None: the client's own deadline.
             needs_hub: if False, a hub that is given and does not answer is no error: the heartbeats join once it does.
 
@@ -226,7 +225,7 @@ class Member:
                 rack=connection.rack,
                 trust=trust,
                 num_links=host_links(),
-                min_gb_per_s=min_gb_per_s,
+                min_bytes_per_s=min_bytes_per_s,
                 stall_s=stall_s,
             )
             member._begin(opened, join_s, needs_hub=needs_hub)
@@ -552,9 +551,9 @@ class Member:
         )
 
     @property
-    def min_bytes_per_s(self) -> float:
+    def min_bytes_per_s(self) -> int:
         """Pace in bytes/s below which an upstream is not used; 0: no minimum."""
-        return self._min_gb_per_s * GB
+        return self._min_bytes_per_s
 
     def leave(self, drain_s: float = 10.0) -> None:
         """Grant no new leases, wait for readers at most `drain_s`, sign off from the hub, and end. Idempotent.

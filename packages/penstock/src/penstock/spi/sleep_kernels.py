@@ -23,13 +23,13 @@ WAIT_S = 60.0
 
 
 @contextmanager
-def kernels_ready(device: torch.device, log: Log, *, wait_s: float = WAIT_S) -> Iterator[None]:
+def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) -> Iterator[None]:
     """Make the kernels of digests ready beside a block that loads a model; the first sleep would wait for them.
 
     Args:
         device: of the weights. On the CPU there are no kernels.
         log: the engine's logger. A failure is logged; the first sleep tries again, and raises it.
-        wait_s: how long to wait for the kernels after the block.
+        timeout_s: how long to wait for the kernels after the block.
     """
     if device.type != "cuda":
         yield
@@ -42,7 +42,7 @@ def kernels_ready(device: torch.device, log: Log, *, wait_s: float = WAIT_S) -> 
         yield
     finally:
         if is_warming:
-            warming.join(wait_s)
+            warming.join(timeout_s)
 
 
 def _warm_up(device: torch.device, log: Log) -> None:
