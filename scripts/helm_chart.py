@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
-COMPONENTS = {"monitoring": "monitoring", "gpuKeeper": "gpu-keeper"}
+COMPONENTS = {"monitoring": "monitoring", "gpuCache": "gpu-cache"}
 ENGINES = ("vllm", "sglang")
 FLEET = re.compile(r"\bpenstock-fleet-[a-z0-9]{10}\b")
 Object = dict[str, Any]
@@ -70,11 +70,11 @@ def with_values(one: Object, values: Object) -> Object:
     if one["kind"] == "Deployment" and name == "penstock-hub":
         one["spec"]["replicas"] = "VALUE(hub.replicas)"
     if one["kind"] == "DaemonSet":
-        (keeper,) = one["spec"]["template"]["spec"]["containers"]
-        given = f"--memory-bytes={values['keeper']['memoryBytes']}"
-        keeper["args"][keeper["args"].index(given)] = "--memory-bytes=VALUE(keeper.memoryBytes)"
+        (cache,) = one["spec"]["template"]["spec"]["containers"]
+        given = f"--memory-bytes={values['cache']['memoryBytes']}"
+        cache["args"][cache["args"].index(given)] = "--memory-bytes=VALUE(cache.memoryBytes)"
         for kind in ("requests", "limits"):
-            keeper["resources"][kind]["memory"] = "VALUE(keeper.memory)"
+            cache["resources"][kind]["memory"] = "VALUE(cache.memory)"
     if "template" in one.get("spec", {}):
         # Pods read the ConfigMap when they start: a change of it must replace them.
         one["spec"]["template"]["metadata"]["annotations"] = {"penstock/fleet": "VALUE(fleet)"}
@@ -128,7 +128,7 @@ def main() -> None:
         )
         objects = [one for name, one in rendered[switches].items() if name not in same]
         label = "-".join(name for name, on in zip(COMPONENTS, switches, strict=True) if on) or "plain"
-        parts[f"keeper-{label}"] = f"{{{{- if and {tests} }}}}\n{template(objects, values)}{{{{- end }}}}\n"
+        parts[f"cache-{label}"] = f"{{{{- if and {tests} }}}}\n{template(objects, values)}{{{{- end }}}}\n"
     for engine in ENGINES:
         objects = [one for one in render(f"overlays/{engine}") if key(one) not in plain]
         parts[engine] = f'{{{{- if eq .Values.engine "{engine}" }}}}\n{template(objects, values)}{{{{- end }}}}\n'

@@ -63,7 +63,7 @@ def options_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def test_base_has_fleet_and_overlay_has_engine(engine: str, objects: list[Object]) -> None:
-    assert {name for name, _ in pods(objects)} == {"penstock-redis", "penstock-hub", "penstock-keeper", engine}
+    assert {name for name, _ in pods(objects)} == {"penstock-redis", "penstock-hub", "penstock-cache", engine}
     assert find(objects, "Deployment", "penstock-hub")["spec"]["replicas"] == 2
     for kind, names in {
         "PodDisruptionBudget": {"penstock-hub", engine},
@@ -162,7 +162,7 @@ def test_every_variable_is_read(objects: list[Object]) -> None:
         given = {name: value for name, value in variables.items() if name.startswith("PENSTOCK_")}
         assert given.keys() <= known
         Settings.read(given)
-    keeper = find(objects, "DaemonSet", "penstock-keeper")["spec"]["template"]["spec"]["containers"][0]
+    keeper = find(objects, "DaemonSet", "penstock-cache")["spec"]["template"]["spec"]["containers"][0]
     assert environment(keeper, objects)["PENSTOCK_RUNTIME_DIR"] == "/run/penstock"
 
 
@@ -271,7 +271,7 @@ def test_only_hub_mounts_all_tokens(engine: str, objects: list[Object]) -> None:
         for secret in ("penstock-tokens", "penstock-member"):
             if f'"{secret}"' in json.dumps(template["spec"]):
                 mounting.setdefault(secret, set()).add(name)
-    assert mounting == {"penstock-tokens": {"penstock-hub"}, "penstock-member": {"penstock-keeper", engine}}
+    assert mounting == {"penstock-tokens": {"penstock-hub"}, "penstock-member": {"penstock-cache", engine}}
 
 
 NAMES_OF_VOLUMES = {"secret": "secretName", "configMap": "name"}

@@ -43,14 +43,14 @@ def objects_of(chart: Any, values: Object) -> dict[tuple[str, str], Object]:
 @pytest.mark.parametrize(("monitoring", "gpu"), list(itertools.product((False, True), repeat=2)))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_chart_renders_like_kustomize(chart: Any, tmp_path: Path, engine: str, monitoring: bool, gpu: bool) -> None:
-    components = ["monitoring"] * monitoring + ["gpu-keeper"] * gpu
+    components = ["monitoring"] * monitoring + ["gpu-cache"] * gpu
     expected = {}
     for one in render(tmp_path, ENGINES[engine], components=components):
         if one["kind"] != "Namespace":
             one = yaml.safe_load(DIGEST.sub("penstock-fleet", yaml.safe_dump(one)))
             one["metadata"].pop("namespace")
             expected[one["kind"], one["metadata"]["name"]] = one
-    rendered = objects_of(chart, {"engine": engine, "monitoring": monitoring, "gpuKeeper": gpu})
+    rendered = objects_of(chart, {"engine": engine, "monitoring": monitoring, "gpuCache": gpu})
     for one in rendered.values():
         if "template" in one.get("spec", {}):
             assert len(one["spec"]["template"]["metadata"].pop("annotations")["penstock/fleet"]) == 64
@@ -63,12 +63,12 @@ def test_values_reach_their_fields(chart: Any) -> None:
         "weights": "gs://else/where/",
         "replicas": 7,
         "hub": {"replicas": 3},
-        "keeper": {"memoryBytes": "80G", "memory": "90Gi"},
+        "cache": {"memoryBytes": "80G", "memory": "90Gi"},
         "images": {name: f"here/{name}:2" for name in ("hub", "members", "redis", "vllm")},
     }
     objects = objects_of(chart, values)
     everything = list(objects.values())
-    keeper = objects["DaemonSet", "penstock-keeper"]["spec"]["template"]["spec"]["containers"][0]
+    keeper = objects["DaemonSet", "penstock-cache"]["spec"]["template"]["spec"]["containers"][0]
     assert environment(keeper, everything)["MODEL"] == "1.0"
     assert {"gs://else/where/", "--model=1.0", "--memory-bytes=80G"} <= {*words_of(keeper, everything)}
     assert keeper["resources"]["limits"]["memory"] == keeper["resources"]["requests"]["memory"] == "90Gi"
@@ -84,7 +84,7 @@ def test_values_reach_their_fields(chart: Any) -> None:
     assert images == set(values["images"].values())
     # Pods are replaced when what they read at their start changes.
     other = objects_of(chart, {**values, "model": "2.0"})
-    for name in (("DaemonSet", "penstock-keeper"), ("Deployment", "vllm")):
+    for name in (("DaemonSet", "penstock-cache"), ("Deployment", "vllm")):
         digests = {str(some[name]["spec"]["template"]["metadata"]["annotations"]) for some in (objects, other)}
         assert len(digests) == 2
 

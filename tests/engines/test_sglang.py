@@ -102,7 +102,7 @@ def done(
         "shards": (str(sharded_llama), "penstock", {"memory_bytes": "32M", "verify": False}, None),
         "uri": ("hf://org/llama", "penstock", {}, None),
         "fleet": (str(llama), "penstock", {"fleet": "replicas"}, None),
-        "no keeper": (str(llama), "penstock", {"keeper": "llama"}, None),
+        "no keeper": (str(llama), "penstock", {"weight_cache": "llama"}, None),
         "broken": (str(broken), "penstock", {}, None),
         "runai": (str(sharded_llama), "runai_streamer", {}, None),
         "updated": (str(other), "penstock", {"fleet": "replicas"}, str(llama)),
@@ -175,7 +175,7 @@ def test_uri_becomes_directory_without_weights(done: dict) -> None:
 
 
 def test_log_names_chosen_path(done: dict) -> None:
-    assert "not attached to keeper's llama" in done["log"]
+    assert "not attached to weight cache's llama" in done["log"]
     assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 
 

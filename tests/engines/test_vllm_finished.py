@@ -1,4 +1,4 @@
-"""vLLM over a keeper's finished parameters: the tokens of its own loading, and no loading for the second engine."""
+"""vLLM over a keeper's processed parameters: the tokens of its own loading, and no loading for the second engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_second_engine_attaches_without_loading(
     llama: Path = request.getfixturevalue(name)
     (tmp_path / "true").mkdir()
     true = tokens(tmp_path / "true", model=str(llama), load_format="auto")
-    for said, unsaid in (("handed over", "finished parameters"), ("finished parameters", "handed over")):
+    for said, unsaid in (("handed over", "processed parameters"), ("processed parameters", "handed over")):
         done = run(tmp_path, model=str(llama), **FINISHED)
         assert str(true) in done.stdout, done.stderr[-4000:]
         log = done.stdout + done.stderr
@@ -57,7 +57,7 @@ def test_second_engine_attaches_without_loading(
 def test_each_rank_keeps_separate_parameters(keeper: KeeperProcess, llama: Path, tmp_path: Path) -> None:
     (tmp_path / "true").mkdir()
     true = tokens(tmp_path / "true", model=str(llama), load_format="auto")
-    for said in ("handed over", "finished parameters"):
+    for said in ("handed over", "processed parameters"):
         done = run(tmp_path, {**os.environ, BIND: "nobind"}, model=str(llama), tensor_parallel_size=2, **FINISHED)
         assert str(true) in done.stdout, done.stderr[-4000:]
         assert (done.stdout + done.stderr).count(said) >= 2

@@ -76,7 +76,9 @@ def test_next_process_attaches_processed_parameters(tmp_path: Path, monkeypatch:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", sockets)
         with KeeperProcess(["--accept", "--device", "cuda:0"], timeout_s=120):
             for _ in range(2):
-                model = from_pretrained(transformers.AutoModelForCausalLM, directory, device_map="cuda:0", keeper=True)
+                model = from_pretrained(
+                    transformers.AutoModelForCausalLM, directory, device_map="cuda:0", weight_cache=True
+                )
                 assert torch.equal(logits(model), logits(true))
             del model
             gc.collect()

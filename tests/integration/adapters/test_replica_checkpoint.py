@@ -64,18 +64,18 @@ def test_replica_reads_cache_then_storage(llama: Path, tmp_path: Path, caplog: p
     true = ps.load(str(llama), "cpu")
     with ps.cache.WeightCache(memory_bytes=40_000_000) as keeper:
         keeper.keep("kept", str(llama))
-        assert_equal(read(llama, keeper="kept"), true)
+        assert_equal(read(llama, weight_cache="kept"), true)
         assert "no copy" in caplog.text
         only = {name for name in true if "norm" in name}
-        assert read(llama, only.__contains__, keeper="kept").keys() == only
+        assert read(llama, only.__contains__, weight_cache="kept").keys() == only
         # The name is right and the weights are not.
         write_llama(tmp_path / "other", total_bytes=2 * MIB)
         with pytest.raises(ConfigError, match="other tensors than the checkpoint") as caught:
-            read(tmp_path / "other", keeper="kept")
+            read(tmp_path / "other", weight_cache="kept")
         assert str(tmp_path / "other") in str(caught.value)
     caplog.clear()
-    assert_equal(read(llama, keeper="kept"), true)
-    assert "not attached to keeper's kept" in caplog.text
+    assert_equal(read(llama, weight_cache="kept"), true)
+    assert "not attached to weight cache's kept" in caplog.text
     assert str(llama) in caplog.text
 
 
@@ -97,10 +97,10 @@ def test_truncated_shard_yields_no_tensor(llama: Path) -> None:
 @pytest.mark.parametrize(
     "extra",
     [
-        {"keeper": ""},
-        {"keeper": True},
+        {"weight_cache": ""},
+        {"weight_cache": True},
         {"fleet": "f", "distributed": True},
-        {"keeper": "m", "distributed": True},
+        {"weight_cache": "m", "distributed": True},
         {"finished": True, "distributed": True},
     ],
 )
@@ -156,7 +156,7 @@ def test_cache_is_found_by_model_name(llama: Path, hub: str, tmp_path: Path, cap
         assert_equal(read(llama), true)
         assert "no copy" in caplog.text
         caplog.clear()
-        assert_equal(read(llama, keeper=False, serve=False), true)
+        assert_equal(read(llama, weight_cache=False, serve=False), true)
         assert "no copy" not in caplog.text
         keeper.keep("another-name", str(llama))
         caplog.clear()
@@ -168,7 +168,7 @@ def test_cache_is_found_by_model_name(llama: Path, hub: str, tmp_path: Path, cap
         caplog.clear()
         assert_equal(read(other, serve=False), ps.load(str(other), "cpu"))
         assert "no copy" not in caplog.text
-        assert "not attached to a keeper of llama" in caplog.text
+        assert "not attached to a weight cache of llama" in caplog.text
 
 
 def test_all_files_except_weights_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Finished parameters: handed over to a keeper, and used by the next process without a loader and without a copy."""
+"""Processed parameters: handed over to a keeper, and used by the next process without a loader and without a copy."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_unbindable_model_is_not_kept() -> None:
                 destination[prefix + "late"] = torch.zeros(2)
 
     with ps.cache.WeightCache(accept=True) as keeper:
-        with pytest.raises(PlanError, match="late: the keeper has no such tensor"):
+        with pytest.raises(PlanError, match="late: the weight cache has no such tensor"):
             ps.cache.cache_parameters(Other(4, 4), "finished")
         assert keeper.models() == []
 
@@ -198,9 +198,9 @@ def test_unbindable_model_is_not_kept() -> None:
 def test_parameters_without_accepting_cache_raise_not_found() -> None:
     model = make_model()
     own = model[0].weight.data_ptr()
-    with pytest.raises(NotFound, match="no keeper on this host accepts"):
+    with pytest.raises(NotFound, match="no weight cache on this host accepts"):
         ps.cache.cache_parameters(model, "finished")
-    with ps.cache.WeightCache(), pytest.raises(NotFound, match="no keeper on this host accepts"):
+    with ps.cache.WeightCache(), pytest.raises(NotFound, match="no weight cache on this host accepts"):
         ps.cache.cache_parameters(model, "finished")
     assert model[0].weight.data_ptr() == own
 
@@ -318,7 +318,7 @@ def test_unsupported_parameters_are_refused() -> None:
 def test_request_without_offer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "3")
     with ps.cache.WeightCache(accept=True) as keeper:
-        server = handing._keeper_of(torch.device("cpu"))
+        server = handing._cache_of(torch.device("cpu"))
         wanted = HandOver(model="finished", revision="w1-" + "0" * 64, nbytes=100)
         with pytest.raises(OperationFailed, match="could not keep it"):
             handing._ask(server, wanted, ps.ConnectionSettings())
@@ -357,14 +357,14 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
     with ps.cache.WeightCache(accept=True) as keeper:
         for is_handed_over in (True, False):
             caplog.clear()
-            model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True)
+            model = from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True)
             assert ("handed over" in caplog.text) is is_handed_over
             assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), wanted)
             assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.state_dict().items())
             assert all(torch.equal(dict(model.named_buffers())[name], t) for name, t in true.named_buffers())
             assert not model.training
         # Another dtype is another model.
-        other = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, dtype=torch.float16)
+        other = from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True, dtype=torch.float16)
         assert other.dtype == torch.float16
         assert len(keeper.models()) == 2
         # So is one with a configuration that the user gives, as often as it is loaded.
@@ -372,13 +372,13 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
         config.rope_parameters = {"rope_type": "default", "rope_theta": 5000.0}
         for is_handed_over in (True, False):
             caplog.clear()
-            from_pretrained(transformers.AutoModelForCausalLM, directory, keeper=True, config=config)
+            from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True, config=config)
             assert ("handed over" in caplog.text) is is_handed_over
         assert len(keeper.models()) == 3
         # The same model in another place is the same.
         moved = shutil.copytree(directory, tmp_path / "elsewhere" / "model")
         caplog.clear()
-        model = from_pretrained(transformers.AutoModelForCausalLM, moved, keeper=True)
+        model = from_pretrained(transformers.AutoModelForCausalLM, moved, weight_cache=True)
         assert "handed over" not in caplog.text
         assert len(keeper.models()) == 3
         del model, other
@@ -391,7 +391,7 @@ def test_two_checkpoints_share_one_name(tmp_path: Path) -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         for _ in range(2):
             for directory in directories:
-                state = from_pretrained(auto, directory, keeper="mine").state_dict()
+                state = from_pretrained(auto, directory, weight_cache="mine").state_dict()
                 true = auto.from_pretrained(directory).state_dict()
                 assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
         assert len(keeper.models()) == 2
@@ -422,11 +422,11 @@ def test_checkpoint_replaced_before_load_is_detected(
         with monkeypatch.context() as patched:
             # Between the look at the headers and the load.
             patched.setattr(penstock.cache, "attach", replaced)
-            from_pretrained(auto, live, keeper=True)
+            from_pretrained(auto, live, weight_cache=True)
         assert "the checkpoint changed during the load: model" in caplog.text
         assert not keeper.models()
         deploy(releases[0])
-        state = from_pretrained(auto, live, keeper=True).state_dict()
+        state = from_pretrained(auto, live, weight_cache=True).state_dict()
         true = auto.from_pretrained(live).state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
         del state
@@ -450,10 +450,10 @@ def test_unusable_cache_falls_back_to_loading(
     directory = save_llama(tmp_path / "model")
     true = auto.from_pretrained(directory).state_dict()
     with ps.cache.WeightCache(accept=True) as keeper:
-        from_pretrained(auto, directory, keeper=True)
+        from_pretrained(auto, directory, weight_cache=True)
         with monkeypatch.context() as patched:
             patched.setattr(penstock.cache if step == "attach" else Attached, step, fail)
-            model = from_pretrained(auto, directory, keeper=True)
+            model = from_pretrained(auto, directory, weight_cache=True)
         assert "its kept parameters cannot be used: the reason" in caplog.text
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())
         del model
@@ -468,12 +468,12 @@ def test_damaged_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatc
     directory = save_llama(tmp_path / "model")
     true = auto.from_pretrained(directory).state_dict()
     with ps.cache.WeightCache(accept=True) as keeper:
-        from_pretrained(auto, directory, keeper=True)
+        from_pretrained(auto, directory, weight_cache=True)
         gc.collect()
         keeper.member.weights[0].rows[0][0] ^= 1
         # The keeper looks for another source first. It finds this process, or knows then that there is none.
         for _ in range(2):
-            state = from_pretrained(auto, directory, keeper=True).state_dict()
+            state = from_pretrained(auto, directory, weight_cache=True).state_dict()
             assert all(torch.equal(state[name], tensor) for name, tensor in true.items())
             del state
             gc.collect()
@@ -481,7 +481,7 @@ def test_damaged_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatc
 
 def test_missing_cache_is_logged_and_model_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = save_llama(tmp_path / "model")
-    model = from_pretrained(transformers.AutoModelForCausalLM, directory, keeper="mine")
+    model = from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache="mine")
     assert model.model.embed_tokens.weight.numel()
     assert "are not kept for the next process" in caplog.text
 
@@ -499,4 +499,4 @@ def test_unsupported_transformers_options_are_refused(
 ) -> None:
     place = name or save_llama(tmp_path / "model")
     with pytest.raises(ConfigError, match=why):
-        from_pretrained(transformers.AutoModelForCausalLM, place, keeper=True, **options)
+        from_pretrained(transformers.AutoModelForCausalLM, place, weight_cache=True, **options)

@@ -150,7 +150,7 @@ def test_missing_model_raises_not_found(llama) -> None:
         fleet.fetch({}, fallback=llama)
         with pytest.raises(ps.NotFound, match="here: not kept"):  # held, but its holder may change it
             ps.cache.attach("llama", timeout_s=0.0)
-        with pytest.raises(ps.NotFound, match="no keeper on this host has 'other'"):
+        with pytest.raises(ps.NotFound, match="no weight cache on this host has 'other'"):
             ps.cache.attach("other", timeout_s=0.0)
     assert time.monotonic() - begun < 20
     with pytest.raises(ps.HubUnavailable):

@@ -67,7 +67,7 @@ def wanted(source: Path, told, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 def test_converting_process_keeps_result(source: Path, wanted, tmp_path: Path) -> None:
     revision, tensors = wanted
-    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "keeper:f32", "--to", "cast:F32"]
+    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "cache:f32", "--to", "cast:F32"]
     process = subprocess.Popen(
         [*command, "--devices", "cpu", "--workers", "2", "--task-bytes", "1M"],
         stdout=subprocess.PIPE,
@@ -77,7 +77,7 @@ def test_converting_process_keeps_result(source: Path, wanted, tmp_path: Path) -
     )
     assert process.stdout is not None and process.stderr is not None
     try:
-        assert process.stdout.readline().split() == ["keeper:f32", revision]
+        assert process.stdout.readline().split() == ["cache:f32", revision]
         while "keeping f32" not in (line := process.stderr.readline()):
             assert line, "it ended"
         with ps.cache.attach("f32", verify=True, timeout_s=10) as attached:
@@ -113,7 +113,7 @@ def test_converted_model_is_demoted_and_promoted(source: Path, told, wanted, tmp
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     with ps.cache.WeightCache(memory_bytes=nbytes + 4096, disk=tmp_path) as keeper:
         report = ps.convert(source, keeper.into("f32"), **told)
-        assert (report.uri, report.revision, report.num_resumed) == ("keeper:f32", revision, 0)
+        assert (report.uri, report.revision, report.num_resumed) == ("cache:f32", revision, 0)
         keeper.keep("plain", str(source))
         assert [one.tier for one in keeper.models()] == ["disk", "host"]
         with ps.cache.attach("f32", verify=True, timeout_s=10) as attached:
@@ -144,8 +144,8 @@ def test_failed_conversion_leaves_nothing(source: Path, told, wanted) -> None:
 
 
 def test_cache_uri_without_cache_is_refused(source: Path, told) -> None:
-    with pytest.raises(ConfigError, match="keeper"):
-        ps.convert(source, "keeper:f32", **told)
+    with pytest.raises(ConfigError, match="a weight cache is not a directory"):
+        ps.convert(source, "cache:f32", **told)
 
 
 def test_published_memory_is_read_only(source: Path, told) -> None:

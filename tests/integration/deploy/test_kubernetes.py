@@ -72,7 +72,7 @@ def check_monitoring(node: Node) -> None:
     (hub,) = find(node.objects, "ServiceMonitor", "penstock-hub")["spec"]["endpoints"]
     (service,) = find(node.objects, "Service", hub["tlsConfig"]["serverName"])["spec"]["ports"]
     (member,) = find(node.objects, "PodMonitor", "penstock-members")["spec"]["podMetricsEndpoints"]
-    (keeper,) = find(node.objects, "DaemonSet", "penstock-keeper")["spec"]["template"]["spec"]["containers"]
+    (keeper,) = find(node.objects, "DaemonSet", "penstock-cache")["spec"]["template"]["spec"]["containers"]
     (port,) = [port["containerPort"] for port in keeper["ports"] if port["name"] == member["port"]]
     authority = node.directory / "ca.crt"
     ca = hub["tlsConfig"]["ca"]["configMap"]
@@ -99,7 +99,7 @@ def test_engine_pod_reads_weights_from_node_cache(node: Node, model: Path) -> No
     hub.probe("startupProbe")
     hub.probe("readinessProbe")
 
-    keeper = node.pod("DaemonSet", "penstock-keeper")
+    keeper = node.pod("DaemonSet", "penstock-cache")
     keeper.initialize()
     runtime = node.directory / "host" / "run" / "penstock"
     assert (runtime.stat().st_mode & 0o777, runtime.stat().st_uid) == (0o700, 10001)
@@ -119,7 +119,7 @@ def test_engine_pod_reads_weights_from_node_cache(node: Node, model: Path) -> No
     assert "penstock.audit event=issued" in hub_log.read_text()
     check_monitoring(node)
 
-    spec = find(node.objects, "DaemonSet", "penstock-keeper")["spec"]["template"]["spec"]
+    spec = find(node.objects, "DaemonSet", "penstock-cache")["spec"]["template"]["spec"]
     for process in (keeper_process, hub_process, redis_process):
         Container.send_signal(process, signal.SIGTERM)
     assert keeper_process.wait(spec["terminationGracePeriodSeconds"]) == 0, keeper_log.read_text()

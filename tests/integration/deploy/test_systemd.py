@@ -23,7 +23,7 @@ from penstock.config import Settings, environment
 from penstock.testing.checkpoints import write_llama
 
 UNITS = REPOSITORY / "deploy" / "systemd"
-HUB, KEEPER = "penstock-hub.service", "penstock-keeper@.service"
+HUB, CACHE = "penstock-hub.service", "penstock-cache@.service"
 MAX_EXPOSURE = 25
 """Of `systemd-analyze security`, from 0 to 100; a service without any restriction has 96."""
 
@@ -51,10 +51,10 @@ def command_of(unit: str, environ: dict[str, str]) -> list[str]:
     return words
 
 
-EXAMPLE = variables(UNITS / "keeper-example.env")
+EXAMPLE = variables(UNITS / "cache-example.env")
 
 
-@pytest.mark.parametrize(("unit", "environ"), [(HUB, {}), (KEEPER, EXAMPLE)], ids=["hub", "keeper"])
+@pytest.mark.parametrize(("unit", "environ"), [(HUB, {}), (CACHE, EXAMPLE)], ids=["hub", "cache"])
 def test_commands_and_variables_exist(unit: str, environ: dict[str, str]) -> None:
     _, name, *words = command_of(unit, environ)
     typer.main.get_command(app).commands[name].make_context(name, words)
@@ -67,10 +67,10 @@ def test_commands_and_variables_exist(unit: str, environ: dict[str, str]) -> Non
 
 
 def test_commented_settings_describe_a_fleet() -> None:
-    text = (UNITS / "keeper-example.env").read_text(encoding="utf-8")
+    text = (UNITS / "cache-example.env").read_text(encoding="utf-8")
     fleet = dict(line[1:].split("=", 1) for line in text.splitlines() if re.match(r"#[A-Z_]+=", line))
     Settings.read({name: value for name, value in fleet.items() if name.startswith("PENSTOCK_")})
-    _, name, *words = command_of(KEEPER, {**EXAMPLE, **fleet})
+    _, name, *words = command_of(CACHE, {**EXAMPLE, **fleet})
     context = typer.main.get_command(app).commands[name].make_context(name, words)
     assert context.params["listen"] == "10.0.0.7:7071"
 
@@ -93,7 +93,7 @@ def host(tmp_path: Path) -> Iterator[Container]:
     settings.chmod(0o755)
     # RuntimeDirectory= of the unit, which systemd makes.
     shutil.chown(runtime, 10001, 10001)
-    runtime.chmod(int(value_of(KEEPER, "RuntimeDirectoryMode")[0], 8))
+    runtime.chmod(int(value_of(CACHE, "RuntimeDirectoryMode")[0], 8))
     mounts = [
         Mount(source=programs, target="/opt/penstock/bin", read_only=True),
         Mount(source=UNITS, target="/etc/systemd/system", read_only=True),
@@ -112,7 +112,7 @@ def run(host: Container, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_units_are_valid_and_confined(host: Container) -> None:
-    for unit in (HUB, KEEPER.replace("@", "@llama")):
+    for unit in (HUB, CACHE.replace("@", "@llama")):
         done = run(host, "systemd-analyze", "verify", "--man=no", f"/etc/systemd/system/{unit}")
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
         path = f"/etc/systemd/system/{unit.replace('@llama', '@')}"
@@ -128,9 +128,9 @@ def test_cache_service_starts_as_user_and_drains(host: Container, tmp_path: Path
     user = run(host, "id", "penstock").stdout
     assert user.startswith("uid=10001(penstock) gid=10001(penstock)")
     settings = {**EXAMPLE, "WEIGHTS": "/etc/penstock/llama"}
-    fixed = dict(word.split("=", 1) for word in value_of(KEEPER, "Environment")[0].split())
+    fixed = dict(word.split("=", 1) for word in value_of(CACHE, "Environment")[0].split())
     environ = {**PATH, **fixed, **settings}
-    words = host.command(command_of(KEEPER, settings), environ=environ, uid=10001, gid=10001, capabilities=[])
+    words = host.command(command_of(CACHE, settings), environ=environ, uid=10001, gid=10001, capabilities=[])
     with open(tmp_path / "log", "wb") as log, subprocess.Popen(words, stdout=log, stderr=log) as keeper:
         deadline = time.monotonic() + 60
         while "keeping llama-3-8b" not in (said := (tmp_path / "log").read_text()):

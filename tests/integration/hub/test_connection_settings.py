@@ -64,7 +64,9 @@ def test_verbs_read_hub_and_token_from_environment(variables: None, hub: str, tm
         joined = {one.id for one in (fleet.member, keeper.member, publisher.member, subscriber.member)}
         assert joined == {one.member for one in ps.hub.status().members}
         assert ps.hub.why("m").lines
-        with pytest.raises(ps.NotFound, match="no keeper on this host has 'm'"):  # the hub was asked, with the token
+        with pytest.raises(
+            ps.NotFound, match="no weight cache on this host has 'm'"
+        ):  # the hub was asked, with the token
             ps.cache.attach("m", timeout_s=0.0)
         explicit = ps.ConnectionSettings(hub=hub, token=TOKEN)
         assert joined == {one.member for one in ps.hub.status(connection=explicit).members}
@@ -94,7 +96,7 @@ def test_conversion_into_cache_uses_command_hub(hub: str, token_file: Path, tmp_
     source = tmp_path / "llama"
     write_llama(source, total_bytes=2 * MIB)
     options = ["--hub", hub, "--token-file", str(token_file), "--devices", "cpu", "--workers", "1"]
-    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "keeper:f32", "--to", "cast:F32"]
+    command = [sys.executable, "-m", "penstock.cli.main", "convert", str(source), "cache:f32", "--to", "cast:F32"]
     with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -118,4 +120,4 @@ def test_conversion_into_directory_needs_hub_for_token(tmp_path: Path) -> None:
 
 def test_conversion_into_directory_refuses_listen_address(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "out"), "--listen", "127.0.0.1:0"])
-    assert isinstance(done.exception, ps.ConfigError) and "keeper:MODEL" in str(done.exception)
+    assert isinstance(done.exception, ps.ConfigError) and "cache:MODEL" in str(done.exception)

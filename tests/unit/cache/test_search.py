@@ -35,7 +35,7 @@ def kept(gpu: int, revision: str = "w1-a", tier: str = "") -> HoldingState:
 def found(device: torch.device | None, *holdings: HoldingState) -> list[HoldingState]:
     members = [SimpleNamespace(member=str(n), host=host_id(), holdings=(h,)) for n, h in enumerate(holdings)]
     hub: Any = SimpleNamespace(member="me", status=lambda model: SimpleNamespace(members=members))
-    return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0, Timing())._keepers()]
+    return [holding for _, holding in _Search(hub, _Wanted(model="llama", device=device), 1.0, Timing())._caches()]
 
 
 def test_search_finds_model_on_wanted_gpu_only() -> None:

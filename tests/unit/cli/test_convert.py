@@ -126,7 +126,7 @@ def test_dry_run_uses_machine_rates(tmp_path: Path, capsys) -> None:
 
 def test_dry_run_into_cache_has_one_file(tmp_path: Path, capsys) -> None:
     write_llama(tmp_path / "llama", total_bytes=2 * MIB, fp8=False)
-    for into, is_one in ("keeper:made", True), (str(tmp_path / "out"), False):
+    for into, is_one in ("cache:made", True), (str(tmp_path / "out"), False):
         with pytest.raises(SystemExit) as caught:
             run(["convert", str(tmp_path / "llama"), into, "--shard-bytes", "500K", "--dry-run", "--format", "json"])
         assert not caught.value.code

@@ -69,7 +69,7 @@ def from_pretrained(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
     trace: str | os.PathLike[str] | None = None,
-    keeper: bool | str = False,
+    weight_cache: bool | str = False,
     **options: Any,
 ) -> Any:
     """Return the model that `model_class.from_pretrained(name_or_uri, **options)` returns, read through Penstock.
@@ -93,8 +93,8 @@ def from_pretrained(
         progress: See `penstock.load`. It applies only if the model is filled in place. Otherwise transformers shows its
             own bar.
         trace: See `penstock.load`. It applies only if the model is filled in place.
-        keeper: Use finished parameters that a keeper on this host has from an earlier process with the same model,
-            options and versions, without a copy. Otherwise load, and hand the parameters over (see
+        weight_cache: Use processed parameters that a weight cache on this host has from an earlier process with the
+            same model, options and versions, without a copy. Otherwise load, and hand the parameters over (see
             `penstock.cache.cache_parameters`). They are kept under `NAME.KEY`. The name is this text, or the model's if
             it is True. The key is a digest of the model, options and versions.
         options: Options of transformers, such as `config`, `dtype`, `device_map`, `tp_plan`, `distributed_config`,
@@ -104,7 +104,8 @@ def from_pretrained(
         NotFound: There is no `config.json`.
         MissingExtra: transformers 5 is not installed.
         ConfigError: `trace`, or `verify=True` for a local directory, is given for a model that is not filled in place.
-            Or `keeper` is given with options or a model whose parameters cannot be kept. The message names the cause.
+            Or `weight_cache` is given with options or a model whose parameters cannot be kept. The message names the
+            cause.
         PeerLost: Another rank of the group failed.
         PenstockError: See `patched_libraries` and `penstock.load_into`. transformers' own errors are raised too.
     """
@@ -118,10 +119,10 @@ def from_pretrained(
         "progress": progress,
         "trace": trace,
     }
-    if keeper:
+    if weight_cache:
         if group is not None:
-            raise ConfigError("keeper= cannot be used with group=", hint="let each rank attach, without group=")
-        return _kept(model_class, name, keeper, options, arguments)
+            raise ConfigError("weight_cache= cannot be used with group=", hint="let each rank attach, without group=")
+        return _kept(model_class, name, weight_cache, options, arguments)
     if group is not None:
         why = "the ranks of a group read it together"
     elif os.path.isdir(name) or (is_remote(name) and not name.startswith(_HUB)):
@@ -285,7 +286,7 @@ class _Plain:
     """Revision of the checkpoint."""
 
     def key(self) -> Key:
-        """Return the key of the model's finished parameters, which covers everything that they depend on."""
+        """Return the key of the model's processed parameters, which covers everything that they depend on."""
         from penstock_compile_cache.key import key_of
 
         # Leave out the place that it was read from, because the same model elsewhere has the same parameters.
@@ -383,8 +384,10 @@ def _filled(
     return model.eval(), ""
 
 
-def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]) -> Any:
-    """Return the model with a keeper's finished parameters. If there are none, load it and hand them over."""
+def _kept(
+    model_class: Any, uri: str, weight_cache: bool | str, options: dict[str, Any], arguments: Mapping[str, Any]
+) -> Any:
+    """Return the model with a weight cache's processed parameters. If there are none, load it and hand them over."""
     import torch
     from transformers import initialization
 
@@ -393,16 +396,17 @@ def _kept(model_class: Any, uri: str, keeper: bool | str, options: dict[str, Any
 
     if not (os.path.isdir(uri) or is_remote(uri)) or uri.startswith(_HUB):
         hint = "give a directory or a prefix of an object store"
-        raise ConfigError("keeper= cannot be used for names on a hub", uri=uri, hint=hint)
+        raise ConfigError("weight_cache= cannot be used for names on a hub", uri=uri, hint=hint)
     storage_options = arguments["storage_options"]
     with _local_files(uri, storage_options) as files:
         plain = _plain(model_class, uri, files, options, storage_options)
         if isinstance(plain, str):
-            raise ConfigError(f"the model's parameters cannot be kept: {plain}", uri=uri, hint="leave out keeper=")
+            message = f"the model's parameters cannot be kept: {plain}"
+            raise ConfigError(message, uri=uri, hint="leave out weight_cache=")
         config, concrete, device, kind = plain.config, plain.concrete, plain.device, plain.dtype
         key = plain.key()
         # Add the key to the user's name too, because another checkpoint may have tensors of the same names and shapes.
-        name = f"{keeper if isinstance(keeper, str) else model_name(uri)}.{key.id}"
+        name = f"{weight_cache if isinstance(weight_cache, str) else model_name(uri)}.{key.id}"
         try:
             with contextlib.ExitStack() as stack:
                 attached = stack.enter_context(

@@ -1,4 +1,4 @@
-"""SGLang's `--load-format penstock`: weights from any URI, through `penstock.stream`, a fleet, a keeper or a sync.
+"""SGLang's `--load-format penstock`: weights from any URI, through `penstock.stream`, a fleet, a weight cache or a sync.
 
 SGLang's entry points call `register` and `register_runai` in each of its processes. `--model-loader-extra-config`
 carries options. The loader is a subclass of SGLang's default one, which still maps names, quantises, and checks the

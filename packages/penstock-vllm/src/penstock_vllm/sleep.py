@@ -190,7 +190,7 @@ class WorkerSleep:
             self._whole(str(engine.installed))
         else:
             # No version was ever installed, so load the weights that the engine was started with. With `--load-format
-            # penstock` they come from a keeper, a fleet or storage.
+            # penstock` they come from a weight cache, a fleet or storage.
             self._worker.reload_weights()
 
     def reload_weights(self, original: Callable[..., None], *arguments: Any, **named: Any) -> None:

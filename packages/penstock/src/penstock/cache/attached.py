@@ -1,9 +1,9 @@
-"""The API for engines: `attach` to weights that a keeper of this host holds, without a copy.
+"""The API for engines: `attach` to weights that a cache of this host holds, without a copy.
 
-In: a model's name. Out: tensors over the keeper's memory, and perhaps a module whose parameters they are.
+In: a model's name. Out: tensors over the cache's memory, and perhaps a module whose parameters they are.
 Not here: keeping (`weight_cache`), mapping one region (`transport.mapped_region`), renewing the lease (`lease`).
 
-    hub: keepers on this host --> keeper's server: lease, map, table, digests --> map --> compare --> tensors
+    hub: caches on this host --> cache's server: lease, map, table, digests --> map --> compare --> tensors
 
 The lease is renewed while any of the tensors lives: each tensor refers to its mapped region, and each region to one
 `LeaseOwner`, whose finalizer releases the lease.
@@ -80,7 +80,7 @@ class _SeveralRevisions(ConfigError):
 
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
-"""Errors worth a retry: a keeper starts, stops or still loads. Other errors, and refusals by the hub, are permanent."""
+"""Errors worth a retry: a cache starts, stops or still loads. Other errors, and refusals by the hub, are permanent."""
 
 NOT_USABLE: tuple[type[PenstockError], ...] = (
     ConfigError,
@@ -102,7 +102,7 @@ class AttachReport(Summarised):
     model: str
     key: str
     revision: str
-    """`w1-`: the root of the keeper's digests."""
+    """`w1-`: the root of the cache's digests."""
     num_tensors: int
     nbytes: int
     device: str
@@ -112,12 +112,12 @@ class AttachReport(Summarised):
     phases: Mapping[str, float]
     """Seconds of `find`, `lease`, `map`, `verify`; they sum to `wall_s`."""
     verified: bool
-    """True if every byte was digested here and compared; False (`verify=False`): only the keeper verified it."""
+    """True if every byte was digested here and compared; False (`verify=False`): only the cache verified it."""
 
     def summary(self) -> str:
         """Return a few lines for people."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
-        checked = "verified here" if self.verified else "not verified here (verify=False), only by the keeper"
+        checked = "verified here" if self.verified else "not verified here (verify=False), only by the weight cache"
         return (
             f"{self.model}: {self.num_tensors} tensors, {bytes_text(self.nbytes)} on {self.device} in "
             f"{self.wall_s:.3f} s, no copy: {phases}\n{self.path}; {checked}; revision {self.revision[:19]}"
@@ -125,13 +125,13 @@ class AttachReport(Summarised):
 
 
 class Attached(Closeable, Mapping[str, torch.Tensor]):
-    """Tensors by name over a keeper's memory. Made by `attach`; a context manager that releases the lease.
+    """Tensors by name over a cache's memory. Made by `attach`; a context manager that releases the lease.
 
     Attributes:
         report: report of the attach.
 
     Ownership: the memory stays mapped, and the lease is renewed, while this object or any of its tensors lives. After
-        `close`, or if `lease_state` is `lost`, host memory still stays mapped while a tensor lives. The keeper may free
+        `close`, or if `lease_state` is `lost`, host memory still stays mapped while a tensor lives. The cache may free
         device memory then, so it must not be used any more.
     """
 
@@ -160,17 +160,17 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
     def lease_state(self) -> LeaseState:
         """State of the lease, a few seconds old at most; see `LeaseState`.
 
-        `draining`: the keeper is shutting down or dropping the model; the engine should detach. `damaged`: the keeper
-        found that bytes of this memory changed. Stop using it, close this object and attach again: the keeper loads
+        `draining`: the cache is shutting down or dropping the model; the engine should detach. `damaged`: the cache
+        found that bytes of this memory changed. Stop using it, close this object and attach again: the cache loads
         the model into other memory in the meantime.
         """
         return self._renewal.state
 
     def check(self) -> None:
-        """Raise an error unless the keeper lives and the memory is unchanged. Costs microseconds.
+        """Raise an error unless the cache lives and the memory is unchanged. Costs microseconds.
 
         Raises:
-            PeerLost: the keeper ended. StaleDescriptor: it changed or freed the memory.
+            PeerLost: the cache ended. StaleDescriptor: it changed or freed the memory.
             IntegrityError: it found that bytes changed in this memory: `lease_state` is `damaged`.
         """
         if self._renewal.state is LeaseState.DAMAGED:
@@ -195,7 +195,7 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
         bind_parameters(module, self._tensors, strict=strict)
 
     def close(self) -> None:
-        """Release the lease, so that the keeper need not wait for this process. Idempotent; see Ownership."""
+        """Release the lease, so that the cache need not wait for this process. Idempotent; see Ownership."""
         self._renewal.close()
 
 
@@ -213,26 +213,26 @@ def attach(
 
     Args:
         model: the name under which they are kept.
-        connection: the keeper's hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the
+        connection: the cache's hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the
             hub of this host. See `ConnectionSettings`.
         device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
         revision: only this revision, or a unique prefix of it; None: the one that is kept.
-        verify: digest every mapped chunk and compare it with the keeper's digests and the revision. On a device this
+        verify: digest every mapped chunk and compare it with the cache's digests and the revision. On a device this
             takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/serve/weight-cache.md. False: trust
-            the keeper, which verified every chunk on arrival and checks one again with each heartbeat.
-        timeout_s: seconds to wait for a keeper that is not running or still loads. A hub that moves to another process
-            takes half of the default. A model in another tier is waited for as long as the keeper is bringing it back.
+            the cache, which verified every chunk on arrival and checks one again with each heartbeat.
+        timeout_s: seconds to wait for a cache that is not running or still loads. A hub that moves to another process
+            takes half of the default. A model in another tier is waited for as long as the cache is bringing it back.
 
     Returns:
         Tensors by name. They must not be written to: on the host a write is visible in this process only (and takes
         memory of its own), on a device in every engine.
 
     Raises:
-        NotFound: no keeper on this host has the model after `timeout_s`.
+        NotFound: no cache on this host has the model after `timeout_s`.
         ConfigError: the weights cannot be mapped here (another device; device memory without file descriptors, from
             another container), or there are several revisions.
-        IntegrityError: the bytes mapped here differ from the digests while the keeper's do not; or the digests are not
-            of the revision. If the keeper's own bytes changed, it loads the model again, and this call waits for it.
+        IntegrityError: the bytes mapped here differ from the digests while the cache's do not; or the digests are not
+            of the revision. If the cache's own bytes changed, it loads the model again, and this call waits for it.
         HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
@@ -266,7 +266,7 @@ class _Wanted:
     def is_complete(self, holding: HoldingState) -> bool:
         """Return whether a holding is kept and complete, on the wanted kind of device."""
         kind = holding.device.partition(":")[0]
-        # In another tier it is not `whole` now, but the keeper brings it back for a lease.
+        # In another tier it is not `whole` now, but the cache brings it back for a lease.
         is_whole = holding.state == "whole" or bool(holding.tier)
         return holding.kept and is_whole and (self.device is None or self.device.type == kind)
 
@@ -278,7 +278,7 @@ class _Wanted:
 def _attach(
     wanted: _Wanted, connection: ConnectionSettings, timing: Timing, *, verify: bool, wait_s: float
 ) -> Attached:
-    """Attach to a keeper; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
+    """Attach to a cache; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
     model = wanted.model
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     deadline = time.monotonic() + wait_s
@@ -291,15 +291,15 @@ def _attach(
                 # Looked up at each attempt: the host's own hub moves to another process when its host ends.
                 url = (connection.hub or find_hub() or "").rstrip("/")
                 if not url:
-                    raise NotFound(f"no keeper has {model!r}: no hub runs on this host", hint=_HINT)
+                    raise NotFound(f"no weight cache has {model!r}: no hub runs on this host", hint=_HINT)
                 with HubClient.connect(url, connection.token, timeout_s=left) as client:
                     search = _Search(client, wanted, stall_s, timing)
                     return search.attach(phases, verify)
             except SourceBusy:
-                # The keeper is bringing the model back from another tier; that takes as long as the tier needs.
+                # The cache is bringing the model back from another tier; that takes as long as the tier needs.
                 deadline = max(deadline, time.monotonic() + stall_s)
             except _PASSING as error:
-                # A refusal by the hub itself stays one: the token is wrong. A refusal by a keeper may be an old grant.
+                # A refusal by the hub itself stays one: the token is wrong. A refusal by a cache may be an old grant.
                 is_refused = isinstance(error, PermissionDenied) and error.uri == url
                 if is_refused or time.monotonic() >= deadline:
                     raise
@@ -310,7 +310,7 @@ _HINT = "start `penstock cache URI`, or load the weights: penstock.load, fleet.f
 
 
 class _Search:
-    """An attempt to find a keeper and attach to it."""
+    """An attempt to find a cache and attach to it."""
 
     def __init__(self, hub: HubClient, wanted: _Wanted, stall_s: float, timing: Timing) -> None:
         self._hub = hub
@@ -321,14 +321,14 @@ class _Search:
         self._timing = timing
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
-        """Attach to the first suitable keeper. Raises the last keeper's error if none is suitable."""
+        """Attach to the first suitable cache. Raises the last cache's error if none is suitable."""
         phases.enter("find")
-        keepers = self._keepers()
+        caches = self._caches()
         # The hub gives grants to members only. The address leads nowhere: this process serves nothing.
         self._hub.hello(Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching"))
         last: PenstockError | None = None
         try:
-            for member, holding in keepers:
+            for member, holding in caches:
                 try:
                     return self._from(member, holding, phases, verify)
                 except (*_PASSING, SourceBusy, ConfigError) as error:
@@ -340,12 +340,12 @@ class _Search:
         assert last is not None
         raise last
 
-    def _keepers(self) -> list[tuple[str, HoldingState]]:
+    def _caches(self) -> list[tuple[str, HoldingState]]:
         """Return members of this host that keep the complete model on the wanted device."""
         # Others are listed in the error: a model on another device, or still loading, explains why there is none.
         others = []
         here = host_id()
-        keepers = []
+        caches = []
         on_another_gpu = []
         num_elsewhere = 0
         for member in self._hub.status(self._model).members:
@@ -356,27 +356,27 @@ class _Search:
                     num_elsewhere += holding.kept
                     continue
                 if self._wanted.is_ready(holding):
-                    keepers.append((member.member, holding))
+                    caches.append((member.member, holding))
                 elif self._wanted.is_complete(holding):
                     on_another_gpu.append(holding)
                 others.append(f"{'kept' if holding.kept else 'not kept'}, {holding.state}, on {holding.device}")
-        if not keepers and on_another_gpu:
+        if not caches and on_another_gpu:
             _device_here(on_another_gpu[0], self._wanted.device)
-        if not keepers:
+        if not caches:
             listed = f" (here: {'; '.join(others[:4])})" if others else ""
             if num_elsewhere:
-                listed += f"; keepers on other hosts, or with another PENSTOCK_RUNTIME_DIR: {num_elsewhere}"
-            raise NotFound(f"no keeper on this host has {self._model!r} as requested{listed}", hint=_HINT)
-        revisions = sorted({holding.revision for _, holding in keepers})
+                listed += f"; weight caches on other hosts, or with another PENSTOCK_RUNTIME_DIR: {num_elsewhere}"
+            raise NotFound(f"no weight cache on this host has {self._model!r} as requested{listed}", hint=_HINT)
+        revisions = sorted({holding.revision for _, holding in caches})
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
             raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
-        return keepers
+        return caches
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
-        """Get a lease from one keeper, map its memory and verify it."""
+        """Get a lease from one cache, map its memory and verify it."""
         phases.enter("lease")
-        # To the hub we are a reader that has no chunk yet of the keeper's weights; `source` asks for this keeper only.
+        # To the hub we are a reader that has no chunk yet of the cache's weights; `source` asks for this cache only.
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
         reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=empty, source=member))
         if not reply.upstreams:
@@ -385,9 +385,11 @@ class _Search:
         try:
             peer.lease(attach=True)
             layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
-            # The map and the log are two requests: between them the keeper may have begun to change the memory.
+            # The map and the log are two requests: between them the cache may have begun to change the memory.
             if log.state != "whole" or log.generation != where.generation:
-                raise StaleDescriptor("the keeper is changing this memory: attach again", uri=f"penstock:{member}")
+                raise StaleDescriptor(
+                    "the weight cache is changing this memory: attach again", uri=f"penstock:{member}"
+                )
             phases.enter("map")
             leaves = leaves_in(layout, log)
             regions = map_regions(where, _device_here(holding, self._wanted.device))
@@ -398,12 +400,12 @@ class _Search:
             for region in regions:
                 region.check()
             if wrong is not None and len(wrong):
-                # If the keeper's own bytes are wrong, this raises, and the keeper loads the model again. A keeper of an
+                # If the cache's own bytes are wrong, this raises, and the cache loads the model again. A cache of an
                 # earlier version has no such request.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
                 message = f"chunk {int(wrong[0])} of {self._model!r} differs from its digest as it is mapped here"
-                hint = "the keeper's own bytes are right: test this host's memory, and report the mapping"
+                hint = "the weight cache's own bytes are right: test this host's memory, and report the mapping"
                 raise IntegrityError(message, uri=f"penstock:{holding.key}", hint=hint)
         except BaseException:
             peer.close()
@@ -436,7 +438,7 @@ class _Search:
 
 
 def _device_here(holding: HoldingState, wanted: torch.device | None) -> int | None:
-    """Return this process's number of a keeper's GPU; None for the host. Raises ConfigError if not usable here."""
+    """Return this process's number of a cache's GPU; None for the host. Raises ConfigError if not usable here."""
     if holding.device == "cpu":
         return None
     # By the GPU's id: under another CUDA_VISIBLE_DEVICES the same GPU has another number in each process.
@@ -446,7 +448,7 @@ def _device_here(holding: HoldingState, wanted: torch.device | None) -> int | No
                 return number
             message = f"the model is kept on cuda:{number}, not on {wanted}"
             raise ConfigError(message, hint="keep it there, too, or fetch it")
-    hint = "compare CUDA_VISIBLE_DEVICES of the keeper and of this process"
+    hint = "compare CUDA_VISIBLE_DEVICES of the weight cache and of this process"
     raise ConfigError(f"the model is kept on GPU {holding.device_id}, which this process does not see", hint=hint)
 
 
@@ -457,27 +459,29 @@ MAX_THREADS = 16
 
 
 def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
-    """Return the keeper's digests in the order of the layout. Raises FormatError unless every leaf has one."""
+    """Return the cache's digests in the order of the layout. Raises FormatError unless every leaf has one."""
     chunks = decode_column(log.chunks, "<u4")
     digests = decode_digests(log.leaves)
     count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
-        raise FormatError(f"a keeper's log names {len(chunks)} chunks of {count}")
+        raise FormatError(f"a weight cache's log names {len(chunks)} chunks of {count}")
     leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
     # Every chunk is named once, so there is a digest for each leaf.
     if len(leaves) != len(digests):
-        raise FormatError(f"a keeper's log has {len(digests)} digests for {len(leaves)} leaves")
+        raise FormatError(f"a weight cache's log has {len(digests)} digests for {len(leaves)} leaves")
     leaves[layout.chunks.leaves_of(chunks)] = digests
     return leaves
 
 
 def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
-    """Map every region of the keeper's weights. Raises ConfigError if one has no descriptor that can be mapped."""
+    """Map every region of the cache's weights. Raises ConfigError if one has no descriptor that can be mapped."""
     regions = []
     for offered in where.regions:
         name = next((name for name in NEAREST if name in offered), None)
         if name is None:
-            raise ConfigError(f"the keeper's memory is reached by {', '.join(offered)} only, which cannot be mapped")
+            raise ConfigError(
+                f"the weight cache's memory is reached by {', '.join(offered)} only, which cannot be mapped"
+            )
         regions.append(map_region(decode(offered[name]), device=device))
     return regions
 
@@ -534,7 +538,7 @@ def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence
     Cost: reads all of the memory; on the host with one thread for each core of the process, 16 at most.
     """
     mapped = LocalWeights(holding.identity, layout, rows, leaves=leaves)
-    # Digests that the keeper made up would agree with any bytes: they must give the revision that the caller knows.
+    # Digests that the cache made up would agree with any bytes: they must give the revision that the caller knows.
     mapped.check_revision(holding.revision)
     chunks = np.arange(layout.chunks.num_chunks)
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
@@ -593,7 +597,7 @@ def match_parameters(
             raise sources_differ(first, name)
     if strict:
         left = [name for name, target in state.items() if _memory_of(target) not in bound and target.numel()]
-        faults += [f"{name}: the keeper has no such tensor" for name in left]
+        faults += [f"{name}: the weight cache has no such tensor" for name in left]
     if faults:
         more = f" (and {len(faults) - 10} more)" if len(faults) > 10 else ""
         message = f"{len(faults)} tensors do not fit: {'; '.join(faults[:10])}{more}"

@@ -1,12 +1,12 @@
-"""Finished parameters: what an engine made of a checkpoint (fused, sharded, cast) is kept for the next engine like it.
+"""Processed parameters: what an engine made of a checkpoint (fused, sharded, cast) is kept for the next engine like it.
 
-In: a module whose parameters are finished, and a name for them. Out: the same module over the keeper's memory.
+In: a module with processed parameters, and a name for them. Out: the same module over the cache's memory.
 Not here: keeping (`weight_cache`), attaching (`attached`), the names by which engines look for them (adapters).
 
-    engine: offer --HandOver--> keeper: fetch from the engine, verify, keep
+    engine: offer --HandOver--> cache: fetch from the engine, verify, keep
     engine: attach, bind its module to the kept memory, leave: its own memory is free
 
-The keeper listens at its Unix socket, in a directory that only this user can enter; the file `accepts` there
+The cache listens at its Unix socket, in a directory that only this user can enter; the file `accepts` there
 names the device whose parameters it takes. It takes bytes only from members of the fleet, by grants of the hub.
 """
 
@@ -45,9 +45,9 @@ from penstock.peer.local_weights import device_id
 from penstock.peer.server import MAX_BODY_BYTES, SOCKET_NAME, Query
 
 HANDLER = "keep"
-"""Name of the requests at the keeper's server."""
+"""Name of the requests at the cache's server."""
 ACCEPTS = "accepts"
-"""File beside a keeper's socket with the id of the device that it takes parameters for."""
+"""File beside a cache's socket with the id of the device that it takes parameters for."""
 _SHOWN = 3
 
 
@@ -69,17 +69,17 @@ class HandOver(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandOverState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a request at the keeper."""
+    """The state of a request at the cache."""
 
     state: Literal["filling", "kept", "failed"]
     error: str = ""
     hint: str = ""
     minimum_bytes: int = 0
-    """If the keeper's limit is too small: what it would have to be."""
+    """If the cache's limit is too small: what it would have to be."""
 
 
 class HandOverHandler:
-    """The keeper's side: starts to keep what is handed over, in a thread, and tells its state. See `RequestHandler`.
+    """The cache's side: starts to keep what is handed over, in a thread, and tells its state. See `RequestHandler`.
 
     Args:
         keep: keeps what a request names; called by the executor's thread, once for each request that is new.
@@ -102,7 +102,7 @@ class HandOverHandler:
             try:
                 self._started[wanted.key] = self._executor.submit(self._keep, wanted)
             except RuntimeError as error:
-                raise NotFound("this keeper is leaving") from error
+                raise NotFound("this weight cache is leaving") from error
             return HandOverState(state="filling")
         if not running.done():
             return HandOverState(state="filling")
@@ -129,7 +129,7 @@ def cache_parameters(
     connection: ConnectionSettings | str | None = None,
     verify: bool = True,
 ) -> Attached:
-    """Give a module's parameters to the keeper of this host, and bind the module to the kept memory.
+    """Give a module's parameters to the cache of this host, and bind the module to the kept memory.
 
     The next process with the same module calls `attach(model)` and `attach_into(module)`: it needs no checkpoint, no
     loader and no copy.
@@ -138,19 +138,19 @@ def cache_parameters(
         module: its parameters and persistent buffers are finished; contiguous, on one device. Tied ones stay tied.
         model: the name under which they are kept. It must tell apart whatever makes parameters differ: the revision of
             the checkpoint, the engine and its version, dtype, quantisation, the rank.
-        connection: as of `join`; the keeper must be at the same hub.
+        connection: as of `join`; the cache must be at the same hub.
         verify: digest the kept bytes in this process, too, before the module is bound to them; see `attach`.
 
     Returns:
         The attached weights. The module holds them; close this, or drop it, with the module.
 
     Raises:
-        NotFound: no keeper on this host accepts parameters for this device: `penstock cache --accept`.
+        NotFound: no cache on this host accepts parameters for this device: `penstock cache --accept`.
         PlanError: a tensor is of a class of its own, as quantised ones are, or is not contiguous.
-        BudgetTooSmall: the keeper's `memory_bytes` has no room. OperationFailed: it could not keep them; says why.
+        BudgetTooSmall: the cache's `memory_bytes` has no room. OperationFailed: it could not keep them; says why.
         PenstockError: as `join` and `attach`. The module is as it was before.
 
-    Cost: the keeper copies the bytes once; until the module is bound, this host has them twice.
+    Cost: the cache copies the bytes once; until the module is bound, this host has them twice.
     """
     require_name("model", model)
     require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
@@ -162,11 +162,11 @@ def cache_parameters(
         )
     device = devices.pop()
     connection = resolve_connection(connection)
-    server = _keeper_of(device)
+    server = _cache_of(device)
     with join(model, connection=connection) as fleet:
         fleet.offer(tensors)
         (offered,) = fleet.member.weights
-        # Before the keeper has stored anything: what cannot be bound afterwards need not be kept.
+        # Before the cache has stored anything: what cannot be bound afterwards need not be kept.
         kept = {name: tensors[name] for name in offered.layout.table.names}
         match_parameters(module, kept, strict=True)
         nbytes = needed_bytes([*offered.layout.table.nbytes.tolist(), 0])
@@ -195,21 +195,21 @@ def _plain_tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def _servers(device: torch.device) -> Iterator[Path]:
-    """Yield the sockets of keepers of this host that accept parameters for a device."""
+    """Yield the sockets of caches of this host that accept parameters for a device."""
     wanted = device_id(device)
     for marker in sorted(private_directory().glob(f"p-*/{ACCEPTS}")):
         socket = marker.with_name(SOCKET_NAME)
         try:
             accepts = marker.read_text(encoding="utf-8")
         except OSError:
-            # The keeper ended just now.
+            # The cache ended just now.
             continue
         if accepts == wanted and not private_socket_fault(str(socket)):
             yield socket
 
 
-def _keeper_of(device: torch.device) -> Path:
-    """Return the socket of the first keeper that accepts parameters for a device and answers."""
+def _cache_of(device: torch.device) -> Path:
+    """Return the socket of the first cache that accepts parameters for a device and answers."""
     for socket in _servers(device):
         with ControlConnection(over_unix(str(socket)), "localhost") as connection:
             try:
@@ -219,11 +219,11 @@ def _keeper_of(device: torch.device) -> Path:
             if status == HTTPStatus.NO_CONTENT:
                 return socket
     hint = "start `penstock cache --accept`, with the same user and PENSTOCK_RUNTIME_DIR"
-    raise NotFound(f"no keeper on this host accepts parameters for {device}", hint=hint)
+    raise NotFound(f"no weight cache on this host accepts parameters for {device}", hint=hint)
 
 
 def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None:
-    """Ask a keeper to keep what this process offers, and wait until it does. Raises the reason against it."""
+    """Ask a cache to keep what this process offers, and wait until it does. Raises the reason against it."""
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     body = msgspec.msgpack.encode(wanted)
     with ControlConnection(over_unix(str(server)), "localhost") as control:
@@ -232,17 +232,19 @@ def _ask(server: Path, wanted: HandOver, connection: ConnectionSettings) -> None
                 status, answer = control.request("POST", f"/v1/{HANDLER}", body, timeout_s=stall_s)
             except OSError as error:
                 hint = "look at its log"
-                raise OperationFailed(f"the keeper does not answer: {error}", uri=str(server), hint=hint) from error
+                raise OperationFailed(
+                    f"the weight cache does not answer: {error}", uri=str(server), hint=hint
+                ) from error
             if status != HTTPStatus.OK:
-                raise OperationFailed(f"the keeper refuses: {_fault(answer)}", uri=str(server))
+                raise OperationFailed(f"the weight cache refuses: {_fault(answer)}", uri=str(server))
             said = msgspec.msgpack.decode(answer, type=HandOverState)
             if said.state == "kept":
                 return
             if said.minimum_bytes:
                 raise BudgetTooSmall(said.error, minimum_bytes=said.minimum_bytes)
             if said.state == "failed":
-                raise OperationFailed(f"the keeper could not keep it: {said.error}", hint=said.hint or None)
-            # Bounded by the keeper's fetch, which ends when no byte comes for its stall deadline.
+                raise OperationFailed(f"the weight cache could not keep it: {said.error}", hint=said.hint or None)
+            # Bounded by the cache's fetch, which ends when no byte comes for its stall deadline.
             time.sleep(attached.TIMING.cache_pause_s)
 
 

@@ -1,7 +1,7 @@
-"""Renew the lease of a keeper's memory in a thread until it is released, and report the keeper's state meanwhile.
+"""Renew the lease of a cache's memory in a thread until it is released, and report the cache's state meanwhile.
 
 In: a `PeerClient` with a lease. Out: the state of the lease.
-Not here: mapping it (`attached`), the keeper's side (`peer.server`).
+Not here: mapping it (`attached`), the cache's side (`peer.server`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class LeaseState(StrEnum):
 
     KEPT = "kept"
     DRAINING = "draining"
-    """The keeper waits for its engines to detach."""
+    """The cache waits for its engines to detach."""
     DAMAGED = "damaged"
-    """The keeper found that bytes changed in this memory. Lost memory still has the right bytes, so this is worse."""
+    """The cache found that bytes changed in this memory. Lost memory still has the right bytes, so this is worse."""
     LOST = "lost"
-    """The keeper ended or revoked the lease."""
+    """The cache ended or revoked the lease."""
     GIVEN_BACK = "given back"
     """Released by this process."""
 
@@ -77,7 +77,7 @@ class LeaseRenewal:
                     # The request renews the lease, and its answer tells the state of the memory.
                     reply = peer.log(self._serial, 0.0)
                 except SourceStalled:
-                    # A stopped keeper process still holds its memory, so the tensors stay valid.
+                    # A stopped cache process still holds its memory, so the tensors stay valid.
                     continue
                 except PermissionDenied as error:
                     self._become(LeaseState.LOST, f"the lease ran out: {error.message}")
@@ -86,12 +86,12 @@ class LeaseRenewal:
                     self._become(LeaseState.LOST, error.message)
                     return
                 if reply.state == "damaged":
-                    # Renew it all the same: on a device the keeper frees this memory as soon as the lease ends.
-                    why = "bytes of this memory changed after the keeper had verified them"
+                    # Renew it all the same: on a device the cache frees this memory as soon as the lease ends.
+                    why = "bytes of this memory changed after the weight cache had verified them"
                     self._become(LeaseState.DAMAGED, why)
                     continue
                 if reply.generation != self._generation:
-                    self._become(LeaseState.LOST, "the keeper changed or gave up this memory")
+                    self._become(LeaseState.LOST, "the weight cache changed or gave up this memory")
                     return
                 self._become(LeaseState.DRAINING if reply.state == "draining" else LeaseState.KEPT)
         self._become(LeaseState.GIVEN_BACK)

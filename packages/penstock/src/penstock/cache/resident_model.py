@@ -1,7 +1,7 @@
-"""A model of a keeper: its weights while they are on the device, and its moves between memory tiers.
+"""A model of a cache: its weights while they are on the device, and its moves between memory tiers.
 
 In: rooms of memory tiers. Out: weights that are served while the bytes are where engines can use them.
-Not here: the choice of a model's tier (`memory.tiers`), the API of the keeper (`weight_cache`).
+Not here: the choice of a model's tier (`memory.tiers`), the API of the cache (`weight_cache`).
 
     vacate: no lease? grant no new ones --> close: descriptors stale --> moved down: move_out
     lease requested --> server: recall --> moved up: move_in, register, show --> lease
@@ -38,7 +38,7 @@ from penstock.types import Manifest, TensorTable
 
 
 class ResidentState(StrEnum):
-    """The state of a model of a keeper."""
+    """The state of a model of a cache."""
 
     KEPT = "kept"
     RELOADING = "reloading"
@@ -75,7 +75,7 @@ class _InArena(PlacedTarget):
 
 
 class ResidentModel:
-    """A model of a keeper. The memory tiers call its methods, one call at a time.
+    """A model of a cache. The memory tiers call its methods, one call at a time.
 
     Args:
         fleet: the fleet membership that serves the model.

@@ -1,4 +1,4 @@
-"""The keeper: holds models in memory for the engines of its host, which map them without a copy.
+"""The weight cache: holds models in memory for the engines of its host, which map them without a copy.
 
 In: weight sets by URI, on one device, within a limit. Out: complete weights that engines attach to; idle models make
 room for others, and come back on request.
@@ -68,7 +68,7 @@ log = log_named("penstock.fleet")
 
 
 class CacheState(Enum):
-    """The state of a keeper."""
+    """The state of a cache."""
 
     NEW = auto()
     """It has arguments and nothing else: no memory, no thread, no place in the fleet."""
@@ -89,7 +89,7 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentStatus:
-    """The state of a model of a keeper."""
+    """The state of a model of a cache."""
 
     model: str
     key: str
@@ -128,7 +128,7 @@ class WeightCache:
         connection: hub, token, address and transports; see `penstock.join`.
         max_readers: concurrent readers of each model; see `penstock.join`.
         max_bytes_per_s: limit for all readers together; see `penstock.join`.
-        accept: also keep finished parameters that engines of this host hand over (`cache_parameters`), within
+        accept: also keep processed parameters that engines of this host hand over (`cache_parameters`), within
             `memory_bytes`.
 
     Raises:
@@ -179,7 +179,7 @@ class WeightCache:
             None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)
         ]
         if host_bytes is not None and self.device.type == "cpu":
-            message = "host_bytes is only for models on a GPU: this keeper's models are in host memory already"
+            message = "host_bytes is only for models on a GPU: this weight cache's models are in host memory already"
             raise ConfigError(message, hint="limit host memory with memory_bytes")
 
     @property
@@ -200,12 +200,12 @@ class WeightCache:
         """Take the memory for idle models, join the fleet and serve; return this object. `with` calls it.
 
         Raises:
-            BudgetTooSmall: `host_bytes` is too small. ConfigError: `disk` cannot be used, or this keeper was opened.
+            BudgetTooSmall: `host_bytes` is too small. ConfigError: `disk` cannot be used, or this cache was opened.
             HubUnavailable: this host's own hub cannot be hosted. One that is given and does not answer is joined later.
             ConfigError, MissingExtra: see `penstock.join`.
         """
         if self.state is not CacheState.NEW:
-            raise ConfigError("this keeper was opened before", hint="make another WeightCache")
+            raise ConfigError("this weight cache was opened before", hint="make another WeightCache")
         memory, host, on_disk = self._bounds
         levels = _levels(self.device, memory, host, self._disk, on_disk, self._settings)
         stall_s = self._settings.stall_s
@@ -213,7 +213,7 @@ class WeightCache:
         try:
             connection = self._connection
             member = Member.join(
-                # A request to the hub must time out well before the keeper's own work stalls.
+                # A request to the hub must time out well before the cache's own work stalls.
                 HubClient.connect(connection.hub, connection.token, timeout_s=min(TIMEOUT_S, stall_s / 3)),
                 connection,
                 max_bytes_per_s=self._max_bytes_per_s,
@@ -222,13 +222,13 @@ class WeightCache:
                 needs_hub=False,
             )
         except BaseException:
-            # Pinned host memory and a directory on disk would outlive a keeper that could not be opened.
+            # Pinned host memory and a directory on disk would outlive a cache that could not be opened.
             tiers.close()
             raise
         return self.start(tiers, member)
 
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
-        """Serve with this memory as this member, both of which the keeper closes; return this object. See `open`."""
+        """Serve with this memory as this member, both of which the cache closes; return this object. See `open`."""
         self._become(CacheState.SERVING)
         self._timing = timing or self._timing
         self._tiers, self._member = tiers, member
@@ -246,7 +246,7 @@ class WeightCache:
     def _become(self, state: CacheState) -> None:
         """Change the state."""
         if state not in _NEXT[self.state]:
-            raise ConfigError(f"this keeper cannot be {state.name.lower()}: it is {self.state.name.lower()}")
+            raise ConfigError(f"this weight cache cannot be {state.name.lower()}: it is {self.state.name.lower()}")
         self.state = state
 
     def keep(
@@ -308,21 +308,21 @@ class WeightCache:
         log.info("keeping %s, handed over: %d bytes", wanted.model, wanted.nbytes)
 
     def into(self, model: str) -> MemoryDestination:
-        """Return a destination for `convert` that writes the result into this keeper's memory and keeps it.
+        """Return a destination for `convert` that writes the result into this cache's memory and keeps it.
 
         The result is on disk only if it is evicted for another model; nothing of it remains if the conversion fails.
 
         Raises:
-            ConfigError: the model's name is empty, or this keeper's memory is on a device.
+            ConfigError: the model's name is empty, or this cache's memory is on a device.
         """
         if not model:
             raise ConfigError("a model needs a name")
         if self.device.type != "cpu":
             raise ConfigError(f"a conversion writes to host memory, not to {self.device}", hint="give device='cpu'")
-        return _KeeperDestination(self, model)
+        return _CacheDestination(self, model)
 
     def _convert(self, model: str, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
-        """Run a conversion into this keeper's memory, and keep the result."""
+        """Run a conversion into this cache's memory, and keep the result."""
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
         if any(other.block == resident.block for other in self._models.values()):
@@ -355,7 +355,7 @@ class WeightCache:
         return self.tiers.stats()
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of this keeper for metrics; called by the thread of a scrape."""
+        """Yield the values of this cache for metrics; called by the thread of a scrape."""
         stats = self.stats()
         for tier, use in stats.tiers.items():
             yield "penstock_tier_models", (tier,), use.num_blocks
@@ -379,14 +379,14 @@ class WeightCache:
             return
         if resident.state is ResidentState.LOST:
             # Not busy: those who wait for a busy member would wait for ever.
-            raise NotFound(resident.why, hint="start the keeper again, or drop the model")
+            raise NotFound(resident.why, hint="start the weight cache again, or drop the model")
         try:
             # In the background: the request of a lease must be answered before its reader counts us as stalled.
             self.tiers.prefetch(resident.block).result(timeout=self._timing.recall_wait_s)
         except NotYet:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
         except BudgetTooSmall as error:
-            # Not busy either: whether there will be room depends on engines, not on this keeper.
+            # Not busy either: whether there will be room depends on engines, not on this cache.
             raise SourceUnavailable(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
             # Until the lease is granted: another model could push it out again meanwhile.
@@ -400,7 +400,7 @@ class WeightCache:
             return
         if not resident.become(ResidentState.RELOADING, error.message):
             return
-        # RuntimeError: the keeper is leaving, and its executor takes no more work.
+        # RuntimeError: the cache is leaving, and its executor takes no more work.
         with contextlib.suppress(RuntimeError):
             resident.reloaded = self._reloads.submit(self._reload, resident)
 
@@ -439,7 +439,7 @@ class WeightCache:
         for resident in list(self._models.values()):
             if resident.state is ResidentState.LOST:
                 uri = f"penstock:{resident.shown.key}"
-                raise IntegrityError(resident.why, uri=uri, hint="start the keeper again")
+                raise IntegrityError(resident.why, uri=uri, hint="start the weight cache again")
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = 30.0) -> None:
         """Drop a model: grant no new leases, wait for engines and readers, free its memory.
@@ -521,7 +521,7 @@ class WeightCache:
             ready: called once, when a signal ends the service in order and no longer kills the process.
 
         Raises:
-            IntegrityError: see `check`; this keeper has waited for engines and readers of the other models, and left.
+            IntegrityError: see `check`; this cache has waited for engines and readers of the other models, and left.
         """
         try:
             if until_stopped(self._stopped, self.check, timeout_s, ready):
@@ -533,7 +533,7 @@ class WeightCache:
     def leave(self, drain_s: float = 30.0) -> None:
         """Grant no new leases, wait for engines and readers at most `drain_s`, and leave the fleet. Idempotent.
 
-        Host memory that an engine has mapped stays valid while it is mapped, also after the keeper has ended.
+        Host memory that an engine has mapped stays valid while it is mapped, also after the cache has ended.
         """
         self._stopped.set()
         if self.state is CacheState.NEW:
@@ -571,17 +571,17 @@ class WeightCache:
             self.leave(self._timing.cache_drain_s if kind is None else 0.0)
 
 
-class _KeeperDestination:
+class _CacheDestination:
     """The destination for `convert` that `WeightCache.into` returns; see `MemoryDestination`."""
 
-    def __init__(self, keeper: WeightCache, model: str) -> None:
-        self._keeper = keeper
+    def __init__(self, cache: WeightCache, model: str) -> None:
+        self._cache = cache
         self._model = model
         self.uri = f"{SCHEME}{model}"
 
     def take(self, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
-        """Run the conversion into the keeper's memory; see `MemoryDestination.take`."""
-        self._keeper._convert(self._model, job, fill)
+        """Run the conversion into the cache's memory; see `MemoryDestination.take`."""
+        self._cache._convert(self._model, job, fill)
 
 
 def _not_open() -> ConfigError:

@@ -1,9 +1,9 @@
-"""`penstock convert`: convert checkpoints out of core, into files or into a keeper.
+"""`penstock convert`: convert checkpoints out of core, into files or into a weight cache.
 
 In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan.
 Not here: the conversion (`penstock.convert`).
 
-With a destination `keeper:MODEL` this process keeps the result after the report, until SIGTERM.
+With a destination `cache:MODEL` this process keeps the result after the report, until SIGTERM.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ Trace = Annotated[
 ]
 ReportHub = Annotated[
     str | None,
-    option("--hub", "URL", "Report progress to this hub, for its page and status; of keeper:MODEL the keeper's hub."),
+    option(
+        "--hub", "URL", "Report progress to this hub, for its page and status; of cache:MODEL the weight cache's hub."
+    ),
 ]
 Ray = Annotated[
     str | None,
@@ -89,7 +91,7 @@ def convert(
     places: Annotated[
         list[str],
         typer.Argument(
-            metavar="SRC... DST", help="Sources, and the destination: a directory, an object store, or keeper:MODEL."
+            metavar="SRC... DST", help="Sources, and the destination: a directory, an object store, or cache:MODEL."
         ),
     ],
     to: To = None,
@@ -125,11 +127,11 @@ def convert(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
     # Refused, not ignored: whoever gives it expects that the result is offered to a fleet.
-    if listen is not None and not places[-1].startswith("keeper:"):
-        message = f"--listen is for a destination keeper:MODEL, not for {places[-1]!r}"
+    if listen is not None and not places[-1].startswith("cache:"):
+        message = f"--listen is for a destination cache:MODEL, not for {places[-1]!r}"
         raise ConfigError(message, hint="leave it out")
-    if token_file is not None and hub is None and not places[-1].startswith("keeper:"):
-        message = "--token-file is for a hub that the conversion reports to, or for a destination keeper:MODEL"
+    if token_file is not None and hub is None and not places[-1].startswith("cache:"):
+        message = "--token-file is for a hub that the conversion reports to, or for a destination cache:MODEL"
         raise ConfigError(message, hint="give --hub URL too, or leave it out")
     connection = connection_of(hub, token_file, listen, data_port)
     words = list(op or ())
@@ -205,7 +207,7 @@ def _predict(
     from penstock.jobs.result import ONE_FILE, SCHEME
     from penstock.jobs.workers.launch import devices_of
 
-    # A keeper has no files: the plan of its memory is that of one file.
+    # A weight cache has no files: the plan of its memory is that of one file.
     shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
     job = plan(places[:-1], shard_bytes=shards, **request)
     where = devices_of(devices, workers) if devices else ()
@@ -221,16 +223,16 @@ def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list
 
 
 def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionSettings, format: OutputFormat) -> None:
-    """Convert into a keeper, and keep the result until SIGTERM."""
+    """Convert into a weight cache, and keep the result until SIGTERM."""
     import penstock
 
-    with penstock.cache.WeightCache(connection=connection) as keeper:
-        write_report(run(destination=keeper.into(model)), format)
+    with penstock.cache.WeightCache(connection=connection) as cache:
+        write_report(run(destination=cache.into(model)), format)
         # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
-        total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
+        total = bytes_text(sum(resident.nbytes for resident in cache.models()))
         # Only once signals are handled: a script that reads the note may send one at once.
-        keeper.serve(ready=partial(note, f"keeping {model}: {total} on {keeper.device}; SIGTERM or Ctrl-C ends it"))
+        cache.serve(ready=partial(note, f"keeping {model}: {total} on {cache.device}; SIGTERM or Ctrl-C ends it"))
 
 
 _EXECUTORS = ("fetch", "compute", "send")

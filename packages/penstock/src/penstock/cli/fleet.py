@@ -308,7 +308,7 @@ def cache(
     ] = None,
     disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
     accept: Annotated[
-        bool, typer.Option("--accept", help="Keep finished parameters that engines of this host hand over, too.")
+        bool, typer.Option("--accept", help="Keep processed parameters that engines of this host hand over, too.")
     ] = False,
     max_readers: Annotated[
         int, typer.Option("--max-readers", metavar="N", min=1, help="Readers of each model at once.")
@@ -350,25 +350,25 @@ def cache(
         accept=accept,
         max_readers=max_readers,
         max_bytes_per_s=max_bytes_per_s,
-    ) as keeper:
-        reports = [keeper.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
+    ) as cache:
+        reports = [cache.keep(name, uri) for name, uri in zip(names, uris, strict=True)]
         if format is OutputFormat.json:
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
             write_lines(*(report.summary() for report in reports))
         # Scripts wait for the reports before they start engines, and stdout is buffered where it is a pipe.
         sys.stdout.flush()
-        total = bytes_text(sum(resident.nbytes for resident in keeper.models()))
+        total = bytes_text(sum(resident.nbytes for resident in cache.models()))
         kept = ", ".join(names) if names else "what engines hand over"
-        text = f"keeping {kept}: {total} on {keeper.device}{_rest(keeper)}; SIGTERM or Ctrl-C ends it"
+        text = f"keeping {kept}: {total} on {cache.device}{_rest(cache)}; SIGTERM or Ctrl-C ends it"
         # Only once signals are handled: a script that reads the note may send one at once.
-        keeper.serve(drain_s=drain_s, ready=partial(note, text))
+        cache.serve(drain_s=drain_s, ready=partial(note, text))
 
 
-def _rest(keeper: penstock.cache.WeightCache) -> str:
+def _rest(cache: penstock.cache.WeightCache) -> str:
     """Return the models that are not in the first tier, as text."""
-    first = next(iter(keeper.stats().tiers))
-    away = [f"{resident.model} in {resident.tier}" for resident in keeper.models() if resident.tier != first]
+    first = next(iter(cache.stats().tiers))
+    away = [f"{resident.model} in {resident.tier}" for resident in cache.models() if resident.tier != first]
     return f" ({', '.join(away)})" if away else ""
 
 

@@ -249,9 +249,9 @@ class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
     device_id: Annotated[str, Meta(max_length=64)] = ""
     """UUID of its GPU, which does not depend on a process's numbering."""
     kept: bool = False
-    """A keeper's: engines of its host may use the memory itself, which does not change while it is whole."""
+    """A weight cache's: engines of its host may use the memory itself, which does not change while it is whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
-    """Tier of a keeper's bytes that are not on its device: `host`, `disk`, `source`; they come back on request."""
+    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`. A request brings them back."""
     revision: Annotated[str, Meta(max_length=256)] = ""
     """Revision for people, whatever the identity has: the `w1-` root of its digests; empty until it is whole."""
     grant_epoch: Count = 0

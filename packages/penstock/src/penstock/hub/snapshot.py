@@ -311,7 +311,7 @@ class HubSnapshot:
             joined=holder.since,
             num_have=holder.num_have,
             num_chunks=holding.num_chunks,
-            # Bytes in a keeper's lower tier come slower, so it is the last choice, as one that is about to leave.
+            # Bytes in a weight cache's lower tier come slower, so it is the last choice, as one that is about to leave.
             draining=holding.state == "draining" or bool(holding.tier) or holder.is_drained,
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,

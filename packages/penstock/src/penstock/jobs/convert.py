@@ -181,7 +181,7 @@ def convert(
 
     Args:
         sources: URIs of the checkpoints to read; as many as the first operation takes.
-        destination: a directory that does not exist yet, a prefix of an object store, or a keeper's `into`.
+        destination: a directory that does not exist yet, a prefix of an object store, or a weight cache's `into`.
         to: a format (`cast:BF16`, `fp8-block128`, ...) that the result of the operations is stored in; `gguf`,
             `gguf:Q8_0`, `gguf:F16`, `gguf:BF16` or `gguf:F32`: one GGUF file.
         operations: one after the other, each `{"op": name, ...}` or as `--op` has it (`"slerp:t=0.4"`); one alone

@@ -522,7 +522,7 @@ def _part(manifest: Manifest, files: list[int], group: str, place: str) -> Manif
     )
 
 
-SCHEME = "keeper:"
+SCHEME = "cache:"
 """Of a memory destination's `uri`, and of a destination on a command line."""
 ONE_FILE = 1 << 62
 """`shard_bytes` of a job whose result is one region of memory."""

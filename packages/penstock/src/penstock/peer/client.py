@@ -161,11 +161,11 @@ class PeerClient(Closeable):
                     raise FormatError(message, uri=self._uri(), hint="a member must listen at one address for both")
 
     def lease(self, *, attach: bool = False) -> Lease:
-        """Get a lease to read; with `attach`, to map the memory itself, which a keeper does not free meanwhile.
+        """Get a lease to read; with `attach`, to map the memory itself, which a weight cache does not free meanwhile.
 
         Raises:
             SourceBusy: all readers' places are taken.
-            PermissionDenied: the grant was refused, or (`attach`) the member is not a keeper.
+            PermissionDenied: the grant was refused, or (`attach`) the member is not a weight cache.
             NotFound: the member does not hold the key.
             PeerLost: the member cannot be reached. SourceStalled: it does not answer in time.
             PlanError: it speaks another major version of the protocol.

@@ -1,16 +1,16 @@
-"""An engine's replica: it reads its checkpoint from a keeper, a fleet or storage, then serves or releases it.
+"""An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, then serves or releases it.
 
 In: options of an engine's loader; the checkpoint's URIs. Out: named tensors, which the engine copies.
 Not here: loading them into the engine, which its adapter does; weights that outlive the engine (`penstock cache`).
 
-If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a keeper of its host that has exactly this
-checkpoint, or else joins the fleet of the model's name and serves there. No further option is needed; `"fleet": false`
-and `"keeper": false` turn each off.
+If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache of its host that has exactly
+this checkpoint, or else joins the fleet of the model's name and serves there. No further option is needed.
+`"fleet": false` and `"weight_cache": false` turn each off.
 
 What is exchanged is the checkpoint, not an engine's parameters after its post-processing: the engine runs its own
 loading code on bytes whose digests were compared, so a replica is what a load from storage makes, and exchanges with
-replicas of other versions, parallel sizes and engines, with keepers and `penstock fetch`. The price is one copy of the
-checkpoint in host memory for as long as the replica serves (`"serve": false`: until it is loaded).
+replicas of other versions, parallel sizes and engines, with weight caches and `penstock fetch`. The price is one copy
+of the checkpoint in host memory for as long as the replica serves (`"serve": false`: until it is loaded).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ DRAIN_S = 30.0
 OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
-_OWN_OPTIONS = ("compile_cache", "device", "distributed", "keeper", "memory_bytes", "storage_options", "verify")
+_OWN_OPTIONS = ("compile_cache", "device", "distributed", "weight_cache", "memory_bytes", "storage_options", "verify")
 LOADER_OPTIONS = (*_OWN_OPTIONS, *OPTIONS)
-"""Keys of an engine's extra configuration: of `penstock.stream`, but for `distributed`; a keeper; those of a fleet."""
+"""Keys of an engine's extra configuration, for `penstock.stream`, the distributed read, a weight cache and a fleet."""
 
 ADAPTERS = "penstock-adapters-"
 """Beginning of the name of a directory that has the versions of an adapter (`adapter.AdapterDirectory`)."""
@@ -88,7 +88,7 @@ class FleetOptions:
         if "fleet" not in options:
             if _hub_is_known(extra) and not extra.get("distributed"):
                 options["fleet"] = _name_of(model)
-            # A keeper is found by a hub, too; alone, these two are about the keeper.
+            # A weight cache is found by a hub, too; alone, these two are about the weight cache.
             elif options.keys() <= {"hub", "token_file"}:
                 return None
             else:
@@ -146,15 +146,21 @@ def read_options(extra: Any) -> dict[str, Any]:
     place = options.get("compile_cache", False)
     if not isinstance(place, bool) and (not isinstance(place, str) or not place):
         raise ConfigError(f"model_loader_extra_config 'compile_cache' must be true, false or a URI, not {place!r}")
-    keeper = options.get("keeper")
-    if keeper is not None and keeper is not False and (not isinstance(keeper, str) or not keeper):
-        raise ConfigError(f"model_loader_extra_config 'keeper' must be a model's name, or false, not {keeper!r}")
+    weight_cache = options.get("weight_cache")
+    if (
+        weight_cache is not None
+        and weight_cache is not False
+        and (not isinstance(weight_cache, str) or not weight_cache)
+    ):
+        raise ConfigError(
+            f"model_loader_extra_config 'weight_cache' must be a model's name, or false, not {weight_cache!r}"
+        )
     # The model's name is not known yet: any will do for a check.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
         raise ConfigError("'distributed' and 'fleet' both share the reading", hint="give one of them")
     # A rank that attached would be missing in the exchange of the others.
-    if keeper and options.get("distributed"):
-        raise ConfigError("'distributed' and 'keeper' exclude each other", hint="give one of them")
+    if weight_cache and options.get("distributed"):
+        raise ConfigError("'distributed' and 'weight_cache' exclude each other", hint="give one of them")
     return options
 
 
@@ -168,7 +174,7 @@ def checkpoint(
     log: Log,
     progress: bool | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors as they arrive: from the keeper, else the fleet, else storage; log the report.
+    """Yield a checkpoint's tensors as they arrive: from the weight cache, else the fleet, else storage; log the report.
 
     Args:
         files: the checkpoint in storage; its headers describe it wherever the bytes come from.
@@ -176,18 +182,20 @@ def checkpoint(
         options: as `read_options` returns them.
         place: see `RankInfo`.
         model: name, directory or URI of the model as its user gave it, whose last part is the default name of fleet and
-            keeper. Not of a copy or a pinned revision: replicas must agree on it.
-        log: logger of the report, and of the reason why a keeper or fleet is not used.
+            weight cache. Not of a copy or a pinned revision: replicas must agree on it.
+        log: logger of the report, and of the reason why a weight cache or fleet is not used.
         progress: see `penstock.stream`.
 
     Raises:
-        PenstockError: see `penstock.stream` and `penstock.Fleet.fetch`. ConfigError: the keeper has other weights.
+        PenstockError: see `penstock.stream` and `penstock.Fleet.fetch`. ConfigError: the cache has other weights.
 
     Ownership: copy the tensors, do not change them: other processes read them.
     """
     import penstock
 
-    attached = _attach(options, files, log) if options.get("keeper") else _attach_to_same(options, files, model, log)
+    attached = (
+        _attach(options, files, log) if options.get("weight_cache") else _attach_to_same(options, files, model, log)
+    )
     if attached is not None:
         with attached:
             log.info("penstock: %s", attached.report)
@@ -212,31 +220,33 @@ def checkpoint(
 
 
 def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) -> Attached | None:
-    """Attach to the keeper's weights in host memory; if it is not there, log a warning and return None.
+    """Attach to the weight cache's weights in host memory; if it is not there, log a warning and return None.
 
     Raises:
-        ConfigError: what the keeper has under this name are not the tensors of `files`.
+        ConfigError: what the weight cache has under this name are not the tensors of `files`.
     """
     import penstock
     from penstock.storage.weight_set import open_weights
 
-    name = options["keeper"]
+    name = options["weight_cache"]
     connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
-    # A slow start is better than none: only a keeper that is away leads to the fleet or storage, and it is logged.
+    # A slow start is better than none. Only a cache that is away leads to the fleet or storage, and it is logged.
     except (NotFound, HubUnavailable) as error:
-        log.warning("penstock: not attached to keeper's %s: %s", name, error)
+        log.warning("penstock: not attached to weight cache's %s: %s", name, error)
         return None
     try:
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
             table = weights.manifest.tensors
             shapes = dict(zip(table.names, map(tuple, table.shapes), strict=True))
-        # A keeper's name is chosen by people: another checkpoint under it must not be loaded in silence.
+        # A weight cache's name is chosen by people: another checkpoint under it must not be loaded in silence.
         if shapes != {tensor: tuple(attached[tensor].shape) for tensor in attached}:
             place = files if isinstance(files, str) else files[0]
             hint = "give the name under which this checkpoint is kept"
-            raise ConfigError(f"the keeper's {name!r} has other tensors than the checkpoint", uri=place, hint=hint)
+            raise ConfigError(
+                f"the weight cache's {name!r} has other tensors than the checkpoint", uri=place, hint=hint
+            )
     except BaseException:
         attached.close()
         raise
@@ -244,18 +254,18 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
 
 
 def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], model: str, log: Log) -> Attached | None:
-    """Attach to a keeper of this host that has this model in the revision of `files`; None: there is none.
+    """Attach to a weight cache of this host that has this model in the revision of `files`; None: there is none.
 
-    No one named the keeper: only equal digests, or the same files, prove that it has the same weights.
+    No one named the cache: only equal digests, or the same files, prove that it has the same weights.
     """
     import penstock
     from penstock.net.unix_sockets import host_id
     from penstock.peer.local_weights import revision_of
     from penstock.storage.weight_set import open_weights
 
-    if options.get("keeper") is False or options.get("distributed") or not _hub_is_known(options):
+    if options.get("weight_cache") is False or options.get("distributed") or not _hub_is_known(options):
         return None
-    # Keepers are members of the fleet, under the names of its models.
+    # Weight caches are members of the fleet, under the names of its models.
     name = options.get("fleet") or _name_of(model)
     connection = connection_of(options, rank=None)
     try:
@@ -275,7 +285,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
         )
     # As in `_attach`. The fleet is next, and its log says where the bytes came from.
     except (NotFound, HubUnavailable) as error:
-        log.info("penstock: not attached to a keeper of %s: %s", name, error)
+        log.info("penstock: not attached to a weight cache of %s: %s", name, error)
         return None
 
 

@@ -1,6 +1,6 @@
 """The metrics of a process that moves weights: their table, and the objects that they are read from.
 
-In: journeys as they end, members and keepers while they live. Out: Prometheus' text format.
+In: journeys as they end, members and weight caches while they live. Out: Prometheus' text format.
 Not here: the endpoint (`endpoint`), what a journey counts (`journey`), the hub's metrics (`hub.metrics`).
 
 Nothing is counted per chunk: sums come from the reports of finished journeys, and the rest is read from the objects of
@@ -156,7 +156,10 @@ METRICS = (
     ),
     Metric(name="penstock_readers", kind="gauge", labels=("model",), about="Peers that read these weights now."),
     Metric(
-        name="penstock_tier_used_bytes", kind="gauge", labels=("tier",), about="Memory that a keeper's models take."
+        name="penstock_tier_used_bytes",
+        kind="gauge",
+        labels=("tier",),
+        about="Memory that a weight cache's models take.",
     ),
     Metric(
         name="penstock_tier_limit_bytes",
@@ -164,18 +167,18 @@ METRICS = (
         labels=("tier",),
         about="Limit of that memory, where it has one.",
     ),
-    Metric(name="penstock_tier_models", kind="gauge", labels=("tier",), about="Models of a keeper in a tier."),
+    Metric(name="penstock_tier_models", kind="gauge", labels=("tier",), about="Models of a weight cache in a tier."),
     Metric(
         name="penstock_tier_requests",
         kind="counter",
         labels=("result",),
-        about="Requests for a keeper's models: hit (they were in memory) or miss (they were brought back).",
+        about="Requests for a weight cache's models: hit (they were in memory) or miss (they were brought back).",
     ),
     Metric(
         name="penstock_tier_moved_bytes",
         kind="counter",
         labels=("origin", "destination"),
-        about="Bytes that a keeper moved between tiers, or read from their source.",
+        about="Bytes that a weight cache moved between tiers, or read from their source.",
     ),
 )
 

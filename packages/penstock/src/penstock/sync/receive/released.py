@@ -1,7 +1,7 @@
 """The memory of a target while its engine sleeps, and versions that come back from outside of the sync.
 
 In: a target with its requirements. Out: freed storages, and later the same tensors with memory again; a version's
-tensors from storage, a keeper or a fleet, in the rows that the sync would fill.
+tensors from storage, a weight cache or a fleet, in the rows that the sync would fill.
 Not here: the lock of updates (`subscriber`), the order of a flip (`flip`).
 
     storages of filled tensors --free--> no memory --take_back--> memory with any values
@@ -59,7 +59,7 @@ class StoredVersion:
     version: int
     weights: str | Callable[[], Iterable[tuple[str, torch.Tensor]]]
     """A URI as `penstock.stream` takes it; or a function that returns pairs of name and tensor under the checkpoint's
-    names, as of a keeper (`attach`) or a fleet (`join`)."""
+    names, as of a weight cache (`attach`) or a fleet (`join`)."""
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors; those of a URI on a device."""
