@@ -60,7 +60,9 @@ def test_only_holder_must_meet_rate_floor(host: Host, small_checkpoint: Path, ex
     assert_fetched(capped, expected_tensors)
     reader = host.start(join={"min_bytes_per_s": 50_000_000}, environ={"PENSTOCK_STALL_S": "3"}).wait_for("failed")
     assert "below the floor" in reader["message"] and not reader["num_tensors"]
-    report = assert_fetched(host.start(fallback=str(small_checkpoint), join={"min_bytes_per_s": 50_000_000}), expected_tensors)
+    report = assert_fetched(
+        host.start(fallback=str(small_checkpoint), join={"min_bytes_per_s": 50_000_000}), expected_tensors
+    )
     assert report["storage_bytes"] == report["nbytes"], report["paths"]
 
 
