@@ -387,7 +387,9 @@ class Conversion:
         """Open the staging files and the journal of earlier calls. The stack removes what no later call can use."""
         if into.startswith(SCHEME):
             raise ConfigError(
-                "a keeper is not a directory", uri=into, hint="pass WeightCache.into(MODEL), or use `penstock convert`"
+                "a weight cache is not a directory",
+                uri=into,
+                hint="pass WeightCache.into(MODEL), or use `penstock convert`",
             )
         request, stack = self.request, self._stack
         job, settings, options = request.job, request.settings, request.job_spec.storage_options
