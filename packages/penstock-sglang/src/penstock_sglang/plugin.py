@@ -1,4 +1,4 @@
-"""SGLang's `--load-format penstock`: weights from any URI, through `penstock.stream`, a fleet, a weight cache or a sync.
+"""SGLang's `--load-format penstock`: weights from a URI, through `penstock.stream`, a fleet, a weight cache or a sync.
 
 SGLang's entry points call `register` and `register_runai` in each of its processes. `--model-loader-extra-config`
 carries options. The loader is a subclass of SGLang's default one, which still maps names, quantises, and checks the
@@ -306,9 +306,11 @@ def _loader_class() -> type[Any]:
             if not options:
                 # For `update_weights_from_disk`, SGLang creates a loader without options. Use those of the start.
                 options = loader_options(_published_extra())
-            if options.get("keeper") and (not self._options or getattr(source.model_config, "is_draft_model", False)):
-                # The keeper's name is only for the target model's weights at the start.
-                options = {name: value for name, value in options.items() if name != "keeper"}
+            if options.get("weight_cache") and (
+                not self._options or getattr(source.model_config, "is_draft_model", False)
+            ):
+                # The weight cache's name is only for the target model's weights at the start.
+                options = {name: value for name, value in options.items() if name != "weight_cache"}
             if source.model_or_path.startswith(SYNC):
                 tensors = iter(_of_sync(source.model_or_path, options).items())
             else:
