@@ -17,6 +17,7 @@ from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import AHEAD_WINDOWS, NEAR_READS, READS_OF_ONE, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
 from penstock_tools.links import fair_rates
+from penstock_tools.machine import slowed
 from penstock_tools.picture import svg
 from penstock_tools.shapes import kimi_k2, receiver_layouts, shape_of, trainer_layouts
 from penstock_tools.simulate_sync import BATCH_BYTES, StageWork, queued, simulate_sync, transformed_bytes
@@ -342,7 +343,7 @@ def test_slow_python_host_is_predicted_within_ten_percent(kind: str, in_arenas: 
     times = {"as the rates": 1.0, "slow": PYTHON_ON_A_SLOW_HOST}
     found = {
         name: simulate_sync(
-            one, cluster, rates.slowed(x), transformed=made, staged=in_arenas, in_arenas=in_arenas, one_node=True
+            one, cluster, slowed(rates, x), transformed=made, staged=in_arenas, in_arenas=in_arenas, one_node=True
         )
         for name, x in times.items()
     }

@@ -24,11 +24,12 @@ from penstock.cli.terminal import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.digest.strip import Strips, pack_strips
 from penstock.http.control import ControlConnection, over_tcp
-from penstock.plan.cluster import H200_RATES, PYTHON_COSTS, SHORT_RUN_BYTES, Rates
+from penstock.plan.cluster import H200_RATES, Rates
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.storage.safetensors import encode_header
 from penstock.types import GB, MIB, DType
 from penstock.waits import start_thread
+from penstock_tools.machine import PYTHON_COSTS, SHORT_RUN_BYTES, slowed
 
 if TYPE_CHECKING:
     from penstock.jobs.report import ConvertReport
@@ -87,7 +88,7 @@ def calibrate() -> Rates:
     # Python part is scaled like a step. This is a guess, because a step makes different calls.
     # Source: benchmarks/results/cpu2_202611/simulate.md.
     times = stages["step_s"] / H200_RATES.step_s
-    there = H200_RATES.slowed(times)
+    there = slowed(H200_RATES, times)
     near = {name: getattr(there, name) if on_device else 0.0 for name in _NEAR}
     for name in near:
         how = f"as of H200, {times:.2f} times as long, as a step" if name in PYTHON_COSTS else "as of H200"

@@ -34,9 +34,10 @@ from penstock.cli.terminal import (
 )
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, DestinationError
-from penstock.plan.cluster import CLUSTERS, STORAGE_GB_PER_S, Cluster, Rates, from_json
+from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
 from penstock.report import bytes_text, plain
 from penstock.types import MIB
+from penstock_tools.machine import STORAGE_GB_PER_S, slowed
 
 if TYPE_CHECKING:
     from penstock.plan.layout import Layout
@@ -272,7 +273,7 @@ def simulate_sync(
     if watermark < MIB:
         raise ConfigError(f"--watermark-bytes {watermark_bytes} is too small", hint="use 1M or more")
     described, speeds = read_cluster(cluster, rates)
-    speeds = speeds.slowed(python_slowdown)
+    speeds = slowed(speeds, python_slowdown)
     _check_groups(context, receivers, tp)
     layouts, wanted = both_sides(model, trainers, receivers, shards=shards, tp=tp, whole_experts=whole_experts, fp8=fp8)
     plan = plan_sync(layouts, wanted, bucket_bytes=parse_bytes(bucket_bytes))
@@ -329,7 +330,7 @@ def simulate_fetch(
     from penstock_tools import simulate_fetch as simulation
 
     described, speeds = read_cluster(cluster, rates)
-    speeds = speeds.slowed(python_slowdown)
+    speeds = slowed(speeds, python_slowdown)
     described = msgspec.structs.replace(described, num_nodes=nodes)
     fleet = simulation.SimulatedFleet(nbytes=parse_bytes(total_bytes), parts=parts, holders=holders)
     is_assumed = storage_gb_per_s is None and not (described.node_storage_gb_per_s or described.storage_gb_per_s)

@@ -19,7 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import SHORT_RUN_BYTES, SLAB_BYTES, Cluster, Rates, slowdowns
+from penstock.plan.cluster import Cluster, Rates, slowdowns
 from penstock.plan.layout import Layout
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, packable
 from penstock.plan.simulate import Prediction, Span, Stage, assumed, bottleneck
@@ -38,6 +38,7 @@ from penstock.plan.sync import (
 from penstock.segments import Rectangles, spread
 from penstock.types import GB, I64, MIB
 from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
+from penstock_tools.machine import SHORT_RUN_BYTES, SLAB_BYTES
 
 ANSWERS_BEFORE, ANSWERS_AFTER = 2, 1
 """Number of answers that an update waits for. Before the reads: its part and the sources' maps. After them: that it has

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TypeVar
 
 import msgspec
@@ -128,45 +127,6 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if min(*costs, *near, self.worker_gb_per_s, self.host_gb_per_s, self.pack_gb_per_s) < 0:
             raise PlanError(f"{self.name}: costs must be at least 0 s")
 
-    def slowed(self, times: float) -> Rates:
-        """Return the same machine with a processor that runs Python `times` times slower. See `PYTHON_COSTS`.
-
-        Raises:
-            ConfigError: `times` is not a finite number above 0.
-        """
-        if not 0 < times < math.inf:
-            raise ConfigError(
-                f"Python slowdown {times} is not a finite number above 0",
-                hint="2 is half as fast",
-            )
-        if times == 1:
-            return self
-        how = f"Python {times:.3g} times slower"
-        source = tuple((name, f"{text}; {how}" if name in PYTHON_COSTS else text) for name, text in self.source)
-        costs = {name: times * getattr(self, name) for name in PYTHON_COSTS}
-        # The name says so too, so that a saved prediction shows what it is for.
-        return msgspec.structs.replace(self, name=f"{self.name}, {how}", source=source, **costs)
-
-
-PYTHON_COSTS = (
-    "step_s",
-    "slab_s",
-    "post_s",
-    "run_s",
-    "short_run_s",
-    "near_post_s",
-    "copy_s",
-    "gather_s",
-    "answer_s",
-    "hop_s",
-)
-"""Costs that depend on a host's processor: calls in Python that queue work for a device or send requests."""
-
-
-SHORT_RUN_BYTES = 256 << 10
-"""A run of at least this size is copied by itself. Source: `transport.cuda_ipc.SHORT_BYTES`."""
-SLAB_BYTES = 1 << 30
-"""Bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
 
 H200_RATES = Rates(
     name="h200",
@@ -239,9 +199,6 @@ CPU_RATES = Rates(
 )
 
 _HOPPER = "400 Gb/s a GPU; NVLink and PCIe: benchmarks/results/h200x2_202611/transport.md, h200x1_202611/load.md"
-STORAGE_GB_PER_S = 3.4
-"""Assumed rate at which a node reads from storage if the cluster does not name a rate.
-Source: benchmarks/results/h200x1_202611/load-history.md, 14 GB from a cold disk in 4.1 s."""
 
 CLUSTERS: dict[str, tuple[Cluster, Rates]] = {
     "h200": (

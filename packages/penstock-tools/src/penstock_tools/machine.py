@@ -1,0 +1,49 @@
+"""Machine model of the simulations of a fetch and a sync, in addition to `penstock.plan.cluster`."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from penstock.errors import ConfigError
+from penstock.plan.cluster import Rates
+
+SHORT_RUN_BYTES = 256 << 10
+"""A run of at least this size is copied by itself. Source: `transport.cuda_ipc.SHORT_BYTES`."""
+SLAB_BYTES = 1 << 30
+"""Bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
+STORAGE_GB_PER_S = 3.4
+"""Assumed rate at which a node reads from storage if the cluster does not name a rate. Source: docs/benchmarks.md, 14
+GB from a cold disk in 4.1 s."""
+
+PYTHON_COSTS = (
+    "step_s",
+    "slab_s",
+    "post_s",
+    "run_s",
+    "short_run_s",
+    "near_post_s",
+    "copy_s",
+    "gather_s",
+    "answer_s",
+    "hop_s",
+)
+"""Costs that depend on a host's processor: calls in Python that queue work for a device or send requests."""
+
+
+def slowed(rates: Rates, times: float) -> Rates:
+    """Return the same machine with a processor that runs Python `times` times slower. See `PYTHON_COSTS`.
+
+    Raises:
+        ConfigError: `times` is not a finite number above 0.
+    """
+    if not 0 < times < math.inf:
+        raise ConfigError(f"Python slowdown {times} is not a finite number above 0", hint="2 is half as fast")
+    if times == 1:
+        return rates
+    how = f"Python {times:.3g} times slower"
+    source = tuple((name, f"{text}; {how}" if name in PYTHON_COSTS else text) for name, text in rates.source)
+    costs = {name: times * getattr(rates, name) for name in PYTHON_COSTS}
+    # The name says so too, so that a saved prediction shows what it is for.
+    return msgspec.structs.replace(rates, name=f"{rates.name}, {how}", source=source, **costs)
