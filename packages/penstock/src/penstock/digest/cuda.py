@@ -21,7 +21,7 @@ from penstock.cuda.pack import PackTable, plan_pack
 from penstock.digest import xxh3_constants
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
 from penstock.digest.strip import Strips
-from penstock.types import I64, MIB, U64
+from penstock.types import I64, MIB
 from penstock.waits import Threads
 
 _KERNELS = "penstock.digest.xxh3_triton"
@@ -322,11 +322,7 @@ def _constants(device: torch.device) -> torch.Tensor:
     # Allocate in a separate thread. While an engine with a sleep mode loads a model, allocations of the calling thread
     # go to a pool whose memory is removed later. Constants in it would then be garbage and all digests wrong.
     with Threads(1, "penstock-constants") as pool:
-        return pool.submit(_place, xxh3_constants.constants(), device).result()
-
-
-def _place(values: U64, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)
+        return pool.submit(lambda: torch.from_numpy(xxh3_constants.constants()).to(device)).result()
 
 
 def leaf_digests_cuda(addresses: I64, nbytes: I64, device: torch.device) -> torch.Tensor:

@@ -186,49 +186,45 @@ def _chains_or_trees(nodes: dict[str, Node]) -> tuple[Parents, ...]:
     lacks_most = 2 * sum(node.num_have for node in receivers) < sum(node.num_chunks for node in receivers)
     if not (can_split and lacks_most):
         return chains
-    chains_estimate = _Estimate(nodes, chains)
+    chains_time = _fill_time(nodes, chains)
     # Lower bound for the best trees without building them: two children per host, plus the longest chain within a host.
     # It rules out trees for most fleets of about ten hosts, and for large fleets with many links.
     per_host = Counter(node.host for node in receivers)
-    lower_bound = chains_estimate.left + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
+    lower_bound = _num_left(nodes) + CHUNKS_A_HOP * (len(per_host).bit_length() + max(per_host.values()) - 1)
     gain = CHUNKS_A_HOP * MIN_HOPS
-    if chains_estimate.time < lower_bound + gain:
+    if chains_time < lower_bound + gain:
         return chains
     trees = Trees(nodes).trees
-    return trees if chains_estimate.time >= _Estimate(nodes, trees).time + gain else chains
+    return trees if chains_time >= _fill_time(nodes, trees) + gain else chains
 
 
-class _Estimate:
-    """Estimate of the time in which a fleet fills with these parents.
+def _fill_time(nodes: dict[str, Node], trees: tuple[Parents, ...]) -> float:
+    """Estimate how long a fleet takes to fill with these parents, in units of one chunk over a link between hosts."""
+    max_depth = 0
+    by_member, by_links = Counter[str](), Counter[tuple[str, str]]()
+    for parents in trees:
+        depth: dict[str, int] = {}
+        for member in parents:
+            trail = [member]
+            while trail[-1] in parents and trail[-1] not in depth:
+                trail.append(parents[trail[-1]])
+            for name in reversed(trail[:-1]):
+                depth[name] = depth.get(parents[name], 0) + 1
+        max_depth = max(max_depth, *depth.values())
+        for child, name in parents.items():
+            if nodes[name].host != nodes[child].host:
+                by_member[name] += 1
+                by_links[shared_links(nodes[name])] += 1
+    num_links = {shared_links(node): num_shared_links(node) for node in nodes.values()}
+    by_link = (count / num_links[links] for links, count in by_links.items() if num_links[links])
+    # Copies that leave the busiest member, or the busiest link of a host, for other hosts.
+    num_copies = max(max(by_member.values(), default=0), max(by_link, default=0.0)) / len(trees)
+    return _num_left(nodes) * max(1.0, num_copies) + CHUNKS_A_HOP * max_depth
 
-    Attributes:
-        depth: number of members on the longest path from a complete holder.
-        left: chunks that the last receiver lacks.
-        num_copies: maximum number of copies that leave a member, or one link of its host, for other hosts.
-        time: time until all members are complete, in units of one chunk over a link between hosts.
-    """
 
-    def __init__(self, nodes: dict[str, Node], trees: tuple[Parents, ...]) -> None:
-        self.depth = 0
-        by_member, by_links = Counter[str](), Counter[tuple[str, str]]()
-        for parents in trees:
-            depth: dict[str, int] = {}
-            for member in parents:
-                trail = [member]
-                while trail[-1] in parents and trail[-1] not in depth:
-                    trail.append(parents[trail[-1]])
-                for name in reversed(trail[:-1]):
-                    depth[name] = depth.get(parents[name], 0) + 1
-            self.depth = max(self.depth, *depth.values())
-            for child, name in parents.items():
-                if nodes[name].host != nodes[child].host:
-                    by_member[name] += 1
-                    by_links[shared_links(nodes[name])] += 1
-        num_links = {shared_links(node): num_shared_links(node) for node in nodes.values()}
-        of_links = (count / num_links[links] for links, count in by_links.items() if num_links[links])
-        self.num_copies = max(max(by_member.values(), default=0), max(of_links, default=0.0)) / len(trees)
-        self.left = max(node.num_chunks - node.num_have for node in nodes.values())
-        self.time = self.left * max(1.0, self.num_copies) + CHUNKS_A_HOP * self.depth
+def _num_left(nodes: dict[str, Node]) -> int:
+    """Return the number of chunks that the last receiver lacks."""
+    return max(node.num_chunks - node.num_have for node in nodes.values())
 
 
 def _ring_places(node: Node) -> tuple[tuple[str, ...], ...]:

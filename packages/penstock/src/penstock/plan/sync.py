@@ -436,14 +436,33 @@ def _assembled(
 
 
 def _lines(matched: Match, num_receivers: int, first: I64, team: I64, nbytes: I64) -> TeamLines:
-    """Return the lines of all teams. Rows of a receiver with the same pattern want the same bytes, so they are only
-    counted."""
-    num_patterns = max(len(first) - 1, 1)
+    """Return the lines of all teams, cut so that the ranks of a team send about equal amounts.
+
+    Rows of a receiver with the same pattern want the same bytes, so they are only counted. The cost is a few
+    microseconds for each team with several ranks.
+    """
+    num_patterns, num_teams = max(len(first) - 1, 1), len(matched.team.first) - 1
     demands, times = np.unique(matched.want_rank * num_patterns + matched.want_form, return_counts=True)
     counts = np.diff(first)[demands % num_patterns]
     strip = spread(first[demands % num_patterns], counts)
-    receiver = np.repeat(demands // num_patterns, counts)
-    return draw_lines(num_receivers, receiver, team[strip], nbytes[strip] * np.repeat(times, counts), matched.team)
+    # Encode receiver and team as one number, so that a single sort finds equal demands.
+    code, share = np.unique(np.repeat(demands // num_patterns, counts) * num_teams + team[strip], return_inverse=True)
+    total = np.zeros(len(code), np.int64)
+    np.add.at(total, share, nbytes[strip] * np.repeat(times, counts))
+    receiver, team = code // max(num_teams, 1), code % max(num_teams, 1)
+    along = np.lexsort((receiver, team))
+    start = np.zeros(len(code), np.int64)
+    start[along] = np.cumsum(total[along]) - total[along]
+    # Sum the bytes of each team, which are divided among its ranks.
+    whole = np.zeros(num_teams, np.int64)
+    np.add.at(whole, team, total)
+    return TeamLines(
+        first=np.searchsorted(receiver, np.arange(num_receivers + 1)),
+        team=team,
+        start=start,
+        nbytes=total,
+        stop=np.cumsum(_quotas(whole, matched.team)),
+    )
 
 
 def _in_buckets(matched: Match, pattern: I64, nbytes: I64, bucket_bytes: int) -> tuple[I64, I64]:
@@ -491,33 +510,6 @@ class TeamLines:
     nbytes: I64
     stop: I64
     """End of the section of each rank of each team, in their order."""
-
-
-def draw_lines(num_receivers: int, receiver: I64, team: I64, nbytes: I64, teams: Groups) -> TeamLines:
-    """Return the lines of these demands, cut so that the ranks of a team send about equal amounts.
-
-    Demands may be in any order, and several may have the same receiver and team. The cost is a few microseconds for
-    each team with several ranks.
-    """
-    num_teams = len(teams.first) - 1
-    # Encode receiver and team as one number, so that a single sort finds equal demands.
-    code, of = np.unique(receiver * num_teams + team, return_inverse=True)
-    total = np.zeros(len(code), np.int64)
-    np.add.at(total, of, nbytes)
-    receiver, team = code // max(num_teams, 1), code % max(num_teams, 1)
-    along = np.lexsort((receiver, team))
-    start = np.zeros(len(code), np.int64)
-    start[along] = np.cumsum(total[along]) - total[along]
-    # Sum the bytes of each team, which are divided among its ranks.
-    whole = np.zeros(num_teams, np.int64)
-    np.add.at(whole, team, total)
-    return TeamLines(
-        first=np.searchsorted(receiver, np.arange(num_receivers + 1)),
-        team=team,
-        start=start,
-        nbytes=total,
-        stop=np.cumsum(_quotas(whole, teams)),
-    )
 
 
 def _quotas(whole: I64, teams: Groups) -> I64:

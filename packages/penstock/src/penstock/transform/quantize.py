@@ -73,6 +73,8 @@ _TORCH = {
     DType.U8: torch.uint8,
 }
 _DTYPE = {theirs: ours for ours, theirs in _TORCH.items()}
+_NAN_BITS = {DType.F32: 0x7FC00000, DType.F16: 0x7E00, DType.BF16: 0x7FC0, DType.F8_E4M3: 0x7F, DType.F8_E5M2: 0x7F}
+"""Bits of the NaN that casts store."""
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -209,14 +211,7 @@ def _cast(source: torch.Tensor, dtype: DType) -> torch.Tensor:
     cast = values.to(torch_dtype(dtype))
     # Every NaN becomes the NaN of torch.nan in that dtype, since processors differ in the bits of a NaN that they keep.
     bits = {8: torch.uint8, 16: torch.int16, 32: torch.int32}[dtype.bits]
-    return torch.where(lost, nan_bits(dtype), cast.view(bits)).view(cast.dtype)
-
-
-def nan_bits(dtype: DType) -> int:
-    """Return the bits of the NaN that casts store."""
-    return {DType.F32: 0x7FC00000, DType.F16: 0x7E00, DType.BF16: 0x7FC0, DType.F8_E4M3: 0x7F, DType.F8_E5M2: 0x7F}[
-        dtype
-    ]
+    return torch.where(lost, _NAN_BITS[dtype], cast.view(bits)).view(cast.dtype)
 
 
 def _empty(form: Format, source: torch.Tensor, amax: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
