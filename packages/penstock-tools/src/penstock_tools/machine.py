@@ -14,8 +14,8 @@ SHORT_RUN_BYTES = 256 << 10
 SLAB_BYTES = 1 << 30
 """Bytes that the kernels digest in one launch. Source: `digest.cuda.Tuning`."""
 STORAGE_GB_PER_S = 3.4
-"""Assumed rate at which a node reads from storage if the cluster does not name a rate. Source: docs/benchmarks.md, 14
-GB from a cold disk in 4.1 s."""
+"""Assumed rate at which a node reads from storage if the cluster does not name a rate.
+Source: benchmarks/results/h200x1_202611/load-history.md, 14 GB from a cold disk in 4.1 s."""
 
 PYTHON_COSTS = (
     "step_s",
