@@ -351,7 +351,7 @@ class CudaDriver:
 
     def has_virtual_memory(self, device: int) -> bool:
         """Return whether physical memory of the device can be separate from addresses and shared by descriptors."""
-        return all(self._attribute(what, device) for what in (_VIRTUAL_MEMORY, _POSIX_FD_HANDLES))
+        return all(self._attribute(attribute, device) for attribute in (_VIRTUAL_MEMORY, _POSIX_FD_HANDLES))
 
     def virtual_unit(self, device: int) -> int:
         """Return the number of bytes of which `create` takes multiples."""
@@ -407,8 +407,8 @@ class CudaDriver:
         """Return whether kernels of the device can read pinned memory at host addresses."""
         return bool(self._attribute(_HOST_POINTER, device))
 
-    def _attribute(self, what: int, device: int) -> int:
-        return self._get("cuDeviceGetAttribute", what, self._ordinal(device)) & 0x7FFFFFFF
+    def _attribute(self, attribute: int, device: int) -> int:
+        return self._get("cuDeviceGetAttribute", attribute, self._ordinal(device)) & 0x7FFFFFFF
 
     def pin(self, address: int, nbytes: int, *, is_read_only: bool = False) -> None:
         """Page-lock host memory for copy engines and kernels of every device. Use `is_read_only` for read-only

@@ -68,13 +68,13 @@ def lay_out_rectangles(rows: Rectangles, device: int, stream: int) -> Callable[[
 
     Cost: see `plan_copy`. A call takes up to three launches, and nothing per run.
     """
-    on = torch.cuda.ExternalStream(stream, device)
+    queue_stream = torch.cuda.ExternalStream(stream, device)
     columns = (rows.dst, rows.src, rows.run_bytes, rows.num_rows, rows.dst_pitch, rows.src_pitch)
-    with torch.cuda.device(device), torch.cuda.stream(on):
+    with torch.cuda.device(device), torch.cuda.stream(queue_stream):
         table = plan_copy(*columns, torch.device("cuda", device))
 
     def queue() -> None:
-        with torch.cuda.device(device), torch.cuda.stream(on):
+        with torch.cuda.device(device), torch.cuda.stream(queue_stream):
             table.run()
 
     return queue
@@ -89,8 +89,8 @@ def tiles(dst: I64, src: I64, nbytes: I64) -> tuple[I64, I64]:
     """Return the runs as two tables of tiles: one of 16-byte words, and one of the bytes before and after the words."""
     # Words of 16 bytes are possible only if both ends have the same alignment. The bytes before the first and after the
     # last word are then copied singly.
-    alike = (dst ^ src) % _WIDTH == 0
-    head = np.where(alike, np.minimum(-dst % _WIDTH, nbytes), nbytes)
+    same_alignment = (dst ^ src) % _WIDTH == 0
+    head = np.where(same_alignment, np.minimum(-dst % _WIDTH, nbytes), nbytes)
     body = (nbytes - head) // _WIDTH * _WIDTH
     tail = nbytes - head - body
     narrow = [_tiled(dst, src, head), _tiled(dst + head + body, src + head + body, tail)]

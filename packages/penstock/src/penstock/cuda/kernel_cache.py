@@ -244,11 +244,11 @@ def _store(compiled: Any, path: Path | None) -> None:
     metadata = compiled.metadata
     # Triton launches kernels that need more than a plain launch, such as scratch memory or clusters.
     extras = ("global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl")
-    plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
+    is_plain = not any(getattr(metadata, extra, 0) for extra in extras) and getattr(metadata, "num_ctas", 1) == 1
     ptx: str = compiled.asm["ptx"]
     head = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     block = _BLOCK.search(head)
-    if path is None or not plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
+    if path is None or not is_plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
         return
     copy = _Copy(
         file=path.name,

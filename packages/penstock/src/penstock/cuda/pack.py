@@ -86,11 +86,11 @@ def _plan(
     table = np.stack([dst, src, run_bytes, np.where(one_row, 0, dst_pitch), np.where(one_row, 0, src_pitch), start])
     table = np.concatenate([table, nbytes[None]])
     # A power of two divides all numbers of a rectangle if it divides their bitwise OR.
-    odd = np.bitwise_or.reduce(table, axis=0)
+    all_bits = np.bitwise_or.reduce(table, axis=0)
     launches = []
     left = np.arange(len(dst))
     for width in WIDTHS:
-        fits = odd[left] % width == 0
+        fits = all_bits[left] % width == 0
         mine, left = left[fits], left[~fits]
         if not len(mine):
             continue
@@ -98,11 +98,11 @@ def _plan(
         columns = np.concatenate([table[:, mine], (np.cumsum(counts) - counts)[None], counts[None]])
         host = torch.from_numpy(np.ascontiguousarray(columns))
         # Pin the table, since a copy from pageable memory would make the call wait for the device.
-        on = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+        device_table = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
         # Create the tiles on the device, since one for each 16 KiB is many times larger than the table.
-        which = torch.arange(len(mine), dtype=torch.int32, device=device)
-        tiles = torch.repeat_interleave(which, on[8], output_size=int(counts.sum()))
+        rectangle = torch.arange(len(mine), dtype=torch.int32, device=device)
+        tiles = torch.repeat_interleave(rectangle, device_table[8], output_size=int(counts.sum()))
         constants = {"TILE_BYTES": TILE_BYTES * width // 16, "WIDTH": width}
-        arguments = on, tiles, on.shape[1]
+        arguments = device_table, tiles, device_table.shape[1]
         launches.append(Launch("penstock.cuda.pack_triton", "copy_tiles", len(tiles), arguments, constants))
     return PackTable(launches=tuple(launches))

@@ -421,10 +421,18 @@ def plan_strips(
     whole, gapped, many = np.flatnonzero(packed), np.flatnonzero(~packed), np.flatnonzero(counts > 1)
     # Pack slab by slab, since scratch for all strips with gaps would be as large as the weights.
     slabs = []
-    for some, at in _row_slabs(gapped, nbytes[gapped], scratch):
-        mine = strips[strip[some]]
-        pack = plan_pack(at, address + mine.at, mine.run_bytes, mine.pitch, start[some], nbytes[some], device)
-        slabs.append((pack, plan_leaves(at, nbytes[some], device, into=row[some])))
+    for batch, at in _row_slabs(gapped, nbytes[gapped], scratch):
+        batch_strips = strips[strip[batch]]
+        pack = plan_pack(
+            at,
+            address + batch_strips.at,
+            batch_strips.run_bytes,
+            batch_strips.pitch,
+            start[batch],
+            nbytes[batch],
+            device,
+        )
+        slabs.append((pack, plan_leaves(at, nbytes[batch], device, into=row[batch])))
     return StripTable(
         leaves=leaves,
         num_strips=len(strips),

@@ -58,10 +58,10 @@ def take_leaves(leaves: U64, counts: I64, rows: I64) -> U64:
         leaves: [counts.sum()] leaves, row after row.
         counts: number of leaves of each row.
     """
-    taken = counts[rows]
-    before = np.cumsum(taken) - taken
+    row_counts = counts[rows]
+    before = np.cumsum(row_counts) - row_counts
     starts = (np.cumsum(counts) - counts)[rows]
-    return leaves[np.repeat(starts - before, taken) + np.arange(int(taken.sum()))]
+    return leaves[np.repeat(starts - before, row_counts) + np.arange(int(row_counts.sum()))]
 
 
 def canonical(table: TensorTable, rows: Sequence[int]) -> bytes:

@@ -36,10 +36,10 @@ class Strips:
     def __len__(self) -> int:
         return len(self.at)
 
-    def __getitem__(self, which: I64 | npt.NDArray[np.bool_] | slice) -> Strips:
+    def __getitem__(self, rows: I64 | npt.NDArray[np.bool_] | slice) -> Strips:
         """Return the selected strips."""
         columns = (self.at, self.run_bytes, self.num_rows, self.pitch)
-        at, run_bytes, num_rows, pitch = (column[which] for column in columns)
+        at, run_bytes, num_rows, pitch = (column[rows] for column in columns)
         return Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
 
     @property

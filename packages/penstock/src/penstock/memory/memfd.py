@@ -48,12 +48,12 @@ class MappedMemfd(mmap.mmap):
     def close(self) -> None:
         """Unmap the memory and close its descriptors. Idempotent. Raises BufferError if it has views."""
         # Forget the address before unmapping, since the kernel may then give it to a mapping of another thread.
-        known = _shared.pop(self.address, None)
+        registered = _shared.pop(self.address, None)
         try:
             super().close()
         except BufferError:
-            if known is not None:
-                _shared[self.address] = known
+            if registered is not None:
+                _shared[self.address] = registered
             raise
         self.close_fd()
 

@@ -165,8 +165,8 @@ def _each(
         return
     # After an error, running pieces are waited for too, since they still use both rooms.
     with Threads(num_threads, "penstock-tier", waits_for_calls=True) as pool:
-        for begun in [pool.submit(move_piece, piece) for piece in pieces]:
-            begun.result()
+        for future in [pool.submit(move_piece, piece) for piece in pieces]:
+            future.result()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,15 +40,15 @@ class CudaRoom:
 
     def _copy(self, offset: int, data: memoryview, *, to_device: bool) -> None:
         assert self._bytes is not None
-        ours = self._bytes[offset : offset + len(data)]
-        theirs = torch.frombuffer(data, dtype=torch.uint8)
+        device_bytes = self._bytes[offset : offset + len(data)]
+        host_bytes = torch.frombuffer(data, dtype=torch.uint8)
         event = torch.cuda.Event()
         # On the current stream a copy would wait for the kernels of the running model.
         with torch.cuda.stream(self._tier.stream):
             if to_device:
-                ours.copy_(theirs, non_blocking=True)
+                device_bytes.copy_(host_bytes, non_blocking=True)
             else:
-                theirs.copy_(ours, non_blocking=True)
+                host_bytes.copy_(device_bytes, non_blocking=True)
             event.record()
         self._begun.append(event)
 

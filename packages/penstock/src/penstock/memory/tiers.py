@@ -420,10 +420,10 @@ class Tiers(Closeable):
         old = entry.at
         src = entry.places[old]
         num_threads = min(self._levels[old].tier.num_threads, self._levels[to].tier.num_threads)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             move(src.room, place.room, num_threads, self._note)
-            self._arrived(entry, to, begun)
+            self._arrived(entry, to, started_at)
         except IntegrityError as error:
             if not entry.again:
                 self._release(entry, to)
@@ -441,23 +441,23 @@ class Tiers(Closeable):
         return True
 
     def _fill(self, entry: _Entry, to: int, place: _Place) -> None:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         try:
             entry.fill(place.room)
             place.room.settle()
-            self._arrived(entry, to, begun)
+            self._arrived(entry, to, started_at)
         except BaseException:
             self._release(entry, to)
             raise
 
-    def _arrived(self, entry: _Entry, to: int, begun: float | None = None) -> None:
+    def _arrived(self, entry: _Entry, to: int, started_at: float | None = None) -> None:
         """Set the tier of a block to `to`, let others use it, and free its old place unless a reader uses it."""
         # Notify the user before the old place is freed, or it would read freed memory.
         self._report_move(entry, to)
         with self._state:
-            if begun is not None:
+            if started_at is not None:
                 link = self._names[entry.at], self._names[to]
-                seconds = time.monotonic() - begun
+                seconds = time.monotonic() - started_at
                 self._links[link] = self._links.get(link, LinkStats()).plus(entry.block.nbytes, seconds)
             entry.at = to
             entry.used = next(self._clock)

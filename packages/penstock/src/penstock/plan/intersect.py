@@ -119,32 +119,34 @@ def intersect(forms: Sequence[Form], held: Groups, wanted: Groups) -> tuple[BoxP
     holes: dict[int, Box] = {}
     # Work in blocks, since all pairs of a trillion parameters would need gigabytes for their boxes.
     for first, stop in _blocks(counts):
-        num = counts[first:stop]
-        want = np.repeat(np.arange(first, stop), num)
-        source = spread(held.first[kind[first:stop]], num)
-        theirs, mine = boxes[held.values[source]], boxes[wanted.values[want]]
-        cut = Boxes(start=np.maximum(theirs.start, mine.start), stop=np.minimum(theirs.stop, mine.stop))
-        some = np.flatnonzero((cut.stop > cut.start).all(axis=1))
-        crossings = BoxPieces(want=want[some], held=source[some], boxes=cut[some])
+        num_held = counts[first:stop]
+        want = np.repeat(np.arange(first, stop), num_held)
+        source = spread(held.first[kind[first:stop]], num_held)
+        held_boxes, wanted_boxes = boxes[held.values[source]], boxes[wanted.values[want]]
+        cut = Boxes(
+            start=np.maximum(held_boxes.start, wanted_boxes.start), stop=np.minimum(held_boxes.stop, wanted_boxes.stop)
+        )
+        nonempty = np.flatnonzero((cut.stop > cut.start).all(axis=1))
+        crossings = BoxPieces(want=want[nonempty], held=source[nonempty], boxes=cut[nonempty])
         bad = uncovered(boxes[wanted.values[first:stop]], crossings.want - first, crossings.boxes) + first
         parts.append(crossings if not len(bad) else _untangle(crossings, bad, boxes[wanted.values[bad]], holes))
     return _joined(parts, boxes.start.shape[1]), holes
 
 
-def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
-    """Return, sorted, the wanted boxes that do not have each element in exactly one piece. `of` is the wanted box of
-    each piece."""
+def uncovered(wanted: Boxes, piece_want: I64, pieces: Boxes) -> I64:
+    """Return, sorted, the wanted boxes that do not have each element in exactly one piece. `piece_want` is the
+    wanted box of each piece."""
     # The corners are at `stop`, after the last element, so the extent is one more than that of the box.
     extent = wanted.stop - wanted.start + 1
     steps = np.ones_like(extent)
     steps[:, 1:] = np.cumprod(extent[:, :-1], axis=1)
-    owner = np.concatenate((of, np.arange(len(wanted))))
+    owner = np.concatenate((piece_want, np.arange(len(wanted))))
     base = wanted.start[owner]
     low = (np.concatenate((pieces.start, wanted.start)) - base) * steps[owner]
     high = (np.concatenate((pieces.stop, wanted.stop)) - base) * steps[owner]
     points = np.zeros((1, len(owner)), np.int64)
     signs = np.ones((1, len(owner)), np.int64)
-    signs[:, len(of) :] = -1
+    signs[:, len(piece_want) :] = -1
     for d in range(low.shape[1]):
         points = np.concatenate((points + low[:, d], points + high[:, d]))
         signs = np.concatenate((signs, -signs))
@@ -156,19 +158,19 @@ def uncovered(wanted: Boxes, of: I64, pieces: Boxes) -> I64:
     new[1:] = (owners[1:] != owners[:-1]) | (flat[1:] != flat[:-1])
     heads = np.flatnonzero(new)
     # Check separately for a piece outside its box, since its points could wrap around to points inside.
-    outside = ((pieces.start < wanted.start[of]) | (pieces.stop > wanted.stop[of])).any(axis=1)
+    outside = ((pieces.start < wanted.start[piece_want]) | (pieces.stop > wanted.stop[piece_want])).any(axis=1)
     sums = np.add.reduceat(sign, heads) if len(heads) else sign
-    return np.unique(np.concatenate((owners[heads[sums != 0]], of[outside])))
+    return np.unique(np.concatenate((owners[heads[sums != 0]], piece_want[outside])))
 
 
-def prove_coverage(wanted: Boxes, of: I64, pieces: Boxes) -> None:
+def prove_coverage(wanted: Boxes, piece_want: I64, pieces: Boxes) -> None:
     """Raise PlanError with the first hole or overlap unless each element of each wanted box is in exactly one piece."""
-    bad = uncovered(wanted, of, pieces)
+    bad = uncovered(wanted, piece_want, pieces)
     if not len(bad):
         return
     # The proof finds the wrong box. Find the fault itself box by box, for the message.
     want = wanted.box(int(bad[0]))
-    fault, where = _fault(want, [pieces.box(int(i)) for i in np.flatnonzero(of == bad[0])])
+    fault, where = _fault(want, [pieces.box(int(i)) for i in np.flatnonzero(piece_want == bad[0])])
     raise PlanError(f"wanted box {bad[0]} {show(want)}: {fault} {show(where)}")
 
 
@@ -186,20 +188,20 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
         steps[i, : len(form.strides)] = form.strides
     # Count in bits, so that strides of packed four-bit elements are whole numbers too.
     steps *= bits[:, None]
-    theirs, mine = steps[held_form], steps[want_form]
-    src = ((boxes.start - all_boxes.start[held_form]) * theirs).sum(axis=1)
-    dst = ((boxes.start - all_boxes.start[want_form]) * mine).sum(axis=1)
-    extent, near, far = _levels(bits[held_form], boxes.stop - boxes.start, theirs, mine)
+    src_steps, dst_steps = steps[held_form], steps[want_form]
+    src = ((boxes.start - all_boxes.start[held_form]) * src_steps).sum(axis=1)
+    dst = ((boxes.start - all_boxes.start[want_form]) * dst_steps).sum(axis=1)
+    extent, src_step, dst_step = _levels(bits[held_form], boxes.stop - boxes.start, src_steps, dst_steps)
     # Write out one strip for each index of the levels above a run and its rows.
     counts = extent[:, 2:].prod(axis=1)
     piece = np.repeat(np.arange(len(src)), counts)
-    turn = spread(np.zeros(len(src), np.int64), counts)
+    index = spread(np.zeros(len(src), np.int64), counts)
     src, dst = src[piece], dst[piece]
     for level in range(2, extent.shape[1]):
-        digit = turn % extent[piece, level]
-        turn //= extent[piece, level]
-        src, dst = src + digit * near[piece, level], dst + digit * far[piece, level]
-    columns = (src, dst, extent[piece, 0], near[piece, 1], far[piece, 1])
+        digit = index % extent[piece, level]
+        index //= extent[piece, level]
+        src, dst = src + digit * src_step[piece, level], dst + digit * dst_step[piece, level]
+    columns = (src, dst, extent[piece, 0], src_step[piece, 1], dst_step[piece, 1])
     # Two four-bit elements share a byte, and a box may begin at the second.
     broken = np.any([column % 8 != 0 for column in columns], axis=0)
     if broken.any():
@@ -212,32 +214,36 @@ def strips(forms: Sequence[Form], held_form: I64, want_form: I64, boxes: Boxes) 
     )
 
 
-def _levels(bits: I64, extent: I64, near: I64, far: I64) -> tuple[I64, I64, I64]:
+def _levels(bits: I64, extent: I64, src_step: I64, dst_step: I64) -> tuple[I64, I64, I64]:
     """Return the dims as levels, fastest of the destination first. A dim is folded into the level below if both
     memories allow it.
 
     Level 0 is the run, in bits. Missing levels have extent 1 and step 0.
     """
-    order = np.argsort(far, axis=1, kind="stable")
-    extent, near, far = (np.take_along_axis(column, order, axis=1) for column in (extent, near, far))
+    order = np.argsort(dst_step, axis=1, kind="stable")
+    extent, src_step, dst_step = (np.take_along_axis(column, order, axis=1) for column in (extent, src_step, dst_step))
     num, num_dims = extent.shape
     levels = np.ones((num, num_dims + 2), np.int64)
-    steps_near, steps_far = np.zeros_like(levels), np.zeros_like(levels)
+    src_levels, dst_levels = np.zeros_like(levels), np.zeros_like(levels)
     levels[:, 0] = bits
-    steps_near[:, 0] = steps_far[:, 0] = 1
+    src_levels[:, 0] = dst_levels[:, 0] = 1
     top = np.zeros(num, np.int64)
     rows = np.arange(num)
     for d in range(num_dims):
         active = extent[:, d] > 1
         length = levels[rows, top]
         # Fold a dim only if it continues without a gap in both memories, so that both are one longer run.
-        fold = active & (near[:, d] == length * steps_near[rows, top]) & (far[:, d] == length * steps_far[rows, top])
+        fold = (
+            active
+            & (src_step[:, d] == length * src_levels[rows, top])
+            & (dst_step[:, d] == length * dst_levels[rows, top])
+        )
         top += active & ~fold
         levels[rows, top] = np.where(fold, length * extent[:, d], np.where(active, extent[:, d], length))
         push = np.flatnonzero(active & ~fold)
-        steps_near[push, top[push]] = near[push, d]
-        steps_far[push, top[push]] = far[push, d]
-    return levels, steps_near, steps_far
+        src_levels[push, top[push]] = src_step[push, d]
+        dst_levels[push, top[push]] = dst_step[push, d]
+    return levels, src_levels, dst_levels
 
 
 def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
@@ -251,30 +257,33 @@ def _blocks(counts: I64) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def _untangle(found: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> BoxPieces:
+def _untangle(pieces: BoxPieces, bad: I64, wanted: Boxes, holes: dict[int, Box]) -> BoxPieces:
     """Cut the pieces of the bad boxes until they do not overlap, and record what no piece covers in `holes`."""
-    keep = np.flatnonzero(~np.isin(found.want, bad))
-    want, holders, new = found.want[keep].tolist(), found.held[keep].tolist(), []
+    keep = np.flatnonzero(~np.isin(pieces.want, bad))
+    want, holders, new = pieces.want[keep].tolist(), pieces.held[keep].tolist(), []
     for row, target in enumerate(bad.tolist()):
-        mine = np.flatnonzero(found.want == target)
-        volume = (found.boxes.stop[mine] - found.boxes.start[mine]).prod(axis=1)
+        mine = np.flatnonzero(pieces.want == target)
+        volume = (pieces.boxes.stop[mine] - pieces.boxes.start[mine]).prod(axis=1)
         left = [wanted.box(row)]
         # Take the largest first, so that a wanted box is cut into few pieces. A stable sort gives equal plans for equal
         # inputs.
         for i in mine[np.argsort(-volume, kind="stable")].tolist():
-            piece = found.boxes.box(i)
+            piece = pieces.boxes.box(i)
             new += [common for rest in left if (common := common_box(rest, piece)) is not None]
             added = len(new) - (len(want) - len(keep))
             want += [target] * added
-            holders += [int(found.held[i])] * added
+            holders += [int(pieces.held[i])] * added
             left = [part for rest in left for part in minus(rest, piece)]
         if left:
             holes[target] = left[0]
-    apart = Boxes.of(new) if new else found.boxes[np.zeros(0, np.int64)]
-    whole = found.boxes[keep]
+    new_boxes = Boxes.of(new) if new else pieces.boxes[np.zeros(0, np.int64)]
+    kept_boxes = pieces.boxes[keep]
     wants = np.array(want, np.int64)
     order = np.argsort(wants, kind="stable")
-    cut = Boxes(start=np.concatenate((whole.start, apart.start)), stop=np.concatenate((whole.stop, apart.stop)))
+    cut = Boxes(
+        start=np.concatenate((kept_boxes.start, new_boxes.start)),
+        stop=np.concatenate((kept_boxes.stop, new_boxes.stop)),
+    )
     return BoxPieces(want=wants[order], held=np.array(holders, np.int64)[order], boxes=cut[order])
 
 
@@ -396,45 +405,45 @@ def match(holdings: Sequence[Layout], wants: Sequence[Layout]) -> Match:
     specs: dict[tuple[object, ...], int] = defaultdict(count().__next__)
     spec = np.array([specs[_spec(form)] for form in forms], np.int64)
     # Number the names of holdings first, since names are numbered as they appear and the publishers' order counts.
-    theirs, mine = _gather(holdings, names, number), _gather(wants, names, number)
+    held_rows, wanted_rows = _gather(holdings, names, number), _gather(wants, names, number)
     num_forms, num_specs, num_ranks = max(len(forms), 1), max(len(specs), 1), max(len(holdings), 1)
     # Sort held rows by pair, then by rank. A rank that holds a box twice supplies the first copy. One number encodes
     # name, form and rank, so that a single sort joins millions of rows from 256 ranks.
-    codes, at = np.unique((theirs.name * num_forms + theirs.form) * num_ranks + theirs.rank, return_index=True)
+    codes, at = np.unique((held_rows.name * num_forms + held_rows.form) * num_ranks + held_rows.rank, return_index=True)
     pair_code, pair_row = _heads(codes // num_ranks)
-    want_code, want_pair = np.unique(mine.name * num_forms + mine.form, return_inverse=True)
+    want_code, want_pair = np.unique(wanted_rows.name * num_forms + wanted_rows.form, return_inverse=True)
     held_form, want_form = pair_code % num_forms, want_code % num_forms
     have, have_first = _heads(pair_code // num_forms * num_specs + spec[held_form])
     need, need_first = _heads(want_code // num_forms * num_specs + spec[want_form])
     position = np.searchsorted(have, need)
-    known, spare = list(names), have[~np.isin(have, need)]
+    all_names, spare = list(names), have[~np.isin(have, need)]
     # searchsorted returns the end for codes above all of `have`. The appended -1 makes these codes count as missing.
     missing = need[np.append(have, -1)[position] != need]
     if len(missing):
-        raise _mismatch(known, {spec[i]: form.spec for i, form in enumerate(forms)}, missing, have, spare)
-    team, pair_team = _teams(theirs.rank[at], pair_row)
-    theirs_of, mine_of = (have_first[position], have_first[position + 1]), (need_first[:-1], need_first[1:])
-    kind, sample = _kinds((np.stack((held_form, pair_team), axis=1), *theirs_of), (want_form, *mine_of))
-    held_forms = _groups(held_form, theirs_of[0][sample], theirs_of[1][sample])
-    held_team = _groups(pair_team, theirs_of[0][sample], theirs_of[1][sample])
-    wanted = _groups(want_form, mine_of[0][sample], mine_of[1][sample])
+        raise _mismatch(all_names, {spec[i]: form.spec for i, form in enumerate(forms)}, missing, have, spare)
+    team, pair_team = _teams(held_rows.rank[at], pair_row)
+    held_range, wanted_range = (have_first[position], have_first[position + 1]), (need_first[:-1], need_first[1:])
+    kind, sample = _kinds((np.stack((held_form, pair_team), axis=1), *held_range), (want_form, *wanted_range))
+    held_forms = _groups(held_form, held_range[0][sample], held_range[1][sample])
+    held_team = _groups(pair_team, held_range[0][sample], held_range[1][sample])
+    wanted = _groups(want_form, wanted_range[0][sample], wanted_range[1][sample])
     tensor = np.repeat(np.arange(len(need)), np.diff(need_first))[want_pair]
     return Match(
         forms=tuple(forms),
-        names=tuple(known[i] for i in (need // num_specs).tolist()),
-        unwanted=tuple(known[i] for i in (spare // num_specs).tolist()),
+        names=tuple(all_names[i] for i in (need // num_specs).tolist()),
+        unwanted=tuple(all_names[i] for i in (spare // num_specs).tolist()),
         kind=kind,
         held=held_forms,
         held_team=held_team.values,
         wanted=wanted,
         team=team,
-        pair_first=theirs_of[0],
+        pair_first=held_range[0],
         pair_row=pair_row[:-1],
-        row_offset=theirs.offset[at],
-        want_rank=mine.rank,
+        row_offset=held_rows.offset[at],
+        want_rank=wanted_rows.rank,
         want_tensor=tensor,
-        want_form=wanted.first[kind[tensor]] + want_pair - mine_of[0][tensor],
-        want_offset=mine.offset,
+        want_form=wanted.first[kind[tensor]] + want_pair - wanted_range[0][tensor],
+        want_offset=wanted_rows.offset,
     )
 
 
@@ -450,11 +459,11 @@ def _order(form: Form) -> tuple[object, ...]:
 
 def _gather(layouts: Sequence[Layout], names: dict[str, int], number: dict[Form, int]) -> _Rows:
     """Return all rows of one side, with names and forms as numbers."""
-    of: Callable[[str], int] = names.__getitem__
+    number_of_name: Callable[[str], int] = names.__getitem__
     none = np.zeros(0, np.int64)
     name, form = [none], [none]
     for layout in layouts:
-        name.append(np.fromiter(map(of, layout.names), np.int64, len(layout.names)))
+        name.append(np.fromiter(map(number_of_name, layout.names), np.int64, len(layout.names)))
         form.append(np.array([number[row_form] for row_form in layout.forms], np.int64)[layout.form])
     counts = [len(layout.names) for layout in layouts]
     return _Rows(

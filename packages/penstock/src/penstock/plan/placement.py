@@ -173,11 +173,11 @@ class Placement:
 
     def remove(self, worker: str) -> None:
         """Remove a worker that died or is considered dead, and free its tasks."""
-        gone = self._workers.pop(worker, None)
-        if gone is None:
+        removed = self._workers.pop(worker, None)
+        if removed is None:
             return
-        self._load[gone.index] = self._spare[gone.index] = 0
-        for task in gone.tasks:
+        self._load[removed.index] = self._spare[removed.index] = 0
+        for task in removed.tasks:
             runs = self._running.get(task, [])
             if worker in runs:
                 runs.remove(worker)
@@ -185,16 +185,16 @@ class Placement:
             if not runs and self._state[task] == _ASSIGNED:
                 self._running.pop(task, None)
                 self._free(task)
-        gone.place.workers.remove(gone)
+        removed.place.workers.remove(removed)
         # With its last worker the place loses its cache, so release its reservations.
-        if not gone.place.workers:
-            for task in list(gone.place.tasks):
-                self._reservations[task].remove(gone.place)
+        if not removed.place.workers:
+            for task in list(removed.place.tasks):
+                self._reservations[task].remove(removed.place)
                 if not self._reservations[task]:
                     del self._reservations[task]
                     self._free(task)
-            gone.place.tasks.clear()
-            gone.place.cost = 0
+            removed.place.tasks.clear()
+            removed.place.cost = 0
 
     def next(self, worker: str, now: float) -> Assignment:
         """Return the tasks that a worker should begin or queue now. The result is empty if the worker has enough tasks

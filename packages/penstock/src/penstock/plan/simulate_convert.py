@@ -158,8 +158,8 @@ class _Run:
         whole_s = sum(self.in_bytes) * max(next(iter(self.workers.values())).pace) / len(self.workers)
         chance = np.random.default_rng((self.seed, 3))
         count = chance.poisson(self.cluster.failures_per_gpu_hour * len(self.workers) * whole_s / 3600)
-        for who in chance.permutation(len(self.workers))[:count].tolist():
-            name = f"GPU {who}"
+        for index in chance.permutation(len(self.workers))[:count].tolist():
+            name = f"GPU {index}"
             self.workers[name].dies = float(chance.uniform(0.0, whole_s))
             heapq.heappush(self.events, (self.workers[name].dies + SILENCE_S, -1, name, -1))
 

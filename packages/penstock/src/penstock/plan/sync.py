@@ -189,9 +189,9 @@ class ReceiverPlan:
         """Return segments `[start, stop)` as `src`, `dst` and `nbytes` of runs that are contiguous at both ends."""
         rows = self.num_rows[start:stop]
         at = np.repeat(np.arange(start, stop), rows)
-        turn = spread(np.zeros(len(rows), np.int64), rows)
-        src = self.src[at] + turn * self.src_pitch[at]
-        return src, self.dst[at] + turn * self.dst_pitch[at], self.run_bytes[at]
+        index = spread(np.zeros(len(rows), np.int64), rows)
+        src = self.src[at] + index * self.src_pitch[at]
+        return src, self.dst[at] + index * self.dst_pitch[at], self.run_bytes[at]
 
 
 @decodable
@@ -337,12 +337,12 @@ class SyncPlan:
             f"plan {self.key}",
         ]
         if self.unwanted:
-            some = ", ".join(self.unwanted[:3]) + (", ..." if len(self.unwanted) > 3 else "")
-            lines.append(f"held but not wanted: {len(self.unwanted)} ({some})")
-        for word, members, moved in (("gives", self.sources, sent), ("takes", self.receivers, taken)):
-            if len(moved):
-                most = int(moved.argmax())
-                lines.append(f"{members[most]} {word} most, {moved[most]} bytes; mean {int(moved.mean())}")
+            examples = ", ".join(self.unwanted[:3]) + (", ..." if len(self.unwanted) > 3 else "")
+            lines.append(f"held but not wanted: {len(self.unwanted)} ({examples})")
+        for word, members, amounts in (("gives", self.sources, sent), ("takes", self.receivers, taken)):
+            if len(amounts):
+                most = int(amounts.argmax())
+                lines.append(f"{members[most]} {word} most, {amounts[most]} bytes; mean {int(amounts.mean())}")
         for r, name in enumerate(self.receivers[:limit]):
             lines.append(f"{name}: {taken[r]} bytes from {int((links[r] > 0).sum())} sources")
         if len(self.receivers) > limit:

@@ -430,14 +430,14 @@ def _cuts(
     units = np.where(is_cut, -(-num_rows // unit), 1)
     # Multiply before dividing, here and below, so that runs differ by at most one unit.
     counts = np.where(is_cut, np.minimum(units, -(-nbytes // task_bytes)), 1)
-    which = np.repeat(np.arange(len(large)), counts)
-    i = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
-    unit, units, counts = unit[which], units[which], counts[which]
-    end = num_rows[which]
+    owner = np.repeat(np.arange(len(large)), counts)
+    i = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    unit, units, counts = unit[owner], units[owner], counts[owner]
+    end = num_rows[owner]
     start, stop = np.minimum(units * i // counts * unit, end), np.minimum(units * (i + 1) // counts * unit, end)
-    start, stop = np.where(is_cut[which], start, 0), np.where(is_cut[which], stop, end)
-    has_rows = (start < stop) | ~is_cut[which]
-    return large[which][has_rows], start[has_rows], stop[has_rows]
+    start, stop = np.where(is_cut[owner], start, 0), np.where(is_cut[owner], stop, end)
+    has_rows = (start < stop) | ~is_cut[owner]
+    return large[owner][has_rows], start[has_rows], stop[has_rows]
 
 
 def _batches(small: I64, nbytes: I64, task_bytes: int, end: int) -> tuple[I64, I64]:

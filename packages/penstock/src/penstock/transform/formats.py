@@ -153,10 +153,10 @@ _OTHER_NAMES = {
 
 def _similar_tag(tag: str) -> str:
     """Return the tag that a user may have meant, or an empty string if no tag is similar."""
-    asked = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
+    wanted = tag.lower().removeprefix("torch.").removeprefix("cast:").replace("_", "-")
     tags = {name.lower().removeprefix("cast:").replace("_", "-"): name for name in FORMATS} | _OTHER_NAMES
-    near = difflib.get_close_matches(asked, tags, n=1, cutoff=0.75)
-    return tags[near[0]] if near else ""
+    matches = difflib.get_close_matches(wanted, tags, n=1, cutoff=0.75)
+    return tags[matches[0]] if matches else ""
 
 
 def is_format(tag: str) -> bool:

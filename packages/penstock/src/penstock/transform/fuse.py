@@ -202,8 +202,8 @@ def _check(form: Format, number: int, job: KernelJob, device: torch.device) -> N
             f"job {number}: outputs {actual} do not match {expected}, which {form.tag} stores for {list(shape)}"
         )
     # The kernels get raw addresses, which would fault on a different device.
-    others = (*job.outputs, *(() if job.amax is None else (job.amax,)))
-    if any(tensor.device != device for tensor in (job.source, *others)):
+    tensors = (*job.outputs, *(() if job.amax is None else (job.amax,)))
+    if any(tensor.device != device for tensor in (job.source, *tensors)):
         raise PlanError(f"job {number}: its tensors are not all on {device}")
     if job.amax is not None and (job.amax.dtype is not torch.float32 or job.amax.numel() != 1):
         raise PlanError(f"job {number}: amax must be one float32, not {job.amax.dtype} {list(job.amax.shape)}")

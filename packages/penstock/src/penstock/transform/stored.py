@@ -223,9 +223,9 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
     # A marker or a scale of activations also shows that the checkpoint is quantised. Then FP8 without scales is
     # damaged.
     is_quantised = bool(stored or unread or config is not None)
-    bare = frozenset(name for name in specs if name not in used and name not in unread and specs[name][0] in FP8)
+    unscaled = frozenset(name for name in specs if name not in used and name not in unread and specs[name][0] in FP8)
     candidates = [name for name in specs if _WORDS.search(name)]
-    has_evidence = any(_MARKERS.search(name) or (bare and _ACTIVATIONS.search(name)) for name in candidates)
+    has_evidence = any(_MARKERS.search(name) or (unscaled and _ACTIVATIONS.search(name)) for name in candidates)
     if is_quantised or has_evidence:
         companions |= {name for name in candidates if _MARKERS.search(name) or _ACTIVATIONS.search(name)} - used
         for name, (dtype, shape) in specs.items():
@@ -240,7 +240,7 @@ def find(tensors: Iterable[Tensor], config: Mapping[str, Any] | None = None) -> 
         companions=frozenset(companions - unread.keys()),
         unread=unread,
         foreign=_of_known_modules(specs, unread),
-        plain=frozenset() if is_quantised or has_evidence else bare,
+        plain=frozenset() if is_quantised or has_evidence else unscaled,
     )
 
 

@@ -304,7 +304,7 @@ class PeerLinks(Closeable):
         return handles
 
     def register_into(
-        self, memory: Memory, shown: Mapping[str, Handle], *, is_repeated: bool = False
+        self, memory: Memory, registered: Mapping[str, Handle], *, is_repeated: bool = False
     ) -> dict[str, Handle]:
         """Return handles for reading into memory, including those of transports that can only fill it.
 
@@ -313,7 +313,7 @@ class PeerLinks(Closeable):
             shown: result of `register`.
             is_repeated: whether the same peers are read repeatedly, so that pinning their memory pays off.
         """
-        handles = dict(shown)
+        handles = dict(registered)
         for name, transport in self.transports.items():
             if name not in handles and isinstance(transport, Filling) and (is_repeated or name != "pinned_shm"):
                 with contextlib.suppress(ConfigError):  # it does not reach this kind of memory

@@ -545,10 +545,10 @@ class CudaIpcTransport:
         """Yield the copies in groups that alternate between the streams."""
         pool = self._streams.of(device)
         driver = self._driver
-        for some in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
+        for batch in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
             stream = pool.take_stream()
-            queue = driver.lay_out_rectangles(some, device, stream)
-            yield _Group(queue=queue, stream=stream, nbytes=int(some.nbytes.sum()))
+            queue = driver.lay_out_rectangles(batch, device, stream)
+            yield _Group(queue=queue, stream=stream, nbytes=int(batch.nbytes.sum()))
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         for is_short in (True, False):
@@ -660,8 +660,8 @@ def _groups(rows: Segments, dst_base: int, src_base: int) -> Iterator[tuple[U64,
     """Yield the rows with addresses, in groups of about `GROUP_BYTES`. Long rows are cut."""
     cut = rows.cut(GROUP_BYTES)
     dst, src = cut.dst.astype(np.uint64) + np.uint64(dst_base), cut.src.astype(np.uint64) + np.uint64(src_base)
-    for some in gathered(cut.nbytes, GROUP_BYTES):
-        yield dst[some], src[some], cut.nbytes[some].astype(np.uint64)
+    for group in gathered(cut.nbytes, GROUP_BYTES):
+        yield dst[group], src[group], cut.nbytes[group].astype(np.uint64)
 
 
 _fits: type[Transport] = CudaIpcTransport

@@ -117,8 +117,8 @@ class FdServer:
         generation = _REQUEST.unpack(request)[0]
         fds: list[int] = []
         # A reader of the page does not wait for pieces that another reader is slow to take.
-        turn = contextlib.nullcontext() if generation == PAGE else self._exporting
-        with turn:
+        lock = contextlib.nullcontext() if generation == PAGE else self._exporting
+        with lock:
             try:
                 for fd in self._export(generation):
                     fds.append(fd)

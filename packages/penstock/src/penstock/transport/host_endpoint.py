@@ -427,6 +427,7 @@ class Endpoint:
     Args:
         transport: name of the transport.
         page: the table of this endpoint.
+        reads: name of the transport whose descriptors it takes. Empty means its own.
         abstract_name: see `FdServer`.
 
     Attributes:
@@ -434,8 +435,9 @@ class Endpoint:
         changing: lock for handles and peers' tables.
     """
 
-    def __init__(self, transport: str, page: GenerationTable, *, abstract_name: str = "") -> None:
+    def __init__(self, transport: str, page: GenerationTable, *, reads: str = "", abstract_name: str = "") -> None:
         self.transport = transport
+        self._reads = reads or transport
         self.page = page
         self.abstract_name = abstract_name
         self.changing = threading.RLock()
@@ -516,7 +518,7 @@ class Endpoint:
 
     def check_theirs(self, source: Descriptor) -> None:
         """Check that a descriptor belongs to this transport and that it is open. Raises like `check_mine`."""
-        if source.transport != self.transport:
+        if source.transport != self._reads:
             raise ConfigError(f"{self.transport} got a {source.transport} descriptor")
         self.check_open()
 

@@ -186,9 +186,9 @@ class HttpTransport:
             raise ConfigError(f"num_connections must be positive, not {num_connections}")
         home = RuntimeDir.open() if listen is None else None
         try:
-            where = listen if home is None else f"unix:{home.path}/data.sock"
-            assert where is not None
-            bound, address = _listen(where, tls is not None)
+            listen_at = listen if home is None else f"unix:{home.path}/data.sock"
+            assert listen_at is not None
+            bound, address = _listen(listen_at, tls is not None)
             server = RegionServer(bound, endpoint=secrets.token_hex(8), tls=tls)
             server.start()
         except BaseException:

@@ -24,7 +24,7 @@ from penstock.cuda.driver import CudaDriver, StreamPools, load_driver, never_fre
 from penstock.errors import ConfigError, DestinationError, PeerLost, PenstockError, StaleDescriptor
 from penstock.memory.staging import StagingBuffer, StagingPool
 from penstock.segments import Rectangles, Segments
-from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, PeerMappings
+from penstock.transport.host_endpoint import Endpoint, GenerationTable, IntoHandle, MemoryClaim, OwnHandle, PeerMappings
 from penstock.transport.protocol import (
     Coding,
     DeferredRead,
@@ -77,9 +77,8 @@ class IntoDevice:
 
     def __init__(self, name: str, source: str, driver: CudaDriver | None) -> None:
         self.name = name
-        self._source_name = source
         self._driver = load_driver() if driver is None else driver
-        self._endpoint = Endpoint(name, GenerationTable.create())
+        self._endpoint = Endpoint(name, GenerationTable.create(), reads=source)
         self._streams = StreamPools(self._driver, num_streams=1)
         self._lock = threading.Lock()
         self._is_stuck = False
@@ -95,25 +94,7 @@ class IntoDevice:
         self._endpoint.check_open()
         return IntoHandle(self._endpoint, memory)
 
-    def _check(self, into: Handle, source: Descriptor) -> IntoHandle:
-        """Check that a handle and a descriptor belong to this transport, and return the open handle.
-
-        Raises:
-            ConfigError: one of them belongs to a different transport.
-            Cancelled: the handle is closed.
-        """
-        if not isinstance(into, IntoHandle) or into.endpoint is not self._endpoint:
-            raise ConfigError(f"{self.name} got a foreign handle")
-        self._check_theirs(source)
-        into.check_open()
-        return into
-
-    def _check_theirs(self, source: Descriptor) -> None:
-        """Raise ConfigError unless a descriptor belongs to the transport whose descriptors this one takes."""
-        if source.transport != self._source_name:
-            raise ConfigError(f"{self.name} got a {source.transport} descriptor")
-
-    def copy(self, into: IntoHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
+    def copy(self, into: OwnHandle, base: int, rows: Segments, stall_s: float, *, keep: object) -> None:
         """Copy host memory, which starts at `base` and is kept alive by `keep`, and wait until it has arrived. Raises
         like `queued`."""
         dst = rows.dst.astype(np.uint64) + np.uint64(into.memory.address)
@@ -121,7 +102,7 @@ class IntoDevice:
         nbytes = rows.nbytes.astype(np.uint64)
         self.queued(into, lambda device, stream: self._driver.copy(dst, src, nbytes, stream), stall_s, keep=keep)
 
-    def queued(self, into: IntoHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
+    def queued(self, into: OwnHandle, queue: Callable[[int, int], None], stall_s: float, *, keep: object) -> None:
         """Queue copies of memory that `keep` keeps alive on a stream of the device, and wait until they are done.
 
         Args:
@@ -201,14 +182,14 @@ class _DeviceRegistrar:
             self._driver.unpin(address)
 
 
-class StagedRead(DeferredRead[IntoHandle, Descriptor, Segments]):
+class StagedRead(DeferredRead[OwnHandle, Descriptor, Segments]):
     """See `PendingRead`."""
 
-    def __init__(self, transport: StagedTransport, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
+    def __init__(self, transport: StagedTransport, into: OwnHandle, source: Descriptor, rows: Segments) -> None:
         self._transport = transport
         super().__init__(int(rows.nbytes.sum()), into, source, rows)
 
-    def _carry(self, stall_s: float, into: IntoHandle, source: Descriptor, rows: Segments) -> None:
+    def _carry(self, stall_s: float, into: OwnHandle, source: Descriptor, rows: Segments) -> None:
         for batch in batches(rows, STAGE_BYTES):
             self._transport.carry(into, source, batch, stall_s)
             self.moved_bytes += int(batch.nbytes.sum())
@@ -237,7 +218,7 @@ class StagedTransport(IntoDevice):
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> StagedRead:
         """See `Transport.post_read`. The descriptor is that of the inner transport."""
-        mine = self._check(into, source)
+        mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         return StagedRead(self, mine, source, segments.joined())
 
@@ -258,7 +239,7 @@ class StagedTransport(IntoDevice):
         name, why = self._inner.way(source)
         return self.name + name.removeprefix(self._inner.name), why
 
-    def carry(self, into: IntoHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
+    def carry(self, into: OwnHandle, source: Descriptor, batch: Segments, stall_s: float) -> None:
         """Read a batch that fits one buffer, and copy it to the device. Raises like `wait`."""
         into.check_open()
         pool = self._open_pool(ordinal(into.memory.device))
@@ -337,13 +318,13 @@ class _Pinned:
                 self._driver.unpin(self._mapped.address)
 
 
-class PinnedRead(DeferredRead[IntoHandle, MemoryClaim, _Pinned, int]):
+class PinnedRead(DeferredRead[OwnHandle, MemoryClaim, _Pinned, int]):
     """See `PendingRead`."""
 
     def __init__(
         self,
         transport: PinnedTransport,
-        into: IntoHandle,
+        into: OwnHandle,
         claim: MemoryClaim,
         source: _Pinned,
         base: int,
@@ -356,7 +337,7 @@ class PinnedRead(DeferredRead[IntoHandle, MemoryClaim, _Pinned, int]):
         nbytes = int(rows.nbytes.sum()) + (0 if short is None else int(short.nbytes.sum()))
         super().__init__(nbytes, into, claim, source, base)
 
-    def _carry(self, stall_s: float, into: IntoHandle, claim: MemoryClaim, source: _Pinned, base: int) -> None:
+    def _carry(self, stall_s: float, into: OwnHandle, claim: MemoryClaim, source: _Pinned, base: int) -> None:
         for turn in batches(self._rows, TURN_BYTES):
             into.check_open()
             claim.check()
@@ -393,7 +374,7 @@ class PinnedTransport(IntoDevice):
 
     def reach(self, device: str, source: Descriptor) -> None:
         """See `Reaching`. Also pins the memory. Raises like `post_read`."""
-        self._check_theirs(source)
+        self._endpoint.check_theirs(source)
         self._reached(device, source)
 
     def post_read(self, into: Handle, source: Descriptor, segments: Segments) -> PinnedRead:
@@ -402,14 +383,14 @@ class PinnedTransport(IntoDevice):
         Raises:
             DestinationError: the memory cannot be pinned.
         """
-        mine = self._check(into, source)
+        mine = self._endpoint.check_mine(into, source)
         segments.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         claim, pinned, base = self._reached(mine.memory.device, source)
         return PinnedRead(self, mine, claim, pinned, base, segments.joined())
 
     def post_rectangles(self, into: Handle, source: Descriptor, rectangles: Rectangles) -> PinnedRead:
         """See `Striding`. Raises like `post_read`."""
-        mine = self._check(into, source)
+        mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
         # A kernel gathers short runs at host addresses. If the device cannot do that, copy engines copy them one by
         # one.
@@ -418,7 +399,7 @@ class PinnedTransport(IntoDevice):
         claim, pinned, base = self._reached(mine.memory.device, source)
         return PinnedRead(self, mine, claim, pinned, base, *rectangles.apart(SHORT_BYTES, MANY))
 
-    def gather(self, into: IntoHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
+    def gather(self, into: OwnHandle, rows: Rectangles, stall_s: float, *, keep: object) -> None:
         """Copy rectangles whose `src` and `dst` are addresses; see `copy`."""
         driver = self._driver
         self.queued(into, lambda *at: driver.lay_out_rectangles(rows, *at)(), stall_s, keep=keep)

@@ -311,9 +311,9 @@ class NixlTransport:
     def _sweep(self, now: float) -> None:
         """Unregister memory that was released `LINGER_S` ago."""
         with self.changing:
-            over = [handle for when, handle in self._retired if when < now and not handle.num_reads]
-            self._retired = [(when, handle) for when, handle in self._retired if handle not in over]
-            for handle in over:
+            expired = [handle for when, handle in self._retired if when < now and not handle.num_reads]
+            self._retired = [(when, handle) for when, handle in self._retired if handle not in expired]
+            for handle in expired:
                 if handle.registration is not None:
                     self.agent.deregister(handle.registration)
                 if self._reader is not None:

@@ -168,9 +168,9 @@ class Agent:
         with self._lock:
             agent = self._check_open()
             try:
-                here = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
-                there = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
-                transfer = PostedTransfer(agent.initialize_xfer("READ", here, there, peer))
+                local = agent.get_xfer_descs(mine.astype(np.uint64), kinds[0])
+                remote = agent.get_xfer_descs(theirs.astype(np.uint64), kinds[1])
+                transfer = PostedTransfer(agent.initialize_xfer("READ", local, remote, peer))
                 # Add the transfer before it runs. `close` must end it even if this call does not return.
                 self._transfers.add(transfer)
                 agent.transfer(transfer.xfer)
@@ -501,8 +501,8 @@ class Reader:
 def pieces(memory: Memory, theirs: int, device: str, rows: Segments) -> Iterator[Piece]:
     """Yield the transfers of a read. Long segments are split and short ones grouped."""
     cut = rows.cut(PIECE_BYTES)
-    ours, devices = place_of(memory.device)[1], np.ones_like(cut.nbytes)
-    here = np.stack([memory.address + cut.dst, cut.nbytes, ours * devices], axis=1)
-    there = np.stack([theirs + cut.src, cut.nbytes, place_of(device)[1] * devices], axis=1)
-    for some in gathered(cut.nbytes, PIECE_BYTES, most_rows=PIECE_SEGMENTS):
-        yield here[some], there[some]
+    local_device, devices = place_of(memory.device)[1], np.ones_like(cut.nbytes)
+    local_rows = np.stack([memory.address + cut.dst, cut.nbytes, local_device * devices], axis=1)
+    remote_rows = np.stack([theirs + cut.src, cut.nbytes, place_of(device)[1] * devices], axis=1)
+    for group in gathered(cut.nbytes, PIECE_BYTES, most_rows=PIECE_SEGMENTS):
+        yield local_rows[group], remote_rows[group]
