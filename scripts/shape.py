@@ -10,7 +10,8 @@ The rules:
   in a module at the top of the package that mentions at least half of the exported names.
 * A class name has several meanings if several modules define it. Underscores make it private.
 * Instance attributes are the names that methods store on `self`, and the fields of a class that is no frozen value.
-* A pause is a number assigned at the top of a module to a name that ends in `_S` and not in `_PER_S`.
+* A pause is a number assigned at the top of a module to a name that ends in `_S`. Rates (`_PER_S`) are no pauses, nor
+  are limits that are part of a promise: `TTL_S`, `DEADLINE_S` and `TIMEOUT_S`.
 * A constructor does I/O if `__init__`, or a method of the class that it calls on `self`, calls something in `_IO`, a
   function of `os` other than those in `_PURE_OS`, `start` of a thread or a process, or `_ACQUIRERS` of a class. A
   class with a name in lower case is a function for its callers (`safe_open`), and may do I/O.
@@ -48,6 +49,7 @@ _PURE_OS = {"fspath", "getpid", "cpu_count", "fsencode", "fsdecode", "environ", 
 _PURE_OS |= {"sched_getaffinity"}
 _ACQUIRERS = {"open", "join", "start", "bind", "map"}
 """Classmethods that acquire the resource of an object."""
+_NO_PAUSES = ("_PER_S", "TTL_S", "DEADLINE_S", "TIMEOUT_S")
 _STARTED = ("thread", "process", "timer")
 
 
@@ -160,7 +162,7 @@ def _is_number(node: ast.expr | None) -> bool:
 
 
 def _is_pause(name: str) -> bool:
-    return name.endswith("_S") and not name.endswith("_PER_S")
+    return name.endswith("_S") and not name.endswith(_NO_PAUSES)
 
 
 def pauses_of(module: Module) -> list[str]:

@@ -18,7 +18,7 @@ import socket
 from penstock import b
 STALL_S = 0.5
 BEAT_S, TRIES = 60 * 60, 3
-LINK_GB_PER_S = 3.0
+LINK_GB_PER_S, LEASE_TTL_S = 3.0, 15
 
 class Part:
     def __init__(self, p0, p1, p2, p3, p4, p5, p6, p7, p8, p9, *, key):
