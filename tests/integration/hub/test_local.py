@@ -200,10 +200,10 @@ def test_forked_child_does_not_keep_hub(place) -> None:
 
 def test_directory_open_to_others_is_refused(tmp_path, monkeypatch) -> None:
     tmp_path.chmod(0o755)
-    with pytest.raises(ConfigError, match="alone"):
+    with pytest.raises(ConfigError, match="not a private directory"):
         LocalEndpoint.open(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="alone"):
+    with pytest.raises(ConfigError, match="not a private directory"):
         LocalEndpoint.open(tmp_path / "link")
     with pytest.raises(ConfigError, match="too long"):
         LocalEndpoint.open(tmp_path / ("x" * 120))

@@ -305,5 +305,5 @@ class TestInstall:
 
     def test_late_install_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "runai_model_streamer", type(sys)("runai_model_streamer"))
-        with pytest.raises(ConfigError, match="imported already"):
+        with pytest.raises(ConfigError, match="already imported"):
             runai_streamer.install()

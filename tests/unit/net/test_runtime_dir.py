@@ -74,7 +74,7 @@ def test_unusable_file_raises_config_error(somewhere: Path, name: str) -> None:
         "{}/" + "x" * 256,
     ],
 )
-@pytest.mark.parametrize("use", [RuntimeDir, LocalEndpoint, find_hub, host_id, own_address])
+@pytest.mark.parametrize("use", [RuntimeDir.open, LocalEndpoint.open, find_hub, host_id, own_address])
 def test_unusable_directory_raises_config_error(
     place: str, use: Callable[[], object], somewhere: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
