@@ -263,7 +263,7 @@ def test_vllm_missing_any_part_still_starts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("entry", ["sglang.srt.plugins:penstock", "sglang.srt.plugins:penstock_runai"])
-def test_sglang_lacking_anything_starts(entry: str, tmp_path: Path) -> None:
+def test_sglang_missing_any_part_still_starts(entry: str, tmp_path: Path) -> None:
     lacking = [case for case in used_by(SGLANG, tmp_path, entry) if exists(case, SGLANG)]
     used = {module for module, _, name in lacking if name}
     whole, *found = run_register(SGLANG, tmp_path, entry, [("", "", ""), *lacking])
