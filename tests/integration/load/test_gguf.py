@@ -154,7 +154,7 @@ def test_gguf_file_in_repository_is_loaded(hub: HuggingFaceServer, tmp_path: Pat
     for uri in ("hf://org/split", f"hf://org/split/{parts[2].name}"):
         assert_same(ps.load(uri, settings=ps.ReadSettings(storage_options=options)), gguf_file.expected_tensors(*parts))
     for uri in ("hf://org/pickled", "hf://org/pickled/pytorch_model.bin"):
-        with pytest.raises(UnsafeFormat, match=r"pytorch_model\.bin: a pickle.*download the files"):
+        with pytest.raises(UnsafeFormat, match=r"pytorch_model\.bin: this is a pickle.*download the files"):
             ps.load(uri, settings=ps.ReadSettings(storage_options=options))
 
 

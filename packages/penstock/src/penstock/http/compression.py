@@ -49,7 +49,7 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, chain_log=6, search_log=1, window_log=19, target_length=0
 )
 """As small as entropy coding alone. Matches among exponents are chance, and searching them costs speed and size.
-Source: benchmarks/results/cpu2_202611/compress.md: 0.9 GB/s of a plane and 2.80 bits. Level 1 has 0.11 and 2.99."""
+Source: benchmarks/results/cpu2_202611/compress.md: 0.9 GB/s and 2.80 bits. Level 1 has 0.11 GB/s and 2.99 bits."""
 
 
 class Planes:

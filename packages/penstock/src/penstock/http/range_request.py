@@ -263,7 +263,7 @@ class RequestFailed(Exception):
 
 
 class RangeExchange:
-    """A context manager for a request and its answer, after redirects. Leaving it returns the connection.
+    """A context manager for a request and its answer, after redirects. Its end returns the connection to the pool.
 
     Args:
         uri: the object, for errors.

@@ -41,8 +41,8 @@ class ConnectionLimits:
         unproven_per_address: maximum number from one address (or one /64 of IPv6), so that a host cannot take all
             places.
         per_principal: maximum number of proven connections of a token, member or user. The longest idle one is cut.
-        head_s: seconds for a TLS handshake and the first head, from the connection on. Later heads get as long from
-            their first byte.
+        head_s: seconds for a TLS handshake and the first head, counted from the start of the connection. Later heads
+            get the same time, counted from their first byte.
         head_bytes: maximum size of a head. Penstock's are below 1 KiB, and proxies add a few hundred bytes.
         grace_s: minimum age in seconds of an unproven connection that is cut in favour of a newer one. This limits
             admissions per second. A refusal costs a tenth of an admission.
@@ -82,7 +82,7 @@ LOG_EVERY_S = 10.0
 SWEEP_S = 1.0
 """Seconds between two checks of the deadlines."""
 _SWEPT_WITHIN_S = 2.0
-"""Twice the usual interval between two checks. After a longer interval, the process was not running."""
+"""Twice the usual interval between two checks. A longer interval means that the process was not running."""
 _log = log_named("penstock.net")
 
 

@@ -164,7 +164,7 @@ class GuardedListener(socket.socket):
         with contextlib.suppress(OSError):
             descriptor, _ = self._accept()  # type: ignore[attr-defined]
             os.close(descriptor)
-        # If another thread takes the descriptor first, the next shortage only restores the spare.
+        # If another thread takes the descriptor first, the next shortage finds no spare and only tries to open a new one.
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -28,7 +28,7 @@ class MessageDeadline:
     def left_s(self) -> float:
         """Return the seconds left. TimeoutError after the deadline."""
         left = self._at - time.monotonic()
-        # Raise at exactly 0 too, which would make a socket non-blocking and SO_RCVTIMEO endless.
+        # Raise at exactly 0 too: a timeout of 0 would make a socket non-blocking and SO_RCVTIMEO endless.
         if left <= 0:
             raise TimeoutError("the message was not complete before its deadline")
         return left

@@ -167,7 +167,7 @@ class CacheDirectory:
             return frozenset()
 
     def remove(self, file: Path) -> bool:
-        """Remove a chunk file, or another thing with its name. Return False if there was none."""
+        """Remove a chunk file, or another thing with its name. Return whether something was removed."""
         with contextlib.suppress(OSError), self._folder(file.parent) as folder:
             os.unlink(file.name, dir_fd=folder)
             return True

@@ -350,7 +350,7 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
 
 
 def _text(field: Field) -> str:
-    """Return a value as text: a string unchanged, other values as JSON. A long value is only described."""
+    """Return a value as text: a string unchanged, other values as JSON. A long value is replaced by its type and length."""
     value = field.value
     if field.type == _ARRAY:
         kind, count, values = value

@@ -240,7 +240,7 @@ class HubCache:
         return etag
 
     def _path(self, name: str, etag: str) -> Path:
-        """Return the path of a blob's bytes. Without links they are in the snapshot."""
+        """Return the path of a blob's bytes, which is in the snapshot if the file system has no links."""
         blob = self._blob(etag)
         return blob if blob.exists() else self.snapshot / name
 

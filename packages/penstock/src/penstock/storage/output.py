@@ -57,9 +57,9 @@ _UPLOADS = 4
 
 
 class OutputSet:
-    """A hidden directory of files whose tensors are placed before their bytes arrive. `publish` makes it visible.
+    """A hidden directory of files with a fixed layout, in which bytes arrive in any order. `publish` makes it visible.
 
-    Several processes may open the set. Each writes its bytes in any order, and may write them again.
+    Several processes may open the set. Each may write its bytes more than once.
 
     Args:
         directory: the staging directory, made by `create`.

@@ -64,8 +64,8 @@ class OutputPlace:
     path: Path
     """Absolute path. A link to an empty directory was resolved."""
     keeps_directory: bool
-    """True if the directory itself must stay, so that files are moved into it. It is a mount point, the working
-    directory, or in a directory that cannot be written."""
+    """True if the directory itself must stay, so that files are moved into it. A mount point must stay, and so must the
+    working directory and a directory whose parent cannot be written."""
 
     @classmethod
     def at(cls, destination: str | os.PathLike[str]) -> OutputPlace:

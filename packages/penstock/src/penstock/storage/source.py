@@ -172,7 +172,7 @@ def span(source: Source, offset: int, buffers: Sequence[memoryview]) -> tuple[in
     """
     stop = offset + sum(buffer.nbytes for buffer in buffers)
     if offset < 0 or stop > source.nbytes:
-        message = f"the source has {source.nbytes} bytes"
+        message = f"the range is outside the source, which has {source.nbytes} bytes"
         raise SourceTruncated(message, uri=source.uri, byte_range=(offset, stop))
     return stop, [buffer for buffer in buffers if buffer.nbytes]
 
