@@ -169,7 +169,6 @@ class ClientConnection:
 
     Attributes:
         wire: the connection, for bodies with their own framing.
-        pace_s: see above.
     """
 
     def __init__(self, sock: socket.socket, *, pace_s: float) -> None:
@@ -188,10 +187,8 @@ class ClientConnection:
         """Send a request and receive the head of its answer.
 
         Args:
-            method: GET, POST and so on.
             target: path and query, percent-encoded. For a proxy, the whole URL.
             fields: header fields in order, including `Host`. The length of the body is added.
-            body: the body. None sends none.
             wait_s: seconds to send the request and receive the head, plus one for each `MIN_BYTES_PER_S` of the body.
 
         Raises:

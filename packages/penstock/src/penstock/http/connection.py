@@ -74,7 +74,6 @@ class HttpConnection:
         Args:
             wait_s: seconds for the whole head, from its first byte.
             first_s: seconds to wait for the first byte.
-            max_bytes: maximum size of the head.
 
         Raises:
             MalformedMessage: the bytes are not a request.
@@ -89,9 +88,6 @@ class HttpConnection:
 
     def receive_response(self, wait_s: float) -> tuple[ResponseHead, MessageParser]:
         """Receive the head of an answer, skipping interim answers. Return it with its parser, which reads chunks.
-
-        Args:
-            wait_s: seconds for all of it.
 
         Raises:
             ConnectionResetError: the other end closed the connection before the first byte of an answer.
@@ -131,7 +127,6 @@ class HttpConnection:
         """Receive a small body within `wait_s` plus one second for each `MIN_BYTES_PER_S` of it.
 
         Args:
-            nbytes: size of the body.
             wait_s: seconds. None uses the remaining time of the message's head.
 
         Raises:

@@ -83,10 +83,6 @@ class ControlConnection(Closeable):
         An exception closes the connection. The next request opens a new one.
 
         Args:
-            method: GET, POST and so on.
-            path: path and query, percent-encoded.
-            body: the body, or None.
-            headers: additional header fields.
             timeout_s: seconds for the whole request, plus one for each `MIN_BYTES_PER_S` sent or received.
 
         Raises:
@@ -157,7 +153,6 @@ class ControlPool(Closeable):
     """Connections to one address, for any number of threads.
 
     Args:
-        connect: opens a socket.
         host: the `Host` header.
     """
 

@@ -104,7 +104,6 @@ class MessageParser:
 
     Args:
         is_request: whether to expect a request, otherwise an answer.
-        max_bytes: maximum size of the head.
     """
 
     def __init__(self, *, is_request: bool, max_bytes: int = MAX_HEAD_BYTES) -> None:
@@ -232,9 +231,7 @@ def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) ->
     """Encode a request's head.
 
     Args:
-        method: GET, POST and so on.
         target: path and query, percent-encoded. For a proxy, the whole URL.
-        fields: header fields in order.
 
     Raises:
         ConfigError: a part contains a line break or an invalid character.

@@ -56,7 +56,6 @@ def proxy_of(url: SplitResult, environ: Mapping[str, str] | None = None) -> Prox
     """Return the proxy for a URL, or None if the URL is reached directly.
 
     Args:
-        url: the URL.
         environ: the environment. None uses this process's.
 
     Raises:

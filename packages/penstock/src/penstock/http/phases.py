@@ -59,11 +59,6 @@ class PhasesHandler:
 
         A stream ends earlier if another caller needs a place and has fewer streams than this caller.
 
-        Args:
-            exchange: the request.
-            query: its parameters.
-            caller: name of the authenticated caller.
-
         Raises:
             RequestRefused: there are `MAX_STREAMS` streams, and no other caller has more of them than this caller.
         """

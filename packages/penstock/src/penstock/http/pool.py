@@ -33,7 +33,6 @@ class PooledConnection(ClientConnection):
     """A connection to a server, or to the proxy that forwards to it.
 
     Args:
-        sock: a connected socket.
         silence_s: seconds that a head, or each read of the body, may be silent.
         forwarded_by: a proxy that reads the requests, which then name the whole URL. None without such a proxy.
 
@@ -109,8 +108,6 @@ class Pool:
         """Return an idle connection to `url`'s server, or a new one.
 
         Args:
-            url: the URL to read.
-            fresh: open a new connection.
             is_redirected: whether a server chose the host. Services of this machine's network are then refused.
 
         Raises:

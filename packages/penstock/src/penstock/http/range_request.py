@@ -75,10 +75,8 @@ class Patience:
     request refuses some range several times in a row. Silence is counted for this range alone.
 
     Args:
-        uri: the source, for the error.
         settings: `retries` and `stall_s` limit the failures and the seconds of silence without a byte.
         arrivals: shared by all ranges of the source. None if this is the only range.
-        clock, sleep: replaced in tests.
     """
 
     def __init__(
@@ -121,12 +119,10 @@ class Patience:
         """Count a failure, and pause before the next attempt.
 
         Args:
-            why: the reason, for the error.
             byte_range: the missing bytes `[start, stop)`, or None if the request was not for a range.
             silent: whether the failure was a timeout.
             wait_s: seconds that the server asked to wait. This counts as no failure, and the request is repeated until
                 the source sends no byte for `stall_s`.
-            cause: the library's error, to be chained.
 
         Raises:
             SourceStalled: there was silence for `stall_s`, or too many timeouts in a row.
@@ -266,9 +262,6 @@ class RangeExchange:
     """A context manager for a request and its answer, after redirects. Its end returns the connection to the pool.
 
     Args:
-        uri: the object, for errors.
-        origin: where the object is.
-        pool: connections.
         byte_range: the bytes to request, `[start, stop)`. With None, read the whole answer by `read_whole`.
         seen: validators of the first answer. None for the first request.
         to_the_end: request all bytes from `start`, so that the connection can go on past `stop`.

@@ -35,7 +35,6 @@ class RequestRefused(Exception):
     """Raised by a handler to answer with a status and without a body.
 
     Attributes:
-        status: the status.
         closes: whether the connection ends after the answer.
     """
 
@@ -174,7 +173,6 @@ class HttpServer:
         handle: called for each request in the thread of its connection. It answers, or raises RequestRefused, or
             FormatError for a malformed request. An OSError ends the connection.
         name: name of the listener in the log.
-        thread_name: name of its threads.
         full_status: status of the answer if there are too many connections.
         tls: server-side context. None uses plain TCP.
     """

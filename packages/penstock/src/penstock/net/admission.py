@@ -158,7 +158,6 @@ class Admission:
     """The open connections of a listener. Thread-safe.
 
     Args:
-        limits: limits of the listener.
         name: name of the listener, for the log.
     """
 

@@ -164,7 +164,7 @@ class GuardedListener(socket.socket):
         with contextlib.suppress(OSError):
             descriptor, _ = self._accept()  # type: ignore[attr-defined]
             os.close(descriptor)
-        # If another thread takes the descriptor first, the next shortage finds no spare and only tries to open a new one.
+        # If another thread takes the descriptor first, the next shortage has no spare, and only tries to open one.
         with contextlib.suppress(OSError):
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -195,7 +195,6 @@ class ThreadedListener:
         bound: a bound socket. This object owns it from now on.
         admission: limits, and the connections counted so far.
         serve: called in the connection's thread. Afterwards the socket is closed. An OSError ends only that connection.
-        name: name of the threads.
         tls: server-side TLS context. None uses plain TCP.
         refusal: see `GuardedListener`.
     """
@@ -326,7 +325,6 @@ class Acceptor:
 
     Args:
         listener: a listening socket. Its owner closes it.
-        make_protocol: called for each connection.
         context: server-side TLS context. None uses plain TCP.
     """
 

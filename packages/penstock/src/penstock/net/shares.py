@@ -22,7 +22,6 @@ class Shares(Generic[K]):
     Args:
         limit: maximum total weight.
         ttl_s: seconds until an entry is dropped unless it is entered again.
-        clock: monotonic seconds.
     """
 
     def __init__(self, limit: int, *, ttl_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,7 +52,6 @@ class Shares(Generic[K]):
 
         Args:
             entry: the entry. A known entry moves to this caller and gets this weight.
-            caller: name of the caller.
             weight: part of the limit that the entry takes.
             displaces_own: whether the caller's own entries may give way if no other caller has more.
         """

@@ -62,7 +62,6 @@ def connect_unix(address: str, timeout_s: float, kind: int = socket.SOCK_STREAM)
 
     Args:
         address: a path, or an abstract name that starts with NUL.
-        timeout_s: seconds to wait.
         kind: stream, or SOCK_SEQPACKET.
 
     Raises:

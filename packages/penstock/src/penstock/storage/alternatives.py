@@ -42,7 +42,6 @@ def weight_files(files: Sequence[str], *, also: Sequence[str] = (), uri: str) ->
     Args:
         files: names or URIs of weight files, or of their indexes, in one directory.
         also: more files in the directory, which are not returned.
-        uri: the directory, for messages.
 
     Raises:
         ConfigError: there are several variants and no plain file that would be the usual choice.

@@ -59,7 +59,6 @@ def download(
 
     Args:
         files: path by URI. Directories are created, and existing files are overwritten.
-        settings: limits and the cache.
         storage_options: credentials and endpoints, by obstore's names.
         on_file: called with the URI of each file that is complete and checked, in the order of `files`.
         on_bytes: called with the size of each range written. Both functions are called in the caller's thread.

@@ -18,8 +18,6 @@ class FileDigest:
 
     Args:
         expected: the digest in hexadecimal.
-        nbytes: size of the file.
-        uri: the file, for errors.
         stall_s: seconds that a part waits for the parts before it. Then the digest is abandoned.
 
     Attributes:

@@ -247,7 +247,6 @@ def read_header(source: Source, first: bytearray) -> GgufHeader:
     """Read and check a file's header.
 
     Args:
-        source: the file.
         first: the bytes already read from its start.
 
     Raises:
@@ -350,7 +349,7 @@ def _array(reader: _Reader, key: str) -> tuple[int, int, list[Any] | None]:
 
 
 def _text(field: Field) -> str:
-    """Return a value as text: a string unchanged, other values as JSON. A long value is replaced by its type and length."""
+    """Return a value as text: a string as it is, others as JSON. A long value is replaced by its type and length."""
     value = field.value
     if field.type == _ARRAY:
         kind, count, values = value
@@ -511,7 +510,6 @@ def check_parts(headers: Sequence[tuple[str, Header]], uri: str) -> None:
 
     Args:
         headers: file names and headers of a weight set.
-        uri: the set.
 
     Raises:
         FormatError: a part is missing, is a duplicate, or belongs to a different model.

@@ -128,7 +128,6 @@ class HttpSource:
 
     Args:
         uri: name for errors, without secrets.
-        origin: where the object is.
         seen: validators from the first answer.
         settings: `retries`, `stall_s`, `ca_file`.
         trusted: certificates. None uses `network.bundles`.
@@ -247,8 +246,6 @@ def ask(uri: str, origin: Origin, *, limit: int, settings: Settings) -> tuple[in
     The body of a refusal is left out. Temporary refusals are repeated, as for an object.
 
     Args:
-        uri: name for errors.
-        origin: where to ask.
         limit: maximum size of the body in bytes.
         settings: `retries`, `stall_s`, `ca_file`.
 

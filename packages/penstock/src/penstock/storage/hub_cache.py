@@ -46,7 +46,6 @@ class HubCache:
     """A repository's directory in the local cache. Nothing is read or written before `fill`.
 
     Args:
-        contents: the files to write.
         stall_s: longest wait, in seconds, for a file of another process that does not grow.
 
     Attributes:

@@ -207,7 +207,6 @@ def open_object(uri: str, *, settings: Settings, storage_options: Mapping[str, s
     """Open one object for ranged reads.
 
     Args:
-        uri: s3://, gs:// or az://.
         settings: `retries`, `stall_s`, `ca_file`.
         storage_options: options of the store by obstore's names. They take precedence over the environment.
 

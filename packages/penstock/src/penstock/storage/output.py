@@ -65,7 +65,6 @@ class OutputSet:
         directory: the staging directory, made by `create`.
         table: `file_index` and `offset` give the position of each tensor. Offsets count from the file's first body.
         body_nbytes: size of the bodies in each file.
-        metadata: metadata of every safetensors file.
         groups: group of each file, if the output holds several sets. `table` then prefixes names with group and slash.
         gguf_header: header of the only file, which is then GGUF. None writes safetensors.
         stem: first part of the file names, before their number.
@@ -73,7 +72,6 @@ class OutputSet:
     Attributes:
         names: the file names.
         data_offset: offset of the first body in each file, in bytes.
-        metadata: see above.
     """
 
     def __init__(
@@ -386,8 +384,6 @@ def publish_remote(
     """Upload a set, its index and manifest last, and remove the local files.
 
     Args:
-        out: the complete set.
-        uri: the prefix.
         small: content of small files by name (manifest, configuration). The manifest is required.
         settings: `retries`, `stall_s`, `ca_file`.
         storage_options: options of the store by obstore's names.

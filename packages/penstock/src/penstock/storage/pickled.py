@@ -45,7 +45,6 @@ def refusal(files: Sequence[str], uri: str) -> UnsafeFormat:
 
     Args:
         files: paths or URIs. Remote files are shown by their last part, because they must be downloaded first.
-        uri: the place, for the message.
     """
     is_remote = any("://" in file for file in files)
     names = [file.partition("?")[0].rpartition("/")[2] if is_remote else file for file in files]

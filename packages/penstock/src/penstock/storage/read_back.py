@@ -28,8 +28,6 @@ def require_readable(path: Path, nbytes: int, wanted: Mapping[str, Entry] | None
     """Read the header of a file and compare it with the expected tensors.
 
     Args:
-        path: a safetensors or GGUF file.
-        nbytes: the expected size.
         wanted: the expected tensors by name. None checks only the size and the consistency of the header.
 
     Raises:
@@ -58,7 +56,6 @@ def require_readable_bytes(path: Path, data: bytes) -> None:
 
     Args:
         path: its later path.
-        data: its content.
 
     Raises:
         DestinationError: Penstock cannot read it.

@@ -172,7 +172,6 @@ class RepositoryStorage(ABC):
     token.
 
     Attributes:
-        scheme: scheme of its URIs.
         sign_in: how a user signs in to the hub, for hints.
     """
 

@@ -109,8 +109,6 @@ def read_header(source: Source, *, guess_bytes: int = HEADER_GUESS_BYTES, first:
     """Read and check a file's header, in one read if it fits in `guess_bytes`, otherwise in two.
 
     Args:
-        source: the file.
-        guess_bytes: size of the first read.
         first: the file's first bytes, if the caller has read them.
 
     Raises:
@@ -155,8 +153,6 @@ def parse_header(raw: bytes, *, file_nbytes: int, uri: str) -> Header:
 
     Args:
         raw: the JSON, without its length.
-        file_nbytes: size of the whole file.
-        uri: the file, for errors.
 
     Raises:
         FormatError: the header is malformed or inconsistent.
@@ -407,7 +403,6 @@ def encode_header(
     Args:
         entries: name, dtype, shape, start and stop of each body, in bytes from the first body.
         metadata: the file's `__metadata__`.
-        uri: the file, for errors.
 
     Raises:
         FormatError: the bytes of a tensor do not match its shape, or the header exceeds the format's limit.
@@ -506,7 +501,6 @@ def _blank(raw: bytes, value: msgspec.Raw) -> bytes:
     """Return `raw` with one of its values replaced by `null`.
 
     Args:
-        raw: a JSON document.
         value: a value that msgspec left undecoded. It points into `raw`.
     """
     # Use the address, because the same bytes may occur in the document twice.

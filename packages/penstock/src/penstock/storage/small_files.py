@@ -170,7 +170,6 @@ def walk(
     Hidden files are ignored. The files of the directory itself are listed first.
 
     Args:
-        root: the directory.
         follow_links: also follow links to folders, visiting each folder once.
         max_below: maximum number of entries in folders. None sets no limit.
     """

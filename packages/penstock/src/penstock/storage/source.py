@@ -320,7 +320,6 @@ def read_whole(source: Source, *, stall_s: float | None = None) -> bytes:
     """Read a small source and close it.
 
     Args:
-        source: the source to read.
         stall_s: see `TimedReads`. None sets no deadline, for a source with its own.
 
     Raises:

@@ -126,7 +126,6 @@ def open_weights(
 
     Args:
         uri: a file, a directory or prefix, a glob, an index file, or a list of files.
-        settings: limits and the cache.
         storage_options: credentials and endpoints, by obstore's names.
         names: tensors to select. With an index, files without a selected tensor are not opened.
         with_manifest: whether to read the manifest. A caller that writes a new manifest passes False.
@@ -362,7 +361,6 @@ def nothing_to_verify(why: str, *, uri: str | None = None, hint: str = "") -> No
 
     Args:
         why: why there are no digests, from `WeightSet.why_unverified`.
-        uri: the weights.
         hint: another way for the user to go on, or "".
     """
     how = "write one with `penstock manifest URI`" + (f", or {hint}" if hint else "")
