@@ -27,7 +27,7 @@ from penstock.config import Settings
 from penstock.errors import IntegrityError
 from penstock.logs import log_named
 from penstock.storage.cache_directory import CacheDirectory, directory_at
-from penstock.storage.file_digest import FileDigest
+from penstock.storage.file_digest import HashedReads
 from penstock.storage.local import MAX_BUFFERS
 from penstock.storage.repository import HubSource
 from penstock.storage.source import Source, span, take
@@ -94,7 +94,7 @@ def open_cached(source: Source, *, settings: Settings) -> Source:
     return CachedSource(source, directory_at(settings.cache_dir, settings.cache_bytes), settings=settings)
 
 
-class CachedSource:
+class CachedSource(HashedReads):
     """A `Source` that caches another `Source`. Use `open_cached`.
 
     Attributes:
@@ -122,10 +122,7 @@ class CachedSource:
         self._others_s = settings.stall_s * _OTHERS_SHARE
         self._lock = threading.Lock()
         # Check the digest over all bytes read through the cache, because the source itself may bring only a part.
-        self._digest: FileDigest | None = None
-        if isinstance(source, HubSource) and source.sha256 is not None:
-            source.leave_unchecked()
-            self._digest = FileDigest(source.sha256, self.nbytes, self.uri, settings.stall_s)
+        self._digest = source.take_digest() if isinstance(source, HubSource) else None
         # Chunks in a refused directory are not even read.
         if refusal := directory.refusal():
             self._is_refused = True
@@ -133,34 +130,12 @@ class CachedSource:
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`. Returns `cache` if every byte came from the cache, otherwise the source's path."""
-        views = list(buffers)
         try:
-            path = self._read(offset, views)
-        except BaseException:
-            if self._digest is not None:
-                # Other reads must not wait for the bytes of this one.
-                self._digest.abandon()
+            return self._read_hashed(self._read, offset, buffers)
+        except IntegrityError:
+            # The next load must not find the damaged chunks.
+            self.forget(0, self.nbytes)
             raise
-        if self._digest is not None:
-            try:
-                self._digest.add(offset, views)
-            except IntegrityError:
-                # The next load must not find the damaged chunks.
-                self.forget(0, self.nbytes)
-                raise
-        return path
-
-    @property
-    def is_checked(self) -> bool:
-        """See `Digested`."""
-        return self._digest is not None and self._digest.is_equal
-
-    def check_whole(self) -> bool:
-        """See `Digested`."""
-        if self._digest is None:
-            return False
-        self._digest.is_wanted = True
-        return True
 
     def _read(self, offset: int, buffers: Sequence[memoryview]) -> str:
         stop, left = span(self, offset, buffers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.errors import IntegrityError
 from penstock.types import MIB
@@ -101,3 +101,39 @@ class FileDigest:
                 uri=self._uri,
                 hint="load again; if the error repeats, the hub or a proxy sends other bytes than were uploaded",
             )
+
+
+class HashedReads:
+    """A mixin for sources that checks their reads against the digest from their storage, if there is one."""
+
+    _digest: FileDigest | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """See `Digested`."""
+        return self._digest is not None and self._digest.is_equal
+
+    def check_whole(self) -> bool:
+        """See `Digested`.
+
+        Cost: one SHA-256 of the file in the reading threads, and up to 256 MiB for bytes that arrive out of order.
+        """
+        if self._digest is not None:
+            self._digest.is_wanted = True
+        return self._digest is not None
+
+    def _read_hashed(
+        self, read: Callable[[int, Sequence[memoryview]], str], offset: int, buffers: Sequence[memoryview]
+    ) -> str:
+        """Read, and hash the result. IntegrityError if this completes a file that differs from its digest."""
+        views = list(buffers)
+        try:
+            path = read(offset, views)
+        except BaseException:
+            if self._digest is not None:
+                # Other reads must not wait for the bytes of this one.
+                self._digest.abandon()
+            raise
+        if self._digest is not None:
+            self._digest.add(offset, views)
+        return path

@@ -25,7 +25,7 @@ import msgspec
 from penstock.config import Settings
 from penstock.errors import MALFORMED, ConfigError, FormatError, NotFound, PermissionDenied, SourceUnavailable
 from penstock.http.range_request import Validators
-from penstock.storage.file_digest import FileDigest
+from penstock.storage.file_digest import FileDigest, HashedReads
 from penstock.storage.files import FileSource
 from penstock.storage.http import HttpSource, PlainOrigin, ask, open_origin
 from penstock.storage.source import GLOB, MAX_SMALL_BYTES, Source, glob_pattern, read_whole
@@ -379,7 +379,7 @@ class ComparedFile(FileSource):
         return True
 
 
-class HubSource(HttpSource):
+class HubSource(HashedReads, HttpSource):
     """A streamed file from a hub. After `check_whole`, its SHA-256 is checked while it is read."""
 
     def __init__(
@@ -389,40 +389,14 @@ class HubSource(HttpSource):
         # Without an identity from the hub, keep the server's ETag.
         if file.identity:
             self.identity = f"hf:{file.identity}"
-        self.sha256 = file.sha256
-        self._digest = None if file.sha256 is None else FileDigest(file.sha256, self.nbytes, uri, settings.stall_s)
+        if file.sha256 is not None:
+            self._digest = FileDigest(file.sha256, self.nbytes, uri, settings.stall_s)
 
-    @property
-    def is_checked(self) -> bool:
-        """See `Digested`."""
-        return self._digest is not None and self._digest.is_equal
-
-    def check_whole(self) -> bool:
-        """Check the digest of the whole file, which has to be read once from now on. Return False without a digest.
-
-        The read that completes the file raises IntegrityError if its content differs from the hub's. Cost: one SHA-256
-        of the file in the reading threads, and up to 256 MiB for bytes that arrive out of order.
-        """
-        if self._digest is None:
-            return False
-        self._digest.is_wanted = True
-        return True
-
-    def leave_unchecked(self) -> None:
-        """Stop hashing, because the reader of this source checks the digest itself."""
-        if self._digest is not None:
-            self._digest.abandon()
+    def take_digest(self) -> FileDigest | None:
+        """Return the digest for a reader that checks it itself. This source then checks nothing."""
+        digest, self._digest = self._digest, None
+        return digest
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
         """See `Source.readv`."""
-        views = list(buffers)
-        try:
-            path = super().readv(offset, views)
-        except BaseException:
-            if self._digest is not None:
-                # Other reads must not wait for the bytes of this one.
-                self._digest.abandon()
-            raise
-        if self._digest is not None:
-            self._digest.add(offset, views)
-        return path
+        return self._read_hashed(super().readv, offset, buffers)
