@@ -70,7 +70,7 @@ class ServedRegion:
 
 
 class RegionServer:
-    """Regions and the server that readers get them from, from `start` to `close`.
+    """Regions and their HTTP server, which runs from `start` to `close`.
 
     Args:
         bound: a bound socket. The server owns it from now on.
@@ -94,7 +94,7 @@ class RegionServer:
         )
 
     def start(self) -> None:
-        """Serve readers in new threads. DestinationError: the system starts no more threads."""
+        """Serve readers in new threads. DestinationError if no thread can be started."""
         self._http.start()
 
     @property

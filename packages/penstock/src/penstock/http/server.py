@@ -202,7 +202,7 @@ class HttpServer:
         _servers.add(self)
 
     def start(self) -> None:
-        """Serve connections in new threads. DestinationError: the system starts no more threads."""
+        """Serve connections in new threads. DestinationError if no thread can be started."""
         self._listener.start()
 
     @property

@@ -97,7 +97,7 @@ class GuardedListener(socket.socket):
         self._spare = -1
 
     def listen(self, backlog: int = BACKLOG) -> None:
-        """Start to listen, or go on with this backlog if the socket listens already."""
+        """Start to listen, or change the backlog of a listening socket."""
         super().listen(backlog)
         if self._spare < 0:
             # A spare descriptor, closed to accept and drop a connection when none is left. Otherwise the connection
@@ -219,7 +219,7 @@ class ThreadedListener:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Listen, and accept connections in a new thread. DestinationError: the system starts no more threads."""
+        """Listen, and accept connections in a new thread. DestinationError if no thread can be started."""
         self._listener.listen()
         try:
             start_thread(self._thread)

@@ -56,16 +56,16 @@ _UNKNOWN, _RESIDENT, _MIXED = 0, 1, 2
 class FileSource(LocalFile):
     """A local file as a `Source`.
 
-    Attributes:
-        state: what the open file is held to after every read.
-        why: why bytes that were not in the page cache did not go by direct I/O; "" while all did.
+    Direct I/O fills most of a buffer if its address equals the file offset modulo 4096. Only head and tail of the
+    request are then copied. On a device that allows few segments per request, memory in huge pages is read 2.5 times as
+    fast as scattered 4 KiB pages. Source: benchmarks/results/cpu2_202611/files.md.
 
-    For direct I/O put the bytes of file offset `o` at an address equal to `o` modulo 4096: all but the head and tail
-    of the request then goes straight to the buffer. Memory in huge pages is read 2.5 times as fast as scattered 4 KiB
-    pages on a device that takes few segments a request. Source: benchmarks/results/cpu2_202611/files.md.
+    Attributes:
+        state: the file's state at open. It is compared after every read.
+        why: why some absent bytes were not read by direct I/O. "" if all were.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: as `LocalFile`.
+        NotFound, PermissionDenied, SourceUnavailable, SourceChanged: see `LocalFile`.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
@@ -74,11 +74,11 @@ class FileSource(LocalFile):
         self.why = "" if _DIRECT else "this system has no direct I/O"
         self._nowait = _NOWAIT
         self._refused = bool(self.why)
-        # Written without a lock: a byte is stored whole, and a window that two threads learn of at once is the same.
         self.received_bytes = 0
-        """See `Counting`: also of reads that failed later, by which a caller sees that its buffers were written to."""
+        """See `Counting`. It includes reads that failed later, because these may have written to their buffers."""
+        # No lock is needed, because threads that set the same byte set the same value.
         self._windows = bytearray([_UNKNOWN]) * ((self.nbytes >> _WINDOW_SHIFT) + 1)
-        # For the opening of the second descriptor.
+        # Protects the opening of the second descriptor.
         self._lock = threading.Lock()
         self._alignment = _DIRECT_ALIGNMENT
 
@@ -87,12 +87,12 @@ class FileSource(LocalFile):
         """See `LocalFile.open`."""
         source = super().open(path)
         if is_in_memory(source._fd):
-            # tmpfs has no RWF_NOWAIT and no need of it.
+            # tmpfs has no RWF_NOWAIT and does not need it.
             source._nowait = 0
-            # The kernel is not asked about files in memory: it counts their pages one by one, 0.24 ms for each window.
+            # Do not ask the kernel, which counts the pages of files in memory one by one, 0.24 ms for each window.
             source._windows = bytearray([_RESIDENT]) * len(source._windows)
         if not source._refused:
-            # No readahead: past the end of what is cached it would read, a second time, what direct I/O reads.
+            # Switch readahead off. It would read bytes after the cached part that direct I/O reads again.
             os.posix_fadvise(source._fd, 0, 0, os.POSIX_FADV_RANDOM)
         return source
 

@@ -62,7 +62,7 @@ class Uring:
     """A ring of reads in flight, for use by one thread.
 
     Attributes:
-        limits_workers: True if the kernel has such a limit (since 5.15); else it works on all reads in flight.
+        limits_workers: whether the kernel can limit its workers (since 5.15). Otherwise it works on all reads at once.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class Uring:
         self._words = memoryview(rings).cast("I")
         sq = struct.unpack_from("<7I", params, _SQ_AT)
         cq = struct.unpack_from("<6I", params, _CQ_AT)
-        # Places in the mapped ring as indices of 32-bit words; the masks never change, so their values are read now.
+        # Offsets in the ring as indices of 32-bit words. The masks never change, so read their values now.
         self._sq_tail = sq[1] // 4
         self._sq_mask = self._words[sq[2] // 4]
         self._sq_array = sq[6] // 4
         self._cq_head = cq[0] // 4
         self._cq_tail = cq[1] // 4
         self._cq_mask = self._words[cq[2] // 4]
-        # In bytes: completions are unpacked from there.
+        # This offset is in bytes, because completions are unpacked from it.
         self._cqes = cq[5]
         self._tail = 0
         self._unsubmitted = 0
@@ -97,13 +97,13 @@ class Uring:
         """Make a ring in the kernel and map it.
 
         Args:
-            entries: Maximum number of reads in flight.
-            num_workers: Maximum number that the kernel carries out at the same time. The others wait for a worker.
+            entries: maximum number of reads in flight.
+            num_workers: maximum number of reads that the kernel processes at once. Others wait for a worker.
 
         Raises:
             OSError: the kernel refuses (ENOSYS before 5.1, EPERM where it is disabled, ENOMEM).
         """
-        # The kernel answers in the same struct: which features it has, and where in the rings each word is.
+        # The kernel returns its features and the offsets of the rings' words in this struct.
         params = bytearray(_PARAMS_BYTES)
         raw = (ctypes.c_char * _PARAMS_BYTES).from_buffer(params)
         fd = int(_libc.syscall(_SYS_SETUP, entries, raw))
@@ -112,8 +112,8 @@ class Uring:
         try:
             features = struct.unpack_from("<I", params, _FEATURES_AT)[0]
             if not features & _FEAT_SINGLE_MMAP or not features & _FEAT_EXT_ARG:
-                raise OSError(errno.ENOSYS, "io_uring of this kernel is older than 5.11")
-            # Two kinds of workers: reads of files have the first, of which 0 would leave the number as it is.
+                raise OSError(errno.ENOSYS, "this kernel's io_uring is older than 5.11")
+            # Reads of files use the first of two kinds of workers. 0 keeps the number of the second.
             limits = (ctypes.c_uint32 * 2)(num_workers, 0)
             limits_workers = not _libc.syscall(_SYS_REGISTER, fd, _REGISTER_MAX_WORKERS, limits, 2)
             num_sq, num_cq = struct.unpack_from("<II", params, 0)

@@ -76,23 +76,23 @@ class FileState:
 
 
 class LocalFile:
-    """A regular file, open for reading and held to the state that it was opened in.
+    """A regular file, open for reading. Its methods detect changes since it was opened.
 
     Attributes:
         uri, nbytes, identity: see `Source`. The identity is `dev:inode:mtime_ns:size`.
-        state: what later looks at the file are compared with.
+        state: the state at open, with which later states are compared.
 
     Raises:
-        NotFound, PermissionDenied: `open` found no such file, or may not read it.
-        SourceUnavailable: a directory, pipe, socket or device, or opening failed.
-        SourceChanged: it is being written to, for `_SETTLE_S` now.
+        NotFound, PermissionDenied: there is no such file, or it may not be read.
+        SourceUnavailable: it is a directory, pipe, socket or device, or it cannot be opened.
+        SourceChanged: it was written to for `_SETTLE_S`.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
         self._fd = fd
         self.state = state
         self.uri = path
-        # The process may change its directory before the path is looked at again.
+        # Make the path absolute, because the process may change its working directory.
         self._path = os.path.abspath(path)
         self.nbytes = self.state.nbytes
         self.identity = self.state.identity

@@ -43,28 +43,28 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class MappedFile(LocalFile):
-    """A local file whose ranges are mapped, not read: zero-copy on the CPU.
+    """A local file whose ranges are mapped instead of read, for zero-copy use on the CPU.
 
-    The mappings are private: the caller's writes never reach the file. They outlive `close`. Two dangers come with
-    mapping and are the file owner's to avoid: bytes changed in place show through pages not yet written, and touching
-    a page that a truncation took away ends the process with SIGBUS (`prefetch` and `check_unchanged` raise instead).
+    The mappings are private, so the caller's writes never reach the file, and they outlive `close`. The owner of the
+    file must avoid two dangers. Bytes changed in place are visible in pages that the caller has not written. Touching a
+    page that a truncation removed ends the process with SIGBUS (`prefetch` and `check_unchanged` raise instead).
     Replacing the file by rename is safe.
 
     Raises:
-        NotFound, PermissionDenied, SourceUnavailable: as `LocalFile`.
-        SourceChanged: `state` was given and the file is not that one, or was written to since.
+        NotFound, PermissionDenied, SourceUnavailable: see `LocalFile`.
+        SourceChanged: the file is not the one with the given `state`, or was written to.
     """
 
     def __init__(self, path: str, fd: int, state: FileState) -> None:
         super().__init__(path, fd, state)
         self._lock = threading.Lock()
-        # One mapping of the whole file, so that its 2 MiB pages serve every view; it lives while a view of it does.
+        # One mapping of the whole file, so that its 2 MiB pages serve every view. Its views keep it alive.
         self._whole: weakref.ref[Mapping] | None = None
-        # Views handed out of it: they never overlap, so all three lists are in file order.
+        # Its views. They never overlap, so all three lists are in file order.
         self._starts: list[int] = []
         self._stops: list[int] = []
-        self._parts: list[weakref.ref[MappedRange]] = []
-        # Whether a range was ever not in the page cache; see `prefetch`.
+        self._views: list[weakref.ref[MappedRange]] = []
+        # Whether a range was ever absent from the page cache; see `prefetch`.
         self._cold = False
 
     @classmethod
@@ -72,12 +72,12 @@ class MappedFile(LocalFile):
         """See `LocalFile.open`.
 
         Args:
-            state: The state in which the file was first opened. None means that any state is accepted.
+            state: the state in which the file was first opened. None accepts any state.
         """
         file = super().open(path)
         if state is not None and not state.same_content(file.state):
             file.close()
-            raise SourceChanged("file was replaced or modified since it was first seen", uri=path)
+            raise SourceChanged("the file was replaced or modified after it was first opened", uri=path)
         return file
 
     def view(self, offset: int, nbytes: int) -> memoryview:
@@ -114,7 +114,7 @@ class MappedFile(LocalFile):
             self._starts.insert(index, offset)
             self._stops.insert(index, stop)
             # Use a weak reference, so that a view ends with the caller's last reference.
-            self._parts.insert(index, weakref.ref(part))
+            self._views.insert(index, weakref.ref(part))
         self.require_unmodified()
         return part.bytes()
 
@@ -179,7 +179,7 @@ class MappedFile(LocalFile):
             # Views keep their mapping alive, so no view is left.
             self._starts = []
             self._stops = []
-            self._parts = []
+            self._views = []
         index = bisect.bisect_left(self._starts, stop)
         return None if index and self._stops[index - 1] > offset else (whole, index)
 
@@ -187,7 +187,7 @@ class MappedFile(LocalFile):
         """Return the live ranges that overlap with the given range, and their file offsets."""
         with self._lock:
             first, last = bisect.bisect_right(self._stops, offset), bisect.bisect_left(self._starts, stop)
-            parts = [(self._parts[i](), self._starts[i]) for i in range(first, last)]
+            parts = [(self._views[i](), self._starts[i]) for i in range(first, last)]
         # Entries of dropped views stay: their pages are gone, so the range must not be used again.
         return [(part, base) for part, base in parts if part is not None]
 
@@ -214,11 +214,11 @@ class MappedFile(LocalFile):
 
 
 class Mapping:
-    """A range of a file in this process's address space: private, writable; unmapped when the last reference goes.
+    """A private, writable mapping of a file's range. It is unmapped with its last reference.
 
     Raises:
-        OSError: as mmap(2): ENOMEM when vm.max_map_count mappings exist or there is no address space, ENODEV when the
-            file system cannot map.
+        OSError: from mmap(2). ENOMEM if there are vm.max_map_count mappings or no address space is left, ENODEV if the
+            file system cannot map files.
     """
 
     __slots__ = ("__weakref__", "_reserved", "address", "nbytes")
@@ -231,15 +231,14 @@ class Mapping:
     @classmethod
     def map(cls, fd: int, offset: int, nbytes: int) -> Mapping:
         """Map a range of an open file. Raises as the class describes."""
-        # Not the file itself by the `mmap` module, which holds a duplicate descriptor for each mapping. The addresses
-        # belong to an mmap object of no file, which is unmapped by C code when this goes: no moment is left at which a
-        # signal could keep the mapping from being freed, as it can between a call and Python's note of it, and in a
-        # finalizer written in Python. The file is mapped over them.
+        # An mmap of the file itself would hold a duplicate descriptor. Instead reserve addresses with an anonymous mmap
+        # and map the file over them. C code unmaps the reservation when it is dropped. With a direct call of mmap(2), a
+        # signal could arrive before Python stores the address, or in a finalizer, and the mapping would never be freed.
         slack = _HUGE_PAGE_BYTES if nbytes >= _HUGE_PAGE_BYTES else 0
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         reserved = mmap.mmap(-1, nbytes + slack, flags=flags, prot=_PROT_NONE)
         start = int(np.frombuffer(reserved, np.uint8).ctypes.data)
-        # Where the kernel would put the file: its huge pages then fit those of the address space.
+        # Align like the file, so that its huge pages match those of the address space.
         address = start + ((offset - start) % _HUGE_PAGE_BYTES if slack else 0)
         access = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_PRIVATE | _MAP_NORESERVE | _MAP_FIXED

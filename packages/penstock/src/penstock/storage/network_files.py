@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from penstock.errors import SourceTruncated
-from penstock.storage.local import MAX_BUFFERS, FileState, LocalFile, num_pages, resident_pages, typed_error
+from penstock.storage.local import MAX_BUFFERS, LocalFile, num_pages, resident_pages, typed_error
 from penstock.storage.source import span, take
 
 # Source: include/uapi/linux/magic.h and each file system's own header (statfs(2) lists most of them).
@@ -71,16 +71,12 @@ def network_file_system(path: str) -> str:
 class NetworkFile(LocalFile):
     """A file on a network file system as a `Source`.
 
-    Attributes:
-        received_bytes: see `Counting`.
-
     Raises:
         NotFound, PermissionDenied, SourceUnavailable, SourceChanged: see `LocalFile`.
     """
 
-    def __init__(self, path: str, fd: int, state: FileState) -> None:
-        super().__init__(path, fd, state)
-        self.received_bytes = 0
+    received_bytes = 0
+    """See `Counting`."""
 
     def is_cached(self) -> bool:
         """Return whether the whole file is in the page cache. False if unknown."""

@@ -297,20 +297,19 @@ def _links(path: Path) -> Iterator[Path]:
 
 
 class DestinationClaim(Closeable):
-    """The directory in which one writer's files grow, made and locked; closing it releases the lock.
+    """A writer's locked staging directory. Closing it releases the lock.
 
-    The lock is one of the kernel's, on a file in the directory: it ends with the process, however that ends.
+    The kernel releases the lock of a process that ends in any way.
 
     Args:
-        staging: The directory.
-        fd: Descriptor of the locked file.
-        new: Directories that were made for the claim, the innermost first.
+        fd: descriptor of the locked file in `staging`.
+        new: directories that were made for the claim, innermost first.
     """
 
     def __init__(self, staging: Path, fd: int, new: list[Path]) -> None:
         self.staging = staging
         self._new = new
-        # Also where its owner fails and is dropped. At the interpreter's end the kernel does it.
+        # Close the descriptor even if the claim is only dropped. At exit the kernel closes it.
         self._release = weakref.finalize(self, os.close, fd)
         self._release.atexit = False
         _claims.add(self)
@@ -320,14 +319,14 @@ class DestinationClaim(Closeable):
         """Make the directory and lock it.
 
         Args:
-            place: Destination of the result.
-            staging: The directory from `place.staging`, or any directory for results that are uploaded.
-            mode: Mode of the directory, before the umask.
-            is_shared: Allow other writers of the place at the same time. The last to publish decides.
+            place: destination of the result.
+            staging: the directory from `place.staging`, or any directory for results that are uploaded.
+            mode: mode of the directory, before the umask.
+            is_shared: allow other writers of the place at the same time. The last to publish decides.
 
         Raises:
-            DestinationError: another process writes to this place, something else has the directory's name, or it
-                cannot be made.
+            DestinationError: another process writes to this place, or the directory cannot be made or belongs to
+                another user.
         """
         where = staging.parent
         with typed(place):
@@ -340,7 +339,7 @@ class DestinationClaim(Closeable):
                             raise _busy(place)
                     with contextlib.suppress(FileExistsError):
                         staging.mkdir(mode)
-                        # Removed with the directories above it, if it stays empty.
+                        # `close` removes it if it stays empty.
                         new.insert(0, staging)
                     return cls(staging, _locked_folder(staging, place), new)
             except BaseException:
@@ -348,13 +347,13 @@ class DestinationClaim(Closeable):
                 raise
 
     def close(self) -> None:
-        """Release the lock; remove directories above it that were made for it, if they are empty. Idempotent."""
+        """Release the lock, and remove new directories that are empty. Idempotent."""
         self._release()
         new, self._new = self._new, []
         remove_empty(new)
 
     def let_go(self) -> None:
-        """Close the descriptor in a forked child, in which the lock would live on."""
+        """In a forked child, close the descriptor, which would keep the lock alive."""
         self._release()
 
 
@@ -362,7 +361,7 @@ _claims = release_after_fork(DestinationClaim.let_go)
 
 
 def _locked_folder(staging: Path, place: Path) -> int:
-    """Lock a staging directory, and return the descriptor that has the lock; errors as `DestinationClaim.open`."""
+    """Lock a staging directory. Return the descriptor of the lock. Raises as `DestinationClaim.open`."""
     try:
         folder = os.open(staging, _FOLDER_FLAGS)
     except OSError as error:
