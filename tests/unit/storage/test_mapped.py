@@ -266,7 +266,7 @@ def test_exhausted_mappings_raise_destination_error(path: str, monkeypatch: pyte
 
 
 def test_view_fits_where_whole_file_mapping_fails(path: str, body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = mapped.Mapping
+    real = mapped.Mapping.map
 
     def small(fd: int, offset: int, nbytes: int) -> mapped.Mapping:
         if nbytes > 4 * MIB:
