@@ -184,7 +184,8 @@ def start_from_pretrained(
     def start(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
         import penstock
 
-        loading = penstock.modules.load_in_background(model, uri, rename=targets.__getitem__, first=first, **arguments)
+        read = _read_arguments(arguments)
+        loading = penstock.modules.load_in_background(model, uri, rename=targets.__getitem__, first=first, **read)
         under_way.append(loading)
 
     why = "it is the name of a model on a hub"
@@ -263,12 +264,22 @@ def checkpoint_shards(
     return layout.checkpoint_shards(model, record(empty, table, load=weights_loader(empty)))
 
 
+def _read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `penstock.load_into` for those of `from_pretrained`."""
+    from penstock import ReadSettings
+
+    fields = ("storage_options", "memory_bytes", "trace")
+    settings = ReadSettings(**{name: arguments[name] for name in fields if name in arguments})
+    return {**{name: arguments[name] for name in arguments if name not in fields}, "settings": settings}
+
+
 def _load_all(model: Any, targets: Mapping[str, str], uri: str, arguments: Mapping[str, Any]) -> None:
     """Fill the model's tensors, and return when all of them are loaded."""
     import penstock
 
     state = model.state_dict(keep_vars=True)
-    penstock.load_into({name: state[name] for name in targets.values()}, uri, rename=targets.__getitem__, **arguments)
+    filled = {name: state[name] for name in targets.values()}
+    penstock.load_into(filled, uri, rename=targets.__getitem__, **_read_arguments(arguments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

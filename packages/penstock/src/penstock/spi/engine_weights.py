@@ -211,10 +211,20 @@ def checkpoint(
             fetched = tensors(fleet, files, in_fleet, log=log, device=device, storage_options=stores, serves=rank == 0)
             yield from ((name, tensor) for name, tensor in fetched if wanted is None or wanted(name))
             return
-    arguments = {name: options[name] for name in ("memory_bytes", "storage_options", "verify") if name in options}
+    settings = penstock.ReadSettings(
+        memory_bytes=options.get("memory_bytes"), storage_options=options.get("storage_options")
+    )
     device = options.get("device") or place.device()
     group = place.group() if options.get("distributed") else None
-    with penstock.stream(files, device=device, names=wanted, group=group, progress=progress, **arguments) as stream:
+    with penstock.stream(
+        files,
+        device=device,
+        names=wanted,
+        verify=options.get("verify"),
+        group=group,
+        progress=progress,
+        settings=settings,
+    ) as stream:
         yield from stream
         log.info("penstock: %s", stream.report)
 
