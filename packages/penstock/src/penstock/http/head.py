@@ -236,17 +236,10 @@ def request_head(method: str, target: str, fields: Iterable[tuple[str, str]]) ->
     Raises:
         ConfigError: a part contains a line break or an invalid character.
     """
-    return _joined([f"{method} {_checked_target(target)} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)])
-
-
-def _checked_target(target: str) -> str:
     # A space would end the target, and the rest would be read as the version.
     if not (target.isascii() and target.isprintable()) or " " in target or not target:
         raise ConfigError(f"{target[:80]!r} cannot be a request target", hint="percent-encode the path and query")
-    return target
-
-
-def _joined(lines: list[str]) -> bytes:
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in fields)]
     text = "\r\n".join(lines) + "\r\n\r\n"
     # A line break inside a value would add a header field or a second request.
     if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1 or "\0" in text:

@@ -303,22 +303,26 @@ class RangeExchange:
             location = self.reply.headers.get("location") if self.reply.status in _REDIRECTS else None
             if location is None:
                 if self.reply.status >= 300:
-                    self._read_code_or_close()
+                    self._read_code()
                 return self
-            self._read_code_or_close()
+            self._read_code()
             self._pool.put(self._url, self._connection, self.reply)
             why_not = self._origin.moved(self._url, location)
             if why_not:
                 raise SourceUnavailable(why_not, uri=self._uri)
         raise SourceUnavailable(f"the server sent more than {_MAX_REDIRECTS} redirects", uri=self._uri)
 
-    def _read_code_or_close(self) -> None:
-        """Read the code of an error. Close the connection on failure, because `__exit__` is not called then."""
+    def _read_code(self) -> None:
+        """Read a refusal's short body for its code, and so that the connection can be used again."""
         try:
-            self._read_code()
+            # The status decides. Do not wait for a body that is slow or incomplete.
+            body = self.reply.read_some(_ERROR_BODY_BYTES, wait_s=_ERROR_BODY_S)
         except BaseException:
+            # `__exit__` is not called then.
             self._connection.close()
             raise
+        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body)
+        self.code = code[1].decode() if code else ""
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._pool.put(self._url, self._connection, None if kind else self.reply)
@@ -343,13 +347,6 @@ class RangeExchange:
                 )
                 if fresh or not was_used or not is_stale:
                     raise
-
-    def _read_code(self) -> None:
-        """Read a refusal's short body for its code, and so that the connection can be used again."""
-        # The status decides. Do not wait for a body that is slow or incomplete.
-        body = self.reply.read_some(_ERROR_BODY_BYTES, wait_s=_ERROR_BODY_S)
-        code = re.search(rb"<Code>([A-Za-z]{1,64})</Code>", body)
-        self.code = code[1].decode() if code else ""
 
     def refused(self) -> bool:
         """Return whether the request was refused but may succeed with a new URL. Discard the old URL then."""

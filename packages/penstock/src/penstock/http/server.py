@@ -260,7 +260,7 @@ class HttpServer:
         exchange = ServerExchange(head, wire, place, peer)
         try:
             if head.is_chunked:
-                # Its length could be checked only while it arrives, and no client of Penstock sends such a body.
+                # Its length could be checked only while it arrives, and no client of Penstock sends chunked bodies.
                 raise FormatError("the request body has no Content-Length")
             self._handle(exchange)
         except RequestRefused as refused:

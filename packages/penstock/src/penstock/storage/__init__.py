@@ -222,7 +222,9 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
         elif os.path.lexists(path):
             uris = [path]
         else:
-            _require_searchable(path)
+            # Raises PermissionError if a directory above `path` cannot be searched, so that its absence is certain.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(path)
             uris = sorted(name for name in glob.iglob(path, recursive=True) if not os.path.isdir(name))
     except PermissionError as error:
         raise PermissionDenied("the directory cannot be read", uri=uri, hint=_READABLE) from error
@@ -231,12 +233,6 @@ def list_uris(uri: str, *, settings: Settings, storage_options: Mapping[str, str
     if not uris:
         raise NotFound("there is no such file, directory or match", uri=uri)
     return uris
-
-
-def _require_searchable(path: str) -> None:
-    """Raise PermissionError if a directory above `path` cannot be searched, so that its absence is certain."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.lstat(path)
 
 
 def _is_directory(entry: os.DirEntry[str]) -> bool:

@@ -225,7 +225,9 @@ class CacheDirectory:
             descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
             try:
                 try:
-                    _write_all(descriptor, views)
+                    left = list(views)
+                    while left:
+                        take(left, os.writev(descriptor, left[:MAX_BUFFERS]))
                 finally:
                     os.close(descriptor)
                 # No fsync: a chunk torn by a power loss fails its digest and is fetched again.
@@ -357,13 +359,6 @@ def _host_lock(name: str, deadline: float) -> Iterator[None]:
             # Either the name is bound, or the deadline has passed, or names are not supported here.
             break
         yield
-
-
-def _write_all(descriptor: int, views: list[memoryview]) -> None:
-    """Write all of `views`."""
-    left = list(views)
-    while left:
-        take(left, os.writev(descriptor, left[:MAX_BUFFERS]))
 
 
 _directories: dict[tuple[Path, int], CacheDirectory] = {}

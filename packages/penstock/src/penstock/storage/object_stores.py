@@ -172,16 +172,15 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
             fault = f"storage_options has {duplicate[1]} under two names"
             raise ConfigError(fault, uri=uri, hint="leave one of them out") from error
         raise ConfigError(fault, uri=uri, hint=_CREDENTIAL_HINTS[scheme]) from error
-    anonymous = _is_on(
-        options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
-    )
+    skip = options.get("skip_signature", options.get("aws_skip_signature", environ.get("AWS_SKIP_SIGNATURE")))
     return ObjectKey(
         uri=uri,
         store=store,
         streaming=partial(_store, *arguments, is_streaming=True),
         root=root,
         key=key,
-        anonymous=anonymous,
+        # obstore reads these values as true.
+        anonymous=str(skip).lower() in {"1", "true", "yes", "on"},
         unsignable=_unsignable(prefix, options, environ),
         trusted=trusted,
     )
@@ -232,11 +231,6 @@ def _check_values(named: Iterable[tuple[str, str]]) -> None:
 def _frozen(options: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Return options as a hashable value for the cache of `_store`."""
     return tuple(sorted(options.items()))
-
-
-def _is_on(value: str | None) -> bool:
-    """Return whether obstore reads this value as true."""
-    return str(value).lower() in {"1", "true", "yes", "on"}
 
 
 def _unsignable(prefix: str, options: Mapping[str, str], environ: Mapping[str, str]) -> str | None:

@@ -75,7 +75,7 @@ class _Span(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=Tru
     stop: int
 
 
-# Unknown fields are accepted, as other readers do. They change the number of strings, so such a header is walked.
+# Unknown fields are accepted, as other readers do. They change the number of strings, so the header is walked.
 class _Entry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]

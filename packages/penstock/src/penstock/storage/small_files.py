@@ -94,7 +94,7 @@ def find_small_files(
     models = _other_models(found, parts)
     copied: dict[str, str] = {}
     for name, file in found.items():
-        # The JSON that lists the result's files cannot contain such a name.
+        # The JSON that lists the files of a result cannot contain this name.
         if _printable(name) != name:
             left_out[file] = "a name that is not Unicode"
             continue

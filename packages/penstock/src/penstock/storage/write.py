@@ -62,7 +62,7 @@ def free_bytes(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def new_directory(path: Path) -> Iterator[None]:
-    """Make a directory and its parents for the block. If it raises, remove those that are new and empty.
+    """Make a directory and its parents for the block. If it raises, remove new ones that are empty.
 
     Raises:
         DestinationError, DiskFull: a directory cannot be made.
