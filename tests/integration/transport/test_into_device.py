@@ -220,8 +220,8 @@ def test_transport_is_chosen_for_host_cache_and_device(inner: str, same_host: bo
     driver, arena = FakeCuda(), Arena.allocate(100)
     ctypes.memset(arena.address, 7, 100)
     kept = Memory(address=arena.address, nbytes=100, owner=arena)
-    makers = {"cuda_ipc": lambda: CudaIpcTransport(driver), "shm": ShmTransport, "http": HttpTransport}
-    with PeerLinks({"shm": ShmTransport, "http": HttpTransport}) as keeper, PeerLinks(makers) as engine:
+    makers = {"cuda_ipc": lambda: CudaIpcTransport(driver), "shm": ShmTransport, "http": HttpTransport.open}
+    with PeerLinks({"shm": ShmTransport, "http": HttpTransport.open}) as keeper, PeerLinks(makers) as engine:
         engine.add_device_targets(driver)
         offered = {name: encode(handle.descriptor) for name, handle in keeper.register(kept).items()}
         memory = driver.allocate(100)

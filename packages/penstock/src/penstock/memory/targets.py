@@ -70,7 +70,7 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
 
 
 def require_stored(name: str, tensor: torch.Tensor, span_bytes: int | None = None) -> None:
-    """Raise PlanError if the storage of a strided tensor ends before its last element, which an access would crash on.
+    """Raise PlanError if the storage of a strided tensor ends before its last element, whose access would crash.
 
     Args:
         span_bytes: bytes from the first to the last element, if known.

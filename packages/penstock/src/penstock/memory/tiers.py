@@ -399,7 +399,7 @@ class Tiers(Closeable):
             self._trim()
 
     def _open(self, entry: _Entry, to: int) -> _Place:
-        """Return a new place in `to`, pinned and counted. The caller holds the turn."""
+        """Return a new place in `to`, pinned and counted. The caller must hold `_turn`."""
         tier = self._levels[to].tier
         charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
         self._make_room(to, charge)
@@ -475,7 +475,7 @@ class Tiers(Closeable):
             self._state.notify_all()
 
     def _make_room(self, at: int, charge: int) -> None:
-        """Move the least recently used blocks down until `charge` fits. The caller holds the turn.
+        """Move the least recently used blocks down until `charge` fits. The caller must hold `_turn`.
 
         Raises:
             BudgetTooSmall: it does not fit even if all movable blocks are moved.
@@ -514,7 +514,7 @@ class Tiers(Closeable):
             raise BudgetTooSmall(message, minimum_bytes=least, budget=level.budget)
 
     def _is_copy(self, entry: _Entry, at: int) -> bool:
-        """Return whether an entry has an unused copy here. The caller holds the state's lock."""
+        """Return whether an entry has an unused copy here. The caller must hold the state's lock."""
         return at in entry.places and not entry.busy and not entry.places[at].pins
 
     def _may_leave(self, entry: _Entry) -> bool:
@@ -574,7 +574,7 @@ class Tiers(Closeable):
         return True
 
     def _check_unused(self, entry: _Entry) -> None:
-        """Raise SourceBusy if the entry is being moved or is pinned in any tier. The caller holds the state's lock."""
+        """Raise SourceBusy if the entry is being moved or is pinned. The caller must hold the state's lock."""
         if entry.busy or any(place.pins for place in entry.places.values()):
             raise SourceBusy(f"{entry.block} is in use in {self._names[entry.at]}")
 

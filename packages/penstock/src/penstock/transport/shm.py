@@ -227,7 +227,7 @@ class ShmTransport:
         return claim, mapped, mapped.at(payload.offset, source)
 
     def sweep(self) -> None:
-        """See `Sweeping`. A read that finds such memory does it itself."""
+        """See `Sweeping`. A read that finds such memory also sweeps."""
         with self._endpoint.changing:
             self._mapped.sweep()
 
