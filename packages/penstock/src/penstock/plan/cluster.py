@@ -154,7 +154,7 @@ H200_RATES = Rates(
         ("device_copy_gb_per_s", "benchmarks/results/h200x2_202611/transport.md, same device"),
         ("exchange_gb_per_s", "benchmarks/results/h200x2_202611/sync.md, 30 GiB in one piece"),
         ("step_s", "benchmarks/results/h100_202611/digest.md, host us a call"),
-        ("slab_s", "benchmarks/results/h100_202611/digest.md, host us a call: 4096 MiB beside 256 MiB"),
+        ("slab_s", "benchmarks/results/h100_202611/digest.md, host us a call: 4096 MiB compared with 256 MiB"),
         ("post_s", "benchmarks/results/h200x2_202611/transport.md, one segment; assumed for NICs"),
         ("run_s", "benchmarks/results/h200x2_202611/transport.md, 16 MiB segments; assumed for NICs"),
         ("short_run_s", "benchmarks/results/h200x2_202611/transport.md, 4 KiB segments; assumed for NICs"),
@@ -163,7 +163,7 @@ H200_RATES = Rates(
             "benchmarks/results/h200x4_202611/sync.md: 0.4 to 0.8 ms, where what is read was laid out before",
         ),
         ("copy_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments: what posting them took, each"),
-        ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments beside one of 16 GiB"),
+        ("gap_s", "benchmarks/results/h200x2_202611/transport.md, 1 MiB segments compared with one of 16 GiB"),
         ("gather_s", "penstock.transport.cuda_ipc.MANY"),
         ("gather_gb_per_s", "benchmarks/results/h200x2_202611/strips.md, runs of 4 to 64 KiB, less one post"),
         (

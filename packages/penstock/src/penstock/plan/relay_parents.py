@@ -476,7 +476,7 @@ class Trees:
         if self._is_full(node):
             return _FULL, halves
         if halves >= NUM_TREES:
-            # All members that read from such a member, and those below them, take longer. A holder comes last, since
+            # Its readers and all members below them take longer. A holder comes last, since
             # all are below it.
             return _OVER_COPY, 2 * halves + node.whole
         if node.whole:

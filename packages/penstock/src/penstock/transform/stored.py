@@ -264,7 +264,7 @@ def _unexplained(specs: _Specs, used: Collection[str], unread: Collection[str], 
         is_exponents = dtype is DType.F8_E8M0 and (is_scale_name or is_quantised)
         if is_exponents or belongs or is_next_to_weight or _is_part(name, specs):
             found[name] = "its codes are missing or have an unknown layout"
-    # The codes of such a module are unread too, since they would be numbers without their scales.
+    # The codes of these modules are unread too, since they would be numbers without their scales.
     without = set(map(_module, found))
     for name, (dtype, shape) in specs.items():
         is_free = name not in used and name not in unread and name not in found

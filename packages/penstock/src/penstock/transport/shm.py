@@ -220,7 +220,8 @@ class ShmTransport:
         with self._endpoint.changing:
             mapped = self._mapped.get(claim)
         if mapped is None:
-            # Not under the lock: see `Endpoint.claim`. Of two threads that map it at once, the second replaces it.
+            # Map without the lock; see `Endpoint.claim`. If two threads map it at once, the second mapping replaces the
+            # first.
             mapped = open_payload(claim, payload, MappedMemory.map)
             with self._endpoint.changing:
                 self._mapped.put(claim, mapped)
