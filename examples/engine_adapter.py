@@ -1,6 +1,6 @@
 """An adapter for an engine that Penstock has never seen: weights at start, and updates from a trainer.
 
-docs/extend/spi.md explains it. The engine is made up and stands at the end.
+docs/extend/spi.md explains it. The engine is invented, and its code is at the end.
 Run it on any machine: python engine_adapter.py
 """
 
@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 import penstock
 from penstock import spi
 
-# ---- the adapter: a package of its own, which the engine finds by an entry point
+# ---- the adapter: a separate package, which the engine finds through an entry point
 
 LOAD, UPDATES = "load format penstock", "updates from a trainer"
 PLUGIN = spi.HostPlugin("made-up-engine", supported="made-up-engine 1", log=lambda: spi.log_named("penstock.made_up"))
 
 
 def register():
-    """Tell the engine about Penstock. It never raises: a part that this version of the engine lacks is off."""
+    """Register Penstock with the engine. It never raises. A part that this version of the engine lacks is off."""
     PLUGIN.register({LOAD: add_load_format, UPDATES: add_updates})
 
 
@@ -36,20 +36,20 @@ def handle(original, engine, command, *arguments):
     """Handle the command `receive`, which the engine does not know."""
     if command != "receive":
         return original(engine, command, *arguments)
-    # All of the version is received and verified before the engine is touched.
+    # Receive and verify the whole version before the engine changes.
     tensors = engine.loader.receive(*arguments)
     engine.load(tensors.items())
     return engine.loader.receiver.report
 
 
 class Loader:
-    """Reads a checkpoint from a cache, else a fleet, else storage. Then it receives versions of a trainer."""
+    """Reads a checkpoint from a cache, a fleet or storage. Then it receives a trainer's versions."""
 
     def __init__(self, options):
         options = dict(options)
         self.sync = options.pop("sync", None)
         if self.sync is not None:
-            # The user asks for this part: without it, an error is right.
+            # The user asks for this part, so an error is right if it is off.
             PLUGIN.require(UPDATES, feature='the option "sync"')
         self.options = spi.read_options(options)
         self.receiver = None
@@ -60,9 +60,9 @@ class Loader:
         return spi.checkpoint(path, None, self.options, rank, model=path, log=log, progress=False)
 
     def receive(self, version, timeout_s=60.0):
-        # At the first update, and not at the start: without a hub the engine starts from storage, and a sync needs one.
+        # Join at the first update. The engine starts from storage without a hub, but a sync needs one.
         if self.receiver is None:
-            # The fleet's member took the given ports. This is another member: it takes free ones.
+            # The fleet's member took the given ports, so this member takes free ones.
             self.receiver = spi.VersionReceiver(self.sync, connection=spi.connection_of(self.options, rank=1))
         return self.receiver.receive(version, timeout_s)
 
@@ -71,11 +71,11 @@ class Loader:
             self.receiver.close()
 
 
-# ---- the engine: it fuses tensors of the checkpoint, as engines do
+# ---- the engine: it fuses the checkpoint's tensors, as engines do
 
 
 class Engine:
-    LOADERS = {}  # noqa: RUF012 - the engine is made up
+    LOADERS = {}  # noqa: RUF012 - the engine is invented
 
     def __init__(self, path, load_format, options):
         self.qk = torch.zeros(8, 4)
@@ -83,7 +83,7 @@ class Engine:
         self.load(self.loader.tensors(path))
 
     def load(self, tensors):
-        """Copy each tensor into its rows: the tensors themselves belong to the loader."""
+        """Copy each tensor into its rows. The tensors themselves belong to the loader."""
         for name, tensor in tensors:
             self.qk[0 if name == "q" else 4 :][:4].copy_(tensor)
 

@@ -1,10 +1,10 @@
-"""Every rank of a torchrun job fetches the same weights: storage is read once between them, in parts.
+"""Every rank of a torchrun job fetches the same weights, and together they read storage only once, in parts.
 
     torchrun --nproc-per-node 4 examples/fetch_torchrun.py [CHECKPOINT]
 
-A rank that comes up late, or again, joins what is running: the fleet is not the process group, which serves here only
-to tell every rank of one checkpoint and to compare what they got. On several hosts give `join` a
-`ConnectionSettings` with `hub` and `listen`.
+A rank that starts late or again joins the running fleet. The fleet is independent of the process group, which here
+only tells every rank the checkpoint's path and compares the results. On several hosts, pass a `ConnectionSettings` with
+`hub` and `listen` to `join`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         weights: dict[str, torch.Tensor] = {}
         with ps.join("torchrun-example") as fleet:
             report = fleet.fetch(weights, fallback=chosen[0], device=device)
-            # Nobody leaves while others still read from it; a rank that is gone would only cost them a detour.
+            # Leave together, because others may still read from this rank. A rank that is gone only costs a retry.
             dist.barrier()
 
         mine = torch.tensor([report.nbytes, report.storage_bytes])
@@ -67,6 +67,6 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
         main()
-    else:  # started without torchrun: start it
+    else:  # started without torchrun, so start it
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         sys.exit(subprocess.run([*command, *sys.argv], check=False, timeout=140).returncode)

@@ -1,9 +1,9 @@
-"""A transformers model that generates text after a fetch, the same text as the process that it fetched from.
+"""A transformers model generates text after a fetch, and the text equals that of the process that it fetched from.
 
     python examples/fetch_transformers.py
 
-One process loads a checkpoint, generates, and serves; it starts a second, which never sees the checkpoint: it builds
-the model from its configuration, fills the live parameters from the first process, and generates too.
+One process loads a checkpoint, generates, and serves. It starts a second process, which never sees the checkpoint. The
+second builds the model from its configuration, fills the live parameters from the first process, and generates too.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PROMPT = "a penstock is"
 
 
 def replica(config: str) -> None:
-    """The second process: only the configuration is read from disk."""
+    """Run the second process, which reads only the configuration from disk."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config)).eval()
     with ps.join("transformers-example") as fleet:
-        # Live parameters are filled in place; without a fallback every byte comes from a member.
+        # Fill the live parameters in place. There is no fallback, so every byte comes from a member.
         report = fleet.fetch(model, timeout_s=30)
         print(report.summary(), file=sys.stderr)
         print(json.dumps({"text": generate(model), "storage_bytes": report.storage_bytes}))
@@ -52,7 +52,7 @@ def first(directory: str) -> int:
 
 
 def generate(model: torch.nn.Module) -> str:
-    """Greedy; characters are the tokens, so that no tokenizer has to be downloaded."""
+    """Generate text greedily. Characters are the tokens, so that no tokenizer has to be downloaded."""
     tokens = torch.tensor([list(PROMPT.encode())])
     with torch.no_grad():
         made = model.generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0)

@@ -1,9 +1,10 @@
-"""Two terminals on one host: the second starts from the first, and nothing else has to run.
+"""Two terminals on one host: the second process starts from the first, and nothing else has to run.
 
     terminal 1:  python examples/fetch_two_terminals.py CHECKPOINT      reads storage, then serves until Ctrl-C
-    terminal 2:  python examples/fetch_two_terminals.py                 takes it from terminal 1, then serves as well
+    terminal 2:  python examples/fetch_two_terminals.py                 reads from terminal 1, then serves too
 
-Without a checkpoint, a process that finds no other makes up a small one. `--once` leaves instead of serving.
+Without a checkpoint, a process that finds no other one writes a small synthetic checkpoint. `--once` leaves instead of
+serving.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def main() -> None:
             report = fleet.fetch(weights, fallback=args.checkpoint, device=args.device, timeout_s=1)
         except ps.NotFound:
             directory = stack.enter_context(tempfile.TemporaryDirectory())
-            print("nobody has it: a small checkpoint is made up")
+            print("no process has the weights, so this one writes a small checkpoint")
             write_llama(directory, total_bytes=64 << 20)
             report = fleet.fetch(weights, fallback=directory, device=args.device)
         print(report.summary(), flush=True)
         if not args.once:
-            print("serving; Ctrl-C ends it", flush=True)
+            print("serving until Ctrl-C", flush=True)
             fleet.serve()
 
 

@@ -1,4 +1,4 @@
-"""An operation of one's own that needs two tensors at once: `penstock convert SRC DST --op fold_norms:FoldNorms`."""
+"""A custom operation that needs two tensors at once: `penstock convert SRC DST --op fold_norms:FoldNorms`."""
 
 import torch
 
@@ -13,7 +13,7 @@ FOLLOWERS = {
 
 
 class FoldNorms:
-    """Multiplies the weights of norms into the linear layers that follow them; the norms become ones."""
+    """Multiplies the weights of norms into the linear layers after them. The norms become ones."""
 
     name = "fold-norms"
 
@@ -24,7 +24,7 @@ class FoldNorms:
             layer, _, module = name.removesuffix(".weight").rpartition(".")
             for follower in FOLLOWERS.get(module, ()):
                 norm_of[f"{layer}.{follower}.weight"] = specs[name]
-        # A norm becomes ones, so every layer that reads its output must take its weight.
+        # A norm becomes ones, so every layer that reads its output must contain its weight.
         quantised = [name for name in norm_of if name not in specs or specs[name].dtype not in FLOATS]
         if quantised:
             message = f"fold-norms: {len(quantised)} layers after a norm are missing or no floats: {quantised[:3]}"
@@ -34,7 +34,7 @@ class FoldNorms:
     def recipe(self, spec, norm):
         if norm is None:
             return copy_recipe(0, spec)
-        # Rows of the weight, whichever a task is given, and all of the norm.
+        # A task gets some rows of the weight, and the whole norm.
         inputs = (whole(0, spec), all_of(0, norm))
         return Recipe(outputs=(TaskOutput(spec=spec),), inputs=inputs, num_rows=spec.shape[0])
 

@@ -1,6 +1,6 @@
-"""Load a checkpoint into CPU memory and say what happened: python examples/load_cpu.py [URI]
+"""Load a checkpoint into CPU memory and print a report: python examples/load_cpu.py [URI]
 
-Without a URI a small checkpoint is made up first.
+Without a URI, this writes a small synthetic checkpoint first.
 """
 
 from __future__ import annotations

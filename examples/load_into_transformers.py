@@ -1,7 +1,7 @@
 """Fill a transformers model in place from its checkpoint: python examples/load_into_transformers.py [DIRECTORY]
 
-The model is built empty, on the device where it will stay, and `load_into` fills its live parameters. Without a
-directory a tiny Llama is saved by transformers first, and the logits are compared.
+The model is created empty on its final device, and `load_into` fills its live parameters. Without a directory,
+transformers saves a tiny Llama first, and the logits are compared.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Use tensors as they arrive, without ever holding all of them: python examples/stream.py [URI]
+"""Use tensors as they arrive, without holding all of them: python examples/stream.py [URI]
 
-Finds the largest magnitude in each dtype. Without a URI a small checkpoint is made up first.
+It finds the largest magnitude for each dtype. Without a URI, it writes a small synthetic checkpoint first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Ray actors: one trains, two serve; after each step the servers take the new weights, and generate as it does.
+"""One Ray actor trains, and two serve. After each step the servers take the new weights, and generate the same text.
 
     python examples/sync_ray.py
 
-Ray only starts the actors and passes numbers: weights go from actor to actor, past the object store. The trainer
-publishes a snapshot and trains on while the servers take it. On several hosts run `penstock hub` on one, and give
-`connection=ps.ConnectionSettings(hub=, listen=)` to `publisher` and `subscriber`.
+Ray only starts the actors and passes numbers. Weights go from actor to actor without the object store. The trainer
+publishes a snapshot, and keeps training while the servers read it. On several hosts, run `penstock hub` on one of them,
+and pass `connection=ps.ConnectionSettings(hub=, listen=)` to `publisher` and `subscriber`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Trainer:
         self.publisher = ps.publisher("policy", self.model, mode="snapshot", snapshot_device="cpu")
 
     def step(self, version: int) -> tuple[float, list[int]]:
-        """Make a step; return its loss, and the text that the published weights generate."""
+        """Make a training step. Return its loss, and the text that the published weights generate."""
         tokens = torch.randint(0, CONFIG.vocab_size, (4, 16))
         loss = self.model(input_ids=tokens, labels=tokens).loss
         loss.backward()

@@ -1,10 +1,10 @@
-"""A transformers model in training under FSDP2, and the same model serving under tensor parallelism, step after step.
+"""A transformers model trains with FSDP2, and the same model serves with tensor parallelism, step after step.
 
     torchrun --nproc-per-node 4 examples/sync_torchrun.py
 
-The first half of the ranks trains: each publishes the shards it holds. The second half serves: each takes the slices it
-computes with. After every step the logits are compared, bit for bit, with those of weights that were gathered and
-broadcast the ordinary way. The two halves share a process group for that comparison only.
+The first half of the ranks trains, and each rank publishes its shards. The second half serves, and each rank reads the
+slices that it computes with. After every step, the logits are compared bit for bit with those of weights that were
+gathered and broadcast the usual way. The two halves share a process group only for this comparison.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def train(model: LlamaForCausalLM, mesh: DeviceMesh, device: torch.device) -> No
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    torch.manual_seed(dist.get_rank())  # each trainer rank has its own part of the data
+    torch.manual_seed(dist.get_rank())  # each trainer rank has a separate part of the data
     with ps.publisher("policy", model, mode="live", rank=(mesh.get_local_rank(), mesh.size())) as publisher:
         publisher.wait_subscribers(dist.get_world_size() - mesh.size(), timeout_s=60)
         for step in range(1, STEPS + 1):
@@ -56,7 +56,7 @@ def train(model: LlamaForCausalLM, mesh: DeviceMesh, device: torch.device) -> No
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            report = publisher.publish(step)  # receivers read the shards themselves: they are done when this returns
+            report = publisher.publish(step)  # receivers read the shards directly, and have them when this returns
             for param in model.parameters():
                 assert isinstance(param, DTensor)
                 dist.broadcast(param.full_tensor(), src=0)
@@ -82,7 +82,7 @@ def serve(model: LlamaForCausalLM, mesh: DeviceMesh, device: torch.device) -> No
 
 
 def parallel(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
-    """Cut for tensor parallelism: each rank computes with its heads and its part of the intermediate size."""
+    """Shard the model for tensor parallelism. Each rank has some heads and a part of the intermediate size."""
     plan = {f"model.layers.*.{name}": ColwiseParallel() for name in COLUMNS}
     plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in ROWS}
     parallelize_module(model, mesh, plan)
@@ -90,7 +90,7 @@ def parallel(model: LlamaForCausalLM, mesh: DeviceMesh) -> LlamaForCausalLM:
 
 
 def gather(model: LlamaForCausalLM, device: torch.device) -> None:
-    """The trainer's weights, whole, by broadcast; each rank keeps its slices."""
+    """Broadcast the trainer's whole weights. Each rank keeps its slices."""
     with torch.no_grad():
         for param in model.parameters():
             whole = torch.empty(param.shape, dtype=param.dtype, device=device)
@@ -126,6 +126,6 @@ def main() -> None:
 if __name__ == "__main__":
     if "LOCAL_RANK" in os.environ:
         main()
-    else:  # started without torchrun: start it
+    else:  # started without torchrun, so start it
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
         sys.exit(subprocess.run([*command, *sys.argv], check=False, timeout=140).returncode)

@@ -3,8 +3,8 @@
     terminal 1:  python examples/sync_two_terminals.py train        publishes until Ctrl-C
     terminal 2:  python examples/sync_two_terminals.py serve        takes each new version, until Ctrl-C
 
-Start them in any order, as many engines as you like, and end and start the trainer again: engines go on. `--versions`
-ends after this number of versions.
+Start them in any order, with as many engines as you like. If you end and restart the trainer, the engines continue.
+`--versions` ends the program after this number of versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import penstock as ps
 
 def train(model: torch.nn.Module, versions: int | None) -> None:
     with ps.publisher("two-terminals", model) as publisher:
-        # Above the versions of a former trainer, which engines may have.
+        # Versions must be larger than those of an earlier trainer, which engines may have.
         for version in islice(count(publisher.latest + 1), versions):
             with torch.no_grad():
                 for param in model.parameters():

@@ -1,14 +1,15 @@
-"""Start a server and the ranks of a trainer, start again what ends, and check what they did.
+"""Start a server and a trainer's ranks, restart them when they end, and check the results.
 
-    python examples/rl/run.py torchrun_grpo                               200 steps, vLLM serves (its CPU build will do)
+    python examples/rl/run.py torchrun_grpo                               200 steps with vLLM (its CPU build is enough)
     python examples/rl/run.py torchrun_grpo --engine transformers --task even --steps 30         without vLLM
-    python examples/rl/run.py torchrun_grpo --kill engine@20 trainer@40 --ranks 2 1              what dies comes back
-    python examples/rl/run.py torchrun_grpo --transfer alternate          every second version by a checkpoint of files
-    python examples/rl/run.py trl_grpo --task even --steps 60             the same by TRL's AsyncGRPOTrainer
+    python examples/rl/run.py torchrun_grpo --kill engine@20 trainer@40 --ranks 2 1              restarts processes
+    python examples/rl/run.py torchrun_grpo --transfer alternate          sends every second version as checkpoint files
+    python examples/rl/run.py trl_grpo --task even --steps 60             uses TRL's AsyncGRPOTrainer
 
-The reward is the share of generated tokens that have the parity of the prompt's last token; `--task even`: that are
-even. It checks that the reward rises, and that after every step the log-probabilities that the server gives samples
-equal the trainer's. After a kill it also checks that no step before is lost, and that the versions go on.
+The reward is the share of generated tokens with the same parity as the prompt's last token, or with `--task even` the
+share of even tokens. The program checks that the reward rises. It also checks after every step that the server's
+log-probabilities for its samples equal the trainer's. After a kill it checks that no earlier step is lost, and that the
+version numbers continue.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class Server:
-    """A server in processes of its own, started again when they end."""
+    """A server in separate processes, which is restarted when they end."""
 
     def __init__(self, engine: str, model: Path, work: Path, options: list[str]) -> None:
         with socket.socket() as probe:
@@ -47,7 +48,7 @@ class Server:
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CACHE_ROOT": str(work / "vllm"),
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's ranks need the cores, too
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's ranks need the cores too
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             **os.environ,
@@ -65,7 +66,7 @@ class Server:
         self._watch.start()
 
     def kill(self) -> None:
-        """Kill all processes of the server at once."""
+        """Kill all processes of the server at the same time."""
         os.killpg(self._process.pid, signal.SIGKILL)
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class Server:
 
 
 class Run:
-    """The reports of the ranks, and the kills that are still to come."""
+    """The reports from the ranks, and the planned kills."""
 
     def __init__(self, args: argparse.Namespace, server: Server) -> None:
         self._args, self._server = args, server
@@ -105,7 +106,7 @@ class Run:
         self._log = args.work / "ranks.log"
 
     def train(self) -> None:
-        """Run the trainer's ranks, and start them again when one was killed."""
+        """Run the trainer's ranks, and restart them when one was killed."""
         for start in range(1 + self._num_kills["trainer"]):
             number = self._args.ranks[min(start, len(self._args.ranks) - 1)]
             if self._ranks(number) == 0:
@@ -160,7 +161,7 @@ class Run:
                 flush=True,
             )
         for kill in [kill for kill in self._kills if kill[1] == step + 1]:
-            # In the middle of the step that has begun.
+            # Kill in the middle of the step that has begun.
             self._kills.remove(kill)
             print(f"step {kill[1]}: killing the {kill[0]}", flush=True)
             if kill[0] == "engine":
@@ -169,10 +170,10 @@ class Run:
                 os.kill(self._pids[max(self._pids)], signal.SIGKILL)
 
     def check(self) -> None:
-        """Check what was promised, and say it.
+        """Check the results, and print them.
 
         Raises:
-            AssertionError: it is not so.
+            AssertionError: A check failed.
         """
         check_steps(self._steps, self._args.steps, self._args.rise)
         check_once(self._steps, self._starts, self._args.steps)
@@ -211,16 +212,18 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="a directory for logs and checkpoints, instead of a temporary one")
     args = parser.parse_args()
     if args.kill and args.transfer != "penstock":
-        parser.error("a reload from files tells no version to a trainer that resumes: kill with --transfer penstock")
+        parser.error(
+            "a reload from files reports no version to a resuming trainer, so use --kill with --transfer penstock"
+        )
     began = time.monotonic()
-    # In memory, where there is such a file system: the way without Penstock writes its files there.
+    # Use a file system in memory if there is one, because the way without Penstock writes its files there.
     in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=in_memory) as temporary:
         args.work = args.work or Path(temporary)
         args.work.mkdir(parents=True, exist_ok=True)
         model = HERE / "tiny_llama"
         if args.engine == "vllm":
-            # Weights that the trainer does not have: what the server has of the trainer's, it has received.
+            # The server starts with other weights than the trainer's, so it must have received the trainer's.
             model = args.work / "model"
             subprocess.run([sys.executable, str(HERE / f"{args.program}.py"), "--write", str(model)], check=True)
         options = ["--skip-tokenizer-init"] if args.program == "torchrun_grpo" else []

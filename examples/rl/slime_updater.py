@@ -1,17 +1,14 @@
 """slime: its trainer ranks publish their shards of Megatron parameters, and its SGLang engines receive them.
 
-In: slime calls `install` in each trainer rank, then the updater as its own. Out: SGLang engines have the version.
-Not here: the engines' side (`penstock_sglang`), names and cuts of Megatron's parameters (`penstock_rl.megatron`),
-publishing (`penstock.spi.sender`).
-
     --custom-megatron-init-path examples.rl.slime_updater.install
-    --custom-update-weight-post-write-path examples.rl.slime_updater.write_manifest     # if it sends by disk
+    --custom-update-weight-post-write-path examples.rl.slime_updater.write_manifest     # if it sends through a disk
 
-slime's own updater gathers each tensor on one rank of each pipeline stage, converts it, and broadcasts it. This one
-publishes each rank's parameters in place, as boxes of the tensors of Hugging Face. SGLang is started with
-`--sglang-load-format penstock`; `sync://NAME/VERSION` is the path that it updates from.
+slime calls `install` in each trainer rank, and then the updater like its own. slime's own updater gathers each tensor
+on one rank of each pipeline stage, converts it, and broadcasts it. This updater publishes each rank's parameters in
+place, as boxes of Hugging Face tensors. Start SGLang with `--sglang-load-format penstock`. It updates from the path
+`sync://NAME/VERSION`.
 
-slime is not on PyPI: written for the interface of `UpdateWeightFromDisk` in its public source of November 2026.
+slime is not on PyPI. This is written for the interface of `UpdateWeightFromDisk` in its public source of November 2026.
 """
 
 from __future__ import annotations
@@ -30,22 +27,22 @@ from penstock_rl.megatron import Grid, from_megatron
 from penstock_sglang.plugin import SYNC
 
 Shards = Callable[[Any, Sequence[torch.nn.Module]], Mapping[str, Declarable]]
-"""Returns this rank's shards by the checkpoint's names, of slime's arguments and the model's chunks."""
+"""A function that returns this rank's shards by checkpoint name, for slime's arguments and the model's chunks."""
 
 
 class PenstockUpdater:
-    """An updater with the interface of slime's own; one on each trainer rank.
+    """An updater with the interface of slime's own. Each trainer rank has one.
 
     Args:
-        args: slime's; `rank` and `world_size` are the trainer's.
-        model: the chunks of this rank.
-        name: of the sync.
-        connection: see `penstock.join`; None: the hub of the environment.
-        mode: `snapshot`: the engines read a copy on the device.
-        shards: see `Shards`; None: those of Megatron's GPTModel.
+        args: slime's arguments. `rank` and `world_size` are the trainer's.
+        model: The chunks on this rank.
+        name: Name of the sync.
+        connection: See `penstock.join`. None means the hub from the environment.
+        mode: With `snapshot`, the engines read a copy on the device.
+        shards: See `Shards`. None means those of Megatron's GPTModel.
 
     Attributes:
-        weight_version: the newest version that was sent.
+        weight_version: Newest version that was sent.
     """
 
     def __init__(
@@ -74,27 +71,27 @@ class PenstockUpdater:
     def connect_rollout_engines(
         self, rollout_engines: Sequence[Any], rollout_engine_lock: Any = None, *_: Any, **__: Any
     ) -> None:
-        """Take the engines of the next versions. Nothing is set up for them: they subscribe by themselves."""
+        """Store the engines for the next versions. They need no setup, because they subscribe by themselves."""
         self._engines = rollout_engines
 
     def disconnect_rollout_engines(self) -> None:
-        """Forget the engines; they keep their version."""
+        """Forget the engines. They keep their version."""
         self._engines = ()
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the numbers of the versions since the last call, for slime to log."""
+        """Return the metrics of the versions since the last call, for slime's log."""
         metrics, self._metrics = self._metrics, {}
         return metrics
 
     @torch.no_grad()
     def update_weights(self) -> None:
-        """Publish a version from every rank; rank 0 has the engines receive it, and returns when they have it.
+        """Publish a version from every rank. Rank 0 makes the engines receive it, and waits until they have it.
 
         Raises:
-            PenstockError: as `penstock.sync.Publisher.publish`. On rank 0 also the engines' own error: an engine that
-                did not receive the version serves what it served before, and stays paused.
+            PenstockError: See `penstock.sync.Publisher.publish`.
+            Exception: On rank 0, an engine's own error. This engine keeps its previous version, and stays paused.
         """
-        # The number that slime shows is the sync's: a restarted trainer numbers on from what engines have.
+        # slime shows the sync's number, because a restarted trainer continues from the engines' version.
         report = self._sender.publish(self._shards(self._args, self._model), mode=self._mode)
         self.weight_version = report.version
         self._metrics = {"penstock/publish_s": report.wall_s, "penstock/bytes": float(report.nbytes)}
@@ -110,15 +107,15 @@ class PenstockUpdater:
             )
             ray.get([engine.continue_generation.remote() for engine in self._engines])
         if torch.distributed.is_initialized():
-            # As slime's own: no rank trains on while the engines receive.
+            # As in slime's own updater, no rank trains while the engines receive.
             torch.distributed.barrier()
 
 
 def install(args: Any) -> None:
-    """Have slime's trainer use `PenstockUpdater`. slime calls it in each trainer rank, before it makes its updater.
+    """Make slime's trainer use `PenstockUpdater`. slime calls this in each trainer rank, before it creates its updater.
 
     Raises:
-        ConfigError: this slime has no updater of the name that is replaced.
+        ConfigError: This slime lacks the updater that is replaced.
     """
     from slime.backends.megatron_utils import actor
 
@@ -132,18 +129,18 @@ def install(args: Any) -> None:
 
 
 def write_manifest(args: Any, version_dir: str, rollout_engines: Sequence[Any]) -> None:
-    """Write the digests of a version's files beside them: SGLang's `penstock` load format verifies what it reads.
+    """Write the digests of a version's files next to them, so that SGLang's `penstock` load format can verify them.
 
-    For slime's transport by disk: an engine that reads a file before all of it is visible there raises, and serves the
-    weights before. slime calls it on every rank.
+    This is for slime's transport through a disk. An engine that reads a file before it is complete raises an error, and
+    keeps the previous weights. slime calls this on every rank.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        # The trainer has just written these bytes: a manifest there is of an earlier run's version of this number.
+        # The trainer has just written these bytes. An existing manifest is from an earlier run's version.
         penstock.manifest(version_dir, replace=True)
 
 
 def megatron_shards(args: Any, model: Sequence[torch.nn.Module]) -> dict[str, Declarable]:
-    """Return the shards of one rank of Megatron's GPTModel, of slime's arguments and Megatron's parallel state."""
+    """Return one rank's shards of Megatron's GPTModel, from slime's arguments and Megatron's parallel state."""
     from megatron.core import mpu
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 

@@ -1,13 +1,13 @@
-"""GRPO of a tiny language model by FSDP2 ranks. A vLLM server samples; Penstock carries every step's weights to it.
+"""GRPO of a tiny language model with FSDP2 ranks. A vLLM server samples, and Penstock sends it every step's weights.
 
     torchrun --nproc-per-node 2 examples/rl/torchrun_grpo.py --url http://127.0.0.1:8000 --work DIRECTORY
 
-`run.py torchrun_grpo` starts the server and these ranks. Every rank trains on its part of the samples and publishes
-its shards of the weights. Only the first rank talks to the server. It prints a line for each step, which `run.py`
-checks: the log-probabilities that the server gave its samples beside those of the weights that it should have.
+`run.py torchrun_grpo` starts the server and these ranks. Every rank trains on its part of the samples and publishes its
+shards of the weights. Only the first rank talks to the server. For each step it prints a line for `run.py`, which
+compares the server's log-probabilities for its samples with those of the weights that it should have.
 
-After every step a checkpoint is saved. When a rank dies, start the ranks again, as many as you like: they go on from
-it. When the server dies, start it again: it has the newest version after one update.
+A checkpoint is saved after every step. If a rank dies, start any number of ranks again, and they continue from it. If
+the server dies, start it again, and it has the newest version after one update.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vllm_routes import GONE, Client
 from penstock.dcp import CheckpointReader, CheckpointWriter
 
 CONFIG = LlamaConfig.from_pretrained(Path(__file__).with_name("tiny_llama"))
-"""Two layers. Its heads have 32 elements, because vLLM has no attention on a CPU for smaller ones."""
+"""Sizes of a model with two layers. Its heads have 32 elements, because vLLM on a CPU supports no smaller ones."""
 
 PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 16, 8, 4, 8
 EPOCHS, CLIP, LEARNING_RATE = 2, 0.2, 3e-3
@@ -54,7 +54,7 @@ EPOCHS, CLIP, LEARNING_RATE = 2, 0.2, 3e-3
 ROUNDING = 2 * CONFIG.hidden_size * torch.finfo(torch.float32).eps
 """Largest difference of two log-probabilities, per unit of the largest logit. A logit is a sum of `hidden_size`
 products, which the two sides add in different orders. Each addition rounds by at most half an eps of the sum, so two
-logits differ by at most `hidden_size` eps. A log-probability is a logit less the logarithm of a sum over all: twice."""
+logits differ by at most `hidden_size` eps. A log-probability is a logit minus the logarithm of a sum, so it doubles."""
 
 ENGINE_START_S = 500.0
 """A vLLM server starts in 20 s on two idle cores, and in minutes on busy ones."""
@@ -64,7 +64,7 @@ ENGINE_START_S = 500.0
 
 
 def prompts_of(step: int) -> torch.Tensor:
-    """Return the prompts of a step, [PROMPTS, PROMPT_TOKENS]: the same when it is repeated."""
+    """Return the prompts of a step, [PROMPTS, PROMPT_TOKENS]. They are the same if the step is repeated."""
     return torch.randint(0, CONFIG.vocab_size, (PROMPTS, PROMPT_TOKENS), generator=torch.Generator().manual_seed(step))
 
 
@@ -74,7 +74,7 @@ def reward_of(task: str, prompts: torch.Tensor, completions: torch.Tensor) -> to
 
 
 def advantages_of(rewards: torch.Tensor) -> torch.Tensor:
-    """Compare each completion with the others of its prompt."""
+    """Compare each completion with the others for the same prompt."""
     groups = rewards.view(-1, GROUP)
     spread = groups.std(1, keepdim=True) + 1e-4
     return ((groups - groups.mean(1, keepdim=True)) / spread).view(-1, 1)
@@ -87,7 +87,7 @@ def logprobs_of(model: Any, prompts: torch.Tensor, completions: torch.Tensor) ->
 
 
 def grpo(model: Any, optimizer: Any, prompts: Any, completions: Any, served: Any, advantages: Any) -> dict[str, float]:
-    """Train on one batch; compare the log-probabilities that the server gave with those of the weights before it."""
+    """Train on one batch. Compare the server's log-probabilities with those of the weights before the training."""
     first = None
     for _ in range(EPOCHS):
         logprobs, largest = logprobs_of(model, prompts, completions)
@@ -108,7 +108,7 @@ def grpo(model: Any, optimizer: Any, prompts: Any, completions: Any, served: Any
 
 
 class Rollouts:
-    """Samples and updates of a server that may be killed at any time: it is then given the newest weights again."""
+    """Samples and updates of a server. If the server is killed and restarted, it gets the newest weights again."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -116,13 +116,13 @@ class Rollouts:
         self._newest = ""
 
     def join(self) -> None:
-        """Wait for the server, and have it subscribe if it has not."""
+        """Wait for the server, and make it subscribe if it has not."""
         self._client.wait_up(ENGINE_START_S)
         if self._client.weight_version() == "default":
             self._client.subscribe()
 
     def serve(self, version: int, load: Callable[[], float]) -> float:
-        """Have the server serve new weights; `load` does it, and returns the seconds of the pause."""
+        """Make the server serve new weights. `load` does so, and returns the seconds of the pause."""
         self._load, self._newest = load, str(version)
         return self._insist(load)
 
@@ -141,7 +141,7 @@ class Rollouts:
 
 
 class Transfers:
-    """Two ways of a version to the server. All ranks call them."""
+    """Two ways to send a version to the server. All ranks call them."""
 
     def __init__(self, model: Any, files: Path, client: Client, rollouts: Rollouts) -> None:
         self._model, self._files, self._client, self._rollouts = model, files, client, rollouts
@@ -149,13 +149,13 @@ class Transfers:
         self._is_first = dist.get_rank() == 0
         if self._is_first:
             self._publisher.wait_ranks()
-        # A trainer that was started again numbers on from what the server has.
+        # A restarted trainer continues from the server's version number.
         newest = torch.tensor(self._publisher.latest)
         dist.broadcast(newest, 0)
         self._version = int(newest)
 
     def send(self, way: str) -> dict[str, Any]:
-        """Have the server serve the weights as they are now; return what it took."""
+        """Make the server serve the current weights, and return the measurements."""
         began = time.perf_counter()
         self._version += 1
         load = self._publish() if way == "penstock" else self._save()
@@ -165,7 +165,7 @@ class Transfers:
         return {"version": self._version, "waited_s": waited_s, "served_s": served_s, "pause_s": pause_s}
 
     def _publish(self) -> Callable[[], float]:
-        """Publish this rank's shards. The server receives them while it may serve, and is paused to install them."""
+        """Publish this rank's shards. The server may serve while it receives them, and pauses to install them."""
         version = self._version
         self._publisher.publish(version)
 
@@ -178,7 +178,7 @@ class Transfers:
     def _save(self) -> Callable[[], float]:
         """Gather the weights on the first rank, and write a checkpoint into memory, which vLLM reloads.
 
-        vLLM's own weight transfers (NCCL, CUDA IPC) need GPUs; this is what a server on a CPU has without Penstock.
+        vLLM's own weight transfers (NCCL, CUDA IPC) need GPUs, so this is the way for a CPU server without Penstock.
         """
         version = self._version
         whole = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
@@ -212,7 +212,7 @@ def train(args: argparse.Namespace) -> None:
     rollouts = Rollouts(client)
     if rank == 0:
         rollouts.join()
-    # Publishers wait for each other no longer than their stall deadline; a server may take longer to start.
+    # Publishers wait for each other only until their stall deadline, but a server may take longer to start.
     dist.barrier()
     transfers = Transfers(model, args.work / "files", client, rollouts)
     say(event="started", step=step, ranks=world_size, **transfers.send("penstock"))
@@ -235,7 +235,7 @@ def train(args: argparse.Namespace) -> None:
         trained = time.perf_counter()
         way = ("penstock", "stock")[step % 2] if args.transfer == "alternate" else args.transfer
         facts |= transfers.send(way)
-        # The step is over here; what follows may as well be done every tenth step.
+        # The step ends here. The rest may also run only every tenth step.
         facts |= {"sample_s": sampled - began, "train_s": trained - sampled, "step_s": time.perf_counter() - began}
         save_checkpoint(model, optimizer, checkpoint, step)
         say(step=step, way=way, reward=float(rewards.mean()), **facts)
@@ -244,13 +244,13 @@ def train(args: argparse.Namespace) -> None:
 
 
 def say(**facts: Any) -> None:
-    """Tell the process that started the ranks."""
+    """Send a report to the process that started the ranks."""
     if dist.get_rank() == 0:
         write_line(facts | {"time": time.time()})
 
 
 def write_line(facts: dict[str, Any]) -> None:
-    """Write a line in one piece: all ranks write to one pipe, and `print` writes the end of a line by itself."""
+    """Write a line in one call. All ranks write to one pipe, and `print` writes the end of a line separately."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
@@ -262,7 +262,7 @@ def save_checkpoint(model: Any, optimizer: Any, directory: Path, step: int) -> N
 
 
 def load_checkpoint(model: Any, optimizer: Any, directory: Path) -> int:
-    """Return the number of steps that were done before; the checkpoint may be that of another number of ranks."""
+    """Return the number of finished steps. The checkpoint may come from another number of ranks."""
     if not directory.exists():
         return 0
     weights, states = get_state_dict(model, optimizer)
@@ -273,7 +273,7 @@ def load_checkpoint(model: Any, optimizer: Any, directory: Path) -> int:
 
 
 def arguments(description: str | None, checkpoints: str) -> argparse.Namespace:
-    """Return the arguments of a trainer that `run.py` starts."""
+    """Return the arguments for a trainer that `run.py` starts."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server")
     parser.add_argument("--work", type=Path, default=Path("grpo"), help=f"the directory of the {checkpoints}")

@@ -1,8 +1,9 @@
-"""A small Llama of transformers behind the routes of a vLLM server that an RL loop calls, for machines without vLLM.
+"""Serve a small transformers Llama through the vLLM routes that an RL loop calls, on machines without vLLM.
 
     python examples/rl/transformers_server.py examples/rl/tiny_llama --port 8000
 
-The bodies and answers are vLLM's. One request is answered at a time, and nothing is cached: this serves the examples.
+The bodies and answers are vLLM's. The server answers one request at a time and caches nothing, because it is only for
+the examples.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ import penstock as ps
 
 
 class Engine:
-    """A model, and the sync that it receives its weights from."""
+    """A model, and the sync that sends its weights."""
 
     def __init__(self, directory: Path) -> None:
-        # Weights that the trainer does not have: what the server has of the trainer's, it has received.
+        # The server starts with other weights than the trainer's, so it must have received the trainer's.
         torch.manual_seed(1)
         self.model = LlamaForCausalLM(LlamaConfig.from_pretrained(directory)).eval()
         self.subscriber: Any = None
         self.weight_version = "default"
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Sample a completion of each prompt, or of the one prompt; all prompts have the same length."""
+        """Sample a completion for each prompt, or for a single prompt. All prompts have the same length."""
         prompts = torch.tensor(body["prompt"])
         if prompts.dim() == 1:
             prompts = prompts[None]
@@ -72,7 +73,7 @@ class Engine:
                 self.model.load_state_dict({name: tensor for file in files for name, tensor in load_file(file).items()})
             case "/update_weight_version":
                 self.weight_version = body["new_version"]
-            # One request is answered at a time, so there is nothing to pause.
+            # There is nothing to pause, because one request is answered at a time.
             case "/pause" | "/resume" | "/start_weight_update":
                 pass
             case _:
@@ -112,7 +113,7 @@ def main() -> None:
             pass
 
     class Server(HTTPServer):
-        # A trainer sends all requests of a step at once.
+        # A trainer sends all requests of a step at the same time.
         request_queue_size = 256
 
     Server(("127.0.0.1", args.port), Handler).serve_forever()

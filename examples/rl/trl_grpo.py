@@ -1,13 +1,13 @@
-"""GRPO of a tiny language model by TRL's AsyncGRPOTrainer. A vLLM server samples; Penstock carries the weights to it.
+"""GRPO of a tiny language model with TRL's AsyncGRPOTrainer. A vLLM server samples, and Penstock sends it the weights.
 
     torchrun --nproc-per-node 2 examples/rl/trl_grpo.py --url http://127.0.0.1:8000 --work DIRECTORY
 
-`run.py trl_grpo` starts the server and these ranks. TRL's trainer, rollout worker, checkpoints and resume are used as
-they are, with FSDP2. What TRL 1.16 and accelerate 1.15 do on accelerators only is replaced in `train_on_cpu`. The first
-rank prints a line for each step, which `run.py` checks: log-probabilities of the server beside those of the trainer.
+`run.py trl_grpo` starts the server and these ranks. TRL's trainer, rollout worker, checkpoints and resume are
+unchanged, with FSDP2. `train_on_cpu` replaces what TRL 1.16 and accelerate 1.15 can do only on accelerators. For each
+step, the first rank prints a line for `run.py` with log-probabilities from the server and from the trainer.
 
-After every step TRL saves a checkpoint. When a rank dies, start the ranks again, as many as you like: they go on from
-it. When the server dies, start it again: it is given the newest version, and no sample of its other weights is used.
+TRL saves a checkpoint after every step. If a rank dies, start any number of ranks again, and they continue from it. If
+the server dies, start it again. It gets the newest version, and no sample from its other weights is used.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ SPECIAL = ["<pad>", "<s>", "</s>", "<a>"]
 WORDS = [*SPECIAL, *(f"w{number}" for number in range(len(SPECIAL), CONFIG.vocab_size))]
 
 PROMPTS, GROUP, PROMPT_WORDS, NEW_TOKENS = 8, 8, 4, 8
-"""Of a step: prompts, samples of each, and their words."""
+"""Number of prompts in a step, of samples for each prompt, and of words in them."""
 
 PROBES = 16
-"""Samples that are compared after every version."""
+"""Number of samples that are compared after every version."""
 
 
-# -- what TRL and accelerate do on accelerators only
+# -- what TRL and accelerate can do only on accelerators
 
 
 def train_on_cpu() -> None:
-    """Let TRL 1.16 and accelerate 1.15 train by FSDP2 on a CPU. Call it when the process group is there."""
-    # TRL asks CUDA for the device's name, for the metric of its utilisation.
+    """Let TRL 1.16 and accelerate 1.15 train with FSDP2 on a CPU. Call this after the process group was created."""
+    # TRL asks CUDA for the device's name, for a metric of its utilisation.
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
-    # TRL forwards tokens that samples share once, by an attention from the package `kernels`, which is for CUDA alone.
+    # TRL forwards tokens that samples share only once, with an attention from `kernels`, which is only for CUDA.
     packing._flash_attn = VarlenAttention
-    # accelerate looks for FSDP in the environment of accelerators' ranks only, and falls back to DDP silently for CPU
-    # ranks. The type says nothing else here: the device stays the CPU, and the group gloo's.
+    # accelerate looks for FSDP only in the environment of ranks on accelerators, and silently uses DDP for CPU ranks.
+    # The type changes nothing else here. The device stays the CPU, and the group uses gloo.
     PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
 class VarlenAttention:
-    """The function of flash-attention that TRL calls, as one masked attention over all segments."""
+    """TRL's call of flash-attention, computed as one masked attention over all segments."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -86,13 +86,13 @@ class VarlenAttention:
         causal: bool,
         window_size: tuple[int, int],
     ) -> torch.Tensor:
-        """Attend from each segment of `query`, [tokens, heads, width], to that of `key`; both end at the same token."""
+        """Attend from each segment of `query`, [tokens, heads, width], to that of `key`. Both end at the same token."""
         if not causal or window_size != (-1, -1):
             raise NotImplementedError("this example's model has causal attention without a window")
         lengths_q, lengths_k = starts_q.diff(), starts_k.diff()
         numbers = torch.arange(len(lengths_q))
         segment_q, segment_k = numbers.repeat_interleave(lengths_q), numbers.repeat_interleave(lengths_k)
-        # Distances from the end of a segment, which the last query and the last key share.
+        # These are distances from the end of a segment, which the last query and the last key share.
         left_q = starts_q[1:][segment_q] - torch.arange(len(segment_q))
         left_k = starts_k[1:][segment_k] - torch.arange(len(segment_k))
         mask = (segment_q[:, None] == segment_k) & (left_k >= left_q[:, None])
@@ -143,14 +143,14 @@ def share_of_parity(completion_ids: list[list[int]], parity: list[int], **_: Any
     ]
 
 
-# -- samples of the trainer's weights only
+# -- samples from the trainer's weights only
 
 
 class RolloutLoop(_AsyncRolloutLoop):
     """TRL's loop of requests, in a process of its own, where the server may be killed at any time."""
 
     def run(self) -> None:
-        """Sample until TRL says stop, or is gone: a killed trainer would leave this process behind, sampling."""
+        """Sample until TRL stops this or has ended. If TRL was killed, this process would otherwise sample for ever."""
 
         def follow() -> None:
             trainer = multiprocessing.parent_process()
@@ -162,17 +162,17 @@ class RolloutLoop(_AsyncRolloutLoop):
         super().run()
 
     async def _post(self, path: str, payload: dict[str, Any], timeout: float, max_retries: int = 3) -> dict[str, Any]:
-        """Ask the server. A server that was started again has other weights until it is given the trainer's."""
+        """Send a request to the server. A restarted server has other weights until it gets the trainer's."""
         answer: dict[str, Any] = await super()._post(path, payload, timeout, max_retries)
         async with self.session.get(f"{self.vllm_server_url}/weight_info") as response:
             if (await response.json())["weight_version"] == "default":
-                # TRL tries again after this error.
+                # TRL retries after this error.
                 raise aiohttp.ClientConnectionError("the server has not received the trainer's weights yet")
         return answer
 
 
 class RolloutWorker(AsyncRolloutWorker):
-    """TRL's rollout worker, with the loop above."""
+    """TRL's rollout worker with the loop above."""
 
     _loop_cls = RolloutLoop
 
@@ -181,7 +181,7 @@ class RolloutWorker(AsyncRolloutWorker):
 
 
 class Transfer(PenstockWeightTransfer):
-    """Penstock's transfer, and one of files, which it is compared with: TRL's own, by NCCL, needs CUDA."""
+    """Penstock's transfer, and a transfer of files to compare it with. TRL's own transfer uses NCCL and needs CUDA."""
 
     def __init__(self, client: Client, url: str, files: Path) -> None:
         super().__init__(url, PenstockTrainerInitInfo(name="policy", rank=0, stall_s=30.0), restart_s=ENGINE_START_S)
@@ -189,24 +189,24 @@ class Transfer(PenstockWeightTransfer):
         self._paused_at = self.pause_s = self.sync_s = 0.0
 
     def pause(self) -> None:
-        """Pause the server, and look at the clock."""
+        """Pause the server, and start the clock."""
         self._paused_at = time.perf_counter()
         super().pause()
 
     def resume(self) -> None:
-        """Let the server go on, and look at the clock."""
+        """Let the server continue, and stop the clock."""
         super().resume()
         self.pause_s = time.perf_counter() - self._paused_at
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Write a checkpoint into memory, which vLLM reloads. TRL's own step calls this, while the server is paused."""
+        """Write a checkpoint into memory, which vLLM reloads. TRL's own step calls this while the server is paused."""
         self._files.mkdir(exist_ok=True)
         save_file({name: tensor.contiguous() for name, tensor in iterator}, self._files / "model.safetensors")
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._files)}}
         self._routes.request("/collective_rpc", call)
 
     def attach_ways(self, trainer: AsyncGRPOTrainer, transfer: str) -> None:
-        """Have a trainer send by Penstock, by files, or by turns."""
+        """Make a trainer send through Penstock, through files, or alternately."""
         self.attach(trainer)
         attached = trainer._sync_weight_merged
 
@@ -216,7 +216,7 @@ class Transfer(PenstockWeightTransfer):
                 marks = attached(started)
             else:
                 marks = AsyncGRPOTrainer._sync_weight_merged(trainer, started)
-                # Versions are numbered by one count.
+                # Both ways share the version numbers.
                 self.engine.version += 1
             self.sync_s = time.perf_counter() - began
             return marks
@@ -232,7 +232,7 @@ def way_of(transfer: str, step: int) -> str:
 
 
 class Checks(TrainerCallback):
-    """Compares the server's log-probabilities with the trainer's after every version, and says what a step did."""
+    """Compares the server's log-probabilities with the trainer's after every version, and reports the step."""
 
     def __init__(self, trainer: AsyncGRPOTrainer, transfer: Transfer, client: Client, way: str) -> None:
         self._trainer, self._transfer, self._client, self._way = trainer, transfer, client, way
@@ -250,7 +250,7 @@ class Checks(TrainerCallback):
         self._ended = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # TRL's callbacks come before this one: the version is sent.
+        # TRL's callbacks run before this one, so the version is sent.
         self._facts = {"step_s": time.perf_counter() - self._ended, "way": way_of(self._way, state.global_step)}
         self._facts |= {"served_s": self._transfer.sync_s, "pause_s": self._transfer.pause_s}
         self._facts |= self._probe(state.global_step)
@@ -275,7 +275,7 @@ class Checks(TrainerCallback):
         return {"version": self._transfer.engine.version}
 
     def _probe(self, step: int) -> dict[str, float]:
-        """Sample from the server; compare its log-probabilities with the trainer's. All ranks call it."""
+        """Sample from the server, and compare its log-probabilities with the trainer's. All ranks call it."""
         generator = torch.Generator().manual_seed(step)
         words = torch.randint(len(SPECIAL), len(WORDS), (PROBES, PROMPT_WORDS), generator=generator)
         ends = torch.tensor([WORDS.index("<s>"), WORDS.index("<a>")]).expand(PROBES, 2)
@@ -298,7 +298,7 @@ class Checks(TrainerCallback):
                 }
             )
         mine, largest = self._logprobs(row)
-        # How far the log-probabilities of other samples moved by the last step: what an older version would show.
+        # The last step moved other samples' log-probabilities by this much, so an older version would be noticed.
         moved = 0.0
         if self._before is not None:
             older, logprobs = self._before
@@ -314,7 +314,7 @@ class Checks(TrainerCallback):
         while True:
             try:
                 tokens, logprobs = self._client.sample(prompts.tolist(), NEW_TOKENS)
-                # It may have been started again meanwhile, or before.
+                # The server may have been restarted now or before.
                 if not self._transfer.restore():
                     break
             except GONE:
@@ -326,7 +326,7 @@ class Checks(TrainerCallback):
         return torch.tensor(tokens), torch.tensor(logprobs)
 
     def _logprobs(self, row: packing.TreeRow) -> tuple[torch.Tensor, float]:
-        """Return the log-probabilities of a row's completions, by the forward of TRL's loss, and the largest logit."""
+        """Return log-probabilities of a row's completions, from the forward of TRL's loss, and the largest logit."""
         packed = row.pack()
         with torch.no_grad():
             logits = self._trainer.model(
@@ -346,7 +346,7 @@ class Checks(TrainerCallback):
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """Return the newest checkpoint that was saved to its end."""
+    """Return the newest complete checkpoint."""
     saved = sorted(directory.glob("checkpoint-*/complete"), key=lambda path: int(path.parent.name.split("-")[1]))
     return saved[-1].parent if saved else None
 
@@ -367,7 +367,7 @@ def train(args: argparse.Namespace) -> None:
         per_device_train_batch_size=PROMPTS * GROUP // world_size,
         num_generations=GROUP,
         max_completion_length=NEW_TOKENS,
-        # A fixed number of samples for each rank.
+        # Every rank has a fixed number of samples.
         token_budget=0,
         max_staleness=2,
         vllm_server_base_url=args.url,
@@ -384,7 +384,7 @@ def train(args: argparse.Namespace) -> None:
     train_on_cpu()
     if is_first:
         write_policy(model, seed=0)
-        # TRL would go on from a checkpoint that a killed rank left half written.
+        # TRL would continue from a checkpoint that a killed rank left incomplete.
         for path in output.glob("checkpoint-*"):
             if not (path / "complete").exists():
                 shutil.rmtree(path)
@@ -397,7 +397,7 @@ def train(args: argparse.Namespace) -> None:
     worker = None
     if is_first:
         worker = RolloutWorker(
-            # The server's name of the model; TRL would ask for the directory of the trainer's.
+            # This is the server's name of the model. TRL would use the trainer's directory.
             model_name="policy",
             dataset=dataset,
             reward_funcs=[share_of_parity],
@@ -420,7 +420,7 @@ def train(args: argparse.Namespace) -> None:
         weight_transfer=transfer,
     )
     transfer.attach_ways(trainer, args.transfer)
-    # It prints to the pipe that `run.py` reads.
+    # This prints to the pipe that `run.py` reads.
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Checks(trainer, transfer, client, args.transfer))
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
@@ -428,7 +428,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def write_policy(directory: Path, seed: int) -> None:
-    """Write a model of random weights, and its tokenizer."""
+    """Write a model with random weights, and its tokenizer."""
     tokenizer = tokenizer_of()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(CONFIG)

@@ -1,6 +1,7 @@
-"""A platform of the CPU for verl, which has CUDA, ROCm and NPU; verl imports it by `VERL_USE_EXTERNAL_MODULES`.
+"""A CPU platform for verl, which has CUDA, ROCm and NPU. verl imports it through `VERL_USE_EXTERNAL_MODULES`.
 
-Ray is told of as many GPUs as verl starts workers (`ray_init.num_gpus`): verl places workers by them, and none is used.
+Ray is told that there are as many GPUs as verl starts workers (`ray_init.num_gpus`), because verl places workers on
+GPUs. No GPU is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry, set_platform
 
-# What verl asks a device's module for, and `torch.cpu` does not have.
+# Functions that verl expects in a device's module, and that `torch.cpu` lacks.
 _MODULE = SimpleNamespace(
     **{name: getattr(torch.cpu, name) for name in ("is_available", "synchronize", "current_device", "device_count")},
     empty_cache=lambda: None,
@@ -33,7 +34,7 @@ _MODULE = SimpleNamespace(
 
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
-    """The host's processor: no streams, no memory of a device, gloo."""
+    """The host's processor, without streams and device memory, and with gloo."""
 
     device_name = "cpu"
     vendor_name = "cpu"

@@ -1,16 +1,16 @@
-"""GRPO of a tiny language model by verl on a CPU: verl's trainer with two FSDP2 ranks, and verl's vLLM server.
+"""GRPO of a tiny language model with verl on a CPU: verl's trainer with two FSDP2 ranks, and verl's vLLM server.
 
-    python examples/rl/verl_grpo.py                                     200 steps; Penstock carries the weights
-    python examples/rl/verl_grpo.py --task even --steps 40 --kill engine@10 trainer@20      what dies comes back
-    python examples/rl/verl_grpo.py --transfer alternate                every second version by verl's own transfer
+    python examples/rl/verl_grpo.py                                     200 steps, Penstock sends the weights
+    python examples/rl/verl_grpo.py --task even --steps 40 --kill engine@10 trainer@20      restarts killed processes
+    python examples/rl/verl_grpo.py --transfer alternate                every second version with verl's own transfer
 
-The program is `verl.trainer.main_ppo` with the settings below, and with the few classes of `verl_parts` that a CPU
-needs. The reward is the share of generated tokens that have the parity of the prompt's last token; `--task even`: that
-are even. It checks that the reward rises, and that in every step the log-probabilities that the server gave its
-samples equal those of the trainer's weights.
+The program is `verl.trainer.main_ppo` with the settings below, and with the few classes in `verl_parts` that a CPU
+needs. The reward is the share of generated tokens with the same parity as the prompt's last token, or with `--task
+even` the share of even tokens. The program checks that the reward rises. It also checks in every step that the server's
+log-probabilities for its samples equal those of the trainer's weights.
 
-verl saves a checkpoint after every step. When the server or a rank of the trainer dies, verl ends, and this program
-starts it again: it goes on from the checkpoint, and the step that was under way is done anew.
+verl saves a checkpoint after every step. If the server or a trainer rank dies, verl ends, and this program restarts it.
+It continues from the checkpoint, and repeats the interrupted step.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LEARNING_RATE = 3e-3
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, **_: Any) -> float:
-    """Return the reward of a sample: the share of its tokens that have the wanted parity. verl calls it."""
+    """Return the reward of a sample, which is the share of its tokens with the wanted parity. verl calls this."""
     tokens = [int(word.removeprefix("t")) for word in solution_str.split() if word.startswith("t")]
     return sum(token % 2 == int(ground_truth) for token in tokens) / NEW_TOKENS
 
 
 def write_model(directory: Path) -> None:
-    """Write a model of random weights, and a tokenizer whose words are the numbers of its tokens."""
+    """Write a model with random weights, and a tokenizer whose words are the numbers of its tokens."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -57,7 +57,7 @@ def write_model(directory: Path) -> None:
 
 
 def write_prompts(file: Path, task: str, number: int) -> None:
-    """Write prompts of random tokens, with the parity that their answers should have."""
+    """Write prompts with random tokens, and the parity that their answers should have."""
     import random
 
     import pandas
@@ -80,11 +80,11 @@ def write_prompts(file: Path, task: str, number: int) -> None:
 
 
 def configuration(args: argparse.Namespace) -> Any:
-    """Return verl's configuration, as `python -m verl.trainer.main_ppo` takes these settings."""
+    """Return verl's configuration, in the form that `python -m verl.trainer.main_ppo` takes."""
     from hydra import compose, initialize_config_module
 
     work = args.work
-    # Two checkpoints are kept, because verl removes the oldest before it writes the newest.
+    # Keep two checkpoints, because verl removes the oldest one before it writes the newest.
     settings = f"""
         algorithm.adv_estimator=grpo
         data.train_files={work}/prompts.parquet
@@ -167,7 +167,7 @@ def configuration(args: argparse.Namespace) -> Any:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train until the last step, from the newest checkpoint on if there is one."""
+    """Train until the last step, starting from the newest checkpoint if there is one."""
     import ray
     from verl.trainer.main_ppo import run_ppo
     from verl.utils.config import validate_config
@@ -178,29 +178,29 @@ def train(args: argparse.Namespace) -> None:
     run_ppo(config, task_runner_class=ray.remote(TaskRunner))
 
 
-# -- the process that starts verl, starts it again, and checks what it did
+# -- the process that starts and restarts verl, and checks the results
 
 
 ENVIRONMENT = {
-    # The platform of the CPU, and the name under which verl's FSDP engine is registered.
+    # The CPU's platform, and the name under which verl's FSDP engine is registered.
     "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
     "VERL_ENGINE_DEVICE": "cuda",
-    # verl 0.9.1 fails to write one message of a trainer without colocated replicas, at the level INFO.
+    # verl 0.9.1 cannot write one INFO message in a trainer without colocated replicas.
     "VERL_LOGGING_LEVEL": "WARNING",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
-    # The processes of a server that is killed end with it.
+    # If a server is killed, its processes end with it.
     "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's ranks need the cores, too
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's ranks need the cores too
 }
 
 
 class Run:
-    """The events of verl's processes, and the kills that are still to come."""
+    """The events from verl's processes, and the planned kills."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
@@ -213,20 +213,20 @@ class Run:
         self._killed: dict[str, Any] | None = None
 
     def train(self) -> None:
-        """Run verl's trainer, and start it again when something was killed."""
+        """Run verl's trainer, and restart it after a kill."""
         self._events.touch()
         while True:
             num_kills = len(self._kills)
             if self._run() == 0:
                 return
             if len(self._kills) == num_kills:
-                # Nothing was killed since the last start.
+                # Nothing was killed after the last start.
                 break
         print(f"-- the end of {self._log}\n{self._log.read_text(errors='replace')[-8000:]}", file=sys.stderr)
         sys.exit("verl failed")
 
     def _run(self) -> int:
-        """Run verl's trainer once; return how it ended."""
+        """Run verl's trainer once, and return its exit code."""
         args = self._args
         command = [sys.executable, str(HERE / "verl_grpo.py"), "--train", "--work", str(args.work)]
         command += ["--steps", str(args.steps), "--transfer", args.transfer, "--ranks", str(args.ranks)]
@@ -276,20 +276,20 @@ class Run:
                 flush=True,
             )
         for kill in [kill for kill in self._kills if kill[1] == step + 1]:
-            # In the middle of the step that has begun.
+            # Kill in the middle of the step that has begun.
             self._kills.remove(kill)
             print(f"step {kill[1]}: killing the {kill[0]}", flush=True)
             kill_tree(self._pids[kill[0]])
             self._killed = {"what": kill[0], "time": time.time()}
 
     def check(self) -> None:
-        """Check what was promised, and say it.
+        """Check the results, and print them.
 
         Raises:
-            AssertionError: it is not so.
+            AssertionError: A check failed.
         """
         stale = [said for said in self._steps if said["versions"] != [said["step"] - 1]]
-        assert not stale, f"samples of other weights than those of the step before: {stale[:3]}"
+        assert not stale, f"samples with other weights than those of the previous step: {stale[:3]}"
         check_steps(self._steps, self._args.steps, self._args.rise)
         check_once(self._steps, self._starts, self._args.steps)
         self._check_restarts()
@@ -303,7 +303,7 @@ class Run:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all that it started."""
+    """Kill a process and all processes that it started."""
     import psutil
 
     process = psutil.Process(pid)
@@ -327,7 +327,7 @@ def main() -> None:
         train(args)
         return
     if args.kill and args.transfer != "penstock":
-        parser.error("verl's own transfer waits for ever for a process that is dead: kill with --transfer penstock")
+        parser.error("verl's own transfer waits for ever for a dead process, so use --kill with --transfer penstock")
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
         args.work = (args.work or Path(temporary)).resolve()

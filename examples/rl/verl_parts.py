@@ -1,7 +1,6 @@
-"""verl's own parts as `verl_grpo` runs them: subclasses for a CPU, and the checks of each step.
+"""verl's own classes as `verl_grpo` uses them: subclasses for a CPU, and the checks in each step.
 
-In: verl makes them, in processes that Ray starts. Out: a line of JSON for each step in the file `EVENTS`.
-Not here: the configuration, the reward (`verl_grpo`); verl's platform of the CPU (`verl_cpu`).
+verl creates them in processes that Ray starts. Each step adds a JSON line to the file `EVENTS`.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ from verl.workers.rollout.vllm_rollout import ServerAdapter
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 EVENTS = "PENSTOCK_EXAMPLE_EVENTS"
-"""The environment's variable that names the file of events."""
+"""Environment variable with the path of the file of events."""
 
 
 def say(**facts: Any) -> None:
-    """Append a line to the file of events, in one piece."""
+    """Append a line to the file of events with one write."""
     with Path(os.environ[EVENTS]).open("a") as file:
         file.write(json.dumps(facts | {"time": time.time()}) + "\n")
 
 
 class Rank(DetachActorWorker):
-    """verl's worker of one trainer rank, which also scores tokens and sends weights in verl's own way."""
+    """verl's worker for one trainer rank, which also scores tokens and can send weights in verl's own way."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -58,10 +57,10 @@ class Rank(DetachActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     async def send_naive(self, global_steps: int) -> None:
-        """Send the weights as verl's backend `naive` does: gathered, then by shared memory to the server of this host.
+        """Send the weights like verl's backend `naive`: gathered, and then through shared memory to this host's server.
 
-        verl 0.9.1 offers `naive` only to a trainer rank with a server of its own. Here the first rank sends to the one
-        server; the others take part in the gathering.
+        verl 0.9.1 offers `naive` only to a trainer rank with its own server. Here the first rank sends to the only
+        server, and the other ranks take part in the gathering.
         """
         tensors, _ = self.actor.engine.get_per_tensor_param()
         if self.rank == 0:
@@ -74,14 +73,14 @@ class Rank(DetachActorWorker):
 
 
 class Server(vLLMHttpServer):
-    """verl's server, with vLLM's pause of today; it says its process id."""
+    """verl's server, with the current vLLM's way to pause. It also reports its process id."""
 
     def _get_worker_extension_cls(self) -> str:
         return "verl_extension.Extension"
 
     async def launch_server(self, **arguments: Any) -> None:
         await super().launch_server(**arguments)
-        # verl 0.9.1 pauses vLLM by an argument that vLLM 0.32 does not have any more.
+        # verl 0.9.1 pauses vLLM with an argument that vLLM 0.32 no longer has.
         pause = self.engine.pause_generation
 
         async def pause_generation(wait_for_inflight_requests: bool, clear_cache: bool) -> None:
@@ -92,7 +91,7 @@ class Server(vLLMHttpServer):
 
 
 class Replica(vLLMReplica):
-    """verl's replica, with the server above."""
+    """verl's replica with the server above."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -100,13 +99,13 @@ class Replica(vLLMReplica):
 
 
 class Sampler(ReplayBufferAsync):
-    """verl's buffer of samples. It looks for samples every 20 ms, not every 2 s, and raises when the server fails."""
+    """verl's buffer of samples. It checks for samples every 20 ms instead of 2 s, and raises if the server fails."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments, poll_interval=0.02)
 
     def _terminal_eviction_reasons(self, global_steps: int, partition_id: str) -> Any:
-        # verl would submit other prompts to the dead server, for ever.
+        # verl would keep submitting other prompts to the dead server.
         if self.failure_keys[partition_id]:
             number = len(self.failure_keys[partition_id])
             raise RuntimeError(f"the server gave no samples of {number} prompts; see the errors above in verl's log")
@@ -133,13 +132,13 @@ class Trainer(PPOTrainerSeparateAsync):
         batch = super()._compute_old_log_prob(batch, metrics)
         fields = ["input_ids", "rollout_log_probs", "old_log_probs", "rm_scores"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        # All samples have one length.
+        # All samples have the same length.
         self._tokens, served, own, rewards = (
             torch.stack(list(data[name])) for name in ("input_ids", "rollout_log_probs", "old_log_probs", "rm_scores")
         )
         self._num_new = served.shape[1]
         self._scores, largest = self.actor_rollout_wg.score(self._tokens, self._num_new)[0]
-        # A logit is a sum of `hidden_size` products, which the two sides add in different orders; see torchrun_grpo.
+        # A logit is a sum of `hidden_size` products, which the two sides add in different orders. See torchrun_grpo.
         hidden_size = self.hidden_size()
         self._facts = {
             "reward": float(rewards.sum(1).mean()),
@@ -167,7 +166,7 @@ class Trainer(PPOTrainerSeparateAsync):
         if way == "penstock":
             super().on_step_end()
         else:
-            # The steps of verl's CheckpointEngineManager, which would not let a separate trainer use `naive`.
+            # These are the steps of verl's CheckpointEngineManager, which refuses `naive` for a separate trainer.
             manager = self.standalone_checkpoint_manager
             manager.abort_replicas()
             self.actor_rollout_wg.send_naive(self.global_steps)
@@ -177,7 +176,7 @@ class Trainer(PPOTrainerSeparateAsync):
         say(
             step=self.global_steps,
             way=way,
-            # verl's manager stops the server before all else, and lets it go on at the end.
+            # verl's manager pauses the server first, and lets it continue at the end.
             pause_s=now - began,
             step_s=now - self._began,
             sample_s=self.timing_raw["gen"],
@@ -191,7 +190,7 @@ class Trainer(PPOTrainerSeparateAsync):
 
 
 class TaskRunner(TaskRunnerV1.__ray_actor_class__):  # type: ignore[misc]
-    """verl's runner, with the replica and the trainer above."""
+    """verl's runner with the replica and the trainer above."""
 
     def run(self, config: Any) -> None:
         RolloutReplicaRegistry.register("vllm", lambda: Replica)

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 GONE = (OSError, http.client.HTTPException)
-"""What a request raises when the server is not there, or ends meanwhile."""
+"""Errors of a request if the server is not running or ends during the request."""
 
 
 class Refused(Exception):
-    """The server answered with an error; its text has the reason."""
+    """The server answered with an error, and the text gives the reason."""
 
 
 class Client:
@@ -53,14 +53,14 @@ class Client:
         return version
 
     def sample(self, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Return a completion of each prompt, and the log-probabilities of its tokens."""
+        """Return a completion for each prompt, and the log-probabilities of its tokens."""
         body = {"model": "policy", "prompt": prompts, "max_tokens": num_tokens, "temperature": 1.0, "logprobs": 0}
         body |= {"ignore_eos": True, "return_token_ids": True, "return_tokens_as_token_ids": True}
         choices = sorted(self.request("/v1/completions", body)["choices"], key=lambda choice: choice["index"])
         tokens = [choice["token_ids"] for choice in choices]
         return tokens, [choice["logprobs"]["token_logprobs"] for choice in choices]
 
-    # -- Penstock: received while it serves, then installed
+    # -- with Penstock: the version is received while the server serves, and then installed
 
     def subscribe(self) -> None:
         self.request("/init_weight_transfer_engine", {"init_info": {"name": self._sync_name, "stall_s": 30.0}})
@@ -70,13 +70,13 @@ class Client:
         self.request("/update_weights", {"update_info": {"version": version}})
 
     def install(self, version: int) -> float:
-        """Install the version that was received; return the seconds of the pause."""
+        """Install the received version, and return the seconds of the pause."""
         return self._paused(lambda: self.request("/finish_weight_update", {"weight_version": str(version)}))
 
-    # -- vLLM alone: a checkpoint in a directory
+    # -- with vLLM alone: a checkpoint in a directory
 
     def reload(self, directory: Path, version: int) -> float:
-        """Have the server read a checkpoint; return the seconds of the pause."""
+        """Make the server read a checkpoint, and return the seconds of the pause."""
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         pause_s = self._paused(lambda: self.request("/collective_rpc", call))
         self.request("/update_weight_version", {"new_version": str(version)})
