@@ -489,7 +489,7 @@ def test_missing_cache_is_logged_and_model_loads(tmp_path: Path, caplog: pytest.
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("org/name", {}, "names of a hub"),
+        ("org/name", {}, "names on a hub"),
         ("", {"attn_implementation": "eager"}, "attn_implementation"),
         ("", {"device_map": "auto"}, "device_map"),
     ],

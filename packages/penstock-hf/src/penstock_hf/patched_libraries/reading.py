@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from penstock import load, safe_open
+from penstock import ReadSettings, load, safe_open
 from penstock.errors import NotFound
 from penstock.spi import SafeSlice, deferred
 
@@ -85,8 +85,10 @@ class VerifiedFile:
     ) -> None:
         self._uri = uri
         self._device = device
-        self._options: dict[str, Any] = {"storage_options": storage_options, "memory_bytes": memory_bytes}
-        self._header = StreamedFile(uri, framework, "cpu", backend=backend, **self._options)
+        self._settings = ReadSettings(memory_bytes=memory_bytes, storage_options=storage_options)
+        self._header = StreamedFile(
+            uri, framework, "cpu", backend=backend, storage_options=storage_options, memory_bytes=memory_bytes
+        )
         self.nbytes = self._header.nbytes
         # The header's reader has refused any other framework.
         self._is_numpy = framework in {"np", "numpy"}
@@ -128,7 +130,7 @@ class VerifiedFile:
         """
         with self._lock:
             if self._tensors is None:
-                self._tensors = dict(load(self._uri, verify=True, progress=False, **self._options))
+                self._tensors = dict(load(self._uri, verify=True, progress=False, settings=self._settings))
             if name not in self._tensors:
                 fault = f"file does not contain tensor {name}, or the tensor was already read"
                 raise NotFound(fault, uri=self._uri, tensor=name)
