@@ -1,11 +1,11 @@
-"""A trainer's ranks that publish a LoRA adapter by itself, and the process beside a vLLM server that loads it.
+"""Trainer ranks that publish a LoRA adapter, and the process next to a vLLM server that loads it.
 
     torchrun --nproc-per-node 2 adapter_syncs.py serve MODEL URL
     torchrun --nproc-per-node 2 adapter_syncs.py merge MODEL
     python adapter_syncs.py llm MODEL
 
-Rank 0 compares the server's log-probabilities with those of a whole model after each version, or merged weights with
-PEFT's own, and prints what it saw.
+After each version, rank 0 compares the server's log-probabilities with those of a whole model, or the merged weights
+with PEFT's own, and prints the differences.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock_hf.peft import adapter_publisher, adapter_tensors
 from penstock_rl.lora_server import ServedAdapter, VllmEngine, VllmServer, serve_adapter
 
 PROMPT = [1, *(4 + at % 27 for at in range(80))]
-"""More than two blocks of the cache, so that keys and values of another version would be found there."""
+"""The prompt covers more than two blocks of the cache, so a wrong reuse of keys and values would be noticed."""
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONNECTION = ps.ConnectionSettings(stall_s=30.0)
 
@@ -67,14 +67,14 @@ def ask(url: str, model: str, prompt: list[int], num_tokens: int = 8) -> tuple[l
 
 
 def difference(whole: Any, url: str, model: str, prompt: list[int] | None = None, num_tokens: int = 8) -> float:
-    """Return the largest difference between the server's log-probabilities of its answer and those of `whole`."""
+    """Return the largest difference between the log-probabilities of the server's answer and those of `whole`."""
     prompt = PROMPT if prompt is None else prompt
     tokens, theirs = ask(url, model, prompt, num_tokens)
     return gap(whole, prompt, tokens, theirs)
 
 
 def gap(whole: Any, prompt: list[int], tokens: list[int], theirs: list[float]) -> float:
-    """Return the largest difference between log-probabilities of tokens and those of `whole`."""
+    """Return the largest difference between the given log-probabilities of tokens and those of `whole`."""
     with torch.no_grad():
         logits = whole(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
     mine = logits.float().log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -95,13 +95,13 @@ def say(**seen: Any) -> None:
 
 
 def watch(directory: str, url: str, served: ServedAdapter, version: int) -> None:
-    """Load a version, and compare what the server says under each of its names."""
+    """Load a version, and compare the server's answers under each of its names."""
     whole, before, base = make(directory), make(directory), make(directory)
     fill(whole, version)
     fill(before, version - 1)
     running: list[float] = []
     if version > 1:
-        # A long request that runs on the version before while the next is loaded.
+        # This long request runs on the previous version while the next one is loaded.
         other = [1, *(4 + at % 5 for at in range(40))]
         long = threading.Thread(target=lambda: running.append(difference(before, url, "policy", other, 60)))
         long.start()
@@ -134,7 +134,7 @@ def sharded(directory: str) -> Any:
 
 
 def move_base(directory: str, url: str) -> None:
-    """Update the server's own weights, and then serve an adapter of the new base."""
+    """Update the server's own weights, and then serve an adapter for the new base."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -162,7 +162,7 @@ def move_base(directory: str, url: str) -> None:
 
 
 def merge(directory: str) -> None:
-    """Publish merged weights from the shards of all ranks; rank 0 compares them with those of PEFT."""
+    """Publish merged weights from the shards of all ranks. Rank 0 compares them with PEFT's."""
     rank, model, whole = dist.get_rank(), sharded(directory), make(directory)
     publisher = merged_publisher("merged", model, connection=CONNECTION, mode="snapshot")
     received = {name: torch.zeros_like(one) for name, one in make(directory).unload().state_dict().items()}
@@ -224,7 +224,7 @@ def main() -> None:
 
 
 def serve(directory: str, url: str) -> None:
-    """Publish versions from all ranks; rank 0 has the server load them, and compares."""
+    """Publish versions from all ranks. Rank 0 makes the server load them, and compares."""
     rank, model = dist.get_rank(), sharded(directory)
     bases = ["base 1"]
     publisher = adapter_publisher("adapter", model, base=lambda: bases[0], connection=CONNECTION)
@@ -239,7 +239,7 @@ def serve(directory: str, url: str) -> None:
         if served is not None:
             watch(directory, url, served, version)
         dist.barrier()
-    # An adapter of another base is refused, and the server goes on with the newest of its own.
+    # An adapter for another base is refused, and the server keeps its newest version.
     bases[0] = "base 2"
     publisher.publish(4)
     if served is not None:
@@ -249,7 +249,7 @@ def serve(directory: str, url: str) -> None:
     dist.barrier()
     publisher.close()
     if served is not None:
-        # The engine itself refuses one: its rank is above --max-lora-rank.
+        # The engine itself refuses this adapter, because its rank is above --max-lora-rank.
         large = make(directory, rank=64)
         with (
             adapter_publisher("large", large, base="base 1", connection=CONNECTION, rank=(0, 1)) as other,

@@ -1,4 +1,4 @@
-"""Tiny models with random weights, in the files the engines load, and an S3 server for them."""
+"""Tiny models with random weights in the files that engines load, and an S3 server for them."""
 
 import os
 import socket
@@ -17,12 +17,12 @@ from penstock.jobs.workers import launch as launcher
 
 
 def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB", seed: int = 0) -> Path:
-    """A two-layer Llama with random weights, saved by transformers."""
-    # Imported here: these tests are collected without transformers too.
+    """Save a two-layer Llama with random weights with transformers."""
+    # Import here, because these tests are collected without transformers too.
     from tests.support.tiny_models import save_llama
 
     sizes = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 128, "max_position_embeddings": 256}
-    # Far from zero, so that a wrong weight changes the tokens.
+    # Use large values, so that a wrong weight changes the tokens.
     return save_llama(
         directory,
         max_shard_size=max_shard_size,
@@ -43,7 +43,7 @@ def fork_server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def launcher_fork_servers(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the workers of conversions from one process that has imported torch: seconds less for each conversion."""
+    """Fork the workers of conversions from one process that has imported torch, which saves seconds each time."""
     monkeypatch.setattr(launcher, "ForkServer", SimpleNamespace(start=lambda imports: fork_server.graft()))
 
 
@@ -76,7 +76,7 @@ def prompt() -> list[int]:
 
 @pytest.fixture(scope="session")
 def s3_options() -> Iterator[dict[str, str]]:
-    """An S3 server in a process of its own; what `storage_options` must say to use it."""
+    """Run an S3 server in a separate process, and yield the `storage_options` for it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -105,7 +105,7 @@ def s3_options() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="session")
 def s3_llama(llama: Path, s3_options: dict[str, str]) -> str:
-    """The Llama in a bucket."""
+    """Return the URI of the Llama in a bucket."""
     import boto3
 
     client = boto3.client(
@@ -123,7 +123,7 @@ def s3_llama(llama: Path, s3_options: dict[str, str]) -> str:
 
 @pytest.fixture
 def s3_environment(s3_options: dict[str, str]) -> dict[str, str]:
-    """The environment of a process that is to find the server by the ecosystem's own variables."""
+    """Return the environment of a process that finds the server through the ecosystem's own variables."""
     return {
         **os.environ,
         "AWS_ENDPOINT_URL": s3_options["endpoint"],
@@ -135,6 +135,6 @@ def s3_environment(s3_options: dict[str, str]) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[str]:
-    """A directory for the hub, its name short enough for a socket."""
+    """Yield a directory for the hub. Its name is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         yield directory

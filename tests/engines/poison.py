@@ -1,6 +1,6 @@
-"""An extension of vLLM's workers that does to weights what a sleep of level 2 does on a GPU: they are any values.
+"""A vLLM worker extension that destroys the weights, as a sleep of level 2 does on a GPU.
 
-vLLM's CPU workers ignore sleep, so a test destroys the weights itself. Buffers stay, as vLLM brings these back.
+vLLM's CPU workers ignore sleep, so a test destroys the weights itself. Buffers stay, because vLLM restores them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 
 
 class Poison:
-    """See the module; mixed into a worker by `--worker-extension-cls`."""
+    """Mixed into a worker with `--worker-extension-cls`."""
 
     def poison(self) -> int:
-        """Destroy all weights; return how many tensors and packed layers that were."""
+        """Destroy all weights, and return the number of tensors and packed layers."""
         count = 0
         for layer in self.model_runner.get_model().modules():  # type: ignore[attr-defined]
             for parameter in layer._parameters.values():
                 if parameter is not None and parameter.numel():
                     parameter.data.copy_(torch.randn_like(parameter.float()).to(parameter.dtype))
                     count += 1
-            # The CPU backend keeps the weights of linear layers packed, out of reach: they are scaled instead.
+            # The CPU backend keeps the weights of linear layers packed and inaccessible, so scale them instead.
             if (linear := vars(layer).get("cpu_linear")) is not None:
                 layer.cpu_linear = _scaled(linear)
                 count += 1

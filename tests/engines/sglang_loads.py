@@ -1,12 +1,12 @@
-"""Load models by SGLang's own loaders on the CPU, as its launcher and its scheduler do; run by `test_sglang`.
+"""Load models with SGLang's own loaders on the CPU, as its launcher and its scheduler do. `test_sglang` runs this.
 
     python sglang_loads.py CASES.json [--schedulers]
 
 CASES.json is a list of {"arguments": [...], "out": FILE, "update": PATH}. This process resolves the arguments as the
-launcher does; a spawned one loads each model as a scheduler does, updates it from PATH if there is one, and saves its
-state dict. With --schedulers each case is a scheduler process of SGLang's own instead; when all are ready, they stay
-until stdin ends. SGLang's kernels do not install without a GPU: their package is replaced by one whose functions raise.
-Loading calls none of them.
+launcher does. A spawned process loads each model as a scheduler does, updates it from PATH if there is one, and saves
+its state dict. With --schedulers, each case runs in SGLang's own scheduler process, and these processes stay until
+stdin ends. SGLang's kernels cannot be installed without a GPU, so a package whose functions raise replaces them.
+Loading calls none of these functions.
 """
 
 import importlib.util
@@ -36,18 +36,18 @@ class Kernels(types.ModuleType):
         return missing
 
 
-# At module level: a spawned process imports this module again.
+# This is at module level, because a spawned process imports this module again.
 sys.modules.setdefault("sgl_kernel", Kernels("sgl_kernel"))
 
 
 def environment(directory: Path, endpoint: str) -> dict[str, str]:
-    """Return the variables of a process that runs this program: a hub of Hugging Face, and caches in a directory."""
+    """Return the variables for a process that runs this program: a Hugging Face hub, and caches in a directory."""
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
     assert spec.submodule_search_locations is not None
     models = Path(spec.submodule_search_locations[0]) / "srt" / "models"
     return {
-        # Importing its 200 other models takes a minute.
+        # Importing the 200 other models takes a minute.
         "SGLANG_DISABLED_MODEL_ARCHS": ",".join(p.stem for p in models.glob("*.py") if p.stem != "llama"),
         "HF_ENDPOINT": endpoint,
         "HF_HUB_OFFLINE": "0",
@@ -77,7 +77,7 @@ def resolve(arguments: Sequence[str]) -> Any:
 
 
 def loader(number: int, arguments: Any) -> tuple[Any, Callable[[], Any]]:
-    """Prepare this process for its n-th load as a scheduler does; return the model's configuration and the load."""
+    """Prepare this process for its n-th load as a scheduler does. Return the model's config and a load function."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -132,11 +132,11 @@ def load_all(cases: list[tuple[Any, str, str | None]]) -> None:
         torch.save(model.state_dict(), out)
     streamer = sys.modules.get("runai_model_streamer")
     print("RUNAI", getattr(streamer, "__name__", None), flush=True)
-    # Members of a fleet leave by their exit handlers.
+    # Members of a fleet leave in their exit handlers.
 
 
 def updater_of(model: Any, config: Any) -> Any:
-    """Return SGLang's updater of the weights of a live model."""
+    """Return SGLang's updater for the weights of a live model."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 
     return WeightUpdater(
@@ -153,13 +153,13 @@ def updater_of(model: Any, config: Any) -> Any:
 
 
 def serve(cases: list[Any]) -> None:
-    """Start a scheduler process for each case as the launcher does; return when stdin ends."""
+    """Start a scheduler process for each case as the launcher does, and return when stdin ends."""
     from sglang.srt.managers.scheduler import run_scheduler_process
     from sglang.srt.server_args import PortArgs
 
     context = multiprocessing.get_context("spawn")
     processes, readers = [], []
-    # A scheduler that fails sends it to its parent, which sees the end of the pipe.
+    # A failed scheduler sends this signal to its parent. Here the parent notices the end of the pipe instead.
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)
     for arguments in cases:
         reader, writer = context.Pipe(duplex=False)

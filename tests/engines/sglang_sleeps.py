@@ -1,9 +1,9 @@
-"""Release and resume memory of a model that SGLang loaded, as its scheduler does; run by `test_sglang_sleep`.
+"""Release and resume the memory of a model in SGLang, as its scheduler does. `test_sglang_sleep` runs this.
 
     python sglang_sleeps.py MODEL OTHER GONE
 
-The scheduler's weight manager, the updater and the model are SGLang's own, on the CPU, where its memory saver does
-nothing: this program destroys the weights while they are released.
+The scheduler's weight manager, the updater and the model are SGLang's own, on the CPU. SGLang's memory saver does
+nothing there, so this program destroys the weights while they are released.
 """
 
 import multiprocessing
@@ -18,12 +18,12 @@ from penstock.errors import PenstockError
 
 
 def manager_of(model: Any, config: Any) -> tuple[Any, Any]:
-    """Return SGLang's manager of the weights of a model, and its updater."""
+    """Return SGLang's weight manager for a model, and its updater."""
     from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
     updater = updater_of(model, config)
-    # Of a worker only what the manager asks of it.
+    # The worker has only what the manager needs.
     runner = SimpleNamespace(model=model, weight_updater=updater)
     worker = SimpleNamespace(model_runner=runner, weight_update_runners=lambda: [("target", runner)])
     manager = SchedulerWeightUpdaterManager(
@@ -77,14 +77,14 @@ def run(arguments: Any, other: str, gone: str) -> None:
     resume()
     print("BACK", is_same(first), flush=True)
 
-    # Bytes that SGLang keeps itself are not read again: the path is not there any more.
+    # Bytes that SGLang keeps itself are not read again. Their path no longer exists.
     kept, updater.model_config.model_path = updater.model_config.model_path, gone
     release()
     resume()
     print("KEPT", is_same(first), flush=True)
     updater.model_config.model_path = kept
 
-    # A trainer sends between the tags.
+    # A trainer sends weights between the tags.
     release()
     poison()
     resume("weights")
@@ -93,7 +93,7 @@ def run(arguments: Any, other: str, gone: str) -> None:
     resume("kv_cache", "cuda_graph")
     print("SENT", is_same(second), is_same(first), flush=True)
 
-    # The weights of the last update are those that come back.
+    # The weights of the last update come back.
     release()
     poison()
     resume("weights", "cuda_graph")
@@ -101,7 +101,7 @@ def run(arguments: Any, other: str, gone: str) -> None:
     resume("kv_cache")
     print("BACK", is_same(second), flush=True)
 
-    # Releases without the weights read nothing.
+    # A release without the weights causes no read.
     release("kv_cache")
     resume("kv_cache")
     print("CACHE", is_same(second), flush=True)

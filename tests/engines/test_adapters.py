@@ -1,4 +1,4 @@
-"""A trainer publishes its LoRA adapter alone; a real vLLM server has its log-probabilities after each version."""
+"""A trainer publishes only its LoRA adapter, and a real vLLM server has its log-probabilities after each version."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("adapter_syncs.py")
 LORA = ("--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4", "--max-lora-rank", "16")
 ADAPTER_BYTES = 2 * 8 * (4 * 128 + 2 * 64 + 128 * 6 + 2 * 128) * 4
-"""Of two layers, rank 8, float32: A is [8, in], B is [out, 8]."""
+"""Size of the adapter: two layers, rank 8, float32. A is [8, in], and B is [out, 8]."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_ranks(runtime: str, *arguments: str) -> list[dict[str, Any]]:
-    """What rank 0 of two says."""
+    """Run two ranks, and return what rank 0 prints."""
     done = subprocess.run(
         [
             sys.executable,
@@ -98,5 +98,5 @@ def test_server_serves_each_adapter_version(
     assert (other_base["version"], too_large["version"]) == (3, -1)
     assert max(other_base["kept"], too_large["kept"]) < 1e-3
     assert closed == {"closed": 404}
-    # The server's own weights were updated too, and an adapter of the new base is served on them.
+    # The server's own weights were updated too, and it serves an adapter for the new base.
     assert moved["base"] == "base:5" and max(moved["new"], moved["adapter"]) < 1e-3, moved

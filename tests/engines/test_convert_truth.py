@@ -1,4 +1,4 @@
-"""Results of conversions hold the values that reference implementations read, and compute the same in the engines."""
+"""Conversions hold the values that reference implementations read, and engines compute the same results with them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
 FORMATS = ("fp8-block128", "fp8-channel", "mxfp8", "nvfp4")
 LINEAR = tuple(name for name in MODELS if name != "gpt2")
 NOT_IN_TRANSFORMERS = {(name, to) for name in ("qwen3_moe", "deepseek_v3") for to in ("mxfp8", "nvfp4")}
-"""transformers 5.19 and 5.23 do not read experts in these formats of compressed-tensors, whoever wrote them."""
+"""transformers 5.19 and 5.23 cannot read experts in these formats of compressed-tensors, whoever wrote them."""
 
 
 def convert_into(sources: Any, into: Path, *words: dict[str, object], to: str | None = None) -> Path:
@@ -44,7 +44,7 @@ def tensors(directory: Path) -> dict[str, Any]:
 
 
 def read_by_reference(directory: Path) -> dict[str, Any]:
-    """The weights of a quantised checkpoint as compressed-tensors reads them."""
+    """Return the weights of a quantised checkpoint as compressed-tensors reads them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.entrypoints.convert.converters.fp8block_dequantizer import FP8BlockDequantizer
     from compressed_tensors.quantization import QuantizationScheme
@@ -84,7 +84,7 @@ def test_stored_model_matches_reference_values_and_logits(name: str, tied: bool,
     assert transformers_logits(stored).isfinite().all()
     config = json.loads((stored / "config.json").read_text())
     for group in config["quantization_config"].get("config_groups", {}).values():
-        group["input_activations"] = None  # the values alone are compared
+        group["input_activations"] = None  # only the values are compared
     (stored / "config.json").write_text(json.dumps(config))
     tolerance = 0.1 if to == "fp8-channel" else 0.05
     assert (transformers_logits(stored) - transformers_logits(plain)).abs().max() < tolerance
@@ -100,9 +100,9 @@ def test_gpt2_is_refused(to: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.timeout(900)
 def test_dequantised_models_match_transformers_in_vllm(tmp_path: Path) -> None:
-    """Several architectures in one engine process: most of the time is its start.
+    """Several architectures run in one engine process, because its start takes most of the time.
 
-    Not DeepSeek-V3: vLLM and transformers differ by 0.86 on a tiny one that was never converted.
+    DeepSeek-V3 is left out, because vLLM and transformers differ by 0.86 on a tiny one that was never converted.
     """
     plain = []
     for name, tied in (("llama", True), ("qwen3_moe", False), ("gemma3", True)):
@@ -117,7 +117,7 @@ def test_dequantised_models_match_transformers_in_vllm(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 def test_fp8_rows_match_reference_in_vllm(tmp_path: Path) -> None:
-    """The one format of these for which vLLM has CPU kernels: blocks, MXFP8 and NVFP4 need a GPU there."""
+    """This is the only one of these formats with CPU kernels in vLLM. Blocks, MXFP8 and NVFP4 need a GPU there."""
     stored = []
     for tied in (False, True):
         source = write("llama", tmp_path / f"source-{tied}", tied=tied)

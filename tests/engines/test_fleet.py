@@ -1,4 +1,4 @@
-"""Engines that start from one that runs: vLLM's second replica, and a transformers model; text as the first's."""
+"""A second vLLM replica and a transformers model start from a running member, and generate the same text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if __name__ == "__main__":
 
 @contextmanager
 def replica(directory: Path, runtime: str, **arguments: Any) -> Iterator[tuple[list[int], str]]:
-    """A vLLM process that has generated, and goes on serving; its tokens, and what it logged until then."""
+    """Yield the tokens of a vLLM process that has generated and still serves, and its log until then."""
     directory.mkdir()
     script, log = directory / "engine.py", directory / "log"
     script.write_text(ENGINE)
@@ -73,7 +73,7 @@ def replica(directory: Path, runtime: str, **arguments: Any) -> Iterator[tuple[l
 
 @pytest.fixture
 def runtime() -> Iterator[str]:
-    """A directory for this test's hub, its name short enough for a socket."""
+    """Yield a directory for this test's hub. Its name is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         yield directory
 

@@ -53,7 +53,7 @@ MERGES: dict[str, tuple[int, dict[str, object], dict[str, Any]]] = {
         },
     ),
 }
-"""Merge -> number of sources, our operation, configuration of mergekit (None: the base, which is not in its list)."""
+"""For each merge: the number of sources, our operation, and mergekit's configuration (None is the base)."""
 
 
 def tensors(directory: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def merge_by_mergekit(sources: Sequence[Path], destination: Path, options: dict[
 
 
 def merge_by_functions_of_mergekit(kind: str, values: Sequence[Any]) -> Any:
-    """Return one merged tensor, for tensors that mergekit does not merge by themselves."""
+    """Return one merged tensor, for tensors that mergekit does not merge separately."""
     from mergekit.merge_methods.generalized_task_arithmetic import get_mask
     from mergekit.merge_methods.slerp import slerp
     from mergekit.sparsify import SparsificationMethod, sparsify
@@ -111,14 +111,14 @@ def merge_by_functions_of_mergekit(kind: str, values: Sequence[Any]) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_merges_match_mergekit_tensors_and_logits(name: str, tied: bool, kind: str, tmp_path: Path) -> None:
     num_sources, operation, options = MERGES[kind]
-    # FP32: mergekit's `ties` computes in the dtype of the sources, Penstock always in FP32.
+    # Use FP32, because mergekit's `ties` computes in the sources' dtype, and Penstock always in FP32.
     sources = [write(name, tmp_path / f"{i}", tied=tied, seed=i, dtype="float32") for i in range(num_sources)]
     merged = merge(sources, tmp_path / "merged", operation)
     reference = merge_by_mergekit(sources, tmp_path / "reference", options)
     ours, theirs = tensors(merged), tensors(reference)
     assert ours.keys() == tensors(sources[0]).keys()
-    # mergekit packs the experts of a layer into one tensor and takes arcs and trims of all of them together; of
-    # DeepSeek-V3 it leaves them out.
+    # mergekit packs the experts of a layer into one tensor, and computes arcs and trims for all of them together. It
+    # leaves out the experts of DeepSeek-V3.
     experts = {tensor for tensor in ours if ".mlp.experts." in tensor}
     assert ours.keys() - theirs.keys() == experts
     given = [tensors(source) for source in sources]
@@ -154,7 +154,7 @@ ADAPTERS = ("attention", "embedding", "head", "embedding saved", "head saved", "
 
 
 def adapter_options(name: str, which: str) -> dict[str, Any]:
-    """The options of PEFT for one row of the matrix."""
+    """Return PEFT's options for one row of the matrix."""
     embedding = "wte" if name == "gpt2" else "embed_tokens"
     adapted = {"embedding": [embedding], "head": ["lm_head"]}
     saved = {"embedding saved": [embedding], "head saved": ["lm_head"], "both saved": [embedding, "lm_head"]}
@@ -166,10 +166,10 @@ def adapter_options(name: str, which: str) -> dict[str, Any]:
 
 
 def train(base: Path, adapter: Path, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Write an adapter of random weights; return the logits of base and adapter, and those that PEFT has merged.
+    """Write an adapter with random weights. Return the logits of base and adapter, and those after PEFT's merge.
 
-    PEFT adds to a tied embedding in place, and thus to the head as well: its merged logits differ from those that
-    the adapter was trained to give.
+    PEFT adds to a tied embedding in place, and therefore to the head as well. Its merged logits then differ from those
+    that the adapter was trained to give.
     """
     import peft
 
@@ -205,7 +205,7 @@ def test_merged_adapters_match_peft_logits(name: str, tied: bool, which: str, tm
     merged = merge([base, tmp_path / "adapter"], tmp_path / "merged", {"op": "lora-merge"})
     assert_loads_whole(merged)
     logits = transformers_logits(merged)
-    assert (logits - transformers_logits(base)).abs().max() > 0.1, "the adapter changes something"
+    assert (logits - transformers_logits(base)).abs().max() > 0.1, "the adapter changes nothing"
     assert (logits - beside).abs().max() < 1e-3
     if not tied or which not in ("embedding", "head"):
         assert (logits - by_peft).abs().max() < 1e-3
@@ -231,7 +231,7 @@ def test_trained_biases_match_peft_logits(name: str, bias: str, tmp_path: Path) 
 @pytest.mark.parametrize("to", ["fp8-block128", "fp8-channel"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
 def test_fp8_base_is_dequantised_before_merge(name: str, to: str, tmp_path: Path) -> None:
-    """`lora-merge` reads an FP8 base as it would read the dequantised one, whose logits with the adapter PEFT gives."""
+    """`lora-merge` treats an FP8 base like the dequantised one, for which PEFT gives the logits with the adapter."""
     stored = tmp_path / "stored"
     convert(write(name, tmp_path / "base"), stored, to=to, devices="cpu", workers=1)
     plain = merge([stored], tmp_path / "plain", {"op": "dequantise"})
@@ -244,7 +244,7 @@ def test_fp8_base_is_dequantised_before_merge(name: str, to: str, tmp_path: Path
     assert {tensor.dtype for tensor in values.values()} <= {torch.bfloat16, torch.float32}
     assert all(torch.equal(tensor, of_plain[name]) for name, tensor in values.items())
     assert_loads_whole(merged)
-    # The result is rounded to BF16, the reference is not.
+    # The result is rounded to BF16, but the reference is not.
     logits = transformers_logits(merged, "float32")
     assert (logits - beside).abs().max() < 0.05 * beside.abs().max()
 
@@ -253,7 +253,7 @@ def test_fp8_base_is_dequantised_before_merge(name: str, to: str, tmp_path: Path
 @needs_vllm
 @pytest.mark.timeout(900)
 def test_merged_models_match_peft_in_vllm(tmp_path: Path) -> None:
-    """Several results in one engine process: most of the time is its start."""
+    """Several results run in one engine process, because its start takes most of the time."""
     results, wanted = [], []
     for name, tied, which in (
         ("llama", True, "embedding saved"),

@@ -1,4 +1,4 @@
-"""The RL examples with a real vLLM server, which is killed once, as a rank of the trainer is."""
+"""The RL examples run with a real vLLM server. The server and a trainer rank are killed once each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_trl_learns_through_server_without_vllm(tmp_path: Path) -> None:
 
 
 def _run(program: str, tmp_path: Path, *options: str) -> str:
-    """Run an example to its end; return what it prints."""
+    """Run an example to its end, and return what it prints."""
     command = [sys.executable, str(RUN), program, "--task", "even", *options]
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False, env=environ)

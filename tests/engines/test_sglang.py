@@ -1,6 +1,7 @@
-"""SGLang's own loaders give the same parameters with `--load-format penstock` as with its default one, on the CPU.
+"""SGLang's own loaders give the same parameters with `--load-format penstock` and with the default format, on the CPU.
 
-SGLang finds the plugin by its entry point, in the process that resolves arguments and in a spawned one that loads.
+SGLang finds the plug-in through its entry point, both in the process that resolves arguments and in a spawned one that
+loads.
 """
 
 import importlib.util
@@ -61,7 +62,7 @@ def write_plan(directory: Path, cases: Mapping[str, Case]) -> Path:
 
 @contextmanager
 def published(model: Path, name: str) -> Iterator[None]:
-    """Publish a model's weights as version 0, from two ranks that have half of the rows each."""
+    """Publish a model's weights as version 0 from two ranks, which have half of the rows each."""
     whole = load_file(model / "model.safetensors")
     with ExitStack() as stack:
         ranks = []
@@ -85,7 +86,7 @@ def published(model: Path, name: str) -> Iterator[None]:
 def done(
     llama: Path, sharded_llama: Path, make_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """What one launcher and its spawned process did for all cases: importing SGLang takes longer than all the loads."""
+    """Return what one launcher and its spawned process did for all cases, because importing SGLang takes longest."""
     directory = tmp_path_factory.mktemp("sglang")
     runtime = directory / "run"
     runtime.mkdir(mode=0o700)
@@ -156,7 +157,7 @@ def test_update_reports_success_or_reason(done: dict) -> None:
     said = [line for line in done["log"].splitlines() if line.startswith("UPDATED ")]
     assert [".pt True" in line for line in said] == [True, True, False, True, False]
     assert "SourceTruncated" in said[2] or "broken/model.safetensors" in said[2], said[2]
-    assert "the path names no version of a sync" in said[4], said[4]
+    assert "the path does not name a version of a sync" in said[4], said[4]
 
 
 def test_truncated_file_raises_named_error(done: dict) -> None:
@@ -180,7 +181,7 @@ def test_log_names_chosen_path(done: dict) -> None:
 
 
 def test_schedulers_start_through_entry_points_and_hub(llama: Path, tmp_path: Path) -> None:
-    """They are SGLang's own scheduler processes, spawned; without Run:ai's package only the entry point stands in."""
+    """The processes are SGLang's own schedulers. Without Run:ai's package, only the entry point provides its names."""
     assert importlib.util.find_spec("runai_model_streamer") is None
     files = {file.name: file.read_bytes() for file in llama.iterdir()}
     with ExitStack() as stack:
@@ -218,6 +219,6 @@ def test_schedulers_start_through_entry_points_and_hub(llama: Path, tmp_path: Pa
         assert ready == len(cases), (tmp_path / "log").read_text()[-6000:]
         weights = len(files["model.safetensors"])
         assert weights <= store.storage.num_bytes_sent < weights + 65536
-        # Only a member of a fleet says so.
+        # Only a member of a fleet logs this.
         assert "because no member had these chunks" in (tmp_path / "log").read_text()
         schedulers.communicate(timeout=120)

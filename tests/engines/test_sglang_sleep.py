@@ -1,4 +1,4 @@
-"""Weights whose memory SGLang released are back before its scheduler goes on: kept, sent meanwhile, or read again."""
+"""Weights are back before SGLang's scheduler continues: because they were kept, sent in between, or read again."""
 
 from __future__ import annotations
 

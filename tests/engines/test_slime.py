@@ -1,6 +1,6 @@
-"""slime's updater sends versions from two trainer ranks; engines receive them by the path that SGLang's plugin takes.
+"""slime's updater sends versions from two trainer ranks, and engines receive them as SGLang's plug-in does.
 
-slime is not on PyPI, and SGLang's server needs a GPU: the engine here receives by the plugin's own receiver.
+slime is not on PyPI, and SGLang's server needs a GPU. The engine here therefore uses the plug-in's own receiver.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 
 class TrainerRank:
-    """A rank that has half of the rows of each tensor."""
+    """A rank with half of the rows of each tensor."""
 
     def __init__(self, rank: int, engines: list[Any]) -> None:
         from examples.rl.slime_updater import PenstockUpdater
@@ -61,7 +61,7 @@ class TrainerRank:
 
 
 class Engine:
-    """What slime calls of an engine; it receives by the function that SGLang's plugin calls."""
+    """The functions of an engine that slime calls. It receives with the function that SGLang's plug-in calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -128,6 +128,6 @@ def test_manifest_is_written_for_disk_transport(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(damaged)
     with pytest.raises(ps.IntegrityError):
         ps.load(tmp_path)
-    # A trainer that starts again writes a version of the same number.
+    # A restarted trainer writes a version with the same number.
     write_manifest(SimpleNamespace(), str(tmp_path), [])
     assert ps.load(tmp_path).report.verified

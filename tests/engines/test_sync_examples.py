@@ -1,4 +1,4 @@
-"""The examples of sync run as written, with transformers and Ray for real."""
+"""The examples of sync run as written, with real transformers and Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIRECTORY = Path(__file__).resolve().parents[2] / "examples"
 
 @pytest.fixture
 def environ() -> Iterator[dict[str, str]]:
-    """A hub of the example's own, and Ray's files, in a directory whose name is short enough for sockets."""
+    """Yield an environment for a private hub and Ray's files, in a directory whose name is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         yield {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime, "RAY_TMPDIR": runtime, "RAY_AUTH_MODE": "disabled"}
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's ranks hold the checkpoints that transformers' own classes write, name for name."""
+"""Megatron-Core's ranks hold the same checkpoints as transformers' own classes write, name for name."""
 
 from __future__ import annotations
 

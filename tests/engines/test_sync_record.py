@@ -1,4 +1,4 @@
-"""Models of vLLM filled by what is recorded of their own loaders, bit for bit."""
+"""vLLM's models are filled from a recording of their own loaders, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engines
 
 @pytest.fixture(scope="module")
 def vllm_config() -> Iterator[Callable[[Any], Any]]:
-    """vLLM's distributed state for one rank, and a maker of its configuration for a model."""
+    """Set up vLLM's distributed state for one rank, and yield a function that makes its configuration for a model."""
     import socket
     import warnings
 
@@ -67,13 +67,13 @@ def test_recording_matches_vllm_loader(
     from vllm.distributed import get_tp_group
     from vllm.model_executor.model_loader.utils import initialize_model
 
-    # A rank of several, alone: loading asks the group for its numbers only.
+    # This is one rank of several, running alone, because loading only asks the group for its numbers.
     monkeypatch.setattr(get_tp_group(), "world_size", tp)
     monkeypatch.setattr(get_tp_group(), "rank_in_group", tp_rank)
     tensors = saved(make(CONFIGS[which]()), tmp_path)
 
     def empty() -> Any:
-        config = vllm_config(tmp_path)  # it keeps the layers of one model by name
+        config = vllm_config(tmp_path)  # it keeps the layers of only one model by name
         config.parallel_config.tensor_parallel_size = tp
         with set_current_vllm_config(config), torch.device("cpu"):
             model = initialize_model(vllm_config=config)
@@ -86,7 +86,7 @@ def test_recording_matches_vllm_loader(
     recording = record(live, table_of(tensors))
     assert all((tensor == 0.5).all() for tensor in live.parameters())
     assert not recording.unrecorded
-    # Scales of a quantised KV cache, which vLLM sets itself where a checkpoint has none.
+    # These are scales of a quantised KV cache, which vLLM sets itself if a checkpoint has none.
     assert all(name.endswith("_scale") for name in recording.unfilled)
     assert set(recording.unused) <= {"lm_head.weight"}
     kept = {record.target: record for record in recording.records if record.target.endswith("down_proj.weight")}

@@ -1,4 +1,4 @@
-"""Models of transformers, trained under FSDP2 on several ranks, synced into ones that load themselves: bit for bit."""
+"""transformers models are trained with FSDP2 on several ranks, and synced into models that load themselves, exactly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _train(rank: int, world_size: int, directory: str) -> dict[str, tuple[Told, 
 
 
 def _step(directory: Path) -> tuple[Told, dict[str, Any]]:
-    """One optimiser step of the model there, sharded by layers; what this rank declares, and all of it gathered."""
+    """Run one optimiser step of a model sharded by layers. Return this rank's declaration and the whole model."""
     from torch.distributed.fsdp import fully_shard
 
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""A server that was started again is given the version that the trainer published before, without a new one."""
+"""A restarted server gets the version that the trainer published before, and the trainer publishes no new one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = [1, 9, 12, 3]
 
 @pytest.fixture
 def at(tmp_path: Path, runtime: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A function that runs the server of the examples, always at the same port."""
+    """Return a function that runs the examples' server, always at the same port."""
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     from vllm_routes import Client
@@ -70,7 +70,7 @@ def test_version_is_sent_again_without_republishing(at: Any) -> None:
     with torch.no_grad():
         tokens = torch.tensor([[*PROMPT, 7, 8]])
         mine = model(tokens).logits.log_softmax(-1)
-        # What the trainer has now is not what it published.
+        # The trainer's current weights differ from the published ones.
         for parameter in model.parameters():
             parameter.zero_()
     with serve() as client:

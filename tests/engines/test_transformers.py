@@ -1,4 +1,4 @@
-"""transformers models filled through Penstock give the logits that `from_pretrained` gives, bit for bit."""
+"""transformers models that Penstock fills give the same logits as with `from_pretrained`, bit for bit."""
 
 import logging
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_config_without_matching_model_is_refused(llama: Path) -> None:
 
 def test_quantised_model_is_loaded_by_transformers(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = transformers.AutoConfig.from_pretrained(llama)
-    # transformers knows no such quantiser, warns and loads the model as it is.
+    # transformers does not know this quantiser. It warns, and loads the model unchanged.
     config.quantization_config = {"quant_method": "bitsandbytes"}
     caplog.set_level(logging.INFO, "penstock")
     mine = from_pretrained(transformers.AutoModelForCausalLM, str(llama), config=config)

@@ -1,4 +1,4 @@
-"""TRL's AsyncGRPOTrainer sends versions by its own step; a real vLLM server has its log-probabilities after each."""
+"""TRL's AsyncGRPOTrainer sends versions in its own step, and a real vLLM server then has its log-probabilities."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's own workers and manager send versions by `checkpoint_engine.backend: penstock`, on the CPU.
+"""verl's own workers and manager send versions with `checkpoint_engine.backend: penstock`, on the CPU.
 
 The trainer is verl's ActorRolloutRefWorker with its FSDP engine, on two ranks. The receivers are its rollout workers
 with an adapter that keeps digests, or a real vLLM server of verl's class, whose workers receive by themselves. One test
@@ -40,7 +40,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def experts(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose sizes no number of ranks divides, and whose experts transformers packs."""
+    """Write a model whose sizes are not multiples of the ranks, and whose experts transformers packs."""
     directory = tmp_path_factory.mktemp("experts")
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
@@ -65,11 +65,11 @@ def experts(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(program: str, runtime: str, *arguments: str) -> dict[str, list[dict[str, Any]]]:
-    """Run a program of verl's workers; return what it printed, by the first word of each line."""
+    """Run a program with verl's workers. Return what it printed, by the first word of each line."""
     environ = {
         **os.environ,
         "PENSTOCK_RUNTIME_DIR": runtime,
-        # The platform of the CPU, and the name under which verl's FSDP engine is registered.
+        # The CPU's platform, and the name under which verl's FSDP engine is registered.
         "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
         "VERL_ENGINE_DEVICE": "cuda",
         "PYTHONPATH": os.pathsep.join([str(HERE), str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])]),
@@ -104,7 +104,7 @@ def test_unsupported_verl_release_is_refused(runtime: str) -> None:
 def test_trainer_killed_during_read_changes_nothing(experts: Path, runtime: str) -> None:
     said = run("verl_syncs.py", runtime, str(experts), json.dumps({"killed": "trainer", "stall_s": 5}))
     assert_three_versions(said["STEP"], is_sharded=True)
-    # The names of the checkpoint: each expert by itself, where the module has 25 packed tensors.
+    # These are the checkpoint's names, with separate experts, although the module has 25 packed tensors.
     assert said["STEP"][0]["tensors"] == 51
     (end,) = said["KILLED"]
     assert end["untouched"] == [True, True], end
@@ -113,7 +113,7 @@ def test_trainer_killed_during_read_changes_nothing(experts: Path, runtime: str)
 
 
 def test_killed_receiver_leaves_other_on_its_version(dense: Path, runtime: str) -> None:
-    # Adapters, which verl merges while it gathers.
+    # The model has adapters, which verl merges while it gathers.
     lora = {"lora_rank": 8, "lora": {"merge": True}}
     said = run("verl_syncs.py", runtime, str(dense), json.dumps({"killed": "receiver", "stall_s": 5, "actor": lora}))
     assert_three_versions(said["STEP"], is_sharded=False)
@@ -128,7 +128,7 @@ def test_vllm_server_matches_log_probabilities_per_version(dense: Path, runtime:
     assert all(step["difference"] < 1e-4 and step["tokens"] > 0 for step in steps), steps
 
 
-# Ten processes import verl and vLLM one after the other, 200 s of a core: `make test` runs it with DRILLS=all.
+# Ten processes import verl and vLLM one after the other, which takes 200 s of a core. `make test` needs DRILLS=all.
 @pytest.mark.slow
 def test_verl_trainer_learns(runtime: str, tmp_path: Path) -> None:
     told = train(runtime, tmp_path, "--steps", "6")
@@ -142,7 +142,7 @@ def test_verl_trainer_resumes_after_engine_is_killed(runtime: str, tmp_path: Pat
 
 
 def train(runtime: str, work: Path, *options: str) -> str:
-    """Run verl's own trainer, which checks each step's log-probabilities and the reward; return what it prints."""
+    """Run verl's own trainer, which checks each step's log-probabilities and the reward. Return what it prints."""
     pytest.importorskip("transfer_queue")
     command = [sys.executable, str(EXAMPLES / "verl_grpo.py"), "--task", "even", "--rise", "0.05", "--work", str(work)]
     environ = {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime}

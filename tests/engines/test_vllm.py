@@ -1,4 +1,4 @@
-"""vLLM with `--load-format penstock` gives the tokens that vLLM's own loader gives; each engine in its own process."""
+"""vLLM generates the same tokens with `--load-format penstock` as with its own loader. Each engine has a process."""
 
 import importlib.util
 import json

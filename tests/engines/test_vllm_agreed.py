@@ -1,4 +1,4 @@
-"""Where one of an engine's workers fails, all do, and say which and why; over vLLM's own groups."""
+"""If one of an engine's workers fails, all workers raise the reason, over vLLM's own groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM finds in a fresh home what it compiled in another, by the loader's option alone, and gives the same tokens."""
+"""With one option of the loader, vLLM reuses compiled code in a fresh home, and generates the same tokens."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_second_home_reuses_compiled_code(tmp_path: Path) -> None:
         said = done.stdout + done.stderr
         assert ("none, the engine compiles" in said) == (name == "first")
         assert (" written in " in said) == (name == "first")
-        # vLLM traces the model in the first home alone.
+        # vLLM traces the model only in the first home.
         assert ("saved AOT compiled function" in said) == (name == "first")
         assert ("Directly load AOT compilation" in said) == (name == "second")
         (root,) = [path for path in (home / "cache" / "penstock" / "compile_cache").iterdir() if path.is_dir()]
         files.append({path.relative_to(root) for path in root.rglob("*.so")})
     assert found[0] == found[1]
-    # All that Inductor built in the first home is in the second one, and nothing was built there.
+    # Everything that Inductor built in the first home is in the second one, and nothing was built there.
     assert files[0] and files[1] == files[0]
     (bundle,) = penstock_compile_cache.list_bundles(model, public_keys=[tmp_path / "public.pem"])
     assert bundle.key is not None and bundle.key.engine == "vllm" and bundle.key.engine_version

@@ -1,4 +1,4 @@
-"""vLLM over a keeper's processed parameters: the tokens of its own loading, and no loading for the second engine."""
+"""vLLM generates the same tokens with processed parameters from a cache, and the second engine does not load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 FINISHED = {"load_format": "penstock", "model_loader_extra_config": {"finished": True}}
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
-"""Engines of several ranks on one host need `nobind`."""
+"""Engines with several ranks on one host need `nobind`."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_second_engine_attaches_without_loading(
         assert str(true) in done.stdout, done.stderr[-4000:]
         log = done.stdout + done.stderr
         assert said in log and unsaid not in log
-    # Other values of the same shapes are another model.
+    # Other values with the same shapes are a different model.
     (other,) = llama.glob("*.safetensors")
     data = bytearray(other.read_bytes())
     data[-200:] = bytes(reversed(data[-200:]))
@@ -77,7 +77,7 @@ def start(llama: Path, directory: Path, size: int, true: list[int]) -> str:
 
 
 def revisions() -> dict[str, str]:
-    """The digest of the parameters that are kept, by rank: of their names, shapes and bytes."""
+    """Return a digest of the cached parameters' names, shapes and bytes for each rank."""
     holdings = [holding for member in ps.hub.status().members for holding in member.holdings if holding.kept]
     return {holding.identity.parallel["rank"]: holding.revision for holding in holdings}
 
@@ -98,7 +98,7 @@ def test_engine_with_different_size_reuses_parameters(llama: Path, true: list[in
                 assert log.count("handed over: ") == size
                 assert log.count(f"re-sharded from {sizes[0]} kept ranks") == number * size
             kept.append(revisions())
-    # Bit for bit: what was made of parameters of another size, and what the files gave.
+    # Parameters for another size give the same bytes as the files.
     assert sorted(kept[0]) == ["0/1", "0/2", "1/2"]
     assert kept[0] == kept[1]
 
@@ -114,7 +114,7 @@ def test_unusable_parameters_are_loaded_again(
         weights.rows[2][5] ^= 1
         log = start(llama, tmp_path, 1, true)
         assert "is not made of the parameters of" in log and "re-sharded" not in log
-        # The damaged rank, and what the engine of one rank handed over.
+        # These are the damaged rank, and the parameters that the engine with one rank handed over.
         for rank, revision in revisions().items():
             if rank != "0/2":
                 keeper.drop(weights.identity.model, revision=revision)

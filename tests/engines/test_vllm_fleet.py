@@ -1,6 +1,6 @@
-"""Two vLLM servers as one client of vLLM's trainer interface: both install a version, or none does.
+"""Two vLLM servers act as one client of vLLM's trainer interface. Both install a version, or neither does.
 
-One server has two workers, the other one. After each version their log-probabilities are the trainer's own.
+One server has two workers, and the other has one. After each version their log-probabilities equal the trainer's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ pytest.importorskip("vllm")
 
 PROMPT = [1, *range(7, 100, 4)]
 ROUNDING = 1e-4
-"""Log-probabilities of float32, by two implementations: some 1e-6. Those of other weights differ by 0.1 and more."""
+"""Limit for differences between float32 log-probabilities of two implementations, which are about 1e-6. Those of other
+weights differ by 0.1 and more."""
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_servers_commit_version_together_or_not(
     served.load_state_dict(model.state_dict())
     compare("pair", "single")
 
-    # A server that is gone: the other one has received the version, and does not install it.
+    # One server is gone. The other has received the version, and must not install it.
     os.killpg(servers["single"].process.pid, signal.SIGKILL)
     servers["single"].process.wait(timeout=60)
     change(3)

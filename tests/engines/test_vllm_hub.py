@@ -1,4 +1,4 @@
-"""vLLM with `--load-format penstock` and a model of a hub: weights are streamed, and no copy of them is on the disk."""
+"""vLLM with `--load-format penstock` streams the weights of a hub's model, and leaves no copy of them on disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hub(sharded_llama: Path) -> Iterator[HuggingFaceServer]:
 
 
 def environment(hub: HuggingFaceServer, home: Path) -> dict[str, str]:
-    """The environment of a process that is to find the hub by huggingface_hub's own variables."""
+    """Return the environment of a process that finds the hub through huggingface_hub's own variables."""
     return {
         **os.environ,
         "HF_ENDPOINT": hub.url,

@@ -1,7 +1,7 @@
-"""An engine that wakes from sleep serves whole weights or nothing, whatever was left in its memory.
+"""An engine that wakes from sleep serves complete weights or nothing, whatever its memory contained.
 
 vLLM's CPU workers ignore `sleep` and `wake_up`, so `poison` destroys the weights while the engine sleeps. vLLM's own
-allocator, which unmaps memory of a GPU, is not run here.
+allocator, which unmaps a GPU's memory, does not run here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 8
-SNAPSHOTS = TRAINER.replace("connection=", 'mode="snapshot", connection=')
+SNAPSHOTS = TRAINER.replace('mode="live"', 'mode="snapshot"')
 
 
 class Engine:
-    """A server of two workers, and what each version of the weights makes it say."""
+    """A server with two workers, and the tokens that it should generate with each version of the weights."""
 
     def __init__(self, server: Server, llama: Path) -> None:
         self.server, self._llama = server, llama
@@ -40,7 +40,7 @@ class Engine:
 
     @cache  # noqa: B019
     def expected(self, version: int | None) -> list[int]:
-        """The tokens of transformers with a version's weights; None: with those of the files."""
+        """Return the tokens from transformers with a version's weights. None means the weights in the files."""
         model = transformers.LlamaForCausalLM.from_pretrained(self._llama, dtype=torch.float32)
         if version is not None:
             torch.manual_seed(version)
@@ -62,7 +62,7 @@ class Engine:
         return tokens
 
     def asking(self) -> Future[list[int]]:
-        """A request that is sent now and answered when the engine can."""
+        """Send a request, and return a future for its answer."""
         return self._pool.submit(self.tokens)
 
     def version(self) -> str:
@@ -71,11 +71,11 @@ class Engine:
 
     def poison(self) -> None:
         told = self.server.post("/collective_rpc", method="poison")["results"]
-        # Embeddings, norms, and two layers of four packed matrices, on each of two workers.
+        # These are embeddings, norms, and two layers with four packed matrices, on each of two workers.
         assert [int(count) > 8 for count in told] == [True, True]
 
     def sleep(self, level: int = 2) -> None:
-        """Sleep, and lose the weights."""
+        """Sleep, and destroy the weights."""
         self.server.post(f"/sleep?level={level}")
         assert self.version() == "none"
         self.poison()
@@ -85,7 +85,7 @@ class Engine:
         assert self.tokens() == self.expected(version)
 
     def send(self, from_: Trainer, version: int) -> None:
-        """Have the engine install a version by vLLM's routes."""
+        """Make the engine install a version through vLLM's routes."""
         from_.send("publish", version)
         from_.answer("publish")
         self.server.post("/start_weight_update")
@@ -99,7 +99,7 @@ def engine(llama: Path, runtime: str, tmp_path_factory: pytest.TempPathFactory) 
     os.environ["PYTHONPATH"] = f"{ROOT}:{before}"
     try:
         options = ["--skip-tokenizer-init", "--worker-extension-cls", "tests.engines.poison.Poison"]
-        # Of the host's memory, on the CPU.
+        # The limit applies to host memory, on the CPU.
         options += ["--gpu-memory-utilization", "0.3"]
         with serving(llama, runtime, tmp_path_factory.mktemp("server"), num_workers=2, options=options) as server:
             yield Engine(server, llama)
@@ -110,7 +110,7 @@ def engine(llama: Path, runtime: str, tmp_path_factory: pytest.TempPathFactory) 
 def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, runtime: str, tmp_path: Path) -> None:
     server = engine.server
     assert len({tuple(engine.expected(version)) for version in (None, 1, 2, 5, 6, 7, 8)}) == 7
-    # Before any version of a trainer: the weights of the start, by the engine's own loader.
+    # There is no version from a trainer yet, so the engine's own loader restores the weights of the start.
     engine.serves(None, "default")
     engine.sleep()
     assert server.post("/wake_up")["status"] == "awake"
@@ -123,25 +123,25 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
             engine.send(first, version)
             engine.serves(version, str(version))
 
-        # A request that comes meanwhile waits; nothing but /wake_up lets it through.
+        # A request that arrives now waits. Only /wake_up lets it through.
         engine.sleep()
         assert server.post("/collective_rpc", method="staging_versions")["results"] == ["-1", "-1"]
         waiting = engine.asking()
         status, said = server.ask("/resume")
-        assert (status, "sleeps" in str(said)) == (500, True), said
+        assert (status, "is asleep" in str(said)) == (500, True), said
         assert not waiting.done()
         assert server.post("/wake_up")["status"] == "awake"
         assert waiting.result(60) == engine.expected(2)
         engine.serves(2, "2")
 
-        # The trainer's newest version.
+        # The trainer's newest version comes back.
         engine.sleep()
         first.send("publish", 5)
         first.answer("publish")
         server.post("/wake_up")
         engine.serves(5, "5")
 
-        # A trainer that sends between the tags: its version, and no other first.
+        # A trainer sends a version between the tags. It is used, and no other version before it.
         engine.sleep()
         waiting = engine.asking()
         assert server.post("/wake_up?tags=weights")["status"] == "sleeping"
@@ -152,7 +152,7 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
         assert waiting.result(60) == engine.expected(6)
         engine.serves(6, "6")
 
-        # Nobody has a version: the engine goes on sleeping, and wakes by the next trainer.
+        # No member has a version. The engine keeps sleeping, and wakes with the next trainer.
         engine.sleep()
         waiting = engine.asking()
         os.killpg(first.process.pid, signal.SIGKILL)
@@ -169,7 +169,7 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
         assert waiting.result(60) == engine.expected(7)
         engine.serves(7, "7")
 
-        # Level 1: the bytes that vLLM copied back are those of before, or they are not used.
+        # At level 1 the bytes that vLLM copied back must equal the old ones, or they are not used.
         server.post("/sleep?level=1")
         assert engine.version() == "none"
         server.post("/wake_up")
@@ -182,7 +182,7 @@ def test_weights_are_restored_before_first_request(engine: Engine, llama: Path, 
         engine.serves(7, "7")
         assert "differ from those before the sleep" in server.log.read_text()
 
-        # Updates go on, and the test can fail: destroyed weights give other tokens.
+        # Updates still work. And the test can fail, because destroyed weights give other tokens.
         engine.send(second, 8)
         engine.serves(8, "8")
         engine.poison()

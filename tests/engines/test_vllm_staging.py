@@ -1,4 +1,4 @@
-"""A vLLM model into which a staging model installs gives the tokens of an engine started with the same weights."""
+"""After a staging model installs weights, a vLLM model generates the same tokens as a new engine with these weights."""
 
 from __future__ import annotations
 

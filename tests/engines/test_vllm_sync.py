@@ -1,7 +1,7 @@
-"""vLLM takes new weights from a publisher over its own HTTP routes: its tokens are a fresh engine's, and only then.
+"""vLLM takes new weights from a publisher through its own HTTP routes, and then generates a new engine's tokens.
 
-The engine that is updated has two workers, each with its half of the heads; the fresh ones have one. Trainers publish
-by `penstock.publisher`, or by vLLM's own interface for trainers.
+The updated engine has two workers, each with half of the heads. The new engines have one worker. Trainers publish with
+`penstock.publisher`, or through vLLM's own interface for trainers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 PROMPT = [1, *range(7, 300, 4)]
-"""More than two blocks of the cache, so that keys and values of old weights would be found there."""
+"""The prompt covers more than two blocks of the cache, so a wrong reuse of keys and values would be noticed."""
 NUM_TOKENS = 24
 
 WEIGHTS = """
@@ -154,7 +154,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def fresh(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[int]]:
-    """Of each version the tokens of an engine that was started with it."""
+    """Return, for each version, the tokens of an engine that was started with it."""
     directory = tmp_path_factory.mktemp("fresh")
     script = directory / "fresh.py"
     script.write_text(FRESH)
@@ -177,13 +177,13 @@ def fresh(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, li
 def server(
     llama: Path, runtime: str, fresh: dict[int, list[int]], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Started after `fresh`, so that there is one engine at a time."""
+    """Start the server after `fresh`, so that only one engine runs at a time."""
     with serving(llama, runtime, tmp_path_factory.mktemp("server"), num_workers=2) as server:
         yield server
 
 
 class Trainer:
-    """A process that publishes a transformers model; or ranks under torchrun, which start it and pass on its lines."""
+    """A process that publishes a transformers model, or ranks under torchrun. Torchrun passes their lines on."""
 
     def __init__(self, script: str, runtime: str, directory: Path, *arguments: str, num_ranks: int = 1) -> None:
         path, self.log = directory / "trainer.py", directory / "trainer.log"
@@ -242,14 +242,14 @@ def test_tokens_change_only_after_weight_update(
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 1})
         assert "2 committed" in first.answer("publish")
-        assert server.tokens(PROMPT, NUM_TOKENS) == old  # received, and not installed
+        assert server.tokens(PROMPT, NUM_TOKENS) == old  # received, but not installed
         server.post("/pause")
         server.post("/finish_weight_update", weight_version="1")
         server.post("/resume")
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]
         assert server.get("/weight_info") == {"weight_version": "1"}
 
-        # The next is received while the old one serves; requests and their cached blocks are kept over the pause.
+        # The next version arrives while the old one serves. Requests and their cached blocks survive the pause.
         first.send("publish", 2)
         server.post("/start_weight_update")
         server.post("/update_weights", update_info={"version": 2, "background": True})
@@ -261,7 +261,7 @@ def test_tokens_change_only_after_weight_update(
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[2]
         assert "2 committed" in first.answer("publish")
 
-        # One that fails: the route says so, and the weights are the old ones.
+        # A version fails. The route reports it, and the old weights stay.
         first.send("die", 3)
         server.post("/start_weight_update")
         status, said = server.ask("/update_weights", update_info={"version": 3})
@@ -274,7 +274,7 @@ def test_tokens_change_only_after_weight_update(
 
     with trainer(TRAINER, runtime, tmp_path, str(llama)) as second:
         assert int(second.answer("LATEST")) >= 2
-        # The trainer is there: a new subscriber prepares, and receives even its first version in the background.
+        # The trainer is running, so a new subscriber prepares, and receives even its first version in the background.
         server.post("/init_weight_transfer_engine", init_info={"name": "policy", "stall_s": 10.0, "prepare_s": 60.0})
         assert server.log.read_text().count("policy is prepared") == 2
         server.post("/start_weight_update")
@@ -309,14 +309,14 @@ def test_two_trainer_ranks_send_through_vllm_interface(
         assert server.get("/weight_info") == {"weight_version": "1"}
         ranks.send("stage", 2)
         assert ranks.answer("stage") == "2 sent"
-        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]  # received, and not installed
+        assert server.tokens(PROMPT, NUM_TOKENS) == fresh[1]  # received, but not installed
         ranks.send("send", 4)
         assert ranks.answer("send") == "4 sent"
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
         ranks.send("send", 3)
         assert "is not above 4" in ranks.answer("send")
         assert server.tokens(PROMPT, NUM_TOKENS) == fresh[4]
-        # A worker that cannot receive: the trainer's error has the reason, and the next version is sent as usual.
+        # A worker cannot receive. The trainer's error has the reason, and the next version is sent as usual.
         server.post("/shutdown_weight_transfer_engine")
         ranks.send("send", 5)
         assert "not subscribed to a sync" in ranks.answer("send")

@@ -1,7 +1,6 @@
-"""Tiny models of several architectures with random weights, and their logits by the engines: ground truth for results.
+"""Tiny models of several architectures with random weights, and their logits in transformers and vLLM, as ground truth.
 
-In: an architecture's name, a directory. Out: the model that transformers writes; logits by transformers and by vLLM.
-Not here: what is compared (`test_convert_truth`, `test_merge_truth`).
+`test_convert_truth` and `test_merge_truth` compare results with these logits.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SHARED = {
     "eos_token_id": 319,
 }
 _LATENT = {
-    # kv_a_proj_with_mqa has 128 + 128 rows, whole blocks: see convert/test_quantised.py for partial blocks.
+    # kv_a_proj_with_mqa has 128 + 128 rows, which are whole blocks. convert/test_quantised.py tests partial blocks.
     "kv_lora_rank": 128,
     "q_lora_rank": 128,
     "qk_rope_head_dim": 128,
@@ -60,7 +59,7 @@ MODELS: dict[str, Callable[..., Any]] = {
         vocab_size=VOCAB, n_embd=256, n_layer=2, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=319, **more
     ),
 }
-"""Architecture -> its configuration; sizes that leave several blocks of 128 and cut none."""
+"""Configuration for each architecture. The sizes have several blocks of 128, and no partial block."""
 
 _ENGINE = """
 import json, sys
@@ -84,7 +83,7 @@ if __name__ == "__main__":
 def write(
     name: str, directory: Path, *, tied: bool = False, seed: int = 0, dtype: str = "bfloat16", **options: Any
 ) -> Path:
-    """Write a model with weights large enough that a wrong one changes the logits; options are its configuration's."""
+    """Write a model whose weights are so large that a wrong one changes the logits. Options go to its config."""
     torch.manual_seed(seed)
     config = MODELS[name](tie_word_embeddings=tied, dtype=dtype, **options)
     model = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
@@ -97,7 +96,7 @@ def write(
 
 
 def transformers_logits(directory: Path, dtype: str = "auto") -> torch.Tensor:
-    """Return the logits of all positions of the prompt, [tokens, vocab] float32."""
+    """Return the logits for all positions of the prompt, [tokens, vocab] float32."""
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype)
     with torch.no_grad():
         found: torch.Tensor = model(torch.tensor([PROMPT])).logits[0].float()
@@ -105,12 +104,12 @@ def transformers_logits(directory: Path, dtype: str = "auto") -> torch.Tensor:
 
 
 def vllm_logprobs(directories: Sequence[Path], scratch: Path, dtype: str = "float32") -> list[torch.Tensor]:
-    """Return the log-probabilities of the token after the prompt, [vocab] each; one process for all models."""
+    """Return the log-probabilities of the token after the prompt, [vocab] for each model. All use one process."""
     script = scratch / "engine.py"
     script.write_text(_ENGINE)
     environ = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CACHE_ROOT": str(scratch / "cache")}
     asked = json.dumps([list(PROMPT), VOCAB, dtype, *map(str, directories)])
-    # On two busy cores the process starts in two minutes, and each model takes up to another.
+    # On two busy cores, the process needs two minutes to start, and each model up to one more.
     timeout = 180 + 60 * len(directories)
     done = subprocess.run(
         [sys.executable, str(script), asked], env=environ, capture_output=True, text=True, timeout=timeout

@@ -1,9 +1,9 @@
-"""Ranks of TRL's AsyncGRPOTrainer that send versions to a vLLM server by the trainer's own step, without training.
+"""Ranks of TRL's AsyncGRPOTrainer that send versions to a vLLM server in the trainer's own step, without training.
 
     python trl_syncs.py model WHERE
     torchrun --nproc-per-node 2 trl_syncs.py sync WHERE URL [--whole | --lora]
 
-TRL 1.16 trains on CUDA only: its attention comes from the package `kernels`.
+TRL 1.16 trains only on CUDA, because its attention comes from the package `kernels`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WORDS = ["<pad>", "<s>", "</s>", "<a>", *(f"w{number}" for number in range(28))]
 
 
 def write_model(directory: Path) -> None:
-    """Write a model of random weights, and a tokenizer of a few words with a chat template."""
+    """Write a model with random weights, and a tokenizer with a few words and a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     plain = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="w0"))
@@ -51,19 +51,19 @@ def write_model(directory: Path) -> None:
 
 
 def reward(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """Return the same reward for every answer: nothing is trained here."""
+    """Return the same reward for every answer, because nothing is trained here."""
     return [0.0 for _ in completions]
 
 
 def sync(directory: Path, url: str, *, attached: bool, lora: bool) -> None:
-    """Send three versions; print the largest difference of log-probabilities after each."""
+    """Send three versions, and print the largest difference of log-probabilities after each."""
     from datasets import Dataset
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 
     from penstock_rl.trl import PenstockWeightTransfer
     from penstock_vllm.trainer import PenstockTrainerInitInfo
 
-    # TRL 1.16 looks the device's speed up by CUDA, for a metric.
+    # TRL 1.16 asks CUDA for the device's speed, for a metric.
     async_grpo_trainer.get_peak_flops_per_device = lambda accelerator, dtype: None
     transfer = PenstockWeightTransfer(url, PenstockTrainerInitInfo(name="trl-policy", rank=0, stall_s=30.0))
     trainer = AsyncGRPOTrainer(
@@ -86,7 +86,7 @@ def sync(directory: Path, url: str, *, attached: bool, lora: bool) -> None:
     if attached:
         transfer.attach(trainer)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    # TRL's own attention has kernels for CUDA alone.
+    # TRL's own attention has kernels only for CUDA.
     model.set_attn_implementation("sdpa")
     is_main = trainer.accelerator.is_main_process
     if is_main:
@@ -104,7 +104,7 @@ def sync(directory: Path, url: str, *, attached: bool, lora: bool) -> None:
 
 
 def difference(model: Any, directory: Path, url: str) -> float:
-    """Return the largest difference between the server's log-probabilities of its answer and those of `model`."""
+    """Return the largest difference between the log-probabilities of the server's answer and those of `model`."""
     prompt = [1, 9, 12, 3]
     body = {"model": str(directory), "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0}
     request = urllib.request.Request(
@@ -122,7 +122,7 @@ def difference(model: Any, directory: Path, url: str) -> float:
 
 
 def main() -> None:
-    """Write the model, or send versions of it."""
+    """Write the model, or send its versions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["model", "sync"])
     parser.add_argument("directory", type=Path)

@@ -1,10 +1,10 @@
-"""verl's own workers and manager: a trainer sends versions to rollout workers by `checkpoint_engine.backend=penstock`.
+"""verl's own workers and manager send versions to rollout workers with `checkpoint_engine.backend=penstock`.
 
     python verl_syncs.py MODEL '{"killed": "trainer", "stall_s": 5}'
 
-In: a model's directory. Out: a line of JSON for each version. The classes are verl's: ActorRolloutRefWorker with its
-FSDP engine, CheckpointEngineManager, CheckpointEngineWorker, RayWorkerGroup. Of ours are only the adapter, which keeps
-digests of the tensors in place of an inference engine, and the questions to the workers.
+This prints a line of JSON for each version. The classes are verl's: ActorRolloutRefWorker with its FSDP engine,
+CheckpointEngineManager, CheckpointEngineWorker, RayWorkerGroup. Only the adapter and the questions to the workers are
+ours. The adapter keeps digests of the tensors instead of loading them into an inference engine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 class Trainer(ActorRolloutRefWorker):
-    """verl's worker of a trainer, whose weights a test changes and reads."""
+    """verl's trainer worker, whose weights a test changes and reads."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -48,7 +48,7 @@ class Trainer(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def change(self, seed: int) -> None:
-        """Set all weights to random numbers; whole ones, so that all ranks agree on them."""
+        """Set all weights to random integers, so that all ranks agree on them."""
         torch.manual_seed(seed)
         with torch.no_grad():
             for parameter in self.actor.engine.module.parameters():
@@ -66,7 +66,7 @@ class Trainer(ActorRolloutRefWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die_at_publish(self) -> None:
-        """Let the last rank be killed when it publishes the next version, which the others have begun to send."""
+        """Kill the last rank when it publishes the next version, after the others have begun to send it."""
         if self.rank == self.world_size - 1:
             self.checkpoint_engine._sender._publisher.publish = lambda version: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -78,7 +78,7 @@ class Trainer(ActorRolloutRefWorker):
 
 
 class KeepingAdapter(BaseRollout):
-    """A server adapter that keeps digests of the tensors, in place of an engine that loads them."""
+    """A server adapter that keeps digests of the tensors instead of loading them into an engine."""
 
     def __init__(self) -> None:
         self.replica_rank, self.is_leader_rank = 0, True
@@ -98,25 +98,25 @@ class KeepingAdapter(BaseRollout):
 
 
 class Receiver(CheckpointEngineWorker):
-    """verl's worker beside a rollout engine, with the adapter above."""
+    """verl's worker next to a rollout engine, with the adapter above."""
 
     def __init__(self, rollout_config: Any, model_config: Any) -> None:
         super().__init__(rollout_config, model_config, server_adapter=KeepingAdapter())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kept(self) -> tuple[dict[str, str], int]:
-        """Return the digests of the last complete update, and the number of tensors that the adapter was given."""
+        """Return the digests of the last complete update, and the number of tensors that the adapter received."""
         return self.server_adapter.kept, self.server_adapter.begun
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def die_at_update(self) -> None:
-        """Let the last worker be killed when it has received the next version, before it tells the others."""
+        """Kill the last worker when it has received the next version, before it tells the others."""
         if self.rank == self.world_size - 1:
             self.checkpoint_engine._receiver._ranks.agree = lambda why: os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Replica:
-    """The parts of a rollout replica that verl's manager uses around an update."""
+    """The parts of a rollout replica that verl's manager uses during an update."""
 
     def __init__(self, workers: list[Any], servers: Sequence[Any] = ()) -> None:
         self.workers = workers
@@ -134,7 +134,7 @@ class Replica:
 
 
 def configuration(model: str, actor: dict[str, Any], options: dict[str, Any]) -> Any:
-    """Return the `actor_rollout_ref` part of verl's configuration; `actor` is merged into its model's."""
+    """Return the `actor_rollout_ref` part of verl's configuration. `actor` is merged into the model's."""
     config = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml").actor_rollout_ref
     with open_dict(config):
         config.model.path = model
@@ -144,7 +144,7 @@ def configuration(model: str, actor: dict[str, Any], options: dict[str, Any]) ->
         config.model.update(actor)
         config.actor.strategy = config.actor.fsdp_config.strategy = "fsdp2"
         config.actor.fsdp_config.use_torch_compile = False
-        # As the server computes, so that log-probabilities can be compared.
+        # Compute like the server, so that log-probabilities can be compared.
         config.actor.fsdp_config.mixed_precision = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
         config.actor.ppo_micro_batch_size_per_gpu = 1
         config.actor.ppo_mini_batch_size = 2
@@ -158,7 +158,7 @@ def configuration(model: str, actor: dict[str, Any], options: dict[str, Any]) ->
 
 
 def group(cls: type, count: int, **arguments: Any) -> RayWorkerGroup:
-    """Start workers of a class."""
+    """Start workers with a class."""
     return RayWorkerGroup(
         resource_pool=RayResourcePool([count], use_gpu=False, max_colocate_count=1),
         ray_cls_with_init=RayClassWithInitArgs(cls=ray.remote(cls), **arguments),
@@ -168,7 +168,7 @@ def group(cls: type, count: int, **arguments: Any) -> RayWorkerGroup:
 
 
 def outcomes(calls: list[Any]) -> list[str]:
-    """Return the names of the errors that calls ended with, and "" for those that succeeded."""
+    """Return the names of the errors from calls, and an empty string for each call that succeeded."""
     names = []
     for call in calls:
         try:
@@ -182,7 +182,7 @@ def outcomes(calls: list[Any]) -> list[str]:
 
 
 def main() -> None:
-    """Send three versions, kill a worker during the fourth, and print what became of all of them."""
+    """Send three versions, kill a worker during the fourth, and print the outcome of each."""
     model, text = sys.argv[1:]
     options = json.loads(text)
     killed, actor = options.pop("killed"), options.pop("actor", {})

@@ -2,7 +2,8 @@
 
     python verl_vllm_syncs.py MODEL
 
-Prints the largest difference between the log-probabilities of the server's answer and the trainer's model, by version.
+For each version, this prints the largest difference between the log-probabilities of the server's answer and those of
+the trainer's model.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PROMPT = [1, 9, 12, 3]
 
 
 class Server(vLLMHttpServer):
-    """verl's server. verl 0.9.1 pauses it by an argument that vLLM 0.32 does not have any more."""
+    """verl's server. verl 0.9.1 pauses it with an argument that vLLM 0.32 no longer has."""
 
     async def abort_all_requests(self, **_: Any) -> None:
         await self.engine.pause_generation(mode="abort")

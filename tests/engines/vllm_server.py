@@ -1,4 +1,4 @@
-"""`vllm serve` in processes of its own, with Penstock as the backend of weight transfers."""
+"""Run `vllm serve` in separate processes, with Penstock as the backend for weight transfers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Server:
-    """`vllm serve` in processes of its own, and its routes."""
+    """`vllm serve` in separate processes, and its routes."""
 
     def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path, model: str) -> None:
         self.process, self.log, self.model = process, log, model
@@ -29,7 +29,7 @@ class Server:
             return json.loads(answer.read() or b"null")
 
     def post(self, path: str, **body: Any) -> Any:
-        """The answer; AssertionError where the route says no."""
+        """Return the answer. Raise AssertionError if the route reports an error."""
         status, answer = self.ask(path, **body)
         assert status == 200, (path, status, answer, self.log.read_text()[-4000:])
         return answer
@@ -44,7 +44,7 @@ class Server:
             return error.code, error.read().decode()
 
     def tokens(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The tokens of the most likely answer."""
+        """Return the tokens of the most likely answer."""
         tokens: list[int] = self._complete(prompt, num_tokens, ignore_eos=False)["token_ids"]
         return tokens
 
@@ -55,10 +55,10 @@ class Server:
         return answer
 
     def log_prob_difference(self, model: Any, prompt: Sequence[int], num_tokens: int) -> float:
-        """Return the largest difference between this server's log-probabilities of its answer and a model's.
+        """Return the largest difference between the log-probabilities of this server's answer and those of a model.
 
         Args:
-            model: of transformers, whose weights the server should have.
+            model: A transformers model with the weights that the server should have.
         """
         import torch
 
@@ -89,7 +89,7 @@ def serving(
     name: str = "policy",
     options: Sequence[str] = ("--skip-tokenizer-init",),
 ) -> Iterator[Server]:
-    """A server of a model; its log and caches are in `directory`."""
+    """Run a server for a model, with its log and caches in `directory`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -114,7 +114,7 @@ def serving(
         made.wait_up()
         yield made
     finally:
-        process.terminate()  # it takes its shared memory along
+        process.terminate()  # it removes its shared memory
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=60)
         with contextlib.suppress(ProcessLookupError):
