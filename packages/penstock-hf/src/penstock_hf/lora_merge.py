@@ -126,7 +126,7 @@ def _table(tensors: Mapping[str, torch.Tensor]) -> TensorTable:
 
 
 def _tied(model: torch.nn.Module) -> bool | None:
-    """Return whether a transformers model ties its head to its embedding, or None if its configuration lacks it."""
+    """Return whether a transformers model ties its head to its embedding, or None if its config does not say."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()

@@ -71,7 +71,7 @@ class Exported:
 
 
 class PenstockCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """The checkpoint engine of one trainer worker or rollout worker. verl's registry creates it.
+    """The checkpoint engine for one trainer worker or rollout worker. verl's registry creates it.
 
     Args:
         bucket_size: Size of verl's buffer between a rollout worker and its engine. Not used here.

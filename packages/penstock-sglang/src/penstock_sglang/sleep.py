@@ -5,8 +5,8 @@
     resume_memory_occupation    after the last tag, compares the digests. Weights that differ and that no update has
                                 replaced are read again, from the path of the start or of the last update.
 
-The scheduler takes requests only after this. The module is written for SGLang 0.5.23, which need not be installed to
-import it.
+The scheduler takes requests only after this. The module is written for SGLang 0.5.23, and can be
+imported without SGLang.
 """
 
 from __future__ import annotations

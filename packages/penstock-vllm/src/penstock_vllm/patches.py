@@ -103,7 +103,7 @@ def receive_all_replies(executor: type[Any], backend: str) -> None:
                         queue.dequeue(timeout=timeout)
             raise
         finally:
-            # vLLM may have replaced the queues meanwhile.
+            # vLLM may have replaced the queues during the call.
             if self.response_mqs is wrapped:
                 self.response_mqs = queues
 

@@ -9,7 +9,7 @@
 A wake that fails can be called again. With `wake_up(tags=["weights"])` alone nothing is brought back yet, because a
 trainer may send a version before the last tag wakes.
 
-The module is written for vLLM 0.32 and 0.33, which need not be installed to import it.
+The module is written for vLLM 0.32 and 0.33, and can be imported without vLLM.
 """
 
 from __future__ import annotations

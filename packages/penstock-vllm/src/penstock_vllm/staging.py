@@ -296,7 +296,7 @@ def _loader_format(where: str, layer: torch.nn.Module) -> dict[str, torch.Tensor
 
 
 def _made_real(root: torch.nn.Module, path: str, formats: Mapping[str, torch.Tensor], arena: Arena) -> torch.nn.Module:
-    """Return the module with a dotted name under `root`, with zeroed tensors of these formats in the arena."""
+    """Return the module under `root` with this dotted name, with zeroed tensors of these formats in the arena."""
     module = root
     for part in path.split(".") if path else ():
         if part not in module._modules:

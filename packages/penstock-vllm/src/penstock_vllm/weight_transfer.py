@@ -69,7 +69,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
         if self.memory not in ("device", "host"):
             raise ConfigError(f"init_info 'memory' must be 'device' or 'host', not {self.memory!r}")
         if self.prepare_s is not None and not (isinstance(self.prepare_s, (int, float)) and self.prepare_s >= 0):
-            raise ConfigError(f"init_info 'prepare_s' must be seconds from 0 on, or null, not {self.prepare_s!r}")
+            raise ConfigError(f"init_info 'prepare_s' must be 0 or more seconds, or null, not {self.prepare_s!r}")
 
 
 @dataclass(kw_only=True)
@@ -84,7 +84,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if not isinstance(self.version, int) or isinstance(self.version, bool) or self.version < 0:
-            raise ConfigError(f"update_info 'version' must be a number from 0 on, not {self.version!r}")
+            raise ConfigError(f"update_info 'version' must be an integer of 0 or more, not {self.version!r}")
 
 
 class PenstockWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
