@@ -139,7 +139,7 @@ def test_malformed_region_raises_typed_error(
 
 
 def test_slice_without_stop_is_no_box() -> None:
-    with pytest.raises(ValueError, match="size is not known"):
+    with pytest.raises(ValueError, match="size of the dim is unknown"):
         ps.Box.of(slice(0, None))
 
 
