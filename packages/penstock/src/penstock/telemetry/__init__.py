@@ -1,4 +1,4 @@
-"""Observation of a process by its operators: Prometheus metrics of journeys and members, and OpenTelemetry spans."""
+"""Prometheus metrics of journeys and members, and OpenTelemetry spans."""
 
 from penstock.exports import MODULES, lazily
 

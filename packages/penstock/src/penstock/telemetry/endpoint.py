@@ -1,12 +1,10 @@
-"""The HTTP endpoint at which Prometheus reads the metrics of this process, and probes read its start.
+"""The HTTP endpoint where Prometheus reads the metrics of this process and probes read its phases.
 
-In: an address and a file of tokens. Out: `GET /metrics` and `GET /v1/phases`, for callers that show one of these
-tokens; `GET /v1/ready`, for all.
-Not here: the metrics (`metrics`), the phases (`http.phases`), the hub's own endpoint (`hub.app`).
+`GET /metrics` and `GET /v1/phases` require one of the tokens in a file. `GET /v1/ready` does not.
 
-One endpoint a process, for everything in it: a process may load, hold models as several members, and publish. It is not
-a path of a member's server, which may listen on a Unix socket only, ends with its member, and gives readers' places to
-callers that have a grant.
+A process has one endpoint, although it may load, hold models as several members, and publish. The endpoint is not part
+of a member's server, which may listen on a Unix socket only, ends with its member, and limits its connections to
+readers with a grant.
 """
 
 from __future__ import annotations
@@ -31,17 +29,19 @@ from penstock.telemetry.metrics import Registry, start_recording
 
 MAX_TOKENS_BYTES = 64 << 10
 MIN_TOKEN = 16
-"""Characters of the shortest token, as at the hub."""
+"""Minimum length of a token in characters, the same as at the hub."""
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 log = log_named("penstock.metrics")
 
 
 class MetricsEndpoint(Closeable):
-    """The endpoint of this process. Made by `serve_metrics`; a context manager.
+    """The metrics endpoint of this process. `serve_metrics` creates it.
+
+    It is a context manager.
 
     Attributes:
-        url: where Prometheus reads it: `http://host:port/metrics`.
+        url: address for Prometheus, `http://host:port/metrics`.
     """
 
     url: str
@@ -53,28 +53,24 @@ class MetricsEndpoint(Closeable):
         self._fault = ""
         self._pid = os.getpid()
         self._phases = PhasesHandler(lambda boot: boot)
-
-    @classmethod
-    def start(cls, address: MetricsAddress, token_file: Path) -> MetricsEndpoint:
-        """Listen at the first free port of the address, and serve; raises as `serve_metrics`."""
-        # Read here too: a file without a token should fail at the start, and not at each scrape.
+        # Read the file now, because a file without a token should fail at the start and not at each scrape.
         read_tokens(token_file)
         endpoint = cls(token_file, start_recording())
         refusal: Exception | None = None
-        bound = None
-        # The processes of a host, as the ranks of an engine, share one setting: each takes the next free port.
+        # The processes on a host, such as the ranks of an engine, share one setting. Each of them takes the next free
+        # port.
         for port in range(address.first_port, address.last_port + 1):
             try:
                 bound = bound_socket((address.host, port))
-                # Now: two sockets may be bound to one port while neither listens.
+                # Listen at once, because two sockets can be bound to the same port while neither of them listens.
                 bound.listen()
                 break
             except (OSError, OverflowError) as error:
                 refusal = error
         if bound is None:
             raise ConfigError(
-                f"metrics cannot be served at {address}: {refusal}",
-                hint="give an address of this host, and a range of ports if it has several processes: HOST:9464-9479",
+                f"cannot serve metrics at {address}: {refusal}",
+                hint="give an address of this host, and a range of ports for several processes, such as HOST:9464-9479",
             ) from refusal
         endpoint._server = HttpServer(
             bound,
@@ -91,7 +87,7 @@ class MetricsEndpoint(Closeable):
 
     @property
     def is_ours(self) -> bool:
-        """Return False in a forked child, which has no endpoint: the sockets are its parent's."""
+        """Return whether this process created the endpoint. In a forked child the sockets belong to the parent."""
         return self._pid == os.getpid()
 
     def _answer(self, exchange: ServerExchange) -> None:
@@ -101,19 +97,19 @@ class MetricsEndpoint(Closeable):
             return
         if not self._is_allowed(exchange.head.headers.get("authorization", "")):
             raise RequestRefused(HTTPStatus.UNAUTHORIZED)
-        # A stranger cannot take this connection's place any more.
+        # The caller is trusted now, so a stranger cannot displace this connection.
         exchange.prove()
         if path not in {"/metrics", "/v1/phases"}:
             raise RequestRefused(HTTPStatus.NOT_FOUND, closes=False)
         if exchange.head.method != "GET":
             raise RequestRefused(HTTPStatus.METHOD_NOT_ALLOWED)
         if path == "/v1/phases":
-            # By a digest: what counts streams for each caller must not hold tokens.
+            # The stream counter stores a digest of the token, because it must not store tokens.
             caller = hashlib.sha256(exchange.head.headers["authorization"].encode()).hexdigest()
             self._phases.answer(exchange, parse_qs(query, keep_blank_values=True), caller)
             return
         page = self._registry.page()
-        # With its type: Prometheus 3 refuses an answer that does not name its format.
+        # Send the content type, because Prometheus 3 refuses an answer without it.
         exchange.begin_answer(len(page), f"Content-Type: {_CONTENT_TYPE}\r\nContent-Length: {len(page)}\r\n")
         exchange.wire.send_all(page)
 
@@ -122,20 +118,20 @@ class MetricsEndpoint(Closeable):
         if scheme.lower() != "bearer":
             return False
         try:
-            # Read for each scrape, every few seconds: a token is changed without a restart.
+            # Read the file for each scrape, so that a token can be changed without a restart.
             valid = read_tokens(self._token_file)
         except ConfigError as error:
-            # Once for each fault: any caller can cause this line.
+            # Log each fault once, because any caller can trigger this line.
             if self._fault != str(error):
                 self._fault = str(error)
-                log.warning("metrics are refused to every caller: %s", error)
+                log.warning("every request for metrics is refused: %s", error)
             return False
         self._fault = ""
-        # Every token is compared, so that the time does not tell which one was nearly right.
+        # Compare all tokens, so that the time does not reveal which token is similar.
         return sum(hmac.compare_digest(token.strip().encode(), one) for one in valid) > 0
 
     def close(self) -> None:
-        """Stop listening. The metrics go on counting. Idempotent."""
+        """Stop listening. The process continues to count. Idempotent."""
         self._server.close()
         global _endpoint
         with _lock:
@@ -144,67 +140,68 @@ class MetricsEndpoint(Closeable):
 
 
 def read_tokens(path: Path) -> list[bytes]:
-    """Return the tokens of a file: the first word of each line, without comments.
+    """Return the tokens in a file. A token is the first word of a line, and `#` begins a comment.
 
     Raises:
-        ConfigError: it cannot be read, has no token, or has one that is too short. The message has no token.
+        ConfigError: the file cannot be read, has no token, or has a token that is too short. The message has no token.
     """
-    hint = "a token a line: `openssl rand -hex 32` makes one"
+    hint = "write one token per line, for example from `openssl rand -hex 32`"
     try:
         with open(path, "rb") as file:
             lines = file.read(MAX_TOKENS_BYTES).splitlines()
     except OSError as error:
-        raise ConfigError(f"metrics token file {path} cannot be read: {error.strerror}", hint=hint) from error
+        raise ConfigError(f"cannot read the metrics token file {path}: {error.strerror}", hint=hint) from error
     tokens = [words[0] for line in lines if (words := line.partition(b"#")[0].split())]
     if not tokens or min(map(len, tokens)) < MIN_TOKEN:
         what = f"a token of fewer than {MIN_TOKEN} characters" if tokens else "no token"
-        raise ConfigError(f"metrics token file {path} has {what}", hint=hint)
+        raise ConfigError(f"the metrics token file {path} has {what}", hint=hint)
     return tokens
 
 
-# The lock guards both.
+# The lock guards both variables.
 _lock = threading.Lock()
 _endpoint: MetricsEndpoint | None = None
 _refused_in = 0
-"""The process that has tried to serve by its environment, and could not: it is told once."""
+"""Process that failed to serve the metrics that its environment asks for. It logs this only once."""
 
 
 def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[str] | None = None) -> MetricsEndpoint:
     """Serve the metrics of this process for Prometheus, until the endpoint is closed or the process ends.
 
-    Journeys and members are counted from then on. Without a call, the first verb starts the endpoint if
-    `PENSTOCK_METRICS` is set.
+    Counting begins with this call. Without a call, the first verb starts the endpoint if `PENSTOCK_METRICS` is set.
 
     Args:
-        listen: `host:port`, port 0 for a free one, or `host:first-last` for the first free port of a range; None:
-            `PENSTOCK_METRICS`.
-        token_file: file of the tokens of which a caller must show one (`Authorization: Bearer`), one a line, read for
-            each request; None: `PENSTOCK_METRICS_TOKEN_FILE`.
+        listen: `host:port`, where port 0 means any free port, or `host:first-last` for the first free port in a range.
+            None means `PENSTOCK_METRICS`.
+        token_file: path of a file with one token per line. A caller must send one of them (`Authorization: Bearer`).
+            The file is read for each request. None means `PENSTOCK_METRICS_TOKEN_FILE`.
 
     Raises:
-        ConfigError: there is no address or no token, the address cannot be bound, or this process serves metrics
-            already. MissingExtra: prometheus-client is not installed.
+        ConfigError: the address or the token is missing, the address cannot be bound, or this process already serves
+            metrics.
+        MissingExtra: prometheus-client is not installed.
     """
     require_type("listen", listen, (str, type(None)), "host:port, or None")
     settings = Settings.read()
     address = settings.metrics if listen is None else metrics_address(listen)
     path = settings.metrics_token_file if token_file is None else Path(token_file)
     if address is None:
-        raise ConfigError("no address to serve metrics at", hint="give listen=, or set PENSTOCK_METRICS")
+        raise ConfigError("there is no address for the metrics", hint="give listen=, or set PENSTOCK_METRICS")
     return _serve(address, path)
 
 
 def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
     global _endpoint
-    # On loopback too: every user of the host can connect to it, and the metrics name models.
+    # A token is required even on loopback, because every user of the host can connect and the metrics contain model
+    # names.
     if token_file is None:
-        hint = "give token_file=, or set PENSTOCK_METRICS_TOKEN_FILE; `openssl rand -hex 32 > FILE` makes one"
-        raise ConfigError(f"metrics at {address} need a token", hint=hint)
+        hint = "give token_file= or set PENSTOCK_METRICS_TOKEN_FILE. Create the file with `openssl rand -hex 32 > FILE`"
+        raise ConfigError(f"the metrics at {address} need a token", hint=hint)
     with _lock:
         if _endpoint is not None and _endpoint.is_ours:
-            hint = "a process has one endpoint, for all that it does; close the other one first"
-            raise ConfigError(f"this process serves its metrics at {_endpoint.url} already", hint=hint)
-        _endpoint = MetricsEndpoint.start(address, token_file)
+            hint = "a process has one endpoint, so close the existing one first"
+            raise ConfigError(f"this process already serves its metrics at {_endpoint.url}", hint=hint)
+        _endpoint = MetricsEndpoint(address, token_file)
         log.info("metrics at %s", _endpoint.url)
         return _endpoint
 
@@ -226,9 +223,10 @@ def start_configured() -> None:
         raise
     except ConfigError as error:
         if _endpoint is not None and _endpoint.is_ours:
-            return  # another thread was first
+            return
         if settings.metrics_token_file is None:
             raise
-        # A warning: a command that runs beside an engine, in its environment, should work although the port is taken.
+        # Only warn, because a command that runs next to an engine, in its environment, should work although the port is
+        # taken.
         _refused_in = os.getpid()
         log.warning("%s", error)

@@ -1,8 +1,4 @@
-"""A journey as operators see it: counted for Prometheus, and a span of OpenTelemetry where that is set up.
-
-In: a call of a verb, from its start to its end, with what its report says. Out: counts, a span.
-Not here: the metrics (`metrics`), the Chrome trace of a journey's threads (`engine.trace`).
-"""
+"""A journey as operators see it: counted for Prometheus, and traced with OpenTelemetry if a tracer is set up."""
 
 from __future__ import annotations
 
@@ -23,18 +19,18 @@ if TYPE_CHECKING:
 
 
 MAX_FAILURES = 4
-"""Most recent failures of this process that are remembered: enough for a person, and bounded in each heartbeat."""
+"""Number of recent failures that this process remembers. They are part of each heartbeat, so they are few."""
 
 
 class JourneyFailure(NamedTuple):
-    """A journey that failed, for people who look at the fleet."""
+    """A failed journey, for people who look at the fleet."""
 
     at: float
-    """Monotonic time."""
+    """Monotonic time of the failure in seconds."""
     kind: str
     model: str
     error: str
-    """Its class."""
+    """Class name of the error."""
     message: str
     blame: str
     hint: str
@@ -44,24 +40,26 @@ _failures: deque[JourneyFailure] = deque(maxlen=MAX_FAILURES)
 
 
 def recent_failures() -> tuple[JourneyFailure, ...]:
-    """Return the failures of this process's last journeys, the newest last."""
+    """Return the failures of this process's last journeys. The newest is last."""
     return tuple(_failures)
 
 
 class Journey:
-    """A call of a verb. A context manager, in which its span is the current one; or `begin` and `end`.
+    """A call of a verb, for metrics and tracing.
+
+    Use it as a context manager, which makes its span the current span, or call `begin` and `end`.
 
     Args:
         kind: one of `metrics.JOURNEYS`.
-        model: the name of the model or the sync; empty: it has none, as a load.
+        model: name of the model or the sync. Empty if there is none, as for a load.
         attributes: attributes of the span that are known at the start.
 
     Attributes:
-        received: returns the bytes that came so far; also called by the thread of a scrape.
-        num_wrong: times that bytes differed from their digest.
-        num_retries: sources that were replaced, or attempts that were repeated.
-        outcome: what the report says; None unless the journey succeeded.
-        ended: its end, for the metrics; None while it runs.
+        received: returns the bytes received so far. The thread of a scrape also calls it.
+        num_wrong: how often bytes differed from their digest.
+        num_retries: number of replaced sources or repeated attempts.
+        outcome: data from the report. None unless the journey succeeded.
+        ended: the end of the journey, for the metrics. None while it runs.
     """
 
     def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:
@@ -80,13 +78,18 @@ class Journey:
         self._is_over = False
 
     def begin(self) -> Journey:
-        """Start the clock and the span. ConfigError or MissingExtra: the environment asks for metrics in vain."""
+        """Start the clock and the span.
+
+        Raises:
+            ConfigError, MissingExtra: the environment asks for metrics that cannot work.
+        """
         start_configured()
         self._begun = time.perf_counter()
         self._registry = recording()
         if self._registry is not None:
             self._registry.begin(self)
-        # Not imported here: it takes 60 ms, and a process in which nobody did has no SDK to send spans with.
+        # Do not import OpenTelemetry, which takes 60 ms. If nothing in this process has imported it, no SDK can send
+        # spans.
         if (trace := sys.modules.get("opentelemetry.trace")) is not None:
             attributes = {f"penstock.{name}": _clean(value) for name, value in self._attributes.items()}
             if self.model:
@@ -102,7 +105,7 @@ class Journey:
         seconds = time.perf_counter() - self._begun
         if error is not None:
             self.outcome = None
-        # Without an error and without an outcome: an iteration that its caller left.
+        # An iteration that its caller left early has neither an error nor an outcome.
         is_cancelled = not isinstance(error, Exception) or isinstance(error, Cancelled)
         result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
@@ -124,13 +127,13 @@ class Journey:
             self._registry.end(self, ended)
         if self._span is not None:
             _end_span(self._span, self.outcome, error)
-        # It may be the last reference to the files and the memory of the journey.
+        # This may be the last reference to the files and the memory of the journey.
         self.received = dict
 
     def __enter__(self) -> Journey:
         self.begin()
         if self._span is not None:
-            # The errors of the block are recorded by `end`, with their blame.
+            # `end` records the errors of the block with their blame.
             self._current = sys.modules["opentelemetry.trace"].use_span(
                 self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
             )
@@ -146,13 +149,13 @@ class Journey:
 
 
 def _clean(value: Attribute) -> Attribute:
-    # Bounded: a list of URIs, or the sources of a large sync, may be long.
+    # Limit the length, because a list of URIs or the sources of a large sync may be long.
     return sendable(value, 1024) if isinstance(value, str) else value
 
 
 def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) -> None:
-    """Set what is known at the end, and end the span."""
-    # Imported already, by whoever set up the span's provider.
+    """Set the attributes that are known at the end, and end the span."""
+    # Whoever set up the span's provider has imported this module already.
     from opentelemetry.trace import Status, StatusCode
 
     if outcome is not None:
