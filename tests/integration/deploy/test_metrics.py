@@ -202,7 +202,7 @@ def test_taken_port_warns_and_loads_continue(llama: Path, token_file: Path, monk
             assert len(ps.load(llama))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert f"metrics cannot be served at {address}" in record.message
+    assert f"cannot serve metrics at {address}" in record.message
 
 
 def test_loads_are_counted_by_result_and_path(llama: Path, scrape: Scrape) -> None:

@@ -150,7 +150,7 @@ def test_briefly_full_parent_stays_reported_parent(
     expected = ("P", "" if len(orders) == 1 else "Q")
     fetch.follow(reply_of(*orders))
     assert parents(weights) == expected
-    fail(fetch, "P", SourceBusy("all readers' places are taken"))
+    fail(fetch, "P", SourceBusy("this member has reached its maximum number of readers"))
     fetch.follow(reply_of(*orders))
     assert "P" not in readers(fetch)
     assert parents(weights) == expected
@@ -165,7 +165,7 @@ def test_persistently_full_parent_is_replaced_in_report(
         for _ in range(retries.BUSY_TRIES):
             fetch.follow(reply_of("PG"))
             assert parents(weights) == ("P", "")
-            fail(fetch, "P", SourceBusy("all readers' places are taken"))
+            fail(fetch, "P", SourceBusy("this member has reached its maximum number of readers"))
         fetch.follow(reply_of("PG"))
         assert parents(weights) == ("G", "")
         # It had a place again.
@@ -188,7 +188,7 @@ def test_full_parent_is_tried_before_next_request(weights: LocalWeights) -> None
         made.append(upstream.member)
         reader = Reader(upstream.member, ranks)
         if made.count("P") == 1:
-            reader.error = SourceBusy("all readers' places are taken")
+            reader.error = SourceBusy("this member has reached its maximum number of readers")
         else:
             has_again.set()
         return reader

@@ -228,8 +228,8 @@ def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding
 
 
 def test_wildcard_listen_address_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not an address that other members can connect to"):
-        PeerServer.start(member_socket(tmp_path), allow, listen="0.0.0.0:0")
+    with pytest.raises(ConfigError, match="other members cannot connect to this address"):
+        PeerServer(member_socket(tmp_path), allow, listen="0.0.0.0:0")
 
 
 def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeights) -> None:
@@ -288,8 +288,8 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
     with peer(door, holding.key) as reader:
         assert reader.lease().ttl_s > 0
     door.close()
-    with pytest.raises(ConfigError, match="not an address that other members can connect to"):
-        PeerServer.start(member_socket(tmp_path), allow, listen="[::]:0")
+    with pytest.raises(ConfigError, match="other members cannot connect to this address"):
+        PeerServer(member_socket(tmp_path), allow, listen="[::]:0")
 
 
 @pytest.mark.parametrize(

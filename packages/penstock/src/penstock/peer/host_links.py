@@ -1,7 +1,6 @@
-"""The links of this host to other hosts, and which of them is nearest to a GPU, from what the kernel shows of PCI.
+"""The network links of this host, and the link nearest to a GPU, read from the kernel's PCI tree.
 
-In: /sys, /proc, a GPU's UUID. Out: a count, a name; for the order of relays.
-Not here: the choice of a link for a transfer, which is the transport's (UCX takes the nearest device too).
+The order of relays uses them. The transport chooses the link for a transfer, and UCX takes the nearest device too.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ def _rdma_devices() -> list[str]:
 
 
 def host_links() -> int:
-    """Return the number of parallel links to other hosts: the RDMA devices if there are any, else one."""
+    """Return the number of parallel links to other hosts: the number of RDMA devices, or one if there are none."""
     return max(1, len(_rdma_devices()))
 
 
 def nearest_link(gpu_uuid: str) -> str:
-    """Return the RDMA device that shares most bridges with a GPU; empty if there is none, or several are as near.
+    """Return the RDMA device that shares most bridges with a GPU. Return an empty text if no device is nearest.
 
     Args:
-        gpu_uuid: of a GPU of this host; empty: host memory, which is near no device.
+        gpu_uuid: UUID of a GPU on this host. Empty means host memory, which is near no device.
     """
     address = _pci_address(gpu_uuid) if gpu_uuid else ""
     if not address:
@@ -39,13 +38,16 @@ def nearest_link(gpu_uuid: str) -> str:
     shared = {name: _num_shared(gpu, _bridges(SYS / "class/infiniband" / name / "device")) for name in _rdma_devices()}
     most = max(shared.values(), default=0)
     nearest = [name for name, count in shared.items() if count == most]
-    # Several: any of them may carry the bytes, so all that is known is how many the host has.
+    # If several devices are equally near, any of them may carry the bytes.
     return nearest[0] if len(nearest) == 1 else ""
 
 
 def _pci_address(gpu_uuid: str) -> str:
-    """Return the PCI address of a GPU, as `0000:1b:00.0`; empty: the driver does not say."""
-    # By the driver's own table: CUDA numbers GPUs otherwise than PCI does, and `CUDA_VISIBLE_DEVICES` renumbers them.
+    """Return the PCI address of a GPU, such as `0000:1b:00.0`.
+
+    Return an empty text if the driver does not report it.
+    """
+    # Use the driver's table, because CUDA numbers GPUs differently from PCI, and `CUDA_VISIBLE_DEVICES` renumbers them.
     for information in sorted((PROC / "driver/nvidia/gpus").glob("*/information")):
         try:
             if gpu_uuid in information.read_text():
@@ -61,5 +63,5 @@ def _bridges(device: Path) -> tuple[str, ...]:
 
 
 def _num_shared(ours: tuple[str, ...], theirs: tuple[str, ...]) -> int:
-    """Return how many bridges from the root complex on two devices have in common."""
+    """Return how many bridges two devices have in common, counted from the root complex."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=False)))

@@ -1,23 +1,22 @@
-"""The server of a member: grants leases, and answers requests for memory maps, tensor tables and verified chunks.
+"""The server of a member. It grants leases and answers requests for memory maps, tensor tables and verified chunks.
 
-In: HTTP/1.1 on a Unix socket, and on TCP for other hosts; msgpack bodies. Out: leases, maps, tables, logs.
-Not here: weight bytes (`transport`), connections (`http.server`), the client (`client`), grants (`hub.grants`).
+It speaks HTTP/1.1 on a Unix socket, and on TCP for other hosts. Bodies are msgpack.
 
-    POST   /v1/leases                       LeaseRequest -> Lease; 429 when all readers' places are taken
+    POST   /v1/leases                       LeaseRequest -> Lease, or 429 if there are too many readers
     GET    /v1/leases/L/map                 HoldingMap
     GET    /v1/leases/L/table               TableMessage
-    GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply; renews the lease
-    POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is as it was verified; 429 if it changed, and is given up
+    GET    /v1/leases/L/log?after=N&wait_ms=W   LogReply, and renews the lease
+    POST   /v1/leases/L/doubt?chunk=N       204 if the chunk is unchanged, 429 if it changed and is not served any more
     DELETE /v1/leases/L
-    GET    /v1/phases                       the start of this process as JSON, or as events: see `http.phases`
-    GET    /v1/ready                        200 once it is ready, else 503; without authentication, as the next
-    GET    /v1/alive                        204
+    GET    /v1/phases                       the start of this process as JSON or as events, see `http.phases`
+    GET    /v1/ready                        200 if the process is ready, else 503, without authentication
+    GET    /v1/alive                        204, without authentication
            /v1/NAME/...                     answered by a registered handler, see `RequestHandler`
 
-Members do not run the hub's ASGI stack. Starlette and uvicorn in a thread take 70 to 90 ms of processor time to import
-and start and 4 MiB of memory (2 cores, Python 3.11). A request without work took 85 us there under FastAPI, or 190 us
-in the thread pool, where handlers that wait for news must run. This server takes 6 ms, 0.1 MiB and 28 us, in a process
-whose engine or trainer needs the memory and the interpreter lock.
+Members do not use the hub's ASGI stack. Importing and starting Starlette and uvicorn in a thread takes 70 to 90 ms of
+CPU time and 4 MiB of memory (2 cores, Python 3.11). An empty request took 85 us with FastAPI, or 190 us in the thread
+pool, which handlers that wait for news need. This server takes 6 ms, 0.1 MiB and 28 us. It runs in an engine or a
+trainer, which needs the memory and the GIL.
 """
 
 from __future__ import annotations
@@ -70,32 +69,32 @@ from penstock.peer.local_weights import LocalWeights, to_message
 from penstock.transport.http import EVERYWHERE, host_and_port
 
 SOCKET_NAME = "peer.sock"
-"""Name of the Unix socket in a member's directory."""
+"""File name of the Unix socket in a member's directory."""
 MAX_BODY_BYTES = 64 << 10
-"""Longest request body; a lease request is under 1 KiB."""
+"""Maximum size of a request body. A lease request is smaller than 1 KiB."""
 MAX_WAIT_S = 5.0
-"""Longest wait of a log request for news."""
+"""Maximum time that a log request waits for news, in seconds."""
 LEASE_TTL_S = 15.0
-"""A lease not renewed for this long frees its reader's place. Renewals come with each log request, seconds apart."""
+"""Seconds after which a lease ends unless it is renewed. Each log request renews it, every few seconds."""
 
 CheckGrant = Callable[[LeaseRequest], str]
-"""Returns the caller that the reader counts for; empty: the hub named none. Raises PermissionDenied unless the request
-may read."""
+"""Checks a grant and returns the caller to which the reader counts, or an empty text if the hub named none. Raises
+PermissionDenied if the request may not read."""
 Recall = Callable[[str], AbstractContextManager[str]]
-"""Brings weights of a key back from another tier and pins them; yields the reason if they are not back yet."""
+"""Loads the weights of a key back from another tier and pins them. Yields the reason if they are not back yet."""
 Query = Mapping[str, list[str]]
-"""The parameters behind the `?` of a request, as `parse_qs` returns them."""
+"""The query parameters of a request, as `parse_qs` returns them."""
 
 
 class RequestHandler(Protocol):
-    """A handler of all requests below one path. It must check grants itself before it answers."""
+    """A handler for all requests below one path. It must check grants before it answers."""
 
     def answer(self, verb: str, path: list[str], query: Query, body: Callable[[int], bytes]) -> object:
-        """Return a value for msgpack, or None for an empty answer; errors are sent as a `Fault`.
+        """Return a value for msgpack, or None for an empty answer. Errors are sent as a `Fault`.
 
         Args:
-            path: parts of the path below the handler's own.
-            body: reads the body; raises FormatError if it is empty or longer than its argument.
+            path: parts of the path below the handler's path.
+            body: reads the body. Raises FormatError if the body is empty or longer than its argument.
         """
         ...
 
@@ -104,27 +103,35 @@ class RequestHandler(Protocol):
 class _Leased:
     reader: str
     caller: str
-    """Whose share of the places it takes."""
+    """The caller to which this reader counts."""
     weights: LocalWeights
     attached: bool
     is_displaced: bool = False
-    """Its place went to a caller with fewer. It is refused from now on, and ends once its reader has released it."""
+    """Whether another caller with fewer readers took its place. It is refused from now on, and ends when its reader
+    releases it."""
     seen: float = field(default_factory=time.monotonic)
 
     @property
     def takes_place(self) -> bool:
-        """Whether it takes one of the places for readers."""
+        """Return whether the lease counts as a reader."""
         return not (self.attached or self.is_displaced)
 
 
 class PeerServer:
-    """The server of one member. Its methods may be called from any thread.
+    """The server of one member. The constructor starts it. Thread-safe.
+
+    Args:
+        path: path of the Unix socket. Its directory must be private to the user.
+        check_grant: validates a grant.
+        listen: `host:port` or `[v6]:port` for other hosts. Port 0 means any free port. None means this host only.
+        tls: TLS context of the listening TCP socket. None means no TLS.
+        max_bytes_per_s: limit for all readers together. 0 means no limit.
 
     Attributes:
-        addresses: URLs at which other members reach this one.
-        handlers: handlers of the paths `/v1/NAME`, by name.
+        addresses: URLs where other members reach this member.
+        handlers: handlers for the paths `/v1/NAME`, by name.
         recall: see `Recall`.
-        recheck: digests a chunk again, and returns True if it changed.
+        recheck: digests a chunk again and returns whether it changed.
         phases: answers requests for the phases of this process.
     """
 
@@ -179,25 +186,25 @@ class PeerServer:
     def _listen(self, listen: str, tls: ssl.SSLContext | None) -> None:
         host, port = host_and_port(listen)
         if host in EVERYWHERE:
-            message = f"cannot listen on {listen}: it is not an address that other members can connect to"
-            raise ConfigError(message, hint="listen on the address by which other hosts reach this one")
+            message = f"cannot listen on {listen}, because other members cannot connect to this address"
+            raise ConfigError(message, hint="listen on an address where other hosts reach this host")
         server = self._open(listen, (host, port), tls)
         host_part = f"[{host}]" if ":" in host else host
-        # The port of the socket, not of `listen`, which may be 0.
+        # Use the port of the socket, because the port in `listen` may be 0.
         self.addresses.append(f"{'http' if tls is None else 'https'}://{host_part}:{server.address[1]}")
 
     def _open(self, listen: str, address: str | tuple[str, int], tls: ssl.SSLContext | None) -> HttpServer:
         try:
             bound = bound_socket(address)
         except (OSError, OverflowError) as error:
-            hint = hint_of(error) or "an address of this host; port 0 takes a free one"
-            raise ConfigError(f"the member's server cannot listen at {listen}: {error}", hint=hint) from error
+            hint = hint_of(error) or "give an address of this host, with port 0 for any free port"
+            raise ConfigError(f"the member's server cannot listen on {listen}: {error}", hint=hint) from error
         server = HttpServer(
             bound,
             self._answer,
             name="peer server",
             thread_name="penstock-peer",
-            # Not 503, which is a fault of the member: a reader treats it as busy, and asks another.
+            # Do not send 503, which counts as a fault of the member. After 429 the reader asks another member.
             full_status=HTTPStatus.TOO_MANY_REQUESTS,
             tls=tls,
         )
@@ -206,29 +213,29 @@ class PeerServer:
         return server
 
     def show(self, weights: LocalWeights) -> None:
-        """Let readers get leases for these weights, which must be registered."""
+        """Allow leases for these weights, which must be registered."""
         with self._lock:
             self._weights[weights.key] = weights
 
     def hide(self, key: str) -> None:
-        """Grant no new leases for this key."""
+        """Refuse new leases for this key."""
         with self._lock:
             self._weights.pop(key, None)
 
     def num_readers(self, key: str) -> int:
-        """Return the number of leases of this key, including those of engines that map the memory."""
+        """Return the number of leases for this key, including those of engines that map the memory."""
         with self._lock:
             self._expire()
             return sum(leased.weights.key == key for leased in self._leases.values())
 
     def num_attached(self, key: str) -> int:
-        """Return the number of engines that map the memory of this key."""
+        """Return the number of engines that map the memory for this key."""
         with self._lock:
             self._expire()
             return sum(leased.weights.key == key and leased.attached for leased in self._leases.values())
 
     def retire(self, key: str) -> bool:
-        """Stop granting leases for this key if it has none; return True if that was done."""
+        """Refuse new leases for this key if it has no lease now. Return whether it had none."""
         with self._lock:
             self._expire()
             is_free = all(leased.weights.key != key for leased in self._leases.values())
@@ -237,13 +244,16 @@ class PeerServer:
         return is_free
 
     def drain(self, key: str, wait_s: float) -> int:
-        """Grant no new leases, wait at most `wait_s` for the readers to finish, and return how many are left."""
+        """Refuse new leases and wait at most `wait_s` seconds for the readers to finish.
+
+        Return the number of remaining readers.
+        """
         with self._lock:
-            # Only for the wording of a refusal: a reader then knows that asking again is no use.
+            # The refusal then says that the member is draining, so the reader does not ask again.
             self._draining.add(key)
         self.hide(key)
         deadline = time.monotonic() + wait_s
-        # Polled: a lease whose reader is gone ends by the clock alone, which wakes nobody.
+        # Poll, because the lease of a vanished reader ends by the clock alone, which wakes no thread.
         while (left := self.num_readers(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
         with self._lock:
@@ -252,39 +262,40 @@ class PeerServer:
 
     def close(self) -> None:
         """Stop listening and cut all connections. Idempotent."""
-        # Dropped, so that no cycle of references keeps the weights until the next run of the garbage collector.
+        # Drop the servers, so that no reference cycle keeps the weights alive until the garbage collector runs.
         servers, self._servers = self._servers, []
         for server in servers:
             server.close()
 
     def lease(self, request: LeaseRequest) -> Lease | Fault:
-        """Grant a lease, or return the reason against it. Weights in another tier are brought back first.
+        """Grant a lease, or return the reason for a refusal. Weights in another tier are loaded back first.
 
         Raises:
-            PermissionDenied: the grant is not valid. NotFound: this member does not serve the key.
+            PermissionDenied: the grant is not valid.
+            NotFound: this member does not serve the key.
         """
-        # A hub before 2.6 names no caller: each member is then one.
+        # A hub older than 2.6 names no caller. Each member then counts as a separate caller.
         caller = self._check_grant(request) or request.member
         lease = self._lease(request, caller)
         if lease is None:
             with self.recall(request.key) as why:
                 if why:
                     return Fault(error=why, hint="ask again")
-                # Inside the block: until a lease is counted, only `recall` keeps the weights in memory.
+                # Count the lease inside this block, because only `recall` keeps the weights in memory until then.
                 lease = self._lease(request, caller)
         if lease is None:
             with self._lock:
                 is_draining = request.key in self._draining
             if is_draining:
-                raise NotFound("this member is draining and takes no new readers of that key")
+                raise NotFound("this member is draining and accepts no new readers for that key")
             raise NotFound("this member does not hold that key")
         return lease
 
     def _lease(self, request: LeaseRequest, caller: str) -> Lease | Fault | None:
-        """Grant a lease of weights that are in memory; return None if they are not.
+        """Grant a lease for weights in memory. Return None if they are not in memory.
 
-        A caller that has fewer places than another gets one of that caller's, so that a token with many members cannot
-        keep the others out.
+        A caller with fewer readers than another caller takes one of its places. A token with many members therefore
+        cannot keep the others out.
         """
         with self._lock:
             self._expire()
@@ -292,9 +303,9 @@ class PeerServer:
             if weights is None:
                 return None
             if request.attach and not (weights.kept and weights.state == "whole"):
-                raise PermissionDenied("this member does not keep memory for engines", hint="run `penstock cache`")
+                raise PermissionDenied("this member is not a weight cache for engines", hint="run `penstock cache`")
             same_key = [(lease, leased) for lease, leased in self._leases.items() if leased.weights.key == request.key]
-            # Engines that map the memory cost the member nothing while they read, so they take no reader's place.
+            # Engines that map the memory cost this member nothing while they read, so they do not count as readers.
             reading = [(lease, one) for lease, one in same_key if one.reader != request.member and one.takes_place]
             displaced: tuple[str, ...] = ()
             if not request.attach:
@@ -304,23 +315,26 @@ class PeerServer:
                 gave_way = places.enter(request.member, caller, displaces_own=False)
                 if gave_way is None:
                     others = tuple(leased.reader for _, leased in reading)
-                    message = "all readers' places are taken"
-                    return Fault(error=message, hint="read from one of them", alternatives=others)
+                    message = "this member has reached its maximum number of readers"
+                    return Fault(error=message, hint="read from one of its readers", alternatives=others)
                 displaced = gave_way
             for lease in displaced:
                 self._leases[lease].is_displaced = True
             for lease, leased in same_key:
                 if leased.reader == request.member:
-                    # The reader restarted or reconnected; it needs no second place.
+                    # The reader restarted or reconnected and needs only one place.
                     self._end(lease)
-            # Random: this name is all that authorises the requests that follow.
+            # The random name of a lease is the only authorisation of the requests that follow.
             new_lease = secrets.token_hex(16)
             self._leases[new_lease] = _Leased(request.member, caller, weights, request.attach)
             weights.num_readers = len(reading) - len(displaced) + (not request.attach)
         return Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
-        """Return the limit of each reader now, in bytes/s, so that all together stay within the total; 0: no limit."""
+        """Return the current limit for each reader in bytes per second. 0 means no limit.
+
+        The limits of all readers add up to the total.
+        """
         with self._lock:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))
 
@@ -328,7 +342,8 @@ class PeerServer:
         """Renew a lease and return its weights.
 
         Raises:
-            PermissionDenied: it is unknown or has expired. SourceBusy: its place went to another caller.
+            PermissionDenied: the lease is unknown or has expired.
+            SourceBusy: another caller took its place.
         """
         with self._lock:
             self._expire()
@@ -336,31 +351,31 @@ class PeerServer:
             if leased is None:
                 raise PermissionDenied("the lease is unknown or has expired", hint="get a new lease")
             if leased.is_displaced:
-                # Not ended here: reads under way would fail, and look like a fault of this member to the reader.
-                raise SourceBusy("the place went to a token that has fewer of them", hint="read from another member")
+                # Do not end the lease here. Running reads would fail and look like a fault of this member.
+                raise SourceBusy("a token with fewer readers took this place", hint="read from another member")
             leased.seen = time.monotonic()
             return leased.weights
 
     def map(self, lease: str) -> HoldingMap:
-        """Return the memory map for a lease, valid while the lease lasts. Raises as `leased`."""
+        """Return the memory map for a lease. It is valid while the lease lasts. Raises the same errors as `leased`."""
         weights = self.leased(lease)
-        # Without the lock: descriptors of many regions take a while.
+        # Do not hold the lock, because creating descriptors for many regions takes a while.
         holding_map = weights.map(lease)
         with self._lock:
             if lease not in self._leases:
-                # It ended meanwhile, before these descriptors existed: revoke them now.
+                # The lease ended before these descriptors existed, so revoke them now.
                 weights.take_back(lease)
         return holding_map
 
     def release(self, lease: str) -> bool:
-        """End a lease; return False if there is none of this name, as when it was ended before."""
+        """End a lease. Return False if there is no lease with this name, for example because it ended before."""
         with self._lock:
             is_known = self._end(lease)
             self._expire()
         return is_known
 
     def expire(self) -> None:
-        """End leases that were not renewed in time, and revoke their descriptors; called with each heartbeat."""
+        """End the leases that were not renewed in time, and revoke their descriptors. Each heartbeat calls this."""
         with self._lock:
             self._expire()
 
@@ -382,7 +397,7 @@ class PeerServer:
     # -- Requests.
 
     def _answer(self, exchange: ServerExchange) -> None:
-        """Answer one request, in the thread of its connection."""
+        """Answer one request in the thread of its connection."""
         if exchange.head.method not in {"GET", "POST", "DELETE"}:
             raise RequestRefused(HTTPStatus.NOT_IMPLEMENTED)
         try:
@@ -402,7 +417,7 @@ class PeerServer:
         except (FormatError, *MALFORMED) as error:
             _send_malformed(exchange, error)
         except PenstockError as error:
-            # Before ValueError, which ConfigError is too.
+            # Catch this before ValueError, because ConfigError is a ValueError.
             _send(exchange, HTTPStatus.SERVICE_UNAVAILABLE, fault_of(error))
         except ValueError as error:
             _send_malformed(exchange, error)
@@ -410,13 +425,13 @@ class PeerServer:
             if value is _ANSWERED:
                 return
             if isinstance(value, Fault):
-                # Not an error of either side: the reader asks again, or asks another member.
+                # Neither side is at fault. The reader asks again or asks another member.
                 _send(exchange, HTTPStatus.TOO_MANY_REQUESTS, value)
             else:
                 _send(exchange, HTTPStatus.NO_CONTENT if value is None else HTTPStatus.OK, value)
 
     def _route(self, exchange: ServerExchange) -> object:
-        """Return the value to answer with; None: an empty answer."""
+        """Return the value for the answer, or None for an empty answer."""
         method = exchange.head.method
         url = urlsplit(exchange.head.target)
         path = url.path.strip("/").split("/")
@@ -450,22 +465,22 @@ class PeerServer:
                     value = None
                 case _:
                     raise NotFound("no such thing here")
-        # Here the caller has shown a grant, a lease or a session. The requests that need none return above: a stranger
-        # must not take the places that are reserved for members.
+        # At this point the caller has sent a grant, a lease or a session. Requests that need none have returned above,
+        # because a stranger must not take the connections that are reserved for members.
         exchange.prove()
         return value
 
     def _check_watcher(self, exchange: ServerExchange) -> None:
-        """Check that a caller may see the phases: they name models, and errors.
+        """Check that a caller may see the phases, which contain model names and errors.
 
         Raises:
-            PermissionDenied: it came by TCP, and shows no certificate of the fleet.
+            PermissionDenied: the caller came by TCP without a certificate of the fleet.
         """
-        # A token would have to be the hub's, which no caller should send to a member's port: another process may listen
-        # there by now.
+        # A token would have to be the hub's token. No caller should send that to a member's port, because another
+        # process may listen there by now.
         if not (exchange.is_local or self._is_tls):
-            message = "the phases of this process are shown on its Unix socket, or by TLS with a certificate"
-            raise PermissionDenied(message, hint="ask on its Unix socket, or where it serves its metrics")
+            message = "the phases of this process are available on its Unix socket, or by TLS with a certificate"
+            raise PermissionDenied(message, hint="ask on its Unix socket or at its metrics endpoint")
 
     def _get(self, lease: str, name: str, query: Query) -> object:
         weights = self.leased(lease)
@@ -476,16 +491,18 @@ class PeerServer:
         if name == "log":
             after, wait_ms = (int(query.get(parameter, ["0"])[0]) for parameter in ("after", "wait_ms"))
             if not (0 <= after < 1 << 63 and 0 <= wait_ms < 1 << 63):
-                raise FormatError("after and wait_ms are numbers of 63 bits")
-            # Bounded, because the wait occupies a thread.
+                raise FormatError("after and wait_ms must be numbers below 2**63")
+            # Limit the wait, because it occupies a thread.
             reply = weights.log_after(after, min(wait_ms / 1000, MAX_WAIT_S))
-            # The share is computed after the wait: readers come and go meanwhile.
+            # Compute the share after the wait, because readers may have come and gone.
             return msgspec.structs.replace(reply, max_bytes_per_s=self.share())
         raise NotFound("no such thing here")
 
     def _doubt(self, lease: str, chunk: int) -> Fault | None:
         if self.recheck(self.leased(lease), chunk):
-            return Fault(error=f"chunk {chunk} changed in the holder's memory, which it gave up", hint="ask again")
+            return Fault(
+                error=f"chunk {chunk} changed in the holder's memory, which it no longer serves", hint="ask again"
+            )
         return None
 
 
@@ -494,32 +511,33 @@ _ANSWERED = object()
 
 
 class RefusedVersion(Exception):
-    """An error for a reader that speaks another major version of the protocol."""
+    """The error for a reader that speaks another major version of the protocol."""
 
 
 def check_version(body: bytes) -> None:
-    """Check the protocol version of a request before the rest of it is decoded.
+    """Check the protocol version of a request before decoding the rest.
 
     Raises:
-        VersionRefused: another major version. One of `MALFORMED`: it is no message.
+        VersionRefused: the version is another major version. A malformed request raises one of `MALFORMED`.
     """
-    # This field alone: another release may send others that do not decode, and must be refused for its version instead.
+    # Decode this field alone. Another release may send fields that do not decode, and the refusal must name the
+    # version.
     announced = msgspec.msgpack.decode(body, type=AnnouncedVersion)
     if fault := version_fault(announced.protocol or UNANNOUNCED, f"reader {announced.sender}", "this member"):
         raise RefusedVersion(fault)
 
 
 def _body(exchange: ServerExchange, max_bytes: int) -> bytes:
-    """Receive a body, which must not be empty. Raises FormatError if it is, or is longer than `max_bytes`."""
+    """Receive a body. Raise FormatError if it is empty or longer than `max_bytes`."""
     if not 0 < exchange.body_bytes <= max_bytes:
-        raise FormatError(f"a body of {exchange.body_bytes} bytes; at most {max_bytes}")
+        raise FormatError(f"the body has {exchange.body_bytes} bytes, but must have 1 to {max_bytes}")
     return exchange.read_body(max_bytes)
 
 
 def fault_of(error: PenstockError) -> Fault:
-    """Return the answer that stands for an error; of a lost member it names that one."""
+    """Return the answer for an error. If a member was lost, the answer names that member."""
     message, hint = error.message, error.hint or ""
-    # A planner that cannot reach a rank lives: the rank is to be named, and not the planner.
+    # A planner that cannot reach a rank is alive, so the answer must name the rank and not the planner.
     is_about_member = isinstance(error, PeerLost | SourceStalled) and (error.uri or "").startswith(MEMBER_PREFIX)
     if is_about_member:
         return MemberFault(error=message, hint=hint, member=str(error.uri).removeprefix(MEMBER_PREFIX))
@@ -527,7 +545,7 @@ def fault_of(error: PenstockError) -> Fault:
 
 
 def _send_malformed(exchange: ServerExchange, error: Exception) -> None:
-    # Nothing is known of a client that sends this; the connection is not worth keeping.
+    # Close the connection, because nothing is known about a client that sends malformed requests.
     exchange.closes = True
     _send(exchange, HTTPStatus.BAD_REQUEST, Fault(error=str(error)[:512]))
 

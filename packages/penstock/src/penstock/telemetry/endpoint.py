@@ -207,10 +207,10 @@ def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
 
 
 def start_configured() -> None:
-    """Serve metrics if the environment says so and this process does not yet; log a warning if it cannot.
+    """Serve metrics if the environment asks for them and this process does not yet. Log a warning on failure.
 
     Raises:
-        ConfigError: the setting is incomplete: it has no token.
+        ConfigError: the environment has an address but no token.
     """
     global _refused_in
     if not asks_for_metrics() or (_endpoint is not None and _endpoint.is_ours) or _refused_in == os.getpid():

@@ -435,7 +435,7 @@ _registry: Registry | None = None
 
 
 def start_recording() -> Registry:
-    """Return the registry of this process; make it at the first call. MissingExtra without prometheus-client."""
+    """Return the registry of this process. The first call creates it. Raises MissingExtra without prometheus-client."""
     global _registry
     with _starting:
         # In a forked child a new one: the lock of the parent's may have been held by a thread that is not here.
