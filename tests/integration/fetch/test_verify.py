@@ -132,7 +132,7 @@ def test_contradicting_holders_without_manifest_fail_fetch(host: Host) -> None:
     with ps.join("m", **slow) as one, ps.join("m", **slow) as two, ps.join("m") as reader:
         assert one.offer(tensors, revision="r") == two.offer(other, revision="r")
         weights: dict[str, torch.Tensor] = {}
-        with pytest.raises(IntegrityError, match="state different digests") as caught:
+        with pytest.raises(IntegrityError, match="report different digests") as caught:
             reader.fetch(weights)
         assert one.member.id in str(caught.value) and two.member.id in str(caught.value)
         assert not weights

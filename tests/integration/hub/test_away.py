@@ -86,7 +86,7 @@ def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Pat
         with pytest.raises(ps.HubUnavailable, match="refused connections"):
             fleet.fetch({}, timeout_s=0.3)
     assert time.monotonic() - begun < 6
-    assert "not in the fleet yet, storage is read where there is a fallback" in caplog.text
+    assert "reads from its fallback and joins the fleet later" in caplog.text
     assert [why.startswith("no hub answered: ") for why in report.why.values()] == [True]
     assert "storage is read without the fleet" in report.faults[0] and report.storage_bytes > 0
 
@@ -129,7 +129,7 @@ def test_engine_without_hub_loads_and_joins_later(connection, llama: Path, start
         loaded = dict(replica.tensors(fleet, str(llama), options, log=log))
     try:
         assert_same(loaded, by_safetensors(llama))
-        assert caplog.text.count("not in the fleet yet, storage is read") == 1
+        assert caplog.text.count("reads from its fallback and joins the fleet later") == 1
         start_hub()
         wait_until_joined(fleet.member)
         with ps.join("m", connection=connection) as reader:

@@ -79,9 +79,9 @@ def test_missing_manifest_requires_agreeing_digests() -> None:
     holding.record_digests(chunks[1:], leaves[2:], "member a")
     holding.record_digests(chunks, leaves, "member b")
     assert holding.contradicting_chunks(chunks, leaves + 1).tolist() == []
-    with pytest.raises(IntegrityError, match="member b and member c state different digests of chunk 0"):
+    with pytest.raises(IntegrityError, match="member b and member c report different digests for chunk 0"):
         holding.record_digests(chunks, leaves + np.array([1, 0, 0, 0], np.uint64), "member c")
-    with pytest.raises(IntegrityError, match="member a and storage state different digests of chunk 1"):
+    with pytest.raises(IntegrityError, match="member a and storage report different digests for chunk 1"):
         holding.record_digests(chunks, leaves + np.array([0, 0, 0, 1], np.uint64), "storage")
 
 

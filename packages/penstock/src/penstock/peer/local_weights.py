@@ -1,15 +1,12 @@
-"""Weights of one key in this process's memory: their layout, regions, verified chunks, and the map and log for readers.
+"""The weights of one key in this process's memory: layout, regions, verified chunks, and the map and log for readers.
 
-In: a tensor table or tensors; chunks as they are verified. Out: a `WeightLayout`; the map and the log.
-Not here: serving them (`server`), filling them (`fetcher.run`), dividing tensors into chunks (`plan.schedule`).
+All members with the same weights have the same layout: tensors sorted by name and divided into chunks.
 
-The layout is equal on all members with the same weights: tensors sorted by name, divided into chunks.
+    mark_verified(chunks, leaves) --> log --> log_after(serial): readers learn of chunks during the fetch
 
-    mark_verified(chunks, leaves) --> log --> log_after(serial): readers learn of chunks while we still receive
-
-The thread of a fetch marks chunks; threads of the server read map and log; the heartbeat's thread digests chunks again.
-`changed` guards what they share. `_digesting` is held while a chunk is digested outside of it, so that the rows are not
-taken away meanwhile; where both are held, `_digesting` comes first.
+The thread of a fetch marks chunks, threads of the server read map and log, and the heartbeat thread digests chunks
+again. The lock of `changed` guards shared state. `_digesting` is held while a chunk is digested without that lock, so
+that its rows are not taken away. Code that needs both acquires `_digesting` first.
 """
 
 from __future__ import annotations
@@ -44,7 +41,8 @@ from penstock.transport.storages import TorchStorage
 from penstock.types import I64, U64, DType, Manifest, TensorTable, bits_to_bytes
 
 MAX_TENSORS = 1 << 22
-"""Most tensors accepted in a peer's layout: a limit on a hostile peer. The largest checkpoint has 70,000."""
+"""Maximum number of tensors in a peer's layout, as a defence against a hostile peer. The largest checkpoint has
+70,000."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -52,12 +50,12 @@ class WeightLayout:
     """The tensor table and the chunks that all holders of a key share."""
 
     table: TensorTable
-    """Sorted by name. Files and offsets are those of storage, if the layout was made from there."""
+    """The tensors, sorted by name. Files and offsets refer to storage, if the layout comes from there."""
     chunks: ChunkTable
     digest: str
-    """Of the table: the stem is not part of it."""
+    """Digest of the table. It does not depend on the stem."""
     stem: str = STEM
-    """Part of the names of the files in storage before their number, for members that write files of their own."""
+    """Beginning of the names of the files in storage, before their number. Members that write files use it."""
 
     @classmethod
     def of(
@@ -68,9 +66,9 @@ class WeightLayout:
         chunk_bytes: int | None = None,
         stem: str = STEM,
     ) -> WeightLayout:
-        """Return the layout of these tensors, given in any order."""
+        """Create the layout for tensors in any order."""
         rows = name_order(table)
-        # That of a peer is in order.
+        # The table of a peer is already sorted.
         ordered = table if rows == list(range(len(table))) else table.take(rows)
         most = max(CHUNK_BYTES if chunk_bytes is None else chunk_bytes, leaf_bytes)
         chunks = chunk_table(ordered.nbytes, leaf_bytes=leaf_bytes, chunk_bytes=most)
@@ -78,7 +76,7 @@ class WeightLayout:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of all tensors."""
+        """Return the total size of all tensors in bytes."""
         return int(self.table.nbytes.sum())
 
 
@@ -110,35 +108,35 @@ def to_message(layout: WeightLayout) -> TableMessage:
 
 
 def from_message(message: TableMessage) -> WeightLayout:
-    """Return the layout that a peer described. Raises FormatError if the message is inconsistent."""
+    """Return the layout that a peer described. Raise FormatError if the message is inconsistent."""
     if not len(message.names) == len(message.dtypes) == len(message.shapes) <= MAX_TENSORS:
         raise FormatError("a peer's tensor table has columns of different lengths, or too many rows")
     if len(set(message.names)) < len(message.names):
-        raise FormatError("a peer's tensor table names a tensor twice")
+        raise FormatError("a peer's tensor table has a duplicate name")
     if message.leaf_bytes < 1 or message.chunk_bytes < message.leaf_bytes:
         raise FormatError(f"a peer's chunks of {message.chunk_bytes} bytes cannot hold leaves of {message.leaf_bytes}")
     if min(chain.from_iterable(message.shapes), default=0) < 0:
-        raise FormatError("a peer's tensor table has a negative dim")
-    # It becomes the name of a file.
+        raise FormatError("a peer's tensor table has a negative dimension")
+    # The stem becomes part of a file name.
     if not is_safe_stem(message.stem):
-        raise FormatError(f"a peer's files are called {message.stem[:100]!r}, which is no stem of a file name")
+        raise FormatError(f"a peer sent the stem {message.stem[:100]!r}, which is not valid in a file name")
     table = tabulate(message.names, message.dtypes, message.shapes)
     return WeightLayout.of(table, leaf_bytes=message.leaf_bytes, chunk_bytes=message.chunk_bytes, stem=message.stem)
 
 
 def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> TensorTable:
-    """Return a table of tensors that are not in files."""
+    """Return a table for tensors that are not in files."""
     bits = {dtype: dtype.bits for dtype in set(dtypes)}
-    # Python's integers: shapes of a peer may be of any size, and numpy's product would wrap around.
+    # Use Python integers, because a peer's shapes may be huge and numpy's product would overflow.
     nbytes = [math.prod(shape) * bits[dtype] // 8 for dtype, shape in zip(dtypes, shapes, strict=True)]
     if any(width % 8 for width in bits.values()):
         try:
             for dtype, shape in zip(dtypes, shapes, strict=True):
                 bits_to_bytes(math.prod(shape), dtype)
         except ValueError as error:
-            raise FormatError(f"a tensor does not fill whole bytes: {error}") from error
+            raise FormatError(f"a tensor ends within a byte: {error}") from error
     if sum(nbytes) >= 1 << 62:
-        raise FormatError(f"the tensors' sizes add up to {sum(nbytes)} bytes, above the limit of 4 EiB")
+        raise FormatError(f"the tensors have {sum(nbytes)} bytes in total, above the limit of 4 EiB")
     none = np.zeros(len(nbytes), np.int64)
     return TensorTable(
         names=tuple(names),
@@ -153,12 +151,12 @@ def tabulate(names: Sequence[str], dtypes: Sequence[DType], shapes: Sequence[tup
 def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout, list[torch.Tensor]]:
     """Return the layout of live tensors, and each row's bytes as a flat uint8 view.
 
-    Tied tensors (one memory under several names) are one row, under the name that sorts first.
+    Tied tensors, which share memory under several names, become one row under the name that sorts first.
 
     Raises:
         PlanError: a tensor is not contiguous, or has a dtype that the format does not support.
     """
-    # One memory, one row: as two rows a tied tensor would be sent twice.
+    # Use one row for shared memory. As two rows a tied tensor would be sent twice.
     seen: set[tuple[int, int]] = set()
     names, dtypes, shapes, flat = [], [], [], []
     for name in sorted(tensors):
@@ -168,12 +166,12 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
             continue
         seen.add(place)
         if not tensor.is_contiguous():
-            message = f"a tensor of strides {tensor.stride()} cannot be exchanged: it is not contiguous"
+            message = f"a tensor with strides {tensor.stride()} cannot be exchanged because it is not contiguous"
             raise PlanError(message, tensor=name, hint="call .contiguous() on it")
         require_stored(name, tensor)
         dtype = dtype_of(tensor.dtype)
         shape = tuple(tensor.shape)
-        # torch packs two F4 elements into one; the format counts elements.
+        # Torch packs two F4 elements into one element, but the format counts each of them.
         if dtype is DType.F4:
             shape = (*shape[:-1], shape[-1] * 2)
         names.append(name)
@@ -186,8 +184,8 @@ def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> tuple[WeightLayout
 def revision_of(manifest: Manifest) -> str:
     """Return a revision that is equal for two readers of storage only if they read the same bytes.
 
-    With digests it is the manifest's `w1-` revision. Headers alone do not prove that, so without digests the files'
-    identities are part of it.
+    With digests it is the manifest's `w1-` revision. Headers alone do not prove equal bytes, so without digests the
+    revision depends on the files' identities too.
     """
     if manifest.leaves is not None:
         return manifest.revision
@@ -200,12 +198,12 @@ Bools = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RowPlacement:
-    """The placement of a layout's rows: regions of memory, and each row's place in them.
+    """The placement of a layout's rows in regions of memory.
 
     Attributes:
-        row_region: each row's region; -1: it has no bytes.
-        row_offset: where it starts in that region.
-        row_address: where it starts in this process's memory; 0: it has no bytes.
+        row_region: index of each row's region. -1 for a row without bytes.
+        row_offset: offset of each row in its region.
+        row_address: address of each row in this process. 0 for a row without bytes.
     """
 
     regions: tuple[Memory, ...]
@@ -214,17 +212,17 @@ class RowPlacement:
     row_address: I64
 
     def is_there(self, rows: Iterable[int]) -> bool:
-        """Return whether the memory of these rows is still where it was."""
+        """Return whether the memory of these rows is still at the same addresses."""
         return all(self.regions[i].is_there() for i in set(self.row_region[list(rows)].tolist()) if i >= 0)
 
 
 def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> RowPlacement:
-    """Find the regions behind flat uint8 tensors: the arena that they lie in, else their torch storage."""
+    """Find the regions of flat uint8 tensors: the arena that contains a tensor, or its torch storage."""
     regions: list[Memory] = []
     row_region = np.full(len(rows), -1, np.int64)
     address = np.array([flat.data_ptr() for flat in rows], np.int64)
     is_left = np.array([flat.numel() for flat in rows], np.int64) > 0
-    # Whole arenas and storages are registered, not single tensors: a registration costs a system call or more, and a
+    # Register whole arenas and storages instead of single tensors. A registration costs at least a system call, and a
     # model has thousands of tensors.
     for arena in arenas:
         is_inside = is_left & (address >= arena.address) & (address < arena.address + arena.nbytes)
@@ -242,7 +240,7 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
             device = str(rows[row].device)
             regions.append(Memory(address=base, nbytes=storage.nbytes(), device=device, owner=TorchStorage(storage)))
         row_region[row] = at[base]
-    # The last entry is that of rows without bytes, whose region is -1.
+    # The last entry is for rows without bytes, whose region is -1.
     start = np.array([*(region.address for region in regions), 0], np.int64)[row_region]
     row_offset = np.where(row_region < 0, 0, address - start)
     return RowPlacement(
@@ -251,48 +249,53 @@ def place_rows(rows: Sequence[torch.Tensor], arenas: Sequence[Arena] = ()) -> Ro
 
 
 def decode_column(raw: bytes, kind: str) -> I64:
-    """Decode little-endian numbers that a peer sent. Raises FormatError if the length does not fit their size."""
+    """Decode little-endian numbers that a peer sent. Raise FormatError if the length does not fit their size."""
     return _column(raw, kind).astype(np.int64)
 
 
 def decode_digests(raw: bytes) -> U64:
-    """Decode leaf digests that a peer sent, as a view of `raw`. Raises FormatError as `decode_column` does."""
+    """Decode leaf digests that a peer sent, as a view of `raw`. Raise FormatError like `decode_column`."""
     return _column(raw, "<u8").astype(np.uint64, copy=False)
 
 
 def _column(raw: bytes, kind: str) -> npt.NDArray[np.integer[npt.NBitBase]]:
     if len(raw) % np.dtype(kind).itemsize:
-        raise FormatError(f"a peer sent a column of {len(raw)} bytes, not a multiple of {np.dtype(kind).itemsize}")
+        raise FormatError(
+            f"a peer sent a column with {len(raw)} bytes, which is not a multiple of {np.dtype(kind).itemsize}"
+        )
     return np.frombuffer(raw, kind)
 
 
 def locate_rows(layout: WeightLayout, where: HoldingMap, room: Sequence[int]) -> tuple[I64, I64]:
-    """Return, for each row of the layout, a peer's region and the offset in it; undefined for rows without bytes.
+    """Return the peer's region and the offset in it for each row in the layout. Undefined for rows without bytes.
 
     Args:
-        layout: our layout.
+        layout: layout of this process.
         where: the peer's map.
-        room: bytes of each of its regions.
+        room: size of each of the peer's regions in bytes.
 
     Raises:
-        FormatError: a row lies outside its region, or the map has another number of rows.
+        FormatError: a row lies outside its region, or the map has a different number of rows.
     """
     region, offset = decode_column(where.row_region, "<i4"), decode_column(where.row_offset, "<i8")
     nbytes = layout.table.nbytes
     fits = len(region) == len(offset) == len(nbytes)
-    # Checked here, because a transport reads at these offsets in the peer's memory, and `attach` in our own mapping.
+    # Check this here, because a transport reads at these offsets in the peer's memory, and `attach` in its own mapping.
     if fits and len(nbytes):
         has_bytes = nbytes > 0
         of, at = region[has_bytes], offset[has_bytes]
         fits = bool(((of >= 0) & (of < len(room))).all())
         fits = fits and bool(((at >= 0) & (at <= np.array(room, np.int64)[of] - nbytes[has_bytes])).all())
     if not fits:
-        raise FormatError(f"a peer's map of {len(region)} rows does not fit the layout of {len(nbytes)} tensors")
+        raise FormatError(f"a peer's map with {len(region)} rows does not fit the layout with {len(nbytes)} tensors")
     return region, offset
 
 
 def device_id(device: torch.device) -> str:
-    """Return a GPU's UUID, which does not depend on this process's numbering; empty for the host."""
+    """Return a GPU's UUID, which does not depend on this process's numbering of devices.
+
+    Return an empty text for the host.
+    """
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
@@ -300,20 +303,21 @@ class LocalWeights:
     """The weights of one key in this process's memory.
 
     Args:
-        identity: identity of the weights; its key names them.
+        identity: identity of the weights. Its key names them.
         layout: order of the tensors, and chunks.
-        rows: bytes of each row of the layout, flat uint8, all on one device; kept alive by this object.
-        leaves: the digests that a manifest states; None: no manifest.
-        arenas: arenas that the rows lie in, if any.
-        max_readers: concurrent leases of readers.
+        rows: bytes of each row in the layout, flat uint8, all on one device. This object keeps them alive.
+        leaves: digests from a manifest. None means that there is no manifest.
+        arenas: arenas that contain the rows, if any.
+        max_readers: maximum number of concurrent readers.
 
     Attributes:
-        leaves: digest of each leaf of the layout; valid for chunks in `have`, and for all chunks with a manifest.
-        have: per chunk, True if it was verified.
-        changed: notified when `have`, `state` or `generation` changes.
-        kept: True if engines of this host may map the memory: it does not change while the state is `whole`.
-        damage: the error if verified bytes changed in memory, so that nothing may be read any more; else None.
-        tier: the tier that has the bytes while they are not in `rows`; empty: they are in `rows`.
+        leaves: digest of each leaf in the layout. With a manifest all are valid, otherwise only those of chunks in
+            `have`.
+        have: [num_chunks] bool. Whether each chunk was verified.
+        changed: condition that is notified when `have`, `state` or `generation` changes.
+        kept: whether engines on this host may map the memory. It does not change while the state is `whole`.
+        damage: the error if verified bytes changed in memory, so that nothing may be read any more. Otherwise None.
+        tier: the tier that has the bytes while `rows` does not have them. Empty if `rows` has them.
     """
 
     def __init__(
@@ -340,15 +344,15 @@ class LocalWeights:
         self.claims: tuple[tuple[int, int], ...] = ()
         self.max_readers = max_readers
         self.num_readers = 0
-        # Shown by `penstock status`; a fetch sets them.
+        # `penstock status` shows these. A fetch sets them.
         self.path = ""
         self.why = ""
         self.parent = ""
         self.second_parent = ""
         self.gb_per_s = 0.0
         self.silent_s = -1.0
-        # A reader compares the generation before and after a read: `close` raises it, so that no read counts that
-        # overlaps with another use of the memory.
+        # A reader compares the generation before and after a read. `close` raises it, so that a read that overlaps with
+        # another use of the memory does not count.
         self.generation = 0
         self.state = "filling"
         self.kept = False
@@ -361,25 +365,28 @@ class LocalWeights:
         self._num_logged = 0
         self._sources: list[str] = []
         self._source_index: I64 = np.full(layout.chunks.num_chunks, -1)
-        # Registrations that peers read from; and those that our own reads write to, which are all of the former, and
-        # more: some transports only fill memory.
+        # Registrations that peers read from, and registrations that this process's reads write to. The second list
+        # contains the first, and more, because some transports only fill memory.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
-        # Then the gap between two tensors may be another chunk, which a joined read would overwrite.
+        # With tiny chunks the gap between two tensors may be another chunk, which a joined read would overwrite.
         self._has_tiny_chunks = bool((layout.chunks.nbytes[:-1] < ALIGN_BYTES).any())
         self._digesting = threading.Lock()
 
     @property
     def is_whole(self) -> bool:
-        """True if every chunk is verified."""
+        """Return whether every chunk is verified."""
         return bool(self.have.all())
 
     def progress(self) -> tuple[int, int]:
-        """Return the verified bytes, and the bytes in all."""
+        """Return the number of verified bytes and the total number of bytes."""
         return int(self.layout.chunks.nbytes[self.have].sum()), self.layout.nbytes
 
     def register(self, links: PeerLinks) -> None:
-        """Register the regions with every transport that supports them; needed before `map` and before reading."""
+        """Register the regions with every transport that supports them.
+
+        This is needed before `map` and before reading.
+        """
         if self._handles:
             return
         shown: list[dict[str, Handle]] = []
@@ -394,12 +401,15 @@ class LocalWeights:
         self._into = into
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Return our registrations of a region, by name of the transport that can read into it."""
+        """Return this process's registrations of a region, by the name of the transport that can read into it."""
         return self._into[region]
 
     def map(self, lease: str = "") -> HoldingMap:
-        """Return the map for a peer; under a lease, with descriptors that end with it where transports can do that."""
-        # With a lease the holder can end a reader's access, to one that has died or reads too slowly, by itself.
+        """Return the map for a peer.
+
+        With a lease, the descriptors end with the lease if the transport supports that.
+        """
+        # With a lease the holder can end the access of a reader that died or reads too slowly.
         chunks = self.layout.chunks
         described = tuple(
             {
@@ -427,11 +437,13 @@ class LocalWeights:
                     handle.take_back(lease)
 
     def segments(self, chunks: I64, theirs_region: I64, theirs_offset: I64) -> dict[tuple[int, int], Segments]:
-        """Return the segments to read for these chunks from a peer: (its region, ours) -> segments, neighbours joined.
+        """Return the segments to read for these chunks from a peer, with adjacent segments joined.
+
+        The keys are pairs of a region of the peer and a region of this process.
 
         Args:
-            chunks: chunk numbers, in the order wanted.
-            theirs_region: the peer's region of each row.
+            chunks: chunk numbers in the wanted order.
+            theirs_region: the peer's region for each row.
             theirs_offset: offset of each row in the peer's region.
         """
         pieces = self.layout.chunks.pieces(chunks)
@@ -439,20 +451,21 @@ class LocalWeights:
         dst = self.place.row_offset[pieces.row] + pieces.start
         from_to = theirs_region[pieces.row] * len(self.place.regions) + self.place.row_region[pieces.row]
         joined = {}
-        # Not `np.unique`, here and in what else a first read waits for: its first call imports numpy.ma, 8 to 40 ms.
+        # Do not use `np.unique` on the way to a first read, because its first call imports numpy.ma, which takes 8 to
+        # 40 ms.
         for pair in sorted(set(from_to.tolist())):
             rows = np.flatnonzero(from_to == pair)
             segments = Segments(src=src[rows], dst=dst[rows], nbytes=pieces.nbytes[rows])
             theirs, ours = divmod(pair, len(self.place.regions))
-            # In our own arena the gaps between neighbours are unused, so a read may overwrite them. Elsewhere a gap may
-            # be another tensor, or another chunk if chunks are as small as the alignment.
+            # In an arena of this process the gaps between neighbours are unused, so a read may overwrite them.
+            # Elsewhere a gap may be another tensor, or another chunk if chunks are as small as the alignment.
             is_ours = isinstance(self.place.regions[ours].owner, Arena) and not self._has_tiny_chunks
             padding = ALIGN_BYTES - 1 if is_ours else 0
             joined[theirs, ours] = segments.joined(padding_bytes=padding)
         return joined
 
     def digest(self, chunks: I64) -> U64:
-        """Digest these chunks in memory; return their leaf digests, chunk after chunk. The bytes must be complete."""
+        """Digest these chunks in memory. Return their leaf digests, chunk after chunk. The bytes must be complete."""
         table = self.layout.chunks
         if self.device.type == "cuda":
             from penstock.digest.cuda import leaf_digests_cuda
@@ -460,7 +473,8 @@ class LocalWeights:
             leaves = table.leaf_pieces(chunks)
             got = leaf_digests_cuda(self.place.row_address[leaves.row] + leaves.start, leaves.nbytes, self.device)
             return np.asarray(got.cpu().numpy()).view(np.uint64)
-        # A call per piece of a tensor, not per leaf: the digest's own loop over leaves is native code.
+        # Make one call for each piece of a tensor and not for each leaf, because the loop over leaves in `digest` is
+        # native code.
         pieces, out, done = table.pieces(chunks), np.empty(int(table.leaf_counts(chunks).sum()), np.uint64), 0
         for r, first, length in zip(pieces.row.tolist(), pieces.start.tolist(), pieces.nbytes.tolist(), strict=True):
             count = -(-length // table.leaf_bytes)
@@ -470,7 +484,7 @@ class LocalWeights:
         return out
 
     def differing_chunks(self, chunks: I64, got: U64, wanted: U64) -> I64:
-        """Return the chunks with at least one differing leaf."""
+        """Return the chunks with at least one leaf that differs."""
         if np.array_equal(got, wanted):
             return chunks[:0]
         wrong = np.repeat(np.arange(len(chunks)), self.layout.chunks.leaf_counts(chunks))[got != wanted]
@@ -478,13 +492,13 @@ class LocalWeights:
         return differ
 
     def contradicting_chunks(self, chunks: I64, leaves: U64) -> I64:
-        """Return the chunks whose digests, as a peer states them, differ from the manifest; none without a manifest."""
+        """Return the chunks for which a peer's digests differ from the manifest. Without a manifest return none."""
         if not self.has_manifest:
             return chunks[:0]
         return self.differing_chunks(chunks, leaves, self.leaves[self.layout.chunks.leaves_of(chunks)])
 
     def record_digests(self, chunks: I64, leaves: U64, source: str) -> None:
-        """Record the digests of chunks as one source states them; without a manifest all sources must agree.
+        """Record the digests of chunks from one source. Without a manifest all sources must agree.
 
         Raises:
             IntegrityError: two sources disagree, and without a manifest neither can be trusted.
@@ -500,8 +514,8 @@ class LocalWeights:
                 if len(wrong):
                     other = self._sources[self._source_index[wrong[0]]]
                     raise IntegrityError(
-                        f"{other} and {source} state different digests of chunk {int(wrong[0])}",
-                        hint="write a manifest with `penstock manifest`: only a manifest tells which source is right",
+                        f"{other} and {source} report different digests for chunk {int(wrong[0])}",
+                        hint="write a manifest with `penstock manifest`. Only a manifest tells which source is right",
                     )
                 chunks, leaves = chunks[~is_known], leaves[np.repeat(~is_known, counts)]
             if len(chunks):
@@ -510,9 +524,9 @@ class LocalWeights:
                 self._sources.append(source)
 
     def mark_verified(self, chunks: I64, leaves: U64) -> None:
-        """Mark chunks as verified, with these leaf digests: from now on other members may read them."""
+        """Mark chunks as verified, with these leaf digests. From now on other members may read them."""
         with self.changed:
-            # A chunk may arrive twice, from a slow source and from the one that replaced it; the log has it once.
+            # A chunk may arrive twice, from a slow source and from its replacement, but the log must contain it once.
             new = ~self.have[chunks]
             if not new.all():
                 chunks, leaves = chunks[new], leaves[np.repeat(new, self.layout.chunks.leaf_counts(chunks))]
@@ -523,33 +537,39 @@ class LocalWeights:
             self.changed.notify_all()
 
     def root(self) -> str:
-        """Return the `w1-` revision: the root of all digests, meaningful once every chunk is verified."""
+        """Return the `w1-` revision, which is the root of all digests.
+
+        It is meaningful once every chunk is verified.
+        """
         return self._root or revision(self.layout.table, self.layout.chunks.leaf_bytes, self.leaves)
 
     def check_revision(self, expected: str = "") -> None:
-        """Check that the digests' root is the identity's revision and the expected one; only for `w1-` revisions.
+        """Check that the root of the digests equals the identity's revision and the expected one.
+
+        Only for `w1-` revisions.
 
         Raises:
-            IntegrityError: the digests belong to another revision.
+            IntegrityError: the digests belong to a different revision.
         """
         root = self.root()
-        # A caller may name a revision by a prefix of its root.
+        # A caller may give a prefix of a revision.
         for named in (self.identity.revision, expected):
             if named.startswith("w1-") and not root.startswith(named):
-                raise IntegrityError(f"the digests are of revision {root}, not {named}", uri=f"penstock:{self.key}")
-        # For `set_state`, which follows: the digest over all leaves takes milliseconds.
+                raise IntegrityError(f"the digests belong to revision {root}, not {named}", uri=f"penstock:{self.key}")
+        # Keep the root for `set_state`, which follows, because the digest over all leaves takes milliseconds.
         self._root = root
 
     def spot_check(self, chance: random.Random) -> int | None:
-        """Digest one verified chunk again; return its number if its bytes have changed since, else None.
+        """Digest one verified chunk again. Return its number if its bytes have changed, or None.
 
-        The first call picks a random chunk, later calls the next one, so as many calls as chunks check all of them.
+        The first call picks a random chunk, and later calls take the next one, so as many calls as there are chunks
+        check all of them.
         """
         with self.changed:
             verified = np.flatnonzero(self.have)
         if not len(verified) or self.damage is not None:
             return None
-        # Random at first: members that start together would otherwise check the same chunks at the same time.
+        # Start at random, because members that start together would otherwise check the same chunks at the same time.
         if self._checked_chunk >= 0:
             later = verified[verified > self._checked_chunk]
         else:
@@ -558,28 +578,28 @@ class LocalWeights:
         return self._checked_chunk if self.has_changed(self._checked_chunk) else None
 
     def has_changed(self, chunk: int) -> bool:
-        """Digest a chunk again; return True if it was verified and its bytes have changed."""
+        """Digest a chunk again. Return whether it was verified and its bytes have changed."""
         chunks = np.array([chunk], np.int64)
         with self._digesting:
             with self.changed:
                 generation, is_here = self.generation, bool(self.rows) and bool(self.have[chunk])
             if not is_here:
                 return False
-            # Torch may have freed the memory since: reading it would end this process.
+            # Torch may have freed the memory, and reading it would crash this process.
             if not self.place.is_there(self.layout.chunks.pieces(chunks).row.tolist()):
                 return True
             got, wanted = self.digest(chunks), self.leaves[self.layout.chunks.leaves_of(chunks)]
-        # If the generation changed, the memory was released during the digest and may have another use by now.
+        # If the generation changed, the memory was released during the digest and may have a different use by now.
         return len(self.differing_chunks(chunks, got, wanted)) > 0 and generation == self.generation
 
     def mark_damaged(self, chunk: int) -> IntegrityError:
-        """Record that a verified chunk changed in memory, for readers and the hub; return the error."""
+        """Record that a verified chunk changed in memory, for readers and the hub. Return the error."""
         row = int(self.layout.chunks.pieces(np.array([chunk], np.int64)).row[0])
         error = IntegrityError(
             f"chunk {chunk} of {self.identity.model!r} changed in memory after it was verified",
             uri=f"penstock:{self.key}",
             tensor=self.layout.table.names[row],
-            hint="call fence() before you change, move or free weights; if your code did not, test this host's memory",
+            hint="call fence() before you change, move or free weights. If it did not, test this host's memory",
         )
         with self.changed:
             self.damage = error
@@ -589,7 +609,7 @@ class LocalWeights:
 
     def set_state(self, state: State) -> None:
         """Set the state and wake readers that wait for news."""
-        # Outside the lock, which readers wait for: the root is a digest over all names and leaves.
+        # Compute the root before taking the lock, which readers wait for. It is a digest over all names and leaves.
         if state == "whole":
             self._root = self.root()
         with self.changed:
@@ -597,7 +617,7 @@ class LocalWeights:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """End the registrations and make readers' descriptors stale. The caller keeps the tensors. Idempotent."""
+        """End the registrations and make the descriptors of readers stale. The caller keeps the tensors. Idempotent."""
         with self.changed:
             self.generation += 1
             handles = self._into
@@ -605,11 +625,11 @@ class LocalWeights:
             self._into = []
             self.state = "draining"
             self.changed.notify_all()
-        # Outside the lock: ending a registration may take as long as a read that is under way.
+        # End the registrations without the lock, because this may take as long as a running read.
         _close(handles)
 
     def move_out(self, tier: str) -> None:
-        """Drop the references to the memory, since a tier has the same bytes now. Call `close` first."""
+        """Drop the references to the memory, because a tier has the same bytes. Call `close` first."""
         with self._digesting, self.changed:
             self.rows = []
             self.place = place_rows([])
@@ -617,7 +637,7 @@ class LocalWeights:
             self.state = "whole"
 
     def move_in(self, rows: Sequence[torch.Tensor], arenas: Sequence[Arena]) -> None:
-        """Take memory that has all bytes again. It must be registered before others can read it."""
+        """Use memory that contains all bytes again. It must be registered before other members can read it."""
         with self._digesting, self.changed:
             self.rows = list(rows)
             self.place = place_rows(rows, arenas)
@@ -625,7 +645,10 @@ class LocalWeights:
             self.state = "whole"
 
     def log_after(self, serial: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since `serial`, waiting at most `wait_s`; a serial past the end starts at 0."""
+        """Return the chunks verified since `serial`, and wait at most `wait_s` seconds for news.
+
+        A serial beyond the end of the log means that the reader knew an earlier log, so it starts again at 0.
+        """
         deadline = time.monotonic() + wait_s
         with self.changed:
             while serial == self._num_logged and self.state == "filling" and self.damage is None:
@@ -645,7 +668,7 @@ class LocalWeights:
             )
 
     def status(self) -> HoldingState:
-        """Return the state to report to the hub; without chunks if the bytes are only in the tier `source`."""
+        """Return the state for the hub. Without chunks if the bytes are only in the tier `source`."""
         with self.changed:
             is_away = self.tier == SOURCE
             is_damaged = self.damage is not None and not is_away
