@@ -140,7 +140,7 @@ def test_loopback_endpoint_needs_token(tmp_path: Path) -> None:
     empty.write_text("# none\nshort\n")
     with pytest.raises(ps.ConfigError, match="fewer than 16"):
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=empty)
-    with pytest.raises(ps.ConfigError, match="cannot be read"):
+    with pytest.raises(ps.ConfigError, match="cannot read the metrics token file"):
         ps.telemetry.serve_metrics("127.0.0.1:0", token_file=tmp_path / "none")
 
 

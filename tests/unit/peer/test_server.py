@@ -90,7 +90,7 @@ def test_leases_are_limited_and_reusable(door: PeerServer, holding: LocalWeights
     first, second = peer(door, holding.key, member="a"), peer(door, holding.key, member="b")
     first.lease(), second.lease()
     with peer(door, holding.key, member="c") as third:
-        with pytest.raises(SourceBusy, match="taken"):
+        with pytest.raises(SourceBusy, match="maximum number of readers"):
             third.lease()
         first.close()
         third.lease()
@@ -114,7 +114,7 @@ def test_members_with_same_token_share_leases(door: PeerServer, holding: LocalWe
         second.log(0, 0.0)
         # Both tokens have as many now.
         for token in (b"greedy", b"other", b"third"):
-            with pytest.raises(SourceBusy, match="taken"):
+            with pytest.raises(SourceBusy, match="maximum number of readers"):
                 lease("d", token)
         first.close()
         assert door.num_readers(holding.key) == 2
@@ -123,7 +123,7 @@ def test_members_with_same_token_share_leases(door: PeerServer, holding: LocalWe
 def test_lease_is_kept_against_same_token(door: PeerServer, holding: LocalWeights) -> None:
     readers = [peer(door, holding.key, member=name, grant=b"good-one") for name in "abc"]
     readers[0].lease(), readers[1].lease()
-    with pytest.raises(SourceBusy, match="taken"):
+    with pytest.raises(SourceBusy, match="maximum number of readers"):
         readers[2].lease()
     for reader in readers:
         reader.close()
@@ -343,10 +343,10 @@ def test_interrupted_reader_releases_its_lease(door: PeerServer, holding: LocalW
 
 
 def test_unusable_listen_path_raises_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot listen at"):
-        PeerServer.start(tmp_path / ("long" * 40) / "door.sock", allow)
-    with pytest.raises(ConfigError, match="cannot listen at"):
-        PeerServer.start(member_socket(tmp_path), allow, listen="192.0.2.1:0")
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        PeerServer(tmp_path / ("long" * 40) / "door.sock", allow)
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        PeerServer(member_socket(tmp_path), allow, listen="192.0.2.1:0")
 
 
 def test_closed_server_keeps_no_connection_or_weights(tmp_path: Path) -> None:

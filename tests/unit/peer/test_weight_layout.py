@@ -69,7 +69,7 @@ def test_odd_stem_in_own_files_is_not_sent(stem: str) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"names": ("a", "a")}, "twice"),
+        ({"names": ("a", "a")}, "duplicate"),
         ({"names": ("a",)}, "different lengths"),
         ({"shapes": ((1,), (-1,))}, "negative"),
         ({"shapes": ((1,), (1 << 40, 1 << 40))}, "bytes"),

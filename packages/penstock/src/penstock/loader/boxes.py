@@ -1,8 +1,4 @@
-"""The regions that a load wants, from what the caller gives as `boxes=`.
-
-In: boxes, slices or a rank of tensor parallelism; a table. Out: the boxes of each row, in elements of the whole tensor.
-Not here: the rules of tensor parallelism (`plan.tensor_parallel`), reading regions (`regions`).
-"""
+"""Converts the `boxes=` argument of a load into the boxes of each row, in elements of the whole tensor."""
 
 from __future__ import annotations
 
@@ -21,28 +17,28 @@ from penstock.storage.small_files import read_sibling
 from penstock.types import Box, TensorTable
 
 Slices = slice | EllipsisType | tuple[slice | EllipsisType, ...]
-"""A region as torch writes it: `numpy.s_[0:4, :]`."""
+"""A region written as slices, such as `numpy.s_[0:4, :]`."""
 
 Region = Box | Slices | None
 
 Boxes = Mapping[str, Region] | Callable[[str, tuple[int, ...]], Region] | TensorParallelRank | None
-"""Regions wanted, by tensor name, or asked of a function of name and shape, or those of a rank; None: all of every
-tensor."""
+"""Regions by tensor name, or a function from name and shape to the region, or the regions of a tensor-parallel rank.
+None means all of every tensor."""
 
 _BOXES = 'boxes by tensor name: {"w": penstock.Box((0, 0), (2, 4))} or {"w": numpy.s_[0:2, :]}'
 
 
 class Wanted(NamedTuple):
-    """The rows of a load, with their boxes. A row of several boxes stands there once for each of them."""
+    """The rows of a load with their boxes. A row with several boxes appears once for each box."""
 
     table: TensorTable
     boxes: tuple[Box | None, ...]
     num_boxes: tuple[int, ...] | None
-    """For each tensor, its number of boxes; None: one each."""
+    """Number of boxes for each tensor. None means one box for each tensor."""
 
     @property
     def dims(self) -> dict[str, int]:
-        """Return the dim along which the boxes of a tensor are joined, of those that have several."""
+        """Return, for each tensor with several boxes, the dim along which they are joined."""
         dims: dict[str, int] = {}
         row = 0
         for count in self.num_boxes or ():
@@ -67,17 +63,17 @@ class Wanted(NamedTuple):
 def wanted_regions(
     boxes: Boxes, table: TensorTable, uri: str, settings: Settings, storage_options: Mapping[str, str] | None
 ) -> Wanted:
-    """Return the rows of a table with the regions wanted of them.
+    """Return the rows of a table with the requested regions.
 
     Args:
         boxes: see `penstock.load`.
         table: the requested rows, in file order.
-        uri: of the weights, next to which the numbers of heads are read.
-        settings, storage_options: for that.
+        uri: URI of the weights. The numbers of heads are read from the configuration next to it.
+        settings, storage_options: for reading that configuration.
 
     Raises:
-        ConfigError: a region is of the wrong type.
-        PlanError: a box is of a tensor that is not there, or does not fit it; a tensor cannot be split.
+        ConfigError: a region has the wrong type.
+        PlanError: a box names a tensor that does not exist or does not fit its tensor, or a tensor cannot be split.
     """
     if boxes is None:
         return Wanted(table, (None,) * len(table), None)
@@ -89,7 +85,7 @@ def wanted_regions(
     require_type("boxes", boxes, Mapping, _BOXES)
     unknown = sorted(map(str, set(boxes) - set(table.names)))
     if unknown:
-        raise PlanError(f"boxes for tensors that are not there: {', '.join(unknown[:5])}")
+        raise PlanError(f"boxes= names tensors that the weights do not have: {', '.join(unknown[:5])}")
     pairs = zip(table.names, table.shapes, strict=True)
     return Wanted(table, tuple(_box(name, boxes.get(name), shape) for name, shape in pairs), None)
 
@@ -109,7 +105,7 @@ def _of_rank(
     found = rank.boxes(dict(zip(table.names, table.shapes, strict=True)), heads)
     rows = [row for row, name in enumerate(table.names) for _ in found[name]]
     shapes = table.shapes
-    # The whole of a tensor is no region: its digests are compared as they are.
+    # A whole tensor is not treated as a region, so its digests are compared without widening.
     boxes = tuple(
         None if box == Box.full(shapes[row]) else box for row, name in enumerate(table.names) for box in found[name]
     )
@@ -118,7 +114,10 @@ def _of_rank(
 
 
 def _box(name: object, region: object, shape: tuple[int, ...]) -> Box | None:
-    """Return a region as a box. ConfigError where it is none, PlanError where it does not fit the shape."""
+    """Return a region as a box.
+
+    Raise ConfigError for a wrong type, and PlanError if the region does not fit the shape.
+    """
     if region is None or isinstance(region, Box):
         return region
     parts = region if isinstance(region, tuple) else (region,)
@@ -138,7 +137,7 @@ def _box(name: object, region: object, shape: tuple[int, ...]) -> Box | None:
             raise ConfigError(f"the box of {name!r}: {error}", hint=_BOXES) from error
         if step != 1:
             raise PlanError(
-                f"a region has no steps, but {part} has", tensor=str(name), hint="load all rows, then select"
+                f"a region cannot have steps, but {part} has one", tensor=str(name), hint="load all rows, then select"
             )
         start.append(low)
         stop.append(max(low, high))
@@ -146,8 +145,8 @@ def _box(name: object, region: object, shape: tuple[int, ...]) -> Box | None:
 
 
 def joined(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-    """Return the boxes of one tensor as one tensor."""
+    """Join the boxes of one tensor into one tensor."""
     dtype = parts[0].dtype
-    # As bytes where an element is one byte: torch does not join all of these dtypes.
+    # View elements of one byte as bytes, because torch cannot join all of these dtypes.
     plain = [part.view(torch.uint8) if dtype.itemsize == 1 else part for part in parts]
     return torch.cat(plain, dim).view(dtype)

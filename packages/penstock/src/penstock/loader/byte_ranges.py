@@ -1,8 +1,4 @@
-"""Byte ranges of a file in file order: a set of bytes, and blocks that do not overlap.
-
-In: ranges `[start, stop)` in any order. Out: the answers to "what holds this byte" and "what comes next", by bisection.
-Not here: what the ranges are read for (`read_ahead`).
-"""
+"""Sets of bytes and blocks of a file, in file order. Queries use bisection."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class RangeSet:
-    """A set of bytes of a file, as ranges in file order."""
+    """A set of bytes in a file, stored as ranges in file order."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -20,7 +16,7 @@ class RangeSet:
 
     def add(self, start: int, stop: int) -> None:
         """Add `[start, stop)`."""
-        # All ranges that it overlaps or touches become one.
+        # Merge all ranges that it overlaps or touches.
         first = bisect.bisect_left(self._stops, start)
         last = bisect.bisect_right(self._starts, stop)
         if first < last:
@@ -29,18 +25,18 @@ class RangeSet:
         self._stops[first:last] = [stop]
 
     def end_of(self, at: int) -> int:
-        """Return the end of the range that holds `at`; `at` itself if none does."""
+        """Return the end of the range that contains `at`, or `at` if no range does."""
         index = bisect.bisect_right(self._starts, at) - 1
         return max(at, self._stops[index]) if index >= 0 else at
 
     def next_start(self, at: int) -> int | None:
-        """Return where the first range after `at` begins."""
+        """Return the start of the first range after `at`."""
         index = bisect.bisect_right(self._starts, at)
         return self._starts[index] if index < len(self._starts) else None
 
 
 class ByteBlock(Protocol):
-    """A range of a file with something of its own."""
+    """A range of a file with additional data."""
 
     start: int
     stop: int
@@ -50,10 +46,10 @@ B = TypeVar("B", bound=ByteBlock)
 
 
 class ByteBlocks(Generic[B]):
-    """The blocks of a file, in file order; they do not overlap.
+    """The blocks of a file, in file order. They do not overlap.
 
     Attributes:
-        nbytes: of all blocks.
+        nbytes: total size of the blocks in bytes.
     """
 
     def __init__(self) -> None:
@@ -69,14 +65,14 @@ class ByteBlocks(Generic[B]):
         return index < len(self._blocks) and self._blocks[index] is block
 
     def add(self, block: B) -> None:
-        """Add a block, which overlaps none that is there."""
+        """Add a block that overlaps no existing block."""
         index = bisect.bisect_left(self._starts, block.start)
         self._starts.insert(index, block.start)
         self._blocks.insert(index, block)
         self.nbytes += block.stop - block.start
 
     def remove(self, block: B) -> None:
-        """Remove a block that is there."""
+        """Remove an existing block."""
         index = bisect.bisect_left(self._starts, block.start)
         del self._starts[index], self._blocks[index]
         self.nbytes -= block.stop - block.start
@@ -88,11 +84,11 @@ class ByteBlocks(Generic[B]):
         return [block for block in self._blocks[first:last] if block.stop > start]
 
     def block_at(self, at: int) -> B | None:
-        """Return the block that begins at `at` or before it, and ends after it."""
+        """Return the block that contains `at`."""
         index = bisect.bisect_right(self._starts, at) - 1
         return self._blocks[index] if index >= 0 and self._blocks[index].stop > at else None
 
     def next_start(self, at: int) -> int | None:
-        """Return where the first block after `at` begins."""
+        """Return the start of the first block after `at`."""
         index = bisect.bisect_right(self._starts, at)
         return self._starts[index] if index < len(self._starts) else None

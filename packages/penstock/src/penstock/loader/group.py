@@ -1,11 +1,10 @@
-"""Loading as a process group: each rank reads its own part of the bytes once, and the ranks exchange the parts.
-
-In: a session and a torch.distributed group whose ranks all call with the same plan. Out: every tensor, on every rank.
-Not here: reading and placing (`session`, `engine`).
+"""Loading with a process group: each rank reads a part of the bytes once, and the ranks exchange the parts.
 
     round k: rank r has read its chunks -> packs them with a status word -> all_gather -> each rank unpacks the others'
-    into its own slabs. A rank that failed goes on taking part, with its status word set, so that all ranks raise after
-    the same round.
+    chunks into its slabs.
+
+A rank that failed still takes part in the exchange, with its status word set, so that all ranks raise after the same
+round.
 """
 
 from __future__ import annotations
@@ -29,64 +28,68 @@ from penstock.transport.collective import GroupCollectives
 from penstock.types import I64, Box, TensorTable
 
 STATUS_BYTES = 512
-"""Bytes for the status word behind each payload: more than it needs, so that payloads stay aligned for copy engines."""
+"""Bytes reserved for the status word after each payload. It is larger than needed, so that payloads stay aligned for
+copy engines."""
 
 ROUND_BYTES = 32 << 20
-"""Bytes that a rank contributes to a round on CUDA: large enough that the fixed costs of NCCL and Python are small."""
+"""Bytes that a rank contributes to a round on CUDA. It is large, so that the fixed costs of NCCL and Python are
+small."""
 
 ROUNDS_IN_FLIGHT = 2
-"""On CUDA, rounds queued on the device at once: one being packed while one is gathered."""
+"""Number of rounds queued on a CUDA device. One is packed while another is gathered."""
 
 _DIGEST_BYTES = 32
-"""Length of the digest that ranks compare. A rank that failed sends zeros instead."""
+"""Length of the digest that ranks compare, in bytes. A rank that failed sends zeros instead."""
 
 
 def exchange(
     session: LoadSession, group: dist.ProcessGroup, table: TensorTable, boxes: Sequence[Box | None]
 ) -> Iterator[Batch]:
-    """Load `table` (whole tensors) with the group; yield names and tensors, or the rank's own boxes of them.
+    """Load the whole tensors in `table` with the group. Yield names with tensors, or with this rank's boxes of them.
+
+    Collective: every rank of the group calls it, in the same order as its other collectives.
 
     Raises:
-        PlanError: the ranks' weight sets or options differ; on every rank.
-        PeerLost: another rank failed or fell silent; on every other rank. The failing rank raises its own error.
-
-    Order: collective; every rank of `group` calls it, in the same order as its other collectives.
+        PlanError: the ranks' weights or options differ. Every rank raises it.
+        PeerLost: another rank failed or fell silent. The failing rank raises its own error instead.
     """
     ranks = LoadGroup(group, session.options.device, session.settings.stall_s)
-    # Ranks of one host share its cores, its page cache and its link: each reads less at once.
+    # The ranks on one host share its cores, page cache and link, so each of them makes fewer reads at a time.
     session.intake.local_world_size = ranks.world_size
     with ranks.reports_failure():
         plan = session.make_plan(table, [None] * len(table), pack=True, exact=session.options.device.type == "cpu")
     ranks.agree(plan, session.manifest.revision)
     place, failed = _place(session, plan)
     checker = session.checker(plan, place)
-    # On the CPU one chunk: a round is waited for there, and a larger one would only take memory.
+    # On the CPU a round has one chunk, because the host waits for each round and a larger one would only use more
+    # memory.
     per_round = 1 if session.options.device.type == "cpu" else max(1, ROUND_BYTES // session.intake.chunk_bytes)
     turns = np.arange(plan.num_reads) // per_round % ranks.world_size
-    # Runs of chunks and not every r-th chunk: a rank then reads stretches of a file.
+    # Assign runs of adjacent chunks, so that a rank reads long stretches of a file.
     mine = [] if failed is not None else np.flatnonzero(turns == ranks.rank).tolist()
     run = session.begin(plan, place, checker=checker, reads=mine)
     session.enter_move()
     is_ours = np.repeat(turns == ranks.rank, np.diff(plan.seg_first))
     session.group_bytes = int((plan.seg_run * plan.seg_rows)[~is_ours].sum())
     _Rounds(run, place, ranks, per_round, failed).carry_out()
-    # The last chunks may still be digested.
+    # Wait for the digests of the last chunks.
     run.ticket.wait(stall_s=session.settings.stall_s)
-    # Boxes are cut afterwards: ranks may want different ones, and the exchange needs one plan for all.
+    # Cut the boxes after the exchange. Ranks may request different boxes, but the exchange needs the same plan on all
+    # ranks.
     region = dict(zip(table.names, boxes, strict=True))
     for names, tensors in session.batches(plan, run.slabs(), place.take):
         yield names, [_cut(tensor, region[name]) for name, tensor in zip(names, tensors, strict=True)]
 
 
 def _cut(tensor: torch.Tensor, box: Box | None) -> torch.Tensor:
-    """Return the rank's own box of a whole tensor, in memory of its own."""
+    """Return a copy of this rank's box of a whole tensor."""
     if box is None:
         return tensor
     return tensor[tuple(slice(start, stop) for start, stop in zip(box.start, box.stop, strict=True))].clone()
 
 
 def _place(session: LoadSession, plan: LoadPlan) -> tuple[Any, PenstockError | None]:
-    """Return the slabs, and the error that the other ranks must learn of before this one raises it."""
+    """Return the slabs, and an error that the other ranks must learn of before this rank raises it."""
     place = place_on(session.options.device, plan.slab_nbytes.tolist())
     if isinstance(place, HostPlace):
         return place, None
@@ -102,15 +105,15 @@ class LoadGroup(GroupCollectives):
     """The collectives of a load's ranks, and their agreement on a plan before they read."""
 
     poll_s = 1e-3
-    """Seconds between looks, half of what a round takes. Each look takes the GIL from the thread that reads."""
+    """Seconds between checks, about half the time of a round. Each check takes the GIL from the reading thread."""
 
     @contextmanager
     def reports_failure(self) -> Iterator[None]:
-        """Report an error in the block to the other ranks, which wait to agree on a plan; then raise it."""
+        """Report an error in the block to the other ranks, which are waiting to agree on a plan, and raise it."""
         try:
             yield
         except PenstockError:
-            # In the place of the digest that `agree` gathers, so that every rank makes the same collective calls.
+            # Send zeros instead of the digest that `agree` gathers, so that every rank makes the same collective calls.
             self.gather_bytes(bytes(_DIGEST_BYTES))
             raise
 
@@ -118,10 +121,10 @@ class LoadGroup(GroupCollectives):
         """Check that all ranks planned the same reads of the same weights.
 
         Raises:
-            PlanError: they did not; on every rank.
-            PeerLost: a rank failed before it had a plan; on every other rank.
+            PlanError: the plans differ. Every rank raises it.
+            PeerLost: a rank failed before it had a plan. Every other rank raises it.
         """
-        # One digest of the whole plan: the ranks need to know whether their plans differ, not how.
+        # Compare one digest of the whole plan, because the ranks only need to know whether their plans differ.
         digest = blake3(revision.encode())
         for column in (plan.read_file, plan.read_offset, plan.read_nbytes, plan.seg_dst, plan.slab_nbytes):
             digest.update(column.tobytes())
@@ -129,14 +132,14 @@ class LoadGroup(GroupCollectives):
         digests = self.gather_bytes(digest.digest())
         lost = [rank for rank, word in enumerate(digests) if not any(word)]
         if lost:
-            raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see those ranks' errors")
+            raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see the errors of these ranks")
         odd = [rank for rank, word in enumerate(digests) if word != digests[0]]
         if odd:
-            raise PlanError(f"ranks {odd} see other weights or options than rank 0", hint="give all ranks the same")
+            raise PlanError(f"ranks {odd} have different weights or options from rank 0", hint="give all ranks the same ones")
 
 
 class _Rounds:
-    """The exchange of one run, round after round. On CUDA only the bound on rounds in flight waits for the device."""
+    """The exchange in one run, round by round. On CUDA the host waits only to limit the number of rounds in flight."""
 
     def __init__(
         self, run: LoadRun, place: Any, ranks: LoadGroup, per_round: int, failed: PenstockError | None
@@ -147,19 +150,19 @@ class _Rounds:
         self._per_round = per_round
         self._is_host = ranks.device.type == "cpu"
         self._failed: PenstockError | RuntimeError | None = failed
-        # Joined once, for all rounds: Python for each read of each rank would hold up the thread that reads.
+        # Join the segments of all rounds now. Python code for each read of each rank would delay the reading thread.
         self._pieces = _pieces(self._plan, per_round)
         self._copies: _Copies | None = None
         if failed is None:
             try:
                 self._copies = self._copies_of(place)
             except (PenstockError, RuntimeError) as error:
-                # The others learn of it in the first round, and wait for no rank that has left.
+                # The other ranks learn of the error in the first round, so they do not wait for a rank that has left.
                 self._failed = error
         payload = max((sum(piece.run for piece in pieces) for pieces in self._pieces), default=0)
-        # One width for all rounds and ranks, as `all_gather` requires; the last round is padded.
+        # `all_gather` requires the same width on all ranks. The last round is padded.
         self._width = -(-payload // STATUS_BYTES) * STATUS_BYTES + STATUS_BYTES
-        # On the CPU a round is waited for anyway: a second one in flight would only take memory.
+        # On the CPU the host waits for each round, so a second round in flight would only use memory.
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
         self._slots = [_Slot(ranks, self._width) for _ in range(depth)]
 
@@ -169,15 +172,16 @@ class _Rounds:
         world_size = self._ranks.world_size
         starts = range(0, len(self._pieces), world_size)
         most = max((sum(map(len, self._pieces[at : at + world_size])) for at in starts), default=0)
-        # Half of what a stream takes: gathers, events and copies of status words are queued on it too.
+        # Limit the copies to half of what a stream accepts, because gathers, events and status copies are queued on it
+        # too.
         may_wait = ROUNDS_IN_FLIGHT * most > QUEUE_DEPTH // 2
         return _DeviceCopies(self._pieces, place.slab, self._ranks.device, may_wait=may_wait)
 
     def carry_out(self) -> None:
-        """Run every round; then raise the error of this rank, if it had one."""
+        """Run every round, and then raise this rank's error if there is one."""
         per_turn = self._ranks.world_size * self._per_round
         num_rounds = -(-self._plan.num_reads // per_turn)
-        # As many turns more as there are slots: they only end the rounds in flight.
+        # The additional iterations only finish the rounds in flight.
         for k in range(num_rounds + len(self._slots)):
             slot = self._slots[k % len(self._slots)]
             if slot.round is not None:
@@ -192,7 +196,7 @@ class _Rounds:
         return range(min(first, self._plan.num_reads), min(first + self._per_round, self._plan.num_reads))
 
     def _begin(self, slot: _Slot, k: int) -> None:
-        """Pack what this rank read, gather, and on CUDA unpack: all queued on the current stream."""
+        """Pack the chunks that this rank read, gather, and on CUDA also unpack, all queued on the current stream."""
         ranks = self._ranks
         slot.round = k
         try:
@@ -200,22 +204,23 @@ class _Rounds:
                 self._run.wait_reads(self._reads(k, ranks.rank))
         except (PenstockError, RuntimeError) as error:
             self._failed = error
-        # A rank that failed goes on with the rounds: leaving a collective would hang the others in it.
+        # A rank that failed continues with the rounds, because leaving a collective would block the other ranks.
         if self._failed is not None:
             slot.send[-1] = 1
         elif self._copies is not None:
             self._copies.pack(self._turns(k)[ranks.rank], slot.send)
         slot.work = ranks.post_gather(slot.received.view(-1), slot.send)
         if not self._is_host:
-            # This orders the stream after the gather; the host goes on.
+            # This orders the stream after the gather, while the host continues.
             slot.work.wait()
             self._unpack(slot)
-            # Copied to pinned memory behind the rest: reading it on the device would wait for the round.
+            # Copy the status words to pinned memory after the other work. Reading them on the device would wait for the
+            # round.
             slot.status.copy_(slot.received[:, -1], non_blocking=True)
             slot.done.record()
 
     def _end(self, slot: _Slot) -> None:
-        """Wait for the round, and count its chunks as arrived; raise on all ranks if one of them failed in it."""
+        """Wait for the round and count its chunks as arrived. If a rank failed in it, raise on all ranks."""
         ranks, k = self._ranks, slot.round
         assert k is not None
         if self._is_host:
@@ -223,13 +228,13 @@ class _Rounds:
             self._unpack(slot)
             slot.status.copy_(slot.received[:, -1])
         else:
-            # With a deadline, which a synchronize would not have: a rank that hangs never enters its collective.
+            # Poll with a deadline, which a synchronize would not have. A rank that hangs never enters its collective.
             ranks.wait(slot.done.query)
         slot.round = None
         lost = [rank for rank, word in enumerate(slot.status.tolist()) if word]
         if lost:
-            raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see those ranks' errors")
-        # Once for all ranks: it takes locks that the thread which reads needs.
+            raise self._failed or PeerLost(f"ranks {lost} of the group failed", hint="see the errors of these ranks")
+        # Call this once for all ranks, because it takes locks that the reading thread needs.
         others = [self._pieces[turn : turn + 1] for rank, turn in enumerate(self._turns(k)) if rank != ranks.rank]
         self._run.arrived([piece for turns in others for pieces in turns for piece in pieces])
 
@@ -239,24 +244,24 @@ class _Rounds:
             self._copies.unpack(self._turns(slot.round), self._ranks.rank, slot.received)
 
     def _turns(self, k: int) -> range:
-        """Return the turn of each rank in round k; the last round may have turns without a piece."""
+        """Return the turn of each rank in round k. The last round may have turns without a piece."""
         return range(k * self._ranks.world_size, (k + 1) * self._ranks.world_size)
 
 
 class _Copies(Protocol):
-    """Copies between the slabs and the payloads of rounds."""
+    """Copies between slabs and payloads of rounds."""
 
     def pack(self, turn: int, payload: torch.Tensor) -> None:
-        """Copy the pieces of a turn into a payload, one behind the other."""
+        """Copy the pieces of a turn into a payload, one after the other."""
         ...
 
     def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
-        """Copy the pieces of these turns out of their payloads, but for the turn of rank `own`."""
+        """Copy the pieces of these turns out of their payloads, except for the turn of rank `own`."""
         ...
 
 
 class _HostCopies:
-    """Copies in host memory, carried out at once."""
+    """Copies in host memory. They are complete when the call returns."""
 
     def __init__(self, pieces: Sequence[Sequence[Segment]], slab: Callable[[int], Any]) -> None:
         self._pieces = pieces
@@ -275,7 +280,7 @@ class _HostCopies:
                     piece.copy_(payloads[rank, at : at + len(piece)])
 
     def _placed(self, turn: int) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield the memory of each piece of a turn, and its place in the payload."""
+        """Yield the memory of each piece in a turn, and its offset in the payload."""
         at = 0
         for _, slab, dst, nbytes, _, _ in self._pieces[turn] if turn < len(self._pieces) else ():
             yield torch.from_numpy(self._slab(slab)[dst : dst + nbytes]), at
@@ -283,16 +288,16 @@ class _HostCopies:
 
 
 class _DeviceCopies:
-    """Copies in a device's memory, queued on the stream that is current when this is made.
+    """Copies in a device's memory, queued on the stream that is current when this object is created.
 
-    By the driver's own calls, a microsecond or two each: torch's let go of the GIL, which the thread that reads then
-    holds. Tables are made once, for all turns.
+    They use calls of the driver, which take one or two microseconds. Torch's calls would release the GIL, which the
+    reading thread then holds. Tables for all turns are made once.
 
     Args:
-        pieces: of each turn.
+        pieces: pieces of each turn.
         slab: returns the memory of a slab.
-        device: of the slabs and payloads.
-        may_wait: the rounds in flight may have more copies than the stream takes; see `CudaDriver.copy`.
+        device: device of the slabs and payloads.
+        may_wait: whether the rounds in flight may have more copies than the stream accepts. See `CudaDriver.copy`.
     """
 
     def __init__(
@@ -313,13 +318,13 @@ class _DeviceCopies:
         self._nbytes = np.array([piece.run for piece in rows], np.int64)
         counts = np.array([len(turn) for turn in pieces], np.int64)
         self._first = np.concatenate(([0], np.cumsum(counts)))
-        # Of each piece, the place in its payload.
+        # The offset of each piece in its payload.
         begin = np.concatenate(([0], np.cumsum(self._nbytes)))
         self._at = begin[:-1] - np.repeat(begin[self._first[:-1]], counts)
         self._turn = np.repeat(np.arange(len(pieces)), counts)
 
     def _rows(self, start: int, stop: int) -> slice:
-        """Return the pieces of turns `[start, stop)`, of which the last may not exist."""
+        """Return the pieces of turns `[start, stop)`. The last turn may not exist."""
         last = len(self._first) - 1
         return slice(int(self._first[min(start, last)]), int(self._first[min(stop, last)]))
 
@@ -337,14 +342,14 @@ class _DeviceCopies:
         self._queue(self._address[rows][others], source[others], self._nbytes[rows][others])
 
     def _queue(self, dst: I64, src: I64, nbytes: I64) -> None:
-        # The caller's thread may have another device current.
+        # A different device may be current in the calling thread.
         with self._driver.entered(self._device):
             to, of, length = (column.astype(np.uint64) for column in (dst, src, nbytes))
             self._driver.copy(to, of, length, self._stream, may_wait=self._may_wait)
 
 
 class _Slot:
-    """The buffers of one round in flight."""
+    """The buffers for one round in flight."""
 
     def __init__(self, ranks: LoadGroup, width: int) -> None:
         cuda = ranks.device.type == "cuda"
@@ -357,11 +362,11 @@ class _Slot:
 
 
 def _pieces(plan: LoadPlan, per_turn: int) -> list[list[Segment]]:
-    """Return the segments of each turn of `per_turn` reads, in order; neighbours in one slab are joined."""
+    """Return the segments for each turn of `per_turn` reads, in order. Adjacent segments in one slab are joined."""
     num_turns = -(-plan.num_reads // per_turn)
     turn = np.repeat(np.arange(plan.num_reads) // per_turn, np.diff(plan.seg_first))
     starts = np.ones(len(turn), bool)
-    # By offsets alone: the plan is of whole tensors, whose segments are contiguous.
+    # Comparing offsets suffices, because the plan has whole tensors, whose segments are contiguous.
     goes_on = (plan.seg_slab[1:] == plan.seg_slab[:-1]) & (plan.seg_dst[1:] == plan.seg_dst[:-1] + plan.seg_run[:-1])
     starts[1:] = ~goes_on | (turn[1:] != turn[:-1])
     first = np.flatnonzero(starts)

@@ -1,11 +1,9 @@
-"""Tensors that stand in a module for parameters whose bytes have not arrived: any use of one waits for its bytes.
+"""Tensors that replace a module's parameters until their bytes have arrived.
 
-In: a parameter, and a function that waits for it. Out: a tensor of the same shape, dtype and device for the module.
-Not here: when the bytes arrive, and the swap back to the parameter itself (`start`).
+Any use of such a tensor waits for its bytes.
 
-A `LazyParameter` has no memory of the parameter: it is a tensor on the meta device. Code that does not go through
-torch's Python functions, such as a C++ extension, finds no bytes there and fails; it cannot read bytes that have not
-arrived.
+A `LazyParameter` is a tensor on the meta device and has no memory of the parameter. Code that bypasses torch's Python
+functions, such as a C++ extension, fails on it, and so cannot read bytes that have not arrived.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ _DESCRIBES = frozenset(
     + [getattr(torch.Tensor, name) for name in _METHODS.split()]
     + [torch.is_floating_point, torch.is_complex, torch.numel]
 )
-"""Functions of torch that tell what a tensor is and read none of its bytes: they do not wait."""
+"""Torch functions that describe a tensor without reading its bytes. They do not wait."""
 
 
 class _Block(threading.local):
-    """Whether the calling thread is inside `own_tensors`, and its argument."""
+    """Whether the calling thread is inside `own_tensors`, and the argument of that call."""
 
     whole: bool | None = None
 
@@ -48,9 +46,9 @@ _block = _Block()
 
 @contextmanager
 def own_tensors(whole: bool) -> Iterator[None]:
-    """Let torch's functions act on the module's own tensors, as `own_tensor` returns them, inside the block.
+    """Let torch's functions act on the module's tensors inside the block, as `own_tensor` returns them.
 
-    A module may give views of its parameters as its state dict. Taking a view of a tensor reads none of its bytes.
+    A module may return views of its parameters as its state dict. Creating a view reads no bytes.
     """
     _block.whole = whole
     try:
@@ -60,7 +58,7 @@ def own_tensors(whole: bool) -> Iterator[None]:
 
 
 class LazyParameter(torch.Tensor):
-    """A parameter whose bytes have not arrived. Each use waits for them, then acts on the parameter itself."""
+    """A parameter whose bytes have not arrived. Each use waits for them and then acts on the parameter."""
 
     _parameter: torch.Tensor
     _wait: Callable[[], None]
@@ -74,14 +72,15 @@ class LazyParameter(torch.Tensor):
         lets_go: Callable[[], bool],
         hold: Callable[[], None] = lambda: None,
     ) -> LazyParameter:
-        """Return a pending tensor for a parameter or buffer.
+        """Create a pending tensor for a parameter or buffer.
 
         Args:
-            parameter: the tensor that it replaces; do not move or resize it before its bytes have arrived.
-            wait: returns when the bytes are there; raises the error if they do not come.
+            parameter: the tensor that it replaces. Do not move or resize it before its bytes have arrived.
+            wait: returns when the bytes have arrived, or raises the error of the load.
             lets_go: returns whether another load may fill the parameter. It waits for the last write of a load that
                 failed or was closed.
-            hold: called when the tensor is pickled, once the bytes are there: keeps it in its places in the module.
+            hold: called when the tensor is pickled after its bytes arrived. It keeps the pending tensor in its places
+                in the module.
         """
         empty = torch.empty_strided(tuple(parameter.shape), parameter.stride(), dtype=parameter.dtype, device="meta")
         pending = empty.as_subclass(LazyParameter)
@@ -90,7 +89,7 @@ class LazyParameter(torch.Tensor):
         pending._lets_go = lets_go
         pending._hold = hold
         if isinstance(parameter, torch.nn.Parameter):
-            # The mark by which torch recognises a parameter of another class.
+            # Torch recognises a parameter of a different class by this attribute.
             pending._is_param = True
         return pending
 
@@ -102,41 +101,41 @@ class LazyParameter(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch with the parameters in place of the pending tensors, once they have arrived."""
+        """Call a torch function with the parameters instead of the pending tensors, once their bytes have arrived."""
         resolve = _parameter_of if func in _DESCRIBES else _arrived
         return func(*_replaced(tuple(args), resolve), **_replaced(dict(kwargs or {}), resolve))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the parameter itself."""
+        """Pickle the parameter."""
         parameter = _arrived(self)
         self._hold()
         return parameter.__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
-        """Copy the parameter itself."""
+        """Copy the parameter."""
         return copy.copy(_arrived(self))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy the parameter itself."""
+        """Copy the parameter."""
         return _arrived(self).__deepcopy__(memo)
 
 
 def own_tensor(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
-    """Return a module's own tensor: of a pending one, the parameter that it stands for, to fill it again.
+    """Return a module's tensor. For a pending tensor, return the parameter behind it, to fill it again.
+
+    If its load failed or was closed, this first waits until that load has ended its last write.
 
     Args:
         tensor: the tensor in the module.
-        whole: the parameter is to be read: raise the error of a load that failed.
-
-    If its load failed or was closed, this first waits until that load writes nothing more.
+        whole: the caller reads the values, so raise the error of a load that failed.
 
     Raises:
-        ConfigError: its load is still under way.
+        ConfigError: the load is still running.
     """
     if not isinstance(tensor, LazyParameter):
         return tensor
     if not tensor._lets_go():
-        raise ConfigError("the module is being loaded", hint="call Loading.wait() or Loading.close() first")
+        raise ConfigError("the module is still being loaded", hint="call wait() or close() of its BackgroundLoad first")
     if whole:
         tensor._wait()
     return tensor._parameter
@@ -154,7 +153,7 @@ def _arrived(pending: LazyParameter) -> torch.Tensor:
 
 
 def _replaced(value: Any, resolve: Callable[[LazyParameter], torch.Tensor]) -> Any:
-    """Return arguments with each pending tensor replaced, also inside lists, tuples and dicts."""
+    """Replace each pending tensor in the arguments, also inside lists, tuples and dicts."""
     if isinstance(value, LazyParameter):
         return resolve(value)
     if type(value) in {list, tuple}:
