@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
         return dims
 
     def of_several(self) -> dict[str, list[tuple[int, int, int]]]:
-        """Return the parts `(dim, start, length)` of each tensor that has several boxes, to be joined along the dim."""
+        """Return the parts `(dim, start, length)` of each tensor with several boxes, which are joined along the dim."""
         dims = self.dims
         parts: dict[str, list[tuple[int, int, int]]] = {}
         for name, box in zip(self.table.names, self.boxes, strict=True):

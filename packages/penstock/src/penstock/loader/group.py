@@ -132,10 +132,14 @@ class LoadGroup(GroupCollectives):
         digests = self.gather_bytes(digest.digest())
         lost = [rank for rank, word in enumerate(digests) if not any(word)]
         if lost:
-            raise PeerLost(f"ranks {lost} of the group failed before they had a plan", hint="see the errors of these ranks")
+            raise PeerLost(
+                f"ranks {lost} of the group failed before they had a plan", hint="see the errors of these ranks"
+            )
         odd = [rank for rank, word in enumerate(digests) if word != digests[0]]
         if odd:
-            raise PlanError(f"ranks {odd} have different weights or options from rank 0", hint="give all ranks the same ones")
+            raise PlanError(
+                f"ranks {odd} have different weights or options from rank 0", hint="give all ranks the same ones"
+            )
 
 
 class _Rounds:

@@ -1,8 +1,4 @@
-"""The verb `load_into`: straight into live parameters, keeping every `data_ptr`.
-
-In: a module or a dict of tensors, and a URI. Out: a report; an error says whether anything was touched.
-Not here: the run itself (`session`).
-"""
+"""The verb `load_into`, which reads directly into live parameters and keeps every `data_ptr`."""
 
 from __future__ import annotations
 
@@ -75,7 +71,7 @@ def load_into(
     Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
         `settings.arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
     """
-    # Before anything is opened: a target that cannot be filled needs no request to a store.
+    # Check the target before anything is opened, so that a bad target causes no request to a store.
     require_cast(dtype)
     settings = ReadSettings.of(settings)
     if isinstance(target, MutableMapping) and not target:
@@ -103,18 +99,21 @@ def _load_into(
     rename: Rename,
     dtype: Cast,
 ) -> LoadReport:
-    """Run `load_into`; a function of its own so that its locals, files among them, end where a signal is only noted."""
-    # Some small objects for each tensor, all of which stay until the end.
-    with paused_gc(), open_session(uri, options, group) as session:
+    """Run `load_into`.
+
+    As a separate function it releases its locals, such as files, inside the block that defers Ctrl-C.
+    """
+    # The load creates small objects for each tensor, and all of them live until its end.
+    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
         journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
-            # Tensors without a target, and tied targets' second names, are not read.
+            # Tensors without a target, and second names of tied targets, are not read.
             matched = match_targets(session, targets, rename, strict, cast=dtype)
             if not strict and isinstance(target, torch.nn.Module):
                 require_no_copies(target, filled_of(targets, matched))
-            if options.settings.arena:
-                # After the match: a target that does not fit must not have been moved.
+            if arena:
+                # Move the target only after the match, so that a target that does not match stays where it is.
                 rehome(target)
                 matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)
         report = _fill(session, matched) if group is None else _from_group(session, group, matched)
@@ -130,7 +129,7 @@ def _into_empty(
     arena: bool,
     load_all: Callable[[], Weights],
 ) -> LoadReport:
-    """Fill an empty mapping with new tensors under the target's names, all or none."""
+    """Fill an empty mapping with new tensors under the target's names, either all or none."""
     weights = load_all()
     made: dict[str, torch.Tensor] = {}
     for name in list(weights):
@@ -139,7 +138,7 @@ def _into_empty(
         if wanted is None:
             continue
         if wanted in made:
-            raise PlanError(f"{name} and another tensor both go to {wanted}", hint="correct rename=")
+            raise PlanError(f"rename= maps {name} and another tensor to {wanted}", hint="correct rename=")
         made[wanted] = tensor.to(dtype) if isinstance(dtype, torch.dtype) and can_cast(tensor.dtype, dtype) else tensor
     if arena:
         rehome(made)
@@ -150,16 +149,16 @@ def _into_empty(
 def targets_of(
     target: torch.nn.Module | Mapping[str, torch.Tensor], *, whole: bool = False, written: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers, or tensors by name: detached, with the same memory.
+    """Return a module's parameters and persistent buffers, or tensors by name, detached but with the same memory.
 
     Args:
         target: a module, or tensors by name.
         whole: see `own_state`.
-        written: the caller writes to the memory of all of them, so the module itself must use that memory.
+        written: whether the caller writes to their memory, so the module must use that very memory.
 
     Raises:
-        ConfigError: it is neither, or the module is being loaded. PlanError: a parameter is not initialised, or with
-            `written` the module's state dict has copies.
+        ConfigError: the target is neither a module nor a mapping, or the module is being loaded.
+        PlanError: a parameter is not initialised, or with `written` the module's state dict has copies.
     """
     if isinstance(target, torch.nn.Module):
         tensors: Mapping[str, torch.Tensor] = own_state(target, whole=whole)
@@ -169,25 +168,25 @@ def targets_of(
         require_tensors("the target", target)
         tensors = target
     for name, tensor in tensors.items():
-        # Before it is detached, which torch refuses for a parameter without a shape.
+        # Check this before detaching, which torch refuses for a parameter without a shape.
         require_initialised(name, tensor)
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and persistent buffers: the objects themselves, also after a load that failed.
+    """Return a module's parameters and persistent buffers themselves, even after a load that failed.
 
-    A load into the module that failed or was closed has written its last byte when this returns.
+    When this returns, a failed or closed load into the module has ended its last write.
 
     Args:
         module: the module.
-        whole: the values are to be read: raise the error of a load that failed.
+        whole: the caller reads the values, so raise the error of a load that failed.
 
     Raises:
-        ConfigError: the module is being loaded (`load_in_background`), or with `whole` its memory was given back.
+        ConfigError: the module is being loaded (`load_in_background`), or with `whole` its memory was released.
     """
-    # The state dict and not the parameters: buffers that a checkpoint never has are not in it. What a module gives as
-    # its extra state (`get_extra_state`) is a copy, or no tensor at all, so it cannot be filled.
+    # Use the state dict instead of the parameters, because it excludes buffers that a checkpoint never contains. The
+    # result of `get_extra_state` is a copy or not a tensor, so it cannot be filled.
     with own_tensors(whole):
         state = module.state_dict(keep_vars=True)
     return {
@@ -198,15 +197,17 @@ def own_state(module: torch.nn.Module, *, whole: bool = False) -> dict[str, torc
 
 
 def require_no_copies(module: torch.nn.Module, written: Mapping[str, torch.Tensor]) -> None:
-    """Raise PlanError if the state dict has copies, made by a hook or an override: the module never sees writes there.
+    """Raise PlanError if the state dict has copies, made by a hook or an override.
 
-    Views of the module's memory are no copies, and neither are tensors that the module keeps as plain attributes.
+    The module never sees writes to copies.
+
+    Views of the module's memory are not copies, and neither are tensors that the module keeps as plain attributes.
 
     Args:
         module: the module.
-        written: tensors of its state dict that are to be written.
+        written: tensors in its state dict that will be written.
     """
-    # Parameters are what the module has. Most modules have no other tensors, or buffers alone.
+    # Parameters belong to the module. Most modules have only buffers besides, or no other tensors.
     others = {name: tensor for name, tensor in written.items() if not isinstance(tensor, torch.nn.Parameter)}
     if not others:
         return
@@ -217,12 +218,10 @@ def require_no_copies(module: torch.nn.Module, written: Mapping[str, torch.Tenso
     others = {name: tensor for name, tensor in others.items() if memory_of(tensor) not in memories}
     again = own_state(module) if others else {}
     for name, tensor in others.items():
-        # `written` still holds the first copy, so a second copy has another address.
+        # `written` keeps the first copy alive, so a second copy has a different address.
         if name not in again or memory_of(again[name]) != memory_of(tensor):
-            why = "the module's state dict has a copy of it, so bytes written there would not reach the module"
-            raise PlanError(
-                why, tensor=name, hint="load its tensors with load, and give them to module.load_state_dict"
-            )
+            why = "the module's state dict returns a copy of it, so bytes written there would not reach the module"
+            raise PlanError(why, tensor=name, hint="call load, and pass its tensors to module.load_state_dict")
 
 
 def filled_of(targets: Mapping[str, torch.Tensor], matched: Matched) -> dict[str, torch.Tensor]:
@@ -232,11 +231,11 @@ def filled_of(targets: Mapping[str, torch.Tensor], matched: Matched) -> dict[str
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage, of a DTensor that of this rank's part; 0: it has none."""
+    """Return the address of a tensor's storage, or of this rank's part for a DTensor. Return 0 if it has none."""
     try:
         return getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr()
     except (RuntimeError, ValueError):
-        # Sparse, nested, fake or not initialised.
+        # The tensor is sparse, nested, fake or not initialised.
         return 0
 
 
@@ -244,12 +243,12 @@ def members_in(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], ver
     """Return the parameters and buffers that use the memory of these tensors, with their places, by their id.
 
     Args:
-        module: the module. Pending tensors that a failed load left stand for its own tensors.
-        tensors: of the module's state dict, by name.
-        verb: for the error.
+        module: the module. Pending tensors from a failed load count as the module's tensors.
+        tensors: tensors in the module's state dict, by name.
+        verb: name of the verb, for the error.
 
     Raises:
-        PlanError: a tensor's memory is used by no parameter or buffer, so nothing can stand in its place.
+        PlanError: no parameter or buffer uses a tensor's memory, so no pending tensor can replace it.
     """
     memories = {memory_of(tensor): name for name, tensor in tensors.items() if tensor.numel()}
     members: dict[int, Member] = {}
@@ -260,43 +259,43 @@ def members_in(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], ver
     found = {memory_of(own) for own, _ in members.values()}
     for memory, name in memories.items():
         if memory not in found:
-            why = f"it is no parameter or buffer of the module, so {verb} cannot keep it from being used meanwhile"
+            why = f"it is not a parameter or buffer of the module, so {verb} cannot prevent its use during the load"
             raise PlanError(why, tensor=name, hint="register it as a buffer, or use load_into")
     return members
 
 
 def put_back(module: torch.nn.Module) -> None:
-    """Put a module's own tensors into its places again, where pending ones of a load that failed are left."""
+    """Restore a module's tensors where a failed load left pending tensors."""
     for members, name in chain.from_iterable(places_of(module).values()):
         members[name] = own_tensor(members[name])  # type: ignore[arg-type]
 
 
 def device_of(targets: Mapping[str, torch.Tensor]) -> torch.device:
-    """Return the one device of all targets. PlanError: there are several, or the meta device is among them."""
+    """Return the device of all targets. Raise PlanError if there are several, or if a target is on the meta device."""
     if not targets:
-        hint = "pass an empty dict to load_into to receive new tensors, or a module that has tensors"
+        hint = "pass a module that has tensors, or an empty dict to receive new tensors"
         raise PlanError("the target has no tensors to fill", hint=hint)
     devices = {tensor.device for tensor in targets.values() if tensor.numel()}
     if any(device.type == "meta" for device in devices):
         raise PlanError(
-            "some targets are on the meta device", hint="materialise them first: module.to_empty(device=...)"
+            "some targets are on the meta device", hint="first allocate them with module.to_empty(device=...)"
         )
-    # One device for one load: staging, streams and the checker are of one. A target without elements has none.
+    # A load uses one device for staging, streams and the checker. A target without elements does not count.
     device = devices.pop() if len(devices) == 1 else torch.device("cpu")
     if devices:
-        raise PlanError("targets are on several devices", hint="call load_into once for the targets of each device")
+        raise PlanError("the targets are on several devices", hint="call load_into once for the targets on each device")
     return device
 
 
 Place = tuple[dict[str, torch.Tensor | None], str]
-"""Where a module has a tensor: one of its dicts of parameters or buffers, and the name in it."""
+"""The place of a tensor in a module: its dict of parameters or buffers, and the name in that dict."""
 
 Member = tuple[torch.Tensor, list[Place]]
 """A module's parameter or buffer, and its places."""
 
 
 def places_of(module: torch.nn.Module) -> dict[int, list[Place]]:
-    """Return the places of each parameter and buffer by its id; a tied one has several."""
+    """Return the places of each parameter and buffer by its id. A tied tensor has several."""
     places: dict[int, list[Place]] = {}
     for submodule in module.modules():
         for members in (submodule._parameters, submodule._buffers):
@@ -327,14 +326,14 @@ def fill(
     order: Sequence[int] | None = None,
     on_filled: Callable[[int], None] | None = None,
 ) -> int:
-    """Read every row into its tensors; return the bytes.
+    """Read every row into its tensors, and return the number of bytes.
 
     Args:
-        session: opened; the caller finishes it.
+        session: an open session, which the caller finishes.
         matched: the rows and their tensors.
-        order: indices of the tensors that have bytes, counted among themselves: the order in which they are wanted;
-            None: file order. Not with parts of tensors.
-        on_filled: called with such an index once the tensor is complete and verified.
+        order: the order in which tensors are wanted, as indices among the tensors that have bytes. None means file
+            order. Not allowed with parts of tensors.
+        on_filled: called with such an index when the tensor is complete and verified.
     """
     lines = matched.lines()
     device = session.options.device
@@ -345,14 +344,14 @@ def fill(
     rows: list[int] = np.flatnonzero(plan.row_slab >= 0).tolist()
     if order is not None:
         plan = session.plan = plan.in_order_of(order)
-    # The targets themselves are the slabs, so that no second copy of the weights is needed. A target that is not
-    # contiguous, is cast or is cut from leaves is filled through a slab, and copied when that is complete.
+    # The targets are the slabs, so no second copy of the weights is needed. A target that is not contiguous, is cast,
+    # or is cut from leaves is filled through a slab, which is copied when it is complete.
     by_itself = [row if regions is None else regions.line_of(row) for row in rows]
     direct = [None if line is None else lines.memory(line) for line in by_itself]
     place = place_on(device, plan.slab_nbytes.tolist(), direct)
     checker = session.checker(plan, place, None if regions is None else regions.leaves)
     window_bytes = session.settings.memory_bytes if any(memory is None for memory in direct) else 0
-    # In order, with a bound that is never reached: slabs are then checked one by one as they are waited for.
+    # With an order, set a window that is never reached. The run then checks slabs one by one as they are awaited.
     window_bytes = window_bytes if order is None else plan.nbytes
     run = session.begin(plan, place, checker=checker, window_bytes=window_bytes, order=order)
     session.enter_move()
@@ -360,16 +359,16 @@ def fill(
     cut_bytes = {} if regions is None else regions.cut_bytes()
 
     def memory(line: int) -> torch.Tensor:
-        """Return the memory for a box that is cut: the target's own where that takes the bytes as they are."""
+        """Return the memory for a box that is cut: the target's memory if it can take the bytes unchanged."""
         own = lines.memory(line)
         return torch.as_tensor(place_on(device, [cut_bytes[line]]).take(0)) if own is None else own
 
     try:
         for slab in run.slabs():
-            # Verified by now: where digests are compared, a damaged slab is never copied.
+            # The slab is verified by now, so a damaged slab is never copied.
             line = by_itself[slab]
             if direct[slab] is not None and line is not None:
-                # All in one call at the end, unless this one can be used from now on.
+                # Copy all at the end in one call, unless the tensor can be used from now on.
                 if on_filled is not None:
                     note_written([lines.tensors[line]])
                     not_noted.discard(line)
@@ -380,17 +379,18 @@ def fill(
                 for line, tensor in [(row, stored)] if regions is None else regions.arrived(row, stored, memory):
                     session.is_touched = True
                     target = lines.tensors[line]
-                    # Not one that was cut into the target itself.
+                    # A box that was cut into the target needs no copy.
                     if tensor.data_ptr() != target.data_ptr():
                         target.copy_(tensor)
                         not_noted.discard(line)
                 if order is not None and device.type == "cuda":
-                    # The copy is queued on the stream that was current where the load began; its user may have another.
+                    # The copy is queued on the stream that was current at the start of the load, but the tensor's user
+                    # may use a different one.
                     torch.cuda.current_stream(device).synchronize()
             if on_filled is not None:
                 on_filled(slab)
     except BaseException:
-        # First the reads that are under way: only then is it known whether a target was written to.
+        # End the running reads first, because only then is it known whether a target was written.
         run.close()
         if run.is_touched:
             note_written(lines.tensors[line] for line in not_noted)
@@ -405,8 +405,8 @@ def _from_group(session: LoadSession, group: ProcessGroup, matched: Matched) -> 
     from penstock.loader.group import exchange
 
     nbytes = 0
-    # The ranks exchange through slabs of their own: a parameter's memory is not laid out as a round is. Tensors come
-    # whole, so that all ranks have the same rows.
+    # The ranks exchange through separate slabs, because a parameter's memory has a different layout from a round.
+    # Tensors arrive whole, so that all ranks have the same rows.
     with marks_target(session):
         parts = iter(matched.parts)
         for _, tensors in exchange(session, group, matched.table, [None] * len(matched.table)):
@@ -419,12 +419,12 @@ def _from_group(session: LoadSession, group: ProcessGroup, matched: Matched) -> 
 
 @contextmanager
 def marks_target(session: LoadSession) -> Iterator[None]:
-    """Set `mutated` of an error from the block, if any byte can have reached the target."""
+    """Set `mutated` on an error from the block if any byte may have reached the target."""
     try:
         yield
     except PenstockError as error:
         session.phases.fail(error)
-        # Closed first: a read that is still under way may write to the target after this look.
+        # Close the session first, because a running read could still write to the target after this check.
         session.close()
         run = session.run
         error.mutated = error.mutated or session.is_touched or (run is not None and run.is_touched)

@@ -1,10 +1,7 @@
 """The verbs `load` and `stream`.
 
-In: a URI and options. Out: tensors that the caller owns, verified where there are digests, and a report.
-Not here: the steps of a load (`session`), live parameters (`into`), the exchange between ranks (`group`).
-
-    open_session -> _prepare: plan, place, checker -> begin -> load:   all tensors as views, while their bytes arrive
-                                                               stream: tensor after tensor, as slabs are complete
+open_session -> _prepare: plan, place, checker -> begin -> load:   all tensors as views, while their bytes arrive
+                                                           stream: tensor after tensor, as slabs are complete
 """
 
 from __future__ import annotations
@@ -42,22 +39,23 @@ if TYPE_CHECKING:
 
 
 SHOWN_ROWS = 20
-"""Tensors that a notebook shows; a model with experts has 30,000."""
+"""Number of tensors that a notebook shows. A model with experts has 30,000."""
 
 MANY_TENSORS = 10_000
-"""From this many tensors on, views are made at once; below it, once the load is under way. Views of 60,000 tensors take
-as long as their bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
+"""With more tensors than this, create the views before reading. Otherwise create them during reading. Views of 60,000
+tensors take as long as their bytes. Source: benchmarks/results/h200x1_202611/load-history.md, row e."""
 
 READY_BYTES = 1 << 30
-"""Size of a step over a mapped file that is in memory already: a step then only counts bytes, and each costs Python."""
+"""Step size for a mapped file that is already in memory. A step only counts bytes there, and each step costs Python
+time."""
 
 
 class Weights(dict[str, torch.Tensor]):
-    """Tensors by name, in file order: a dict with the report and the manifest of the load.
+    """Tensors by name, in file order. This is a dict that also has the report and the manifest of the load.
 
     Attributes:
         report: the result of the load.
-        manifest: of the requested tensors.
+        manifest: the manifest of the requested tensors.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], report: LoadReport, manifest: Manifest) -> None:
@@ -78,13 +76,14 @@ class Weights(dict[str, torch.Tensor]):
 
 
 class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
-    """An iterator of `(name, tensor)` in file order; each tensor is complete, verified and owned by the caller.
+    """An iterator over `(name, tensor)` in file order. Each tensor is complete, verified and owned by the caller.
 
-    A context manager. Leaving it early, or dropping it, ends the reads under way and frees everything not yielded.
-    Several threads may read one stream: each tensor goes to one of them, and a `close` ends all of them (Cancelled).
+    Use it as a context manager. Leaving the block early, or dropping the stream, ends the running reads and releases
+    all tensors that were not yielded. Several threads may read one stream. Each tensor goes to one of them, and `close`
+    ends all of them with Cancelled.
 
     Attributes:
-        manifest: of the requested tensors.
+        manifest: the manifest of the requested tensors.
     """
 
     def __init__(self, session: LoadSession, group: ProcessGroup | None, journey: Journey) -> None:
@@ -94,7 +93,8 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         journey.received = session.received
         self._group = group
         self._report: LoadReport | None = None
-        # A generator cannot be advanced by two threads at once. Re-entrant, because a failing `next` closes the stream.
+        # Two threads cannot advance a generator at the same time. The lock is re-entrant, because a failing `next`
+        # closes the stream.
         self._turn = threading.RLock()
         self.manifest = session.manifest
         self._tensors = _yielding(session, group)
@@ -103,9 +103,9 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
 
     @property
     def report(self) -> LoadReport:
-        """Return the report of the whole stream. Cancelled: the stream has not been read to its end."""
+        """Return the report of the whole stream. Raise Cancelled if the stream was not read to its end."""
         if self._report is None:
-            raise Cancelled("the stream has not been read to its end", hint="iterate it to the end first")
+            raise Cancelled("the stream was not read to its end", hint="iterate to the end first")
         return self._report
 
     def __next__(self) -> tuple[str, torch.Tensor]:
@@ -117,7 +117,7 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
     def _next(self) -> tuple[str, torch.Tensor]:
         try:
             name, tensor = next(self._tensors)
-            # Ctrl-C during the wait was only noted; here nothing is half done.
+            # Ctrl-C during the wait was only noted. At this point nothing is half done.
             interrupts.raise_if_noted()
         except StopIteration:
             self._end()
@@ -130,12 +130,12 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         return name, tensor
 
     def _end(self) -> None:
-        """Make the report once every tensor was yielded. Cancelled: the stream was closed before that."""
-        # Iterating past the end again is allowed, and ends at once.
+        """Create the report after the last tensor. Raise Cancelled if the stream was closed before."""
+        # Iterating again after the end is allowed and stops at once.
         if self._report is not None:
             return
         if self._session is None:
-            raise Cancelled("the stream was closed before its end", hint="open another one")
+            raise Cancelled("the stream was closed before its end", hint="open a new stream")
         try:
             self._report = self._session.finish(num_tensors=self._num_tensors, nbytes=self._nbytes)
             self._journey.outcome = outcome_of(self._report)
@@ -145,35 +145,36 @@ class TensorStream(Closeable, Iterator[tuple[str, torch.Tensor]]):
         self.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Close the stream, whose journey ended with this error."""
+        """Close the stream because of an error, which ends its journey."""
         self._journey.end(error)
-        # None: another thread has closed it.
+        # None means that another thread has closed the stream.
         if self._session is not None:
             self._session.phases.fail(error)
         self.close()
 
     def close(self) -> None:
-        """End the reads and free the memory; iterating further raises Cancelled. Idempotent."""
+        """End the reads and release the memory. Further iteration raises Cancelled. Idempotent."""
         with deferred_interrupts(self._group):
             self._close()
 
     def _close(self) -> None:
         session = self._session
-        # In a forked child the reading threads are missing, and with them the locks that they held.
+        # A forked child does not have the reading threads, and their locks may stay locked.
         if session is None or lifecycle.is_ending() or self._pid != os.getpid():
             return
-        # Before the turn is taken: a thread that waits for a tensor has it, and gives it up only by this.
+        # Cancel before taking the lock. A thread that waits for a tensor holds the lock and releases it only when the
+        # run is cancelled.
         if (run := session.run) is not None and not run.ticket.done:
             run.ticket.cancel()
         with self._turn:
             self._tensors.close()
             session.close()
             self._journey.end()
-            # The session's files and memory are released here, inside the block where a signal is only noted.
+            # This releases the session's files and memory, inside the block that defers Ctrl-C.
             self._session = None
 
     def __del__(self) -> None:
-        # `getattr`: the constructor may have failed before it set the attribute.
+        # The constructor may have failed before it set the attribute.
         if getattr(self, "_session", None) is not None and not lifecycle.is_ending():
             with interrupts.defer_in_finalizer():
                 self.close()
@@ -226,9 +227,11 @@ def load(
         return _load(uri, options, group, journey)
 
 
-def _load(uri: Uris, options: ReadOptions, group: ProcessGroup | None, journey: Journey) -> Weights:
-    """Run `load`; a function of its own so that its locals, files among them, end where a signal is only noted."""
-    with paused_gc(), open_session(uri, options, group) as session:
+def _load(
+    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
+) -> Weights:
+    """Run `load`. As a separate function it releases its locals, such as files, inside the block that defers Ctrl-C."""
+    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
@@ -277,7 +280,7 @@ def settings_without_arena(settings: ReadSettings | None, verb: str) -> ReadSett
 def open_stream(
     uri: Uris, options: ReadOptions, group: ProcessGroup | None, open_session: Callable[[], LoadSession]
 ) -> TensorStream:
-    """Return a stream of the session that a function opens, counted as a load."""
+    """Return a stream over the session that a function opens, counted as a load."""
     journey = Journey("load", uri=str(uri), device=str(options.device)).begin()
     try:
         return TensorStream(open_session(), group, journey)
@@ -287,22 +290,26 @@ def open_stream(
 
 
 def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[object]:
-    """Return a block inside which Ctrl-C takes effect only where nothing is left behind; in a group, an empty one."""
-    # A group's collectives do not look for a noted signal, so a deferred one would never take effect.
+    """Return a block that delays Ctrl-C until nothing would be left behind. With a group, return an empty block."""
+    # A group's collectives do not check for a noted signal, so a deferred signal would never take effect.
     return interrupts.deferred() if group is None else nullcontext()
 
 
-def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) -> LoadSession:
-    """Open the weight set; in a group, a rank that fails reports that to the others.
+def open_session(
+    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None
+) -> LoadSession:
+    """Open the weight set. In a group, a rank that fails reports this to the other ranks.
 
     Raises:
-        ConfigError: an argument is of the wrong type. PenstockError: the weight set cannot be opened.
+        ConfigError: an argument has the wrong type.
+        PenstockError: the weight set cannot be opened.
     """
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
-    if options.settings.cache and group is not None:
-        # Hosts end their downloads at different times, and a group waits `stall_s` for a rank.
-        hint = "first run `penstock fetch org/name --cache` on each host"
-        raise ConfigError("cache=True and group= do not go together", hint=hint)
+    require_type("cache", options.cache, (bool,), "True or False (the directory is PENSTOCK_CACHE_DIR)")
+    if options.cache and group is not None:
+        # Hosts finish their downloads at different times, but a group waits only `stall_s` for a rank.
+        hint = "first run `penstock pull org/name --cache` on each host"
+        raise ConfigError("cache=True cannot be combined with group=", hint=hint)
     if group is not None:
         require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")
     memory_bytes = options.settings.memory_bytes
@@ -312,17 +319,17 @@ def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) ->
 
 
 def reports_failure(group: ProcessGroup | None, options: ReadOptions, stall_s: float) -> AbstractContextManager[None]:
-    """Return a block whose errors are reported to the group's other ranks, which wait to agree on a plan."""
+    """Return a block that reports errors to the other ranks of the group, which are waiting to agree on a plan."""
     if group is None:
         return nullcontext()
-    # Imported on first use: most loads have no group.
+    # Import this only here, because most loads have no group.
     from penstock.loader.group import LoadGroup
 
     return LoadGroup(group, options.device, stall_s).reports_failure()
 
 
 def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str, torch.Tensor], int]:
-    """Return every tensor, complete and verified, and their bytes."""
+    """Return all tensors, complete and verified, and their size in bytes."""
     if group is not None:
         batches = list(_exchanged(session, group))
         tensors = {name: tensor for names, some in batches for name, tensor in zip(names, some, strict=True)}
@@ -334,12 +341,12 @@ def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str,
     plan, place, begin = _prepare(session, wanted.table, wanted.boxes, all_at_once=True)
     session.phases.enter("allocate")
     is_on_host = isinstance(place, HostPlace)
-    # Host memory is allocated slab by slab, when its first bytes arrive.
+    # Host memory is allocated slab by slab, when the first bytes arrive.
     if is_on_host:
         run = begin(0)
     else:
-        # Beside the first reads, which wait in staging: the driver takes about 0.7 ms a GB, and all of it is asked for
-        # at once.
+        # Allocate while the first reads wait in staging. The driver takes about 0.7 ms per GB, and all memory is
+        # requested at once.
         with place.allocating():
             run = begin(0)
             run.prepare_checker()
@@ -349,14 +356,14 @@ def _gather(session: LoadSession, group: ProcessGroup | None) -> tuple[dict[str,
     with session.progress() as progress:
         if not is_on_host and len(plan.table) < MANY_TENSORS:
             progress.follow(run.ticket, stall_s=stall_s, reached=run.is_under_way)
-        # While the bytes are on their way: a view takes some microseconds, and a large model has 60,000 tensors.
+        # Create the views while the bytes arrive. A view takes some microseconds, and a large model has 60,000 tensors.
         tensors = _views(session, plan, place)
         progress.follow(run.ticket, stall_s=stall_s)
     return tensors, plan.nbytes
 
 
 def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield each tensor when its bytes have arrived; a generator, so that nothing starts before the first `next`."""
+    """Yield each tensor when its bytes have arrived. This is a generator, so nothing starts before the first `next`."""
     if group is not None:
         for names, tensors in _exchanged(session, group):
             yield from zip(names, tensors, strict=True)
@@ -371,7 +378,7 @@ def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tup
     with session.progress() as progress:
         for names, batch in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)
-            # No reference may stay here: a tensor that the caller drops must free its memory at once.
+            # Keep no reference here, so that a tensor that the caller drops releases its memory at once.
             pairs = deque(zip(names, batch, strict=True))
             del batch
             while pairs:
@@ -379,13 +386,13 @@ def _yielding(session: LoadSession, group: ProcessGroup | None) -> Generator[tup
 
 
 def _wanted(session: LoadSession) -> Wanted:
-    """Enter the phase `plan`, and return the rows wanted with their boxes."""
+    """Enter the phase `plan`. Return the wanted rows with their boxes."""
     session.phases.enter("plan")
     return session.wanted(session.table())
 
 
 def _regions_of(session: LoadSession, wanted: Wanted) -> TensorRegions | None:
-    """Return the rows to read where boxes are cut from leaves, or joined; None: the boxes are read as they are."""
+    """Return the rows to read if boxes are cut from leaves or joined. Return None if the boxes are read directly."""
     regions = session.regions(wanted.table, wanted.boxes)
     return TensorRegions(wanted.table, wanted.boxes) if regions is None and wanted.num_boxes is not None else regions
 
@@ -393,9 +400,9 @@ def _regions_of(session: LoadSession, wanted: Wanted) -> TensorRegions | None:
 def _yielding_regions(
     session: LoadSession, wanted: Wanted, regions: TensorRegions
 ) -> Generator[tuple[str, torch.Tensor], None, None]:
-    """Yield each tensor when its bytes have arrived, and each region when the leaves that have it were compared."""
+    """Yield each tensor when its bytes have arrived, and each region when the leaves that contain it are verified."""
     device = session.options.device
-    # Whole rows on the CPU are read straight into their places. Boxes pass through staging, where reads cross gaps.
+    # Whole rows on the CPU are read directly into their places. Boxes pass through staging, where reads may cross gaps.
     is_exact = device.type == "cpu" and regions.boxes.count(None) == len(regions.boxes)
     plan = session.make_plan(regions.table, regions.boxes, pack=True, exact=is_exact)
     place: Any = place_on(device, plan.slab_nbytes.tolist())
@@ -411,7 +418,7 @@ def _yielding_regions(
         for _, batch in session.batches(plan, run.slabs(), place.take):
             progress.show(run.ticket)
             arrived = deque(batch)
-            # No reference may stay here: a tensor that the caller drops must free its memory at once.
+            # Keep no reference here, so that a tensor that the caller drops releases its memory at once.
             del batch
             while arrived:
                 done = deque(
@@ -432,14 +439,14 @@ def _yielding_regions(
 
 
 def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
-    """Plan on this rank, and return the group's exchange of all tensors."""
+    """Plan on this rank. Return the group's exchange of all tensors."""
     from penstock.loader.group import exchange
 
     with reports_failure(group, session.options, session.settings.stall_s):
         wanted = _wanted(session)
         table, boxes, several = wanted.table, wanted.boxes, wanted.of_several()
         if several:
-            # Whole, so that every rank has the same rows. The boxes are cut and joined afterwards.
+            # Use whole tensors, so that every rank has the same rows. The boxes are cut and joined afterwards.
             table = session.table()
             single = dict(zip(wanted.table.names, wanted.boxes, strict=True))
             boxes = tuple(None if name in several else single[name] for name in table.names)
@@ -448,7 +455,7 @@ def _exchanged(session: LoadSession, group: ProcessGroup) -> Iterator[Batch]:
 
 
 def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int, int, int]]]) -> Iterator[Batch]:
-    """Yield batches of whole tensors with the parts `(dim, start, length)` of some of them, joined along the dim."""
+    """Yield batches of whole tensors. For some tensors, join the given parts `(dim, start, length)` along the dim."""
     for names, tensors in batches:
         for at, name in enumerate(names):
             if parts := several.get(name):
@@ -457,7 +464,7 @@ def _joining(batches: Iterator[Batch], several: Mapping[str, Sequence[tuple[int,
 
 
 def _views(session: LoadSession, plan: LoadPlan, place: Any) -> dict[str, torch.Tensor]:
-    """Return every tensor as a view of its slab, whose bytes may not have arrived yet."""
+    """Return every tensor as a view of its slab. The bytes may not have arrived yet."""
     tensors: dict[str, torch.Tensor] = {}
     for names, batch in session.batches(plan, range(len(plan.slab_nbytes)), place.slab):
         tensors.update(zip(names, batch, strict=True))
@@ -470,25 +477,25 @@ def _prepare(
     """Return the plan, the place, and a function that starts the run.
 
     Args:
-        session: opened.
-        table, boxes: of `_wanted`.
-        all_at_once: the caller gets nothing before everything has arrived.
+        session: an open session.
+        table, boxes: the result of `_wanted`.
+        all_at_once: whether the caller receives nothing before all bytes have arrived.
 
     Returns:
-        The function takes the most bytes that reads may be ahead of the caller; 0: no bound.
+        The function's argument is the maximum number of bytes that reads may be ahead of the caller. 0 means no limit.
     """
     place: Any
     sources: Sequence[Source] | None = None
     if session.maps_files(boxes):
-        # Pages that are touched before the end (by a consumer, or to digest them) are brought in step by step, so that
-        # a file that was cut short meanwhile is an error instead of SIGBUS.
+        # Bring pages in step by step if they are touched before the end, by a consumer or for digests. A file that was
+        # truncated meanwhile then raises an error instead of SIGBUS.
         mappings = session.open_mappings()
         is_ready = mappings.are_ready() and all_at_once and session.manifest.leaves is None
         plan = session.make_plan(table, boxes, pack=True, exact=True, chunk_bytes=READY_BYTES if is_ready else 0)
         place, sources = mappings.place(plan, is_ready=is_ready)
     else:
-        # Whole tensors on the CPU are read straight into their places; with boxes or a device the bytes pass through
-        # staging, where reads may be aligned and cross gaps.
+        # Whole tensors on the CPU are read directly into their places. With boxes or a device the bytes pass through
+        # staging, where reads may be aligned and may cross gaps.
         is_whole_on_host = session.options.device.type == "cpu" and boxes.count(None) == len(boxes)
         plan = session.make_plan(table, boxes, pack=True, exact=is_whole_on_host)
         place = place_on(session.options.device, plan.slab_nbytes.tolist())

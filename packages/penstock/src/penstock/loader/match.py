@@ -75,7 +75,9 @@ def require_cast(dtype: object) -> Cast:
     """Check the argument `dtype` of a verb. Raise ConfigError if it is not a dtype of plain floating-point numbers."""
     if dtype is None or dtype == "target" or (isinstance(dtype, torch.dtype) and dtype in _CASTABLE):
         return dtype
-    hint = 'give torch.bfloat16, torch.float16, torch.float32 or torch.float64, or "target" for the dtype of each target'
+    hint = (
+        'give torch.bfloat16, torch.float16, torch.float32 or torch.float64, or "target" for the dtype of each target'
+    )
     raise ConfigError(f"weights cannot be cast to dtype={dtype!r}", hint=hint)
 
 
@@ -121,7 +123,9 @@ def match_targets(
         tensor = targets[wanted]
         dtype, shape = torch_dtype(table.dtypes[row]), torch_shape(table.dtypes[row], table.shapes[row])
         if tuple(tensor.shape) != shape:
-            faults.shapes.append(f"{name} has shape {list(shape)} in the weight set and {list(tensor.shape)} in the target")
+            faults.shapes.append(
+                f"{name} has shape {list(shape)} in the weight set and {list(tensor.shape)} in the target"
+            )
         elif tensor.dtype != dtype and not _is_cast(dtype, tensor.dtype, cast):
             faults.dtypes.setdefault((dtype, tensor.dtype), []).append(name)
         else:
@@ -226,9 +230,7 @@ class _Faults:
         if self.dtypes and not self.shapes and not self.twice:
             if all({*pair} <= _CASTABLE for pair in self.dtypes):
                 return 'load_into(dtype="target") casts each tensor to the dtype of its target'
-            return (
-                "only float16, bfloat16, float32 and float64 can be cast. Convert FP8 codes with the operation dequantise"
-            )
+            return "cast only float16, bfloat16, float32 and float64, and convert FP8 codes with dequantise"
         if self.shapes or self.twice:
             return "give targets with the stored shapes, because tensors are never reshaped"
         return "pass strict=False to fill the tensors that match" if any_used else _RENAME

@@ -1,35 +1,32 @@
-"""Bounded read-ahead for a file that is read tensor by tensor, where each read alone costs a round trip.
+"""Bounded read-ahead for a file that is read tensor by tensor, where every single read costs a round trip.
 
-In: a source, and requests in the order of a program. Out: the same bytes, most of them read before they are wanted.
-Not here: the meaning of the bytes (`safe_open`), whole checkpoints, whose reads are planned beforehand (`load`).
+    readv(offset, buffers) -> blocks in memory: copied
+                           -> blocks being read: awaited, then copied
+                           -> everything else: read directly into the buffers, in several reads if it is large
 
-    readv(offset, buffers) -> blocks in memory: copied out
-                           -> blocks under way: waited for, then copied out
-                           -> anything else: read straight into the buffers, in several reads where it is large
+A `ReadAhead` is a `Source`. It decides in two ways what to read ahead:
 
-A `ReadAhead` is itself a `Source`. What it reads ahead is decided in two ways:
+- In file order, once a run of requests is dense: at least three consecutive requests (two from 4 MiB on) that covered
+  at least half of the bytes that they passed. It then reads at most twice as many bytes ahead as the run has requested,
+  so a few slices of a large file cause few extra reads. Several runs may exist at once, for example in a file whose
+  dtypes are stored separately.
+- By a hint. `expect(ranges)` announces the bytes that will be requested, in order. An integration that knows the order
+  of its tensors calls `safe_open.expect(names)`. Reads begin with the first request after it, so a program may open and
+  announce all files of a checkpoint at once. Ranges that are adjacent both in the file and in the hint share a read.
+  Requests in a different order are answered too. The hint only wastes bytes for ranges that are never requested.
+  Several threads may request the tensors, and the request that is furthest ahead advances the reads.
 
-- By itself, in file order, once a run of requests is dense: at least three that follow one another (two from 4 MiB on),
-  and at least half of the bytes that they passed were asked for. It then reads at most twice as many bytes ahead as the
-  run has asked for: a few slices of a large file bring in little more than themselves. Several runs may go on at once,
-  as in a file whose dtypes lie apart.
-- By a hint. `expect(ranges)` says which bytes will be asked for, in which order; an integration that knows the order of
-  its tensors calls `safe_open.expect(names)`. Reads begin with the first request after it, so that a program may open
-  and announce all files of a checkpoint at once. The order need not be that of the file: neighbours in both orders
-  share a read. Requests out of that order are answered all the same; the hint costs bytes only where what it names is
-  never asked for. Several threads may take the tensors: each request that lies ahead of the others moves the reads on.
+Memory: the blocks of all open files in this process together stay within `Settings.memory_bytes`. A block is released
+when all of its bytes were requested, or as the least recently used one. Delivered bytes are not read ahead again.
 
-Memory: blocks of all open files of this process together stay within `Settings.memory_bytes`. A block is freed once all
-of its bytes were asked for, else as the least recently used one. Bytes that were given out are not read ahead again.
+Threads: `readv` is thread-safe. Threads of the process make the reads, at most `num_reads` for each file, and end when
+nothing is queued.
 
-Threads: `readv` may be called by any number of them. The reads are made by threads of the process, at most `num_reads`
-of them for a file, that end when nothing is queued.
+Errors: the first request that needs the bytes of a failed read raises the error of the source. A later request reads
+them again. A failed read that no request needed raises nothing.
 
-Errors: a failed read is raised by the first request that needs its bytes, as the source raised it; a later request
-reads them itself. A failed read of bytes that no request needed is not raised.
-
-Fork: a child starts without blocks and without threads, and reads for itself. `close` returns at once; the source is
-closed when the last read under way has ended.
+Fork: a child starts without blocks and threads and makes its own reads. `close` returns at once, and the source is
+closed when the last running read has ended.
 """
 
 from __future__ import annotations
@@ -56,29 +53,30 @@ from penstock.types import MIB
 from penstock.waits import start_thread
 
 _FIRST_BYTES = MIB
-"""Size of the first blocks of a run; they grow with what the run has asked for, up to `chunk_bytes`."""
+"""Size of a run's first blocks. Blocks grow with the bytes that the run has requested, up to `chunk_bytes`."""
 
 _MIN_REQUESTS = 3
-"""Requests that make a run. Two would take a lone pair of neighbours (a weight and its bias) for a pass."""
+"""Number of requests that form a run. With two, a single pair of neighbours (a weight and its bias) would count as a
+run."""
 
 _MIN_RUN_BYTES = 4 * MIB
-"""Bytes from which two requests make a run: reading as much again in vain would cost little more than they did."""
+"""Total size from which two requests form a run. Reading as much again in vain would cost little more than they did."""
 
 _MAX_RUNS = 4
-"""Runs that a file's requests are sorted into: more dtypes than that are never interleaved by name."""
+"""Maximum number of runs per file. More dtypes than that are never interleaved by name."""
 
 _GAP_BYTES = 64 << 10
-"""Holes between bytes already given out that are not worth a read of their own. Source: `safe_open._GAP_BYTES`."""
+"""Largest hole between delivered ranges that is not worth a separate read. Source: `safe_open._GAP_BYTES`."""
 
 _SLOW_S = 5.0
-"""Reads that take longer do not count among the threads of the process: those of a server that does not answer must not
-keep other files from being read."""
+"""Seconds after which a read no longer counts towards the maximum number of threads. A server that does not answer must
+not keep other files from being read."""
 
 _SMALL_BYTES = 256 << 10
-"""Requests up to here are copied without letting other threads run: that would take longer."""
+"""Largest request that is copied without releasing the GIL, because releasing it would take longer."""
 
 _LOOK_S = 1.0
-"""Longest wait between two looks at whether bytes still arrive."""
+"""Longest wait between two checks for progress, in seconds."""
 
 
 class _State(Enum):
@@ -92,9 +90,9 @@ class _Block:
     """A range of a file that is queued, being read, or in memory.
 
     Attributes:
-        target: its bytes; None until it is read. A direct block has the caller's buffer from the start.
-        left: bytes that no call has requested yet.
-        users: requests that copy from it now; it is not freed before they are done.
+        target: the bytes. None until they are read. A direct block uses the caller's buffer from the start.
+        left: number of bytes that no call has requested yet.
+        users: number of requests that are copying from it. It is not released before they are done.
     """
 
     __slots__ = ("error", "is_direct", "left", "owner", "start", "state", "stop", "target", "users")
@@ -116,31 +114,31 @@ class _Block:
 
 
 class _Pool:
-    """Blocks and reading threads of all files of this process; every field is guarded by `lock`."""
+    """The blocks and reading threads of all files in this process. The `lock` guards every field."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
         self.queue: deque[_Block] = deque()
-        # Blocks that are being read, with the time since when.
+        # Blocks that are being read, with the start time of each read.
         self.reading: dict[_Block, float] = {}
         self.num_threads = 0
         self.nbytes = 0
-        # Ready blocks, the least recently used first.
+        # Ready blocks. The least recently used block is first.
         self.ready: OrderedDict[_Block, None] = OrderedDict()
         self.closing: deque[ReadAhead] = deque()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Take the lock; after it is released, close the files whose `close` could not take it."""
+        """Acquire the lock. After releasing it, close the files whose `close` could not acquire it."""
         with self.lock:
             yield
         if self.closing:
             self.close_files()
 
     def close_files(self) -> None:
-        """Close the files in `closing`, unless another thread holds the lock: it then does so when it lets go."""
-        # Never waits for the lock: a finalizer may run in the thread that holds it.
+        """Close the files in `closing`, unless another thread holds the lock. That thread then closes them."""
+        # Never wait for the lock, because a finalizer may run in the thread that holds it.
         while self.closing and self.lock.acquire(blocking=False):
             idle = []
             try:
@@ -155,7 +153,7 @@ class _Pool:
                 source.close()
 
     def forget(self, block: _Block) -> None:
-        """Free a block."""
+        """Release a block."""
         block.owner.blocks.remove(block)
         self.ready.pop(block, None)
         self.nbytes -= block.nbytes
@@ -163,11 +161,12 @@ class _Pool:
             block.target = None
 
     def make_room(self, nbytes: int, limit: int, owner: ReadAhead, spared_from: int) -> bool:
-        """Free the least recently used blocks until `nbytes` more fit; False if they do not.
+        """Release the least recently used blocks until `nbytes` more fit. Return False if they do not fit.
 
         Args:
-            limit: bytes of all blocks together.
-            owner, spared_from: blocks of this file from there on are kept: they are still to be asked for.
+            nbytes: size of the new block.
+            limit: maximum total size of all blocks in bytes.
+            owner, spared_from: blocks of this file from that offset on are kept, because they will still be requested.
         """
         if self.nbytes + nbytes <= limit:
             return True
@@ -180,23 +179,27 @@ class _Pool:
         return False
 
     def start_threads(self, num_reads: int) -> None:
-        """Start a thread for each queued block, up to `num_reads` in all. DestinationError: none can start."""
+        """Start a thread for each queued block, up to `num_reads` in total.
+
+        Raise DestinationError if none can start.
+        """
         slow_before = time.monotonic() - _SLOW_S
         num_slow = sum(since < slow_before for since in self.reading.values())
         for _ in range(min(num_reads + num_slow - self.num_threads, len(self.queue))):
-            # Daemons: a program that ends must not wait for bytes that nobody will use.
+            # Daemon threads do not keep an ending program waiting for bytes that it does not need.
             thread = threading.Thread(target=self._work, name="penstock-read-ahead", daemon=True)
             if not start_thread(thread, is_needed=not self.num_threads):
                 return
             self.num_threads += 1
 
     def _work(self) -> None:
-        """Read queued blocks until there are none: the body of a thread."""
+        """Read queued blocks until there are none. This is the body of a thread."""
         while True:
             with self.locked():
                 block = next((each for each in self.queue if each.owner.under_way < each.owner.num_reads), None)
                 if block is None:
-                    # Blocks may be left, of files with as many reads as they may have: those threads go on with them.
+                    # The remaining blocks belong to files that have reached their maximum number of reads. The threads
+                    # of these reads continue with them.
                     self.num_threads -= 1
                     return
                 self.queue.remove(block)
@@ -216,7 +219,8 @@ class _Pool:
         except (PenstockError, MemoryError) as raised:
             error = raised
         finally:
-            # Also after an error of another class, which ends this thread: those that wait must not wait for ever.
+            # This also runs after an unexpected error, which ends this thread, because the waiting threads must not
+            # wait for ever.
             with self.locked():
                 del self.reading[block]
                 owner.under_way -= 1
@@ -228,7 +232,7 @@ class _Pool:
                     self.forget(block)
                     owner.stop_ahead()
                 block.error = error
-                # Last: those that wait look at it without the lock first.
+                # Set the state last, because waiting threads read it without the lock.
                 block.state = _State.READY if is_read else _State.FAILED
                 is_last = owner.is_closed and not owner.under_way
                 if not is_read and error is None:
@@ -242,7 +246,7 @@ shared_pool = _Pool()
 
 
 def _forked() -> None:
-    # The threads that read are the parent's, and one of them may have held the lock.
+    # The reading threads exist only in the parent, and one of them may have held the lock.
     shared_pool.__init__()  # type: ignore[misc]
 
 
@@ -251,12 +255,12 @@ os.register_at_fork(after_in_child=_forked)
 
 @dataclass(slots=True)
 class _Run:
-    """Requests that follow one another through the file.
+    """Consecutive requests through the file.
 
     Attributes:
-        origin, position: where the first began, and where the furthest ended.
-        nbytes: asked for.
-        next_look_nbytes: value of `nbytes` from which it may be time to queue another block.
+        origin, position: start of the first request, and end of the furthest one.
+        nbytes: number of requested bytes.
+        next_look_nbytes: value of `nbytes` at which another block may be due.
     """
 
     origin: int
@@ -267,21 +271,21 @@ class _Run:
 
     @property
     def is_dense(self) -> bool:
-        """Return whether it reads so much of what it passes that reading ahead of it pays."""
+        """Return whether it requests enough of the bytes that it passes, so that reading ahead pays."""
         enough = self.num_requests >= (2 if self.nbytes >= _MIN_RUN_BYTES else _MIN_REQUESTS)
         return enough and 2 * self.nbytes >= self.position - self.origin
 
 
 class ReadAhead:
-    """A source whose next bytes are read before they are asked for; see the module.
+    """A source that reads bytes before they are requested. The module's docstring describes it.
 
     Args:
-        source: the file; this object closes it.
-        settings: `memory_bytes` bounds the blocks of all files together, `chunk_bytes` each of them.
-        num_reads: reads under way at once.
-        stall_s: seconds without a byte after which a wait raises SourceStalled, for a source that has no deadlines of
-            its own and counts its bytes (`Counting`). All its reads are then made by other threads, because one that
-            hangs in the kernel cannot be interrupted.
+        source: the file. This object closes it.
+        settings: `memory_bytes` limits the blocks of all files together, and `chunk_bytes` limits each block.
+        num_reads: maximum number of concurrent reads.
+        stall_s: seconds without a byte after which a wait raises SourceStalled. For sources that have no deadlines and
+            count their bytes (`Counting`). All reads are then made by other threads, because a read that hangs in the
+            kernel cannot be interrupted.
 
     Attributes:
         uri, nbytes, identity: see `Source`.
@@ -297,13 +301,14 @@ class ReadAhead:
         self._stall_s = stall_s
         self._limit = settings.memory_bytes
         self._block_bytes = max(1, min(settings.chunk_bytes, settings.memory_bytes // 4))
-        # For the pool, under its lock.
+        # The pool uses this under its lock.
         self.blocks = ByteBlocks[_Block]()
         self.under_way = 0
         self.is_closed = False
         self._given = RangeSet()
         self._runs: list[_Run] = []
-        # What is expected: ranges of at most a block, in order; the next one to queue; and the same by place.
+        # The expected ranges, each at most as large as a block, in order. Then the next range to queue, and the ranges
+        # by position.
         self._expected: list[tuple[int, int]] = []
         self._next_expected = 0
         self._places: list[tuple[int, int]] = []
@@ -312,7 +317,7 @@ class ReadAhead:
     # -- Source
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`. Path: `read-ahead`. SourceStalled also where `stall_s` was given, see the class."""
+        """See `Source.readv`. The path is `read-ahead`. With `stall_s` it may also raise SourceStalled."""
         _, left = span(self, offset, buffers)
         for buffer in left:
             self._fill(offset, buffer)
@@ -320,24 +325,24 @@ class ReadAhead:
         return "read-ahead"
 
     def close(self) -> None:
-        """Drop all blocks, and close the source once no read of it is under way. Returns at once; idempotent."""
+        """Drop all blocks, and close the source when none of its reads is running. Returns at once. Idempotent."""
         shared_pool.closing.append(self)
         shared_pool.close_files()
 
     # -- hints
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Say which bytes `[start, stop)` will be asked for, in this order; replaces what was said before.
+        """Announce the ranges `[start, stop)` that will be requested, in order. Replaces the previous announcement.
+
+        This makes no reads yet. See the module's docstring.
 
         Args:
-            ranges: within the file. A range may be asked for in parts.
-
-        Cost: no read yet; see the module.
+            ranges: ranges within the file. A range may be requested in parts.
         """
         planned: list[tuple[int, int]] = []
         for start, stop in ranges:
             if not 0 <= start <= stop <= self.nbytes:
-                raise ConfigError(f"bytes {start} to {stop} are not within {self.nbytes}", uri=self.uri)
+                raise ConfigError(f"bytes [{start}, {stop}) are outside the file of {self.nbytes} bytes", uri=self.uri)
             while start < stop:
                 if planned and 0 <= start - planned[-1][1] <= _GAP_BYTES:
                     first, end = planned[-1]
@@ -355,7 +360,7 @@ class ReadAhead:
             self._places = sorted((start, index) for index, (start, _) in enumerate(planned))
 
     def is_ahead(self, start: int, stop: int) -> bool:
-        """Return whether any of `[start, stop)` is in memory, under way or expected."""
+        """Return whether any byte of `[start, stop)` is in memory, being read, or expected."""
         with shared_pool.locked():
             return bool(self.blocks.within(start, stop)) or self._index_of(start, stop) is not None
 
@@ -375,11 +380,11 @@ class ReadAhead:
                 if block.state is _State.READY:
                     shared_pool.ready.move_to_end(block)
                 elif block.state is _State.QUEUED and len(shared_pool.queue) > 1:
-                    # Someone waits for this one: it goes before all that nobody waits for yet.
+                    # A request waits for this block, so read it before blocks that no request waits for.
                     shared_pool.queue.remove(block)
                     shared_pool.queue.appendleft(block)
             pieces = self._pieces(start, stop, blocks)
-            # By this thread itself, if that cannot hang and saves handing a small read to another one.
+            # Read one piece in this thread, if that cannot hang and avoids handing a small read to another thread.
             own = pieces.pop(0) if pieces and self._stall_s is None else None
             direct = [_Block(self, at, end, buffer[at - start : end - start]) for at, end in pieces]
             shared_pool.queue.extendleft(reversed(direct))
@@ -399,15 +404,17 @@ class ReadAhead:
             with shared_pool.locked():
                 self._release(blocks, start, stop)
                 for block in direct:
-                    # After an error: nobody wants these any more. One that is being read keeps its memory alive.
+                    # After an error no request wants these blocks any more. A block that is being read keeps its memory
+                    # alive.
                     if block.state is _State.QUEUED:
                         shared_pool.queue.remove(block)
 
     def small(self, start: int, stop: int) -> memoryview | None:
-        """Return the bytes of a small request if all of them are in one block; None, and nothing is done, if not.
+        """Return the bytes of a small request if one block contains all of them. Otherwise return None and do nothing.
 
-        It is the way of nearly every small tensor, of which a file may have tens of thousands: 5 us instead of 30.
-        Ownership: others read the same memory; copy it.
+        Nearly every small tensor takes this path, and a file may have tens of thousands. It takes 5 us instead of 30.
+
+        Other requests read the same memory, so the caller must copy it.
         """
         if stop - start > _SMALL_BYTES:
             return None
@@ -416,7 +423,7 @@ class ReadAhead:
             run = self._runs[-1] if self._runs else None
             if block is None or block.stop < stop or block.target is None or run is None:
                 return None
-            # Where the run goes on as it did, the next block is not due before some more bytes were asked for.
+            # If the run continues as before, the next block is not due before more bytes were requested.
             is_expected = self._next_expected < len(self._expected)
             if start != run.position or is_expected or run.nbytes >= run.next_look_nbytes:
                 return None
@@ -433,7 +440,10 @@ class ReadAhead:
         return found
 
     def _read_here(self, offset: int, buffer: memoryview) -> None:
-        """Read on this thread. The source stays open for it: its descriptor may be another file's once it is closed."""
+        """Read in this thread.
+
+        Keep the source open during the read, because its descriptor may be reused once it is closed.
+        """
         with shared_pool.locked():
             if self.is_closed:
                 raise ConfigError("file is closed", uri=self.uri)
@@ -448,7 +458,7 @@ class ReadAhead:
                 self.source.close()
 
     def _pieces(self, start: int, stop: int, blocks: list[_Block]) -> list[tuple[int, int]]:
-        """Return the ranges of `[start, stop)` that no block has, each of at most a block's size."""
+        """Return the ranges in `[start, stop)` that no block contains. Each is at most as large as a block."""
         gaps, at = [], start
         for block in blocks:
             if at < block.start:
@@ -460,22 +470,22 @@ class ReadAhead:
         return [(at, min(at + step, end)) for first, end in gaps for at in range(first, end, step)]
 
     def _copy(self, block: _Block, start: int, buffer: memoryview) -> None:
-        """Copy what `block` has of the request into its buffer, once it is read."""
+        """Wait for the block, and copy its part of the request into the buffer."""
         begin, end = max(start, block.start), min(start + buffer.nbytes, block.stop)
         self._wait(block)
         part = buffer[begin - start : end - start]
         source = block.target
         if source is None:
-            # Another request has raised its error: this one asks again.
+            # Another request has raised the error of the block, so read again here.
             self._read_here(begin, part)
             return
-        # By numpy, which lets other threads run meanwhile.
+        # Copy with numpy, which releases the GIL.
         np.copyto(
             np.frombuffer(part, np.uint8), np.frombuffer(source[begin - block.start : end - block.start], np.uint8)
         )
 
     def _wait(self, block: _Block) -> None:
-        """Return once `block` is read. Raises its error, once; SourceStalled."""
+        """Wait until the block is read. The first waiter raises its error. Raises SourceStalled."""
         if block.state is _State.READY:
             return
         received, since = -1, time.monotonic()
@@ -483,7 +493,7 @@ class ReadAhead:
         with shared_pool.changed:
             while block.state in {_State.QUEUED, _State.READING}:
                 if not shared_pool.changed.wait(interrupts.longest_wait_s(look_s)) and block.state is _State.QUEUED:
-                    # Those that were started may be slow by now.
+                    # The running reads may have become slow ones, so start more threads.
                     shared_pool.start_threads(self.num_reads)
                 interrupts.raise_if_noted()
                 now_received = getattr(self.source, "received_bytes", 0)
@@ -491,10 +501,10 @@ class ReadAhead:
                     received, since = now_received, time.monotonic()
                 elif self._stall_s is not None and time.monotonic() - since > self._stall_s:
                     raise SourceStalled(
-                        f"no byte for {self._stall_s:g} s",
+                        f"no byte arrived for {self._stall_s:g} s",
                         uri=self.uri,
                         byte_range=(block.start, block.stop),
-                        hint="the file server does not answer; PENSTOCK_STALL_S sets the time",
+                        hint="check the file server, or raise PENSTOCK_STALL_S",
                     )
             error, block.error = block.error, None
         if error is not None:
@@ -503,7 +513,7 @@ class ReadAhead:
             self._read_here(block.start, block.target)
 
     def _release(self, blocks: list[_Block], start: int, stop: int) -> None:
-        """Let go of blocks after a request for `[start, stop)`; those that were asked for whole are freed."""
+        """Release blocks after a request for `[start, stop)`. Blocks that were requested completely are dropped."""
         for block in blocks:
             block.users -= 1
             block.left -= min(stop, block.stop) - max(start, block.start)
@@ -513,7 +523,7 @@ class ReadAhead:
     # -- what is read ahead
 
     def _note(self, start: int, stop: int) -> None:
-        """Add a request to the run that it continues, or begin another one."""
+        """Add a request to the run that it continues, or begin a new run."""
         nbytes = stop - start
         for index, run in enumerate(self._runs):
             if run.origin - self._block_bytes <= start <= run.position + self._block_bytes:
@@ -546,7 +556,7 @@ class ReadAhead:
     def _queue_expected(self, start: int, stop: int) -> None:
         index = self._index_of(start, stop)
         if index is not None and index > self._next_expected:
-            # The program is further on than the reads: what it passed is read when it is asked for.
+            # The program is ahead of the reads. Ranges that it passed are read when they are requested.
             self._next_expected = index
             self._drop_skipped(index)
         while self._next_expected < len(self._expected):
@@ -559,7 +569,7 @@ class ReadAhead:
             self._next_expected += 1
 
     def _drop_skipped(self, index: int) -> None:
-        """Free blocks of what is expected before `index`, where they hold half of the room for blocks."""
+        """Release blocks for expected ranges before `index`, if they use half of the memory for blocks."""
         for block in list(self.blocks):
             if self.blocks.nbytes <= self._limit // 4:
                 return
@@ -568,7 +578,7 @@ class ReadAhead:
                 shared_pool.forget(block)
 
     def _index_of(self, start: int, stop: int) -> int | None:
-        """Return the index of what is expected that `[start, stop)` overlaps; None: nothing."""
+        """Return the index of the expected range that overlaps `[start, stop)`, or None."""
         place = bisect.bisect_right(self._places, (start, len(self._expected))) - 1
         for first, index in self._places[max(place, 0) : place + 2]:
             if first < stop and self._expected[index][1] > start:
@@ -576,7 +586,7 @@ class ReadAhead:
         return None
 
     def _next_free(self, at: int) -> int:
-        """Return the first byte from `at` on that no block has and that was not given out."""
+        """Return the first byte from `at` on that no block contains and that was not delivered."""
         while True:
             block = self.blocks.block_at(at)
             end = self._given.end_of(at if block is None else block.stop)
@@ -585,14 +595,14 @@ class ReadAhead:
             at = end
 
     def _end_of_free(self, at: int, stop: int) -> int:
-        """Return where the free bytes that begin at `at` end, at `stop` at most."""
+        """Return the end of the free bytes that begin at `at`, at most `stop`."""
         for taken in (self.blocks.next_start(at), self._given.next_start(at)):
             if taken is not None and taken < stop:
                 stop = taken
         return stop
 
     def _queue(self, start: int, stop: int, *, spared_from: int) -> bool:
-        """Queue a block, or leave out a small hole; False: there is no room. `spared_from`: see `_Pool.make_room`."""
+        """Queue a block, or skip a small hole. Return False if the memory limit is reached. See `_Pool.make_room`."""
         if stop - start < _GAP_BYTES and self._given.next_start(start) == stop:
             return True
         if not shared_pool.make_room(stop - start, self._limit, self, spared_from):
@@ -606,16 +616,16 @@ class ReadAhead:
     # -- for the pool, under its lock
 
     def stop_ahead(self) -> None:
-        """Read nothing ahead until new requests show a run: a read of it has failed."""
+        """Stop reading ahead until new requests form a run, because a read has failed."""
         self._runs.clear()
         self._next_expected = len(self._expected)
 
     def drop_all(self) -> None:
-        """Close for requests: drop every block, and what is queued."""
+        """Refuse further requests, and drop every block and the queue."""
         self.is_closed = True
         for block in [each for each in shared_pool.queue if each.owner is self]:
             shared_pool.queue.remove(block)
-            # A request of another thread may wait for it.
+            # A request in another thread may be waiting for it.
             block.error = ConfigError("file is closed", uri=self.uri)
             block.state = _State.FAILED
         shared_pool.changed.notify_all()
@@ -623,7 +633,7 @@ class ReadAhead:
             shared_pool.forget(block)
 
     def let_go(self) -> None:
-        """In a forked child: forget the parent's blocks and reads."""
+        """Drop the parent's blocks and reads in a forked child."""
         self.blocks = ByteBlocks[_Block]()
         self.under_way = 0
         self._runs = []

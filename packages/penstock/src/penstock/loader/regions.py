@@ -1,11 +1,8 @@
-"""Regions of tensors, verified: whole leaves are read and compared with their digests, then the region is cut out.
+"""Verified regions of tensors. Whole leaves are read and compared with their digests, and then the region is cut out.
 
-In: rows of a table with boxes, and the digests of the rows. Out: the rows that a plan reads; the tensor of each box.
-Not here: which region a rank needs (`plan.tensor_parallel`, `memory.local_shards`), the plan and the run (`session`).
+    row [a][b][c][d], box in b and d   --> plan rows [b] [d], compared like any row   --> box, cut from both
 
-    row [a][b][c][d], box in b and d   --> plan rows [b] [d], compared as any row   --> box, cut from both
-
-Without digests a box is read by itself, and nothing else is.
+Without digests only the box is read.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from penstock.plan.layout import Runs, box_runs
 from penstock.types import I64, U64, Box, DType, TensorTable
 
 Memory = Callable[[int], torch.Tensor]
-"""Returns the memory for a box that is cut, flat uint8, by its line."""
+"""Returns the memory for a box that is cut, as flat uint8, by its line."""
 
 
 class _Cut(NamedTuple):
@@ -35,7 +32,7 @@ class _Cut(NamedTuple):
 
 
 class _Group:
-    """The boxes of one row, and the pieces of the row that have them. Each piece is a run of whole leaves."""
+    """The boxes of one row, and the pieces of the row that contain them. Each piece is a run of whole leaves."""
 
     def __init__(self, cuts: Sequence[_Cut], nbytes: int, leaf_bytes: int) -> None:
         self.cuts = cuts
@@ -44,7 +41,7 @@ class _Group:
         leaves = np.stack([ranges[:, 0] // leaf_bytes, -(-ranges[:, 1] // leaf_bytes)], axis=1)
         leaves = leaves[np.argsort(leaves[:, 0], kind="stable")]
         reach = np.maximum.accumulate(leaves[:, 1])
-        # A new piece begins where no range before reaches.
+        # A new piece begins where no earlier range reaches.
         first = np.flatnonzero(np.concatenate([[True], leaves[1:, 0] > reach[:-1]]))
         self.first_leaf: I64 = leaves[first, 0]
         self.stop_leaf: I64 = reach[np.concatenate([first[1:], [len(reach)]]) - 1]
@@ -53,7 +50,7 @@ class _Group:
         self._pieces: list[torch.Tensor] = []
 
     def add(self, piece: torch.Tensor) -> bool:
-        """Take the next piece, flat uint8; return whether all of them are there."""
+        """Add the next piece, flat uint8. Return whether all pieces arrived."""
         self._pieces.append(piece)
         return len(self._pieces) == len(self.start)
 
@@ -70,12 +67,12 @@ class _Group:
             at += rows * run
 
     def drop(self) -> None:
-        """Forget the pieces, whose memory is that of a staging slab."""
+        """Drop the pieces, which are views of a staging slab."""
         self._pieces.clear()
 
 
 def _ranges(runs: Runs, leaf_bytes: int) -> I64:
-    """Return the byte ranges that a box needs, `[n, 2]`: of each run, or of each rectangle if its gaps hold no leaf."""
+    """Return the byte ranges that a box needs, `[n, 2]`. A rectangle is one range if its gaps contain no leaf."""
     if runs.pitch_bytes <= leaf_bytes or runs.num_rows == 1:
         length = (runs.num_rows - 1) * runs.pitch_bytes + runs.run_bytes
         return np.stack([runs.offsets, runs.offsets + length], axis=1)
@@ -84,7 +81,7 @@ def _ranges(runs: Runs, leaf_bytes: int) -> I64:
 
 
 def _rectangles(runs: Runs, leaf_bytes: int, starts: I64) -> Iterator[tuple[int, int, int]]:
-    """Yield `(first row, stop row, first byte)` of the rows of each rectangle that lie in one piece."""
+    """Yield `(first row, stop row, first byte)` for the rows of each rectangle that lie in one piece."""
     for offset in runs.offsets.tolist():
         if runs.pitch_bytes <= leaf_bytes or runs.num_rows == 1:
             yield 0, runs.num_rows, offset
@@ -97,16 +94,16 @@ def _rectangles(runs: Runs, leaf_bytes: int, starts: I64) -> Iterator[tuple[int,
 
 
 class TensorRegions:
-    """The rows that a plan reads for rows with boxes, and the tensors that become of them.
+    """The rows that a plan reads for rows with boxes, and the tensors that are built from them.
 
     Args:
-        table: the rows wanted, in file order. A row may stand there several times, with another box each.
-        boxes: the region of each; None: all of it.
-        leaves: the digests of the rows, row after row; None: boxes are read as they are, and not verified.
-        leaf_bytes: bytes of a leaf.
+        table: the wanted rows, in file order. A row may appear several times, each time with a different box.
+        boxes: the region of each row. None means the whole row.
+        leaves: digests of the rows, in order. None means that boxes are read directly and not verified.
+        leaf_bytes: size of a leaf in bytes.
 
     Attributes:
-        table, boxes, leaves: of the plan's rows, in the order that the plan keeps.
+        table, boxes, leaves: those of the plan's rows, in the order that the plan keeps.
 
     Raises:
         PlanError: a box lies outside its tensor.
@@ -118,7 +115,7 @@ class TensorRegions:
         self._wanted = table
         self._boxes = boxes
         self._rows: list[int | _Group] = []
-        """By plan row: the line that it is, or the group of lines that it is a piece for."""
+        """For each plan row, the line that it is, or the group of lines that are cut from it."""
         first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
         lines: list[int] = []
         offset, nbytes, kept = [], [], list[U64]()
@@ -128,7 +125,7 @@ class TensorRegions:
             start, size = int(table.offset[group[0]]), int(table.nbytes[group[0]])
             mine = None if leaves is None else leaves[first_leaf[group[0]] :][: -(-size // leaf_bytes)]
             cuts = [] if mine is None else self._cuts(group)
-            # Whole rows, boxes of no bytes, and boxes without digests are rows of the plan as they are.
+            # Whole rows, empty boxes and boxes without digests are rows of the plan without changes.
             for line in sorted(set(group) - {cut.line for cut in cuts}):
                 self._rows.append(line)
                 lines.append(line)
@@ -179,22 +176,22 @@ class TensorRegions:
         return cuts
 
     def line_of(self, row: int) -> int | None:
-        """Return the line that a plan row is by itself; None if lines are cut from it."""
+        """Return the line that is exactly a plan row, or None if lines are cut from it."""
         found = self._rows[row]
         return None if isinstance(found, _Group) else found
 
     def cut_bytes(self) -> dict[int, int]:
-        """Return the bytes of each line that is cut."""
+        """Return the size in bytes of each line that is cut."""
         groups = {id(group): group for group in self._rows if isinstance(group, _Group)}
         return {cut.line: cut.runs.nbytes for group in groups.values() for cut in group.cuts}
 
     def arrived(self, row: int, tensor: torch.Tensor, memory: Memory) -> Iterator[tuple[int, torch.Tensor]]:
-        """Take the next row of the plan, complete and compared; yield the lines that are complete by it.
+        """Add the next complete and verified row of the plan. Yield the lines that are complete now.
 
         Args:
-            row: of the plan; every row once, in order within each row of the table.
-            tensor: its tensor.
-            memory: where a box that is cut goes.
+            row: row of the plan. Every row comes once, in order within each row of the table.
+            tensor: tensor of the row.
+            memory: returns the memory for a box that is cut.
         """
         found = self._rows[row]
         if not isinstance(found, _Group):

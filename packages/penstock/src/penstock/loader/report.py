@@ -1,8 +1,4 @@
-"""The report of a load.
-
-In: measurements of a session. Out: a frozen report with a few lines for people.
-Not here: the measuring (`session`, `phases`), progress while it runs (`progress`), other reports (`fetcher.report`).
-"""
+"""The report of a load."""
 
 from __future__ import annotations
 
@@ -16,15 +12,15 @@ from penstock.types import GB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePath:
-    """The path a file's bytes took. A file read by two paths has two of these."""
+    """A path that bytes of a file took. A file that was read by two paths has two of these."""
 
     uri: str
     nbytes: int
-    """Bytes read by this path, with gaps that were read rather than skipped."""
+    """Bytes that this path read, including gaps that were read instead of skipped."""
     path: str
     """`mmap`, `page-cache`, `direct`, `buffered`, `http`, `obstore`, `cache`, `memory`, `group` (another rank)."""
     why: str
-    """The reason why no faster path was taken; empty for the fastest."""
+    """Why no faster path was taken. Empty for the fastest path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,34 +31,35 @@ class LoadReport(Summarised):
     device: str
     num_tensors: int
     nbytes: int
-    """Bytes at the destination."""
+    """Number of bytes at the destination."""
     read_bytes: int
-    """Bytes that this process read from storage."""
+    """Number of bytes that this process read from storage."""
     wall_s: float
     phases: Mapping[str, float]
-    """Seconds of `open`, `plan`, `allocate`, `move`, `finish`; they sum to `wall_s`."""
+    """Seconds in the phases `open`, `plan`, `allocate`, `move` and `finish`. Their sum is `wall_s`."""
     busy_s: Mapping[str, float]
-    """Seconds inside steps per executor, summed over its threads; overlapping."""
+    """Seconds that each executor spent in steps, summed over its threads. Executors overlap."""
     peak_staging_bytes: int
     peak_rss_bytes: int
-    """Largest resident set of the process so far, before the load too: the system keeps no other maximum."""
+    """Peak resident set size of the process in bytes. It includes the time before the load, because the system has no
+    other maximum."""
     peak_device_bytes: int
-    """Most that torch's allocator ever had in use on the device; 0 on the CPU."""
+    """Peak memory of torch's allocator on the device in bytes. 0 on the CPU."""
     files: tuple[FilePath, ...]
     verified: bool
     why: str
-    """How the tensors were verified, or the reason why they were not."""
+    """How the tensors were verified, or why they were not."""
     revision: str
 
     @property
     def gb_per_s(self) -> float:
-        """Return decimal GB at the destination per second of wall time."""
-        # An empty weight set takes no measurable time.
+        """Return the rate in GB/s: decimal GB at the destination per second of wall time."""
+        # An empty weight set may take no measurable time.
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def paths(self) -> str:
-        """Return the paths with their bytes, and why no faster one was taken."""
-        # By path and not by file: a model has hundreds of files, which took one or two paths.
+        """Return the paths with their bytes, and why no faster path was taken."""
+        # Group by path and not by file, because a model has hundreds of files with one or two paths.
         by_path: dict[str, int] = {}
         for file in self.files:
             key = f"{file.path} ({file.why})" if file.why else file.path
@@ -81,7 +78,7 @@ class LoadReport(Summarised):
 
 
 def outcome_of(report: LoadReport) -> Outcome:
-    """Return what metrics and spans show of a load."""
+    """Return the values that metrics and spans show for a load."""
     return Outcome(
         nbytes=report.nbytes,
         phases=report.phases,

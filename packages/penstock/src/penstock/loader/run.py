@@ -1,13 +1,10 @@
 """The run of a load plan: fetch -> place -> compute, within one staging budget.
 
-In: a `LoadPlan`, its sources, a `Destination`, optionally a `Checker`. Out: slabs, complete and checked, in plan order.
-Not here: executors, ticket and closing (`engine.run`), what a slab becomes (`session`).
-
     reads --fetch--> staging --place--> slabs --compute--> ready, in order
-              `----------------(host memory: straight)--^
+              `-------------(host memory: directly)--^
 
-A slab is *open* until its last byte arrived, *unchecked* until its digests were compared, then *ready*. Without a
-checker a slab is ready once it is complete.
+A slab is *open* until its last byte arrives, *unchecked* until its digests are compared, and then *ready*. Without a
+checker a complete slab is ready.
 """
 
 from __future__ import annotations
@@ -35,40 +32,42 @@ from penstock.storage.io_uring import Uring
 from penstock.types import GIB, MIB
 
 MIN_BATCH_BYTES = 256 * MIB
-"""Bytes of slabs that are enough for a check, however little is left to read: a device digests them in 110 us.
-Source: benchmarks/results/h100_202611/digest.md."""
+"""Smallest batch for a check, even near the end of the load. A device digests it in 110 us. Source:
+benchmarks/results/h100_202611/digest.md."""
 
 UNDER_WAY_BYTES, UNDER_WAY_PART = GIB, 8
-"""A load is under way once so many bytes of it, or this part of them, have arrived. Until then others pin staging,
-allocate memory and prepare the checker, and no copies are queued ahead: Python that can wait should wait until then.
-Source: benchmarks/results/h200x1_202611/load-history.md."""
+"""A load counts as under way when this many bytes, or this fraction of its bytes, have arrived. Until then other
+threads pin staging, allocate memory and prepare the checker, and no copies are queued ahead. Python code that can wait
+should wait until then. Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 BATCH_PER_OPEN = 8
-"""A check waits for this many times the bytes that are left to read: a device digests 14 to 60 times as fast as a link
-moves bytes, so it is done before those have come, and each check takes the GIL from the thread that moves them."""
+"""A check waits for a batch of this multiple of the bytes that are still to be read. A device digests 14 to 60 times as
+fast as a link moves bytes, so the check is done before the rest arrives. Each check takes the GIL from the thread that
+moves bytes."""
 
 
 class LoadRun(Run):
-    """Run of a load plan. A context manager: leaving it drains I/O and device copies.
+    """The run of a load plan. Leaving its `with` block ends all reads and device copies.
 
     Args:
-        plan: what to read and where it goes.
-        sources: by file index of the plan.
+        plan: the reads and their destinations.
+        sources: one source for each file index in the plan.
         place: the destination's slabs.
-        pool: staging; None only where every read can go straight to its slabs.
-        num_fetch_threads: reads under way at once, by threads or by the ring's workers.
-        num_direct_threads: threads for what does not suit the ring; 0: as many as that.
-        ring: takes the reads of files in the page cache into staging; the run closes it.
-        stall_s: deadline by progress of every wait.
-        trace: where spans go.
-        checker: digests complete slabs; None: slabs are ready when their bytes are.
-        reads: which reads of the plan to carry out; None: all.
-        window_bytes: reads start at most this far ahead of the slabs consumed; 0: no bound.
-        order: the slabs as `slabs` yields them; None: plan order. The plan's reads should be in this order too.
+        pool: staging memory. None only if every read can go directly to its slabs.
+        num_fetch_threads: number of concurrent reads, by threads or by the ring's workers.
+        num_direct_threads: number of threads for reads that do not suit the ring. 0 means the same number.
+        ring: reads files in the page cache into staging. The run closes it.
+        stall_s: seconds without progress after which a wait fails.
+        trace: receives the spans.
+        checker: compares digests of complete slabs. None means that complete slabs are ready.
+        reads: indices of the reads to execute. None means all.
+        window_bytes: limit on how far reads are ahead of consumed slabs, in bytes. 0 means no limit.
+        order: order in which `slabs` yields the slabs. None means plan order. The plan's reads should have the same
+            order.
 
     Attributes:
-        reads: file index, offset and bytes of each read of the plan.
-        paths: bytes read per (file index, path word).
+        reads: file index, offset and size of each read in the plan.
+        paths: number of bytes read for each (file index, path name).
     """
 
     def __init__(
@@ -88,8 +87,7 @@ class LoadRun(Run):
         window_bytes: int = 0,
         order: Sequence[int] | None = None,
     ) -> None:
-        # To a device, reader threads and the placing thread pass the GIL for every chunk; to the CPU there is no such
-        # traffic.
+        # For a device, the reading threads and the placing thread pass the GIL for every chunk. On the CPU they do not.
         super().__init__(plan.nbytes, trace=trace, stall_s=stall_s, is_quick=place.registrar is not None)
         self.plan = plan
         self.sources = sources
@@ -112,7 +110,8 @@ class LoadRun(Run):
             self._ask = self.executor("ask", 1)
         self._compute = self.executor("compute", checker.num_threads if checker else 1)
 
-        # Lists of Python's own numbers: each is read once per segment, where a numpy scalar costs ten times as much.
+        # Use lists of Python numbers. Each is read once per segment, and reading a numpy scalar costs ten times as
+        # much.
         self._slab_nbytes: list[int] = plan.slab_nbytes.tolist()
         before = np.concatenate(([0], np.cumsum(plan.seg_run * plan.seg_rows)))
         self._read_start: list[int] = before[plan.seg_first[:-1]].tolist()
@@ -123,7 +122,7 @@ class LoadRun(Run):
         self.reads: list[tuple[int, int, int]] = list(zip(files, offsets, lengths, strict=True))
         self.paths: dict[tuple[int, str], int] = {}
 
-        # The lock guards what follows, `paths`, and the ticket's `moved_bytes`.
+        # The lock guards the following fields, `paths`, and the ticket's `moved_bytes`.
         self._lock = threading.Lock()
         self._missing = list(self._slab_nbytes)
         self._ready = [False] * len(self._missing)
@@ -136,7 +135,8 @@ class LoadRun(Run):
         self._under_way_bytes = min(UNDER_WAY_BYTES, -(-plan.nbytes // UNDER_WAY_PART))
         self._placed: set[int] = set()
         self._awaited_reads: set[int] = set()
-        # The slab a consumer waits for; until one does, only the last matters, or the first where reads have a window.
+        # The slab that a consumer waits for. Until a consumer waits, only the last slab matters, or the first if reads
+        # have a window.
         self._order = range(len(self._missing)) if order is None else order
         self._awaited = 0
         if self._order:
@@ -145,7 +145,7 @@ class LoadRun(Run):
         self._is_closed = False
 
     def start(self) -> RunState:
-        """Post every read and return the ticket at once."""
+        """Post every read, and return the ticket at once."""
         if self._num_open == 0:
             self.ticket.finish()
         reads = map(partial(_Read, self), self._posted_reads)
@@ -153,15 +153,16 @@ class LoadRun(Run):
             self.fetch.start(reads)
             self._ask.post(Item(0, "ask", 0, start=self._learn_cached))
         else:
-            # The first reads start while the items of the others are made.
+            # The first reads start while the other items are being created.
             self.fetch.post(*islice(reads, 2 * self.fetch.num_threads))
             self.fetch.post(*reads)
         return self.ticket
 
     def prepare_checker(self) -> None:
-        """Have the checker prepared; by default that begins with the first arrival. Idempotent.
+        """Prepare the checker. By default this begins when the first bytes arrive. Idempotent.
 
-        Order: in `CudaPlace.allocating`, whose end it waits for: earlier, it would slow the allocation down.
+        Call it inside `CudaPlace.allocating`. It waits for the end of that block, because it would slow down the
+        allocation.
         """
         with self._lock:
             is_prepared, self._is_prepared = self._is_prepared, True
@@ -169,19 +170,19 @@ class LoadRun(Run):
             self._compute.post(Item(-1, "check: prepare", 0, start=self._checker.prepare))
 
     def slabs(self) -> Iterator[int]:
-        """Yield slab indices in plan order, or in the order given, each once it is complete and checked.
+        """Yield slab indices in plan order, or in the given order, when each slab is complete and checked.
 
         Raises:
-            PenstockError: what stopped the run.
+            PenstockError: the error that stopped the run.
         """
         ready, ticket = self._ready, self.ticket
         for index in self._order:
             self._awaited = index
             if not ready[index]:
                 if self._window_bytes:
-                    # Reads wait in `admit` for what was consumed, or for this slab's turn.
+                    # Reads in `admit` wait for consumed slabs, or for this slab's turn.
                     ticket.wake()
-                    # Its check may wait for a batch that reads beyond the window would have to fill.
+                    # Its check may wait for a batch that only reads beyond the window would fill.
                     if self._missing[index] == 0:
                         self._flush_checks()
                 ticket.wait_until(lambda at=index: ready[at], stall_s=self.stall_s)  # type: ignore[misc]
@@ -189,12 +190,18 @@ class LoadRun(Run):
             self._consumed_bytes += self._slab_nbytes[index]
 
     def is_under_way(self) -> bool:
-        """Return whether the first bytes have arrived; see `UNDER_WAY_BYTES`. The ticket is woken once they have."""
+        """Return whether the load is under way. The ticket is notified when this becomes true.
+
+        See `UNDER_WAY_BYTES`.
+        """
         return self.ticket.moved_bytes >= self._under_way_bytes
 
     def wait_reads(self, reads: Iterable[int]) -> None:
-        """Return once the bytes of these reads are in their slabs; one waiter. Raises what stopped the run."""
-        # Emptied by `arrived`, so that only the last of them wakes the waiter.
+        """Wait until the bytes of these reads are in their slabs, or raise the error that stopped the run.
+
+        One thread may wait.
+        """
+        # `arrived` empties this set, so that only the last read wakes the waiter.
         awaited = set(reads)
         with self._lock:
             awaited -= self._placed
@@ -202,37 +209,41 @@ class LoadRun(Run):
         self.ticket.wait_until(lambda: not awaited, stall_s=self.stall_s)
 
     def close(self) -> None:
-        """Stop what runs, wait for what a device or a kernel call still does. Idempotent.
+        """Stop the run, and wait for devices and kernel calls. Idempotent.
 
-        Afterwards nothing writes to the slabs or the pool, whose owner may free it, and the run holds no slab.
+        Afterwards nothing writes to the slabs or the pool, and the run refers to no slab, so their owners may release
+        them.
         """
         if self._is_closed or lifecycle.is_ending():
             return
         if not self.ticket.done:
             self.ticket.cancel()
-        # A read may wait for a buffer that no item will give back any more.
+        # A read may wait for a buffer that no item will return any more.
         if self.ticket.stopped and self.pool is not None:
             self.pool.cancel()
         super().close()
         self._is_closed = True
-        # Nothing of this waits for the garbage collector: it holds memory of the size of the weights.
+        # Drop these now, because memory as large as the weights must not wait for the garbage collector.
         del self.place, self._checker
 
     # -- Called by the items, and by the exchange of a group.
 
     def segments(self, read: int) -> list[Segment]:
-        """Return the read's segments as tuples."""
-        # Made for each read: to make all of them takes milliseconds, ahead of the first read.
+        """Return the segments of a read as tuples."""
+        # Create them for each read, because creating all of them takes milliseconds before the first read.
         at = slice(self._seg_first[read], self._seg_first[read + 1])
         return list(map(Segment, *[column[at] for column in self._segments]))
 
     def admit(self, read: int, *, wait: bool = True) -> bool:
-        """Wait until the window has room for this read, or the ticket stops; without `wait`, say whether it has."""
+        """Wait until the window admits this read or the ticket stops.
+
+        Without `wait`, return whether it is admitted now.
+        """
         if not self._window_bytes:
             return True
         start, first_slab = self._read_start[read], int(self.plan.seg_slab[self.plan.seg_first[read]])
         with self.ticket.changed:
-            # A slab larger than the window is read all the same once it is the one waited for.
+            # A slab that is larger than the window is read when the consumer waits for it.
             while (
                 start - self._consumed_bytes > self._window_bytes
                 and first_slab > self._awaited
@@ -244,18 +255,21 @@ class LoadRun(Run):
         return True
 
     def note_path(self, file: int, path: str, nbytes: int) -> None:
-        """Note the path that a read's bytes took."""
+        """Record the path of a read's bytes."""
         with self._lock:
             self.paths[file, path] = self.paths.get((file, path), 0) + nbytes
 
     def post_place(self, read: int, buffer: StagingBuffer, segments: Sequence[Segment]) -> None:
-        """Copy a buffer's packed segments into their slabs, on the place executor; then give the buffer back."""
+        """Copy a buffer's packed segments into their slabs on the place executor, and then release the buffer."""
         assert self.pool is not None
         self.is_touched = True
         self._place.post(_Copy(self, read, buffer, segments))
 
     def arrived(self, segments: Sequence[Segment], read: int = -1) -> None:
-        """Note that the bytes of these segments are in their slabs; with `read`, that it has no others."""
+        """Record that the bytes of these segments are in their slabs.
+
+        `read` is the read that has only these segments.
+        """
         total = 0
         full = []
         is_last = False
@@ -280,16 +294,17 @@ class LoadRun(Run):
                 self._unchecked_bytes += nbytes
                 self._open_bytes -= nbytes
                 self._num_open -= len(full)
-                # Towards the end less: what is checked last, and used only then, adds to the whole time.
+                # Use smaller batches towards the end, because the last checks add to the total time.
                 enough = min(self._checker.batch_bytes, max(self._open_bytes * BATCH_PER_OPEN, MIN_BATCH_BYTES))
                 flush = self._unchecked_bytes >= enough or self._num_open == 0
-                # A stream's consumer may be waiting for a slab that alone does not fill a batch.
+                # The consumer of a stream may wait for a slab that does not fill a batch.
                 flush |= bool(self._window_bytes) and self._awaited in full
         if self._checker is None:
             self._mark_ready(full)
         else:
             if not self._is_prepared:
-                # Not earlier: to load kernels slows the allocation of device memory, which the first bytes wait for.
+                # Do not prepare earlier, because loading kernels slows down the allocation that the first bytes wait
+                # for.
                 self.prepare_checker()
             if flush:
                 self._flush_checks()
@@ -297,7 +312,7 @@ class LoadRun(Run):
             self.ticket.wake()
 
     def _flush_checks(self) -> None:
-        """Post a check of the complete slabs that wait for one."""
+        """Post a check for the complete slabs that wait for one."""
         with self._lock:
             batch, self._unchecked, self._unchecked_bytes = self._unchecked, [], 0
         if batch and self._checker is not None:
@@ -312,7 +327,7 @@ class LoadRun(Run):
             )
 
     def _learn_cached(self) -> None:
-        """Learn what is in the page cache ahead of the ring's thread: to ask takes 0.24 ms for each 64 MiB.
+        """Find out what is in the page cache before the ring's thread needs it, because each 64 MiB takes 0.24 ms.
 
         Source: benchmarks/results/h200x1_202611/load-history.md.
         """
@@ -325,7 +340,7 @@ class LoadRun(Run):
                 source.learn_cached(int(starts.min()), int(stops.max()), lambda: self.ticket.done)
 
     def _mark_ready(self, slabs: Sequence[int]) -> None:
-        """Let these slabs be given away; the last one finishes the ticket."""
+        """Mark these slabs as ready. The last slab finishes the ticket."""
         if not slabs:
             return
         with self._lock:
@@ -335,13 +350,13 @@ class LoadRun(Run):
             done = self._num_unready == 0
         if done:
             self.ticket.finish()
-        # Not for every slab: each wake-up takes the GIL from the threads that move bytes.
+        # Do not wake the waiter for every slab, because each wake-up takes the GIL from the threads that move bytes.
         elif self._ready[self._awaited]:
             self.ticket.wake()
 
 
 class _Copy:
-    """A work item that copies a read's bytes from staging into their slabs, and gives the buffer back."""
+    """A work item that copies a read's bytes from staging into their slabs and then releases the buffer."""
 
     __slots__ = ("_buffer", "_pool", "_run", "_segments", "nbytes", "priority")
 
@@ -371,10 +386,10 @@ class _Copy:
 
 
 class _Read:
-    """A work item that reads one range into staging, or straight into host slabs.
+    """A work item that reads one range into staging, or directly into host slabs.
 
-    A class, for its buffer: a ring's read acquires it in `queue`, copies out of it from `arrived` on, and gives it back
-    in `finish` or `abandon`. A thread's read passes it on in `start`.
+    It keeps its buffer. A read on a ring acquires it in `queue`, copies from it after `arrived`, and releases it in
+    `finish` or `abandon`. A read in a thread passes it on in `start`.
     """
 
     __slots__ = ("_buffer", "_file", "_offset", "_run", "_segments", "nbytes", "priority")
@@ -413,7 +428,7 @@ class _Read:
         assert buffer is not None
         source = run.sources[self._file]
         assert isinstance(source, FileSource)
-        # The ring read by descriptor: only now is it known that the file is still in the state it was opened in.
+        # The ring reads by descriptor, so check now that the file is still in the state in which it was opened.
         source.require_unmodified()
         run.note_path(self._file, "page-cache", self.nbytes)
         run.is_touched = True
@@ -431,7 +446,8 @@ class _Read:
             try:
                 path = source.readv(self._offset, views)
             except PenstockError:
-                # A read that fails midway has filled a part of its buffers; a source that does not count may have.
+                # A read that fails midway has filled part of its buffers. A source that does not count bytes may have
+                # done so too.
                 run.is_touched |= not isinstance(source, Counting) or source.received_bytes != before
                 raise
             run.is_touched = True
@@ -442,13 +458,13 @@ class _Read:
         self._buffer = buffer = run.pool.acquire(stall_s=run.stall_s)
         run.note_path(self._file, source.readv(self._offset, [buffer.view[: self.nbytes]]), self.nbytes)
         packed = self._packed(buffer)
-        # From here on the place item gives the buffer back; `abandon` must not do so a second time.
+        # From here on the place item releases the buffer, and `abandon` must not release it again.
         self._buffer = None
         run.post_place(read, buffer, packed)
         return None
 
     def finish(self) -> None:
-        """See `WorkItem.finish`: the copy is done; without a buffer, `start` has passed the bytes on."""
+        """Finish the read. Without a buffer, `start` has passed the bytes on already."""
         if self._buffer is not None:
             self.abandon()
             self._run.arrived(self._segments, self.priority)
@@ -460,12 +476,12 @@ class _Read:
             self._buffer = None
 
     def _packed(self, buffer: StagingBuffer) -> Sequence[Segment]:
-        """Return the read's segments, each one run of the buffer."""
+        """Return the read's segments, each as one run in the buffer."""
         segments = self._run.segments(self.priority)
         return pack(buffer.array, segments) if segments[0].rows > 1 else segments
 
     def _direct(self, segments: Sequence[Segment]) -> list[memoryview] | None:
-        """Return the slabs' own bytes in the order of the read, if it can go straight to them."""
+        """Return the destination bytes in the slabs, in the order of the read, if the read can go directly to them."""
         if sum(s.run for s in segments if s.rows == 1) != self.nbytes:
             return None
         views, direct = [], self._run.place.direct

@@ -1,14 +1,13 @@
-"""safetensors' own reading interface: `safe_open` and `load_file`, over any source that Penstock can open.
+"""safetensors' reading interface, `safe_open` and `load_file`, over any source that Penstock can open.
 
-In: a path or URI, a framework, a device. Out: tensors and arrays, whole or sliced, reading only what a slice needs;
-Penstock's errors, which are also of the classes that safetensors raises.
-Not here: whole checkpoints (`load`), the meaning of an index (`index`), the format's header (`storage.safetensors`).
+Errors are also instances of the classes that safetensors raises.
 
 A file on the CPU is mapped privately: nothing is read before it is touched, and writes stay in the process. Every
-tensor has a mapping of its own, so dropping it frees it. A remote file, or one on a network file system that is not in
-the page cache, is read through `read_ahead`. Elsewhere the bytes are read into fresh memory: large reads on the engine,
-others one after the other on the calling thread, because the engine starts threads and, for a GPU, pins staging: 0.3 ms
-for a tensor of 4 KiB that takes 0.02 on this thread, 17 ms for one of 64 MiB to a GPU that takes 11.
+tensor has a separate mapping, so dropping the tensor releases it. A remote file, or a file on a network file system
+outside the page cache, is read through `read_ahead`. In all other cases the bytes are read into new memory. The engine
+makes large reads, and the calling thread makes the others one by one. The engine starts threads and pins staging for a
+GPU. That costs 0.3 ms for a tensor of 4 KiB, which takes 0.02 ms in this thread, and 17 ms for 64 MiB to a GPU, which
+take 11.
 """
 
 from __future__ import annotations
@@ -45,24 +44,24 @@ from penstock.storage.safetensors import Header, read_header
 from penstock.types import MIB, Box, DType, TensorTable
 
 ENGINE_BYTES = 16 * MIB
-"""Reads of local files onto the CPU go to the engine from here on. Source: two cores, files in memory: 32 MiB take
-20 ms here and 6 there, 256 MiB 150 and 31, because several threads fault the new pages."""
+"""Size from which the engine reads local files to the CPU. Source: two cores, files in memory: 32 MiB take 20 ms in
+this thread and 6 in the engine, 256 MiB 150 and 31, because several threads fault the new pages."""
 
 ENGINE_CUDA_BYTES = 96 * MIB
-"""The same to a GPU. Source: one H200, files in memory: 64 MiB take 11 ms here and 17 there, 96 MiB 16 and 17,
-128 MiB 22 and 15, 256 MiB 41 and 21."""
+"""The same size for a GPU. Source: one H200, files in memory: 64 MiB take 11 ms in this thread and 17 in the engine, 96
+MiB 16 and 17, 128 MiB 22 and 15, 256 MiB 41 and 21."""
 
 NETWORK_READS = 8
-"""Reads of a file on a network file system under way at once."""
+"""Number of concurrent reads of a file on a network file system."""
 
 
 class FileReader:
-    """Reads of one file into fresh memory, from any thread. Its staging, at most `memory_bytes`, stays until `close`.
+    """Reads one file into new memory. Thread-safe. Its staging, at most `memory_bytes`, stays until `close`.
 
     Args:
-        source: the file; its owner closes it, after the reader.
-        device: the device of most slabs; staging is pinned for it.
-        settings: budget and deadlines.
+        source: the file. Its owner closes it after the reader.
+        device: the usual device of the slabs. Staging is pinned for it.
+        settings: memory limit and deadlines.
     """
 
     def __init__(self, source: Source, device: torch.device, settings: Settings) -> None:
@@ -70,36 +69,37 @@ class FileReader:
         self._device = device
         self._settings = settings
         self._intake = Intake(settings, device)
-        # A file on a network file system is as far away as an object.
+        # A file on a network file system is as slow to reach as an object.
         self._intake.is_remote = isinstance(source, ReadAhead) or is_remote(source.uri)
-        # One read on the engine at a time: the staging is one pool, and a run takes all of it.
+        # Allow one read in the engine at a time, because the staging is one pool and a run uses all of it.
         self._turn = threading.Lock()
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the largest read that a plan may have. BudgetTooSmall: see `Intake.chunk_bytes`."""
+        """Return the largest read that a plan may have. Raise BudgetTooSmall like `Intake.chunk_bytes`."""
         return self._intake.chunk_bytes
 
     def read_run(self, offset: int, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return `[offset, offset + nbytes)` by one read, as `[nbytes]` uint8 on `device`. Raises as `read`."""
+        """Read `[offset, offset + nbytes)` with one read. Return `[nbytes]` uint8 on `device`. Raises like `read`."""
         run = _empty(nbytes, device)
         is_host = device.type == "cpu"
-        # Pinned, so that the copy to the device is one transfer instead of two.
+        # Pin the memory, so that the copy to the device is one transfer instead of two.
         staging = run if is_host else torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         if nbytes:
             self._source.readv(offset, [staging.numpy().data])
         return run if is_host else run.copy_(staging)
 
     def read(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Read every range of `plan` into the plan's slabs.
+        """Read every range in `plan` into the plan's slabs.
 
         Returns:
-            One `[nbytes]` uint8 tensor per slab, on `device`; filled when this returns.
+            A `[nbytes]` uint8 tensor on `device` for each slab, filled.
 
         Raises:
-            SourceError: the bytes could not be read. DestinationError: there is not enough memory for them.
+            SourceError: the bytes could not be read.
+            DestinationError: there is too little memory.
         """
-        # A remote source goes to the engine for any two reads: each costs a round trip, and they overlap there.
+        # The engine makes any two reads from a remote source, because each costs a round trip and they overlap there.
         enough = ENGINE_CUDA_BYTES if device.type == "cuda" else ENGINE_BYTES
         if plan.num_reads <= 1 or (not self._intake.is_remote and int(plan.read_nbytes.sum()) < enough):
             return _read_here(plan, self._source, device)
@@ -113,13 +113,13 @@ class FileReader:
         nbytes, stall_s = plan.slab_nbytes.tolist(), self._settings.stall_s
         is_cuda = device.type == "cuda"
         if is_cuda:
-            # With its index: the engine's threads may have another current device than the caller.
+            # Give the device an index, because the current device in the engine's threads may differ from the caller's.
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         place: Any = place_on(device if is_cuda else torch.device("cpu"), nbytes)
-        # To other devices the bytes go through the host's memory, like those that cannot be read into their places.
+        # For other devices the bytes pass through host memory, like bytes that cannot be read into their places.
         staged = is_cuda or not bool(plan.covered().all())
         pool = (self._intake.pool or self._intake.open_pool(registrar_of(self._device))) if staged else None
-        # The engine has its own reads under way, and asks for each byte once.
+        # The engine makes concurrent reads and requests each byte once, so it bypasses the read-ahead.
         source = self._source.source if isinstance(self._source, ReadAhead) else self._source
         try:
             with LoadRun(
@@ -134,19 +134,19 @@ class FileReader:
             ) as run:
                 run.start().wait(stall_s=stall_s)
         except BaseException:
-            # A run that stops cancels its pool; the next run opens another one.
+            # A run that stops cancels its pool. The next run opens a new one.
             self.close()
             raise
         slabs = map(place.take, range(len(nbytes)))
         return list(slabs) if is_cuda else [as_bytes(slab.data).to(device) for slab in slabs]
 
     def close(self) -> None:
-        """Free the staging. Idempotent."""
+        """Release the staging. Idempotent."""
         self._intake.close(wait=True)
 
 
 def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[torch.Tensor]:
-    """Make the plan's reads on this thread, through one staging buffer where they cannot go straight to the slabs."""
+    """Make the plan's reads in this thread. They use one staging buffer if they cannot go directly to the slabs."""
     slabs = [_empty(nbytes, device) for nbytes in plan.slab_nbytes.tolist()]
     is_host = device.type == "cpu"
     direct = plan.covered().tolist() if is_host else [False] * plan.num_reads
@@ -162,16 +162,16 @@ def _read_here(plan: LoadPlan, source: Source, device: torch.device) -> list[tor
         for segment in segments:
             rows, run, pitch = (int(column[segment]) for column in (plan.seg_rows, plan.seg_run, plan.seg_pitch))
             piece = staging.as_strided((rows, run), (pitch, 1), int(plan.seg_src[segment]))
-            # Blocking: the staging buffer is filled again by the next read.
+            # This copy blocks, because the next read fills the staging buffer again.
             _target(plan, slabs, segment).view(rows, run).copy_(piece)
     return slabs
 
 
 def _empty(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return new memory, as `[nbytes]` uint8."""
+    """Allocate memory as `[nbytes]` uint8."""
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # By numpy, which asks the kernel for huge pages from 4 MiB on. Torch's memory takes a page fault every 4 KiB.
+    # Numpy asks the kernel for huge pages from 4 MiB on. Torch's memory takes a page fault every 4 KiB.
     return torch.from_numpy(np.empty(nbytes, np.uint8))
 
 
@@ -185,31 +185,31 @@ _NUMPY = {"np", "numpy"}
 _BACKENDS = {"mmap", "pread"}
 
 _GAP_BYTES = 64 * 1024
-"""Unwanted bytes between two runs of a slice that are read instead of skipped, because a request costs more.
-Source: at 1 GB/s they take 65 us, less than one round trip to an object store in the same region."""
+"""Largest number of unwanted bytes between two runs of a slice that are read instead of skipped. Source: at 1 GB/s they
+take 65 us, less than a round trip to an object store in the same region."""
 
 
 class safe_open:
     """An open safetensors file, with the signature and behaviour of safetensors 0.8.
 
     Args:
-        filename: a path, or a URI of an object (`s3://`, `gs://`, `az://`, `http(s)://`).
+        filename: a path, or the URI of an object (`s3://`, `gs://`, `az://`, `http(s)://`).
         framework: `pt` (`torch`, `pytorch`) or `np` (`numpy`).
-        device: `cpu`, `cuda`, `cuda:1`, an index of a CUDA device, or a torch.device; numpy takes the CPU only.
-        backend: `mmap` maps a local file, `pread` reads it into fresh memory; both give the same tensors.
+        device: `cpu`, `cuda`, `cuda:1`, the index of a CUDA device, or a torch.device. Numpy supports the CPU only.
+        backend: `mmap` maps a local file, and `pread` reads it into new memory. Both return the same tensors.
         storage_options: credentials and endpoint of an object store.
-        memory_bytes: host memory for reads ahead and for staging; None: `PENSTOCK_MEMORY_BYTES`.
+        memory_bytes: host memory for read-ahead and staging. None means `PENSTOCK_MEMORY_BYTES`.
 
     Raises:
-        FormatError: it is no safetensors file, or its header does not fit its bytes.
-        NotFound, PermissionDenied, SourceError: it cannot be read.
-        ConfigError: unknown framework, device or backend; or it is used after its `with` block.
+        FormatError: the file is not a safetensors file, or its header contradicts its size.
+        NotFound, PermissionDenied, SourceError: the file cannot be read.
+        ConfigError: the framework, device or backend is unknown, or the object is used after its `with` block.
 
-    Every error is also of the class safetensors or Python raises there: `SafetensorError` where the program has
-    imported safetensors, `FileNotFoundError`, `PermissionError`, `OSError`.
+    Every error is also an instance of the class that safetensors or Python raises: `SafetensorError` if the program has
+    imported safetensors, `FileNotFoundError`, `PermissionError` or `OSError`.
 
-    It supports more than safetensors: F4 can be sliced (by the packed shape of `get_tensor`), numpy slices may be
-    negative, empty or overlong, and numpy gets BF16 and F8 where `ml_dtypes` is installed.
+    It supports more than safetensors: F4 can be sliced (in the packed shape of `get_tensor`), numpy slices may be
+    negative, empty or overlong, and numpy gets BF16 and F8 if `ml_dtypes` is installed.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class safe_open:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not closed: slices that were taken before stay usable, and the last of them closes the file.
+        # Do not close the file. Slices that exist stay usable, and the last of them closes it.
         with interrupts.deferred():
             self._file = None
 
@@ -258,22 +258,23 @@ class safe_open:
         return sorted(self._open().header.tensors.names)
 
     def offset_keys(self) -> list[str]:
-        """Return the names of the tensors, in the order of their bytes in the file."""
+        """Return the names of the tensors in the order of their bytes in the file."""
         return list(self._open().table.names)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the header's `__metadata__`; None where it has none."""
+        """Return `__metadata__` from the header, or None if there is none."""
         return dict(self._open().header.metadata) or None
 
     def get_tensor(self, name: str) -> Any:
-        """Return the whole of a tensor: `torch.Tensor` on the device, or `numpy.ndarray`.
+        """Return a whole tensor: a `torch.Tensor` on the device, or a `numpy.ndarray`.
+
+        The caller owns the result. It is writable and stays valid after the `with` block. On the CPU it costs nothing
+        until it is touched.
 
         Raises:
-            NotFound: the file has no tensor of that name.
-            PlanError: the framework has no such dtype (F6; for numpy F4, and F8 without `ml_dtypes`). MissingExtra:
-                numpy needs `ml_dtypes` for BF16.
-
-        Ownership: the caller's, writable, also after `with`. Cost: none on the CPU until it is touched.
+            NotFound: the file has no tensor with this name.
+            PlanError: the framework has no such dtype (F6, and for numpy also F4, and F8 without `ml_dtypes`).
+            MissingExtra: numpy needs `ml_dtypes` for BF16.
         """
         with _as_safetensors_raises():
             file = self._open()
@@ -281,13 +282,13 @@ class safe_open:
             return file.array(row, ()) if self._numpy else file.tensor(row, ())
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Return a handle that gives parts of a tensor by index, reading only those. NotFound as `get_tensor`."""
+        """Return a handle that reads parts of a tensor by index. Raise NotFound like `get_tensor`."""
         with _as_safetensors_raises():
             file = self._open()
             return SafeSlice(file, file.row(name), is_numpy=self._numpy)
 
     def get_tensors(self) -> dict[str, Any]:
-        """Return every tensor by name, in the order of the file; as `get_tensor` gives each."""
+        """Return every tensor by name, in the order of the file, like `get_tensor`."""
         with _as_safetensors_raises():
             file = self._open()
             if self._numpy:
@@ -295,18 +296,17 @@ class safe_open:
             return file.tensors()
 
     def expect(self, names: Iterable[str]) -> None:
-        """Say which tensors will be asked for, in this order, so that a remote file is read ahead of the requests.
+        """Announce the tensors that will be requested, in order, so that a remote file is read ahead of the requests.
 
-        Without it, read-ahead follows the order of the file once requests do; see `loader.read_ahead`. Tensors that are
-        left out, or asked for in parts or in another order, are read all the same. It does nothing for a mapped file.
+        Without it, read-ahead follows the order of the file once the requests do (see `loader.read_ahead`). Tensors
+        that are left out, requested in parts or requested in a different order are read too. For a mapped file this
+        does nothing. Thread-safe. It makes no reads yet, because the first request begins them.
 
         Args:
             names: names of tensors in this file.
 
         Raises:
-            NotFound: the file has no tensor of a name.
-
-        Cost: no read yet: the first request begins them. Ownership: any thread.
+            NotFound: the file has no tensor with one of these names.
         """
         with _as_safetensors_raises():
             file = self._open()
@@ -314,15 +314,18 @@ class safe_open:
 
     def _open(self) -> _OpenFile:
         if self._file is None:
-            raise _compatible(ConfigError("file is closed", hint="keep it inside its `with` block"))
+            raise _compatible(ConfigError("file is closed", hint="use it inside its `with` block"))
         return self._file
 
 
 class SafeSlice:
-    """A handle on one tensor of an open file, indexed like a tensor; usable after the file's `with` block.
+    """A handle for one tensor in an open file, which is indexed like a tensor.
 
-    For `pt`, `s[index]` is `get_tensor(name)[index]`, for every index torch takes. For `np` an index is made of
-    integers, slices of positive step and `...`. Ownership: the caller's; a view of the mapping on the CPU.
+    It stays usable after the file's `with` block.
+
+    For `pt`, `s[index]` equals `get_tensor(name)[index]` for every index that torch accepts. For `np` an index consists
+    of integers, slices with a positive step and `...`. The caller owns the result. On the CPU it is a view of the
+    mapping.
     """
 
     def __init__(self, file: _OpenFile, row: int, *, is_numpy: bool) -> None:
@@ -331,7 +334,10 @@ class SafeSlice:
         self._numpy = is_numpy
 
     def get_shape(self) -> list[int]:
-        """Return the shape in the header, in elements of the format (an F4 tensor's last dim is twice torch's)."""
+        """Return the shape from the header, in elements of the format.
+
+        The last dim of an F4 tensor is twice torch's.
+        """
         return list(self._file.table.shapes[self._row])
 
     def get_dtype(self) -> str:
@@ -342,8 +348,9 @@ class SafeSlice:
         """Return the part that `index` selects.
 
         Raises:
-            IndexError: the index does not fit the tensor. For `np` also any other form of index (`IndexRefused`).
-            PlanError, MissingExtra: as `safe_open.get_tensor`. SourceError: the bytes could not be read.
+            IndexError: the index does not fit the tensor. For `np` also an unsupported form of index (`IndexRefused`).
+            PlanError, MissingExtra: like `safe_open.get_tensor`.
+            SourceError: the bytes could not be read.
         """
         with _as_safetensors_raises():
             if self._numpy:
@@ -354,20 +361,20 @@ class SafeSlice:
 def load_file(
     filename: str | os.PathLike[str], device: str | int | torch.device | None = "cpu", *, backend: str = "mmap"
 ) -> dict[str, torch.Tensor]:
-    """Return every tensor of one safetensors file by name, in file order, as `safetensors.torch.load_file`.
+    """Return every tensor in a safetensors file by name, in file order, like `safetensors.torch.load_file`.
+
+    The caller owns the tensors. On the CPU, tensors of a local file are mapped, and small neighbours share a mapping.
 
     Raises:
         PenstockError: see `safe_open`.
-
-    Ownership: the caller's. On the CPU, tensors of a local file are mapped and small neighbours share a mapping.
     """
     with safe_open(filename, framework="pt", device=device, backend=backend) as file:
         tensors: dict[str, torch.Tensor] = file.get_tensors()
     return tensors
 
 
-class _OpenFile:
-    """An open file: header, source, and the reading of rows and boxes. Closed with its last reference."""
+class _File:
+    """An open file with its header and source, which reads rows and boxes. Its last reference closes it."""
 
     def __init__(
         self, source: Source, reader: FileReader, header: Header, device: torch.device, mapping: MappedFile | None
@@ -390,42 +397,45 @@ class _OpenFile:
         *,
         mapped: bool,
         storage_options: Mapping[str, str] | None,
-    ) -> _OpenFile:
-        """Open a file and read its header; errors as `safe_open`."""
-        with ExitStack() as opened:
-            # Ctrl-C takes effect at once here: a library opens a remote file, and may take as long as its deadlines.
-            with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
-                source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
-                opened.callback(source.close)
-                if isinstance(source, ReadAhead):
-                    # The engine's reads of a whole file are as many.
-                    settings = replace(settings, fetch_threads=source.num_reads)
-                reader = FileReader(source, device, settings)
-                opened.callback(reader.close)
-                # Past the read-ahead, which would take the header for the beginning of a run.
-                file = source.source if isinstance(source, ReadAhead) else source
-                header = read_header(timed(file, path, settings))
-            mapping = None
-            if mapped and device.type == "cpu" and isinstance(source, FileSource):
-                mapping = MappedFile.open(local_path(path), state=source.state)
-            opened.pop_all()
-        return cls(source, reader, header, device, mapping)
+    ) -> None:
+        self.device = device
+        self._mapping: MappedFile | None = None
+        # Ctrl-C takes effect at once here, because a library opens remote files and may take until its deadlines.
+        with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
+            source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
+            self.source: Source = source
+            if isinstance(source, ReadAhead):
+                # The engine makes the same number of reads for a whole file.
+                settings = replace(settings, fetch_threads=source.num_reads)
+            self._reader = FileReader(source, device, settings)
+            # Bypass the read-ahead, which would take the header for the beginning of a run.
+            file = source.source if isinstance(source, ReadAhead) else source
+            self.header: Header = read_header(timed(file, path, settings))
+        # The rows are in file order.
+        self.table: TensorTable = self.header.tensors
+        self._rows = {name: row for row, name in enumerate(self.table.names)}
+        if mapped and device.type == "cpu" and isinstance(self.source, FileSource):
+            self._mapping = MappedFile(local_path(path), state=self.source.state)
 
     def __del__(self) -> None:
-        # Postponed: Ctrl-C between two of these calls would leave the source open.
-        if hasattr(self, "_mapping") and not lifecycle.is_ending():
+        # The constructor may have failed before it set the attribute. Ctrl-C is delayed, because between two of these
+        # calls it would leave the source open.
+        if hasattr(self, "_reader") and not lifecycle.is_ending():
             with interrupts.defer_in_finalizer():
                 self.close()
 
     def close(self) -> None:
-        """Close reader, source and mapping; tensors of a mapping stay. Idempotent."""
+        """Close the reader, the source and the mapping. Tensors of a mapping stay valid. Idempotent."""
         self._reader.close()
         self.source.close()
         if self._mapping is not None:
             self._mapping.close()
 
     def row(self, name: str) -> int:
-        """Return the row of a tensor. NotFound: no tensor has the name. TypeError: `name` is no string."""
+        """Return the row of a tensor.
+
+        Raise NotFound if there is no such tensor, and TypeError if `name` is not a str.
+        """
         if not isinstance(name, str):
             raise TypeError(f"argument 'name': expected str, not {type(name).__name__}")
         try:
@@ -434,7 +444,10 @@ class _OpenFile:
             raise NotFound(f"file does not contain tensor {name}", uri=self.source.uri, tensor=name) from None
 
     def tensor(self, row: int, index: Any) -> torch.Tensor:
-        """Return the part of a row that torch's `index` selects, on the device; an empty tuple selects all of it."""
+        """Return the part of a row that torch's `index` selects, on the device.
+
+        An empty tuple selects the whole row.
+        """
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
         kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
         if isinstance(index, tuple) and not index:
@@ -442,52 +455,53 @@ class _OpenFile:
                 start = int(self.table.offset[row])
                 found = self.source.small(start, start + int(self.table.nbytes[row]))
                 if found is not None:
-                    # The allocator aligns it for every dtype.
+                    # The allocator aligns the memory for every dtype.
                     return torch.frombuffer(bytearray(found), dtype=kind).view(extent)
             return as_tensor(self._whole(row), dtype, shape)
         if self._mapping is not None:
             return as_tensor(self._whole(row), dtype, shape)[index]
         basic = is_basic(index)
         if basic:
-            # Torch's own error for an index that does not fit, before anything is read.
+            # This raises torch's error for an index that does not fit, before anything is read.
             torch.empty((), dtype=kind).expand(extent)[index]
         box, rest = bounding_box(index, extent)
         if dtype is DType.F4:
-            # Torch packs two elements of F4 in one; the file's table counts single ones.
+            # Torch packs two elements of F4 into one, but the file's table counts single elements.
             box = Box(start=(*box.start[:-1], 2 * box.start[-1]), stop=(*box.stop[:-1], 2 * box.stop[-1]))
         if box == Box.full(shape) and basic:
             return as_tensor(self._whole(row), dtype, shape)[rest]
-        # Gathers run on the CPU, as in safetensors: devices lack them for some dtypes, and fewer bytes are moved.
+        # Gathers run on the CPU, as in safetensors, because devices lack them for some dtypes and fewer bytes are
+        # moved.
         slabs = self._slabs(self._plan([row], box), self.device if basic else torch.device("cpu"))
         return as_tensor(slabs[0], dtype, box.shape)[rest].to(self.device)
 
     def array(self, row: int, index: tuple[int | slice, ...]) -> np.ndarray[Any, Any]:
         """Return the part of a row that numpy's `index` selects."""
         dtype, shape = self.table.dtypes[row], self.table.shapes[row]
-        # Before anything is read.
+        # Check the dtype before anything is read.
         _require_numpy(dtype)
         box, rest = (Box.full(shape), index) if self._mapping is not None else bounding_box(index, shape)
         whole = box == Box.full(shape)
         slab = self._whole(row) if whole else self._slabs(self._plan([row], box), self.device)[0]
         part = as_array(slab.numpy().data, dtype, box.shape)
-        # With the ellipsis, integers alone give an array of no dims, not a scalar.
+        # With the ellipsis, an index with only integers returns an array without dims and not a scalar.
         return part[(*rest, ...)]
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Hand the places of rows, in the order in which they will be read, to the read-ahead if there is one."""
+        """Pass the positions of rows to the read-ahead, if there is one, in the order in which they will be read."""
         if isinstance(self.source, ReadAhead):
             starts, stops = self.table.offset[rows], self.table.offset[rows] + self.table.nbytes[rows]
             self.source.expect(zip(starts.tolist(), stops.tolist(), strict=True))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor, in the order of the file; small neighbours share one allocation."""
+        """Return every tensor in the order of the file. Small neighbours share one allocation."""
         plan = self._plan(range(len(self.table)))
         slabs = self._slabs(plan, self.device)
-        # Slab by slab: the tensors of one are made by a single call.
+        # Create the tensors slab by slab, because one call creates all tensors in a slab.
         rows: dict[int, list[int]] = {}
         for row, slab in enumerate(plan.row_slab.tolist()):
             rows.setdefault(slab, []).append(row)
-        # All names first, so that the result is in the order of the file and not of the slabs.
+        # Insert all names first, so that the result is in the order of the file and not of the slabs.
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
         tensors: dict[str, torch.Tensor] = dict.fromkeys(self.table.names, nothing)
         for slab, members in rows.items():
@@ -498,17 +512,18 @@ class _OpenFile:
         return tensors
 
     def _whole(self, row: int) -> torch.Tensor:
-        """Return a row's bytes."""
+        """Return the bytes of a row."""
         offset, nbytes = int(self.table.offset[row]), int(self.table.nbytes[row])
         if self._mapping is not None:
             return as_bytes(self._mapping.view(offset, nbytes))
-        # One read needs no plan, which would take ten times as long as the rest. Read-ahead cuts large ones itself.
+        # A single read needs no plan, which would take ten times as long as the rest. The read-ahead splits large
+        # reads.
         if nbytes <= self._reader.chunk_bytes or (isinstance(self.source, ReadAhead) and self.device.type == "cpu"):
             return self._reader.read_run(offset, nbytes, self.device)
         return self._slabs(self._plan([row]), self.device)[0]
 
     def _plan(self, rows: Sequence[int], box: Box | None = None) -> LoadPlan:
-        # The plan wants a size for each file that the table numbers: all of them are this file.
+        # The plan needs a size for each file number in the table, and all numbers refer to this file.
         sizes = (self.source.nbytes,) * (int(self.table.file_index.max(initial=0)) + 1)
         boxes = None if box is None or box == Box.full(self.table.shapes[rows[0]]) else [box]
         table = self.table.take(rows)
@@ -517,25 +532,28 @@ class _OpenFile:
         )
 
     def _slabs(self, plan: LoadPlan, device: torch.device) -> list[torch.Tensor]:
-        """Return the plan's slabs, at least one: views of the mapping where there is one, else read."""
+        """Return the plan's slabs, at least one.
+
+        They are views of the mapping if there is one, and otherwise they are read.
+        """
         if self._mapping is None:
             slabs = self._reader.read(plan, device)
         else:
-            # A slab is one run of the file: it starts at a row's offset less the row's place in the slab.
+            # A slab is one run in the file. It starts at a row's offset in the file minus the row's offset in the slab.
             starts = np.zeros(len(plan.slab_nbytes), np.int64)
             has_bytes = plan.row_slab >= 0
             starts[plan.row_slab[has_bytes]] = plan.table.offset[has_bytes] - plan.row_offset[has_bytes]
             places = zip(starts.tolist(), plan.slab_nbytes.tolist(), strict=True)
             slabs = [as_bytes(self._mapping.view(start, nbytes)) for start, nbytes in places]
-        # A tensor without bytes has no slab.
+        # A tensor without bytes needs no slab.
         return slabs or [torch.empty(0, dtype=torch.uint8, device=device)]
 
 
 def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:
-    """Open a file; with read-ahead if each read of it is a round trip to a server."""
+    """Open a file. Use read-ahead if each read is a round trip to a server."""
     if not is_remote(path) and network_file_system(local_path(path)):
-        file = NetworkFile.open(local_path(path))
-        # In the page cache it is as near as a local one, and mapping it costs nothing.
+        file = NetworkFile(local_path(path))
+        # A file in the page cache is as fast as a local file, and mapping it costs nothing.
         if not (can_map and file.is_cached()):
             return ReadAhead(
                 file, settings, num_reads=settings.fetch_threads or NETWORK_READS, stall_s=settings.stall_s
@@ -548,7 +566,10 @@ def _open_source(path: str, settings: Settings, storage_options: Mapping[str, st
 
 
 def _device(device: str | int | torch.device | None) -> torch.device:
-    """Return the device of an argument spelled as for safetensors. ConfigError: it is unknown, or has no memory."""
+    """Return the device for an argument in safetensors' notation.
+
+    Raise ConfigError if it is unknown or has no memory.
+    """
     if device is None:
         return torch.device("cpu")
     try:
@@ -566,13 +587,13 @@ def _device(device: str | int | torch.device | None) -> torch.device:
 
 
 def _require_numpy(dtype: DType) -> None:
-    """Raise for a dtype that numpy lacks, by the class that safetensors raises there."""
+    """Raise for a dtype that numpy lacks, with the class that safetensors raises."""
     try:
         numpy_dtype(dtype)
     except MissingExtra as error:
         if dtype is DType.BF16:
             raise also(error, TypeError) from error.__cause__
-        # No class of Python is both an ImportError and an AttributeError.
+        # No built-in class is both an ImportError and an AttributeError.
         raise also(PlanError(error.message, hint=error.hint), AttributeError) from error.__cause__
     except PlanError as error:
         raise also(error, AttributeError) from None
@@ -580,7 +601,7 @@ def _require_numpy(dtype: DType) -> None:
 
 @contextmanager
 def _as_safetensors_raises() -> Iterator[None]:
-    """Raise the block's errors as classes that are also those of safetensors; see `_compatible`."""
+    """Raise the block's errors as classes that are also classes of safetensors. See `_compatible`."""
     try:
         yield
     except PenstockError as error:
@@ -588,9 +609,9 @@ def _as_safetensors_raises() -> Iterator[None]:
 
 
 def _compatible(error: PenstockError) -> PenstockError:
-    """Return `error` as a class that is its own and that of safetensors' error for the same fault."""
+    """Return `error` as an instance of its class and of safetensors' class for the same fault."""
     others: list[type[Exception]] = []
-    # Only where the program has imported safetensors: without it no caller can name the class.
+    # This matters only if the program has imported safetensors, because otherwise no caller can name the class.
     theirs = getattr(sys.modules.get("safetensors"), "SafetensorError", None)
     if theirs is not None:
         others.append(theirs)

@@ -1,11 +1,8 @@
-"""A load under way, from URI to tensors: open, plan, choose places and threads, run, report.
-
-In: a URI, options, settings. Out: `(names, tensors)` in file order, then a `LoadReport`.
-Not here: the public verbs (`load`), live parameters (`into`), several ranks (`group`), the reading (`run`).
+"""A load from URI to tensors: open, plan, choose places and threads, run, report.
 
     open_weights -> rows, boxes -> LoadPlan -> (place, intake, checker) -> LoadRun -> slabs -> tensors
 
-`Intake` is the input side: the number and size of reads under way, the staging they pass through, the ring.
+`Intake` is the input side: the number and size of concurrent reads, the staging memory that they use, and the ring.
 """
 
 from __future__ import annotations
@@ -49,46 +46,50 @@ from penstock.types import MIB, U64, Box, DType, Manifest, TensorTable
 from penstock.waits import start_thread
 
 MIN_CHUNK_BYTES = 64 << 10
-"""Below this a read costs more in system calls and Python than in bytes. Source: docs/operate/tuning.md."""
+"""Smallest chunk. Below this size a read costs more in system calls and Python code than in bytes. Source:
+docs/tuning.md."""
 
 PAGE_BYTES = 4096
-"""Reads are aligned to this for direct I/O. Source: statx(2) STATX_DIOALIGN of today's devices is at most this."""
+"""Alignment of reads for direct I/O. Source: statx(2) STATX_DIOALIGN is at most this on current devices."""
 
 MAX_LOCAL_READS = 11
-"""Most reads of local files under way at once into a device's staging. On hosts of 16 cores whose other guests were
-busy, first loads took a fifth longer with 14 (and 4 spare buffers), and on a quiet host as long.
+"""Maximum number of concurrent reads of local files into staging for a device. On hosts with 16 cores and busy
+neighbours, first loads took a fifth longer with 14 reads (and 4 spare buffers), and equally long on a quiet host.
 Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 MAX_GROUP_READS = 12
-"""The same where several ranks of one host read at once. Source: benchmarks/results/h200x4_202611/load.md."""
+"""The same number if several ranks on one host read at the same time. Source:
+benchmarks/results/h200x4_202611/load.md."""
 
 MAX_DIRECT_READS = 16
-"""The same from a disk: 16 x 1 MiB in flight read 3.7 to 4.1 GB/s where 12 gave 3.4 to 3.9 and 12 x 8 MiB 3.0 to 3.7.
-Source: benchmarks/results/h200x1_202611/load-history.md, row c."""
+"""The same number for a disk. 16 x 1 MiB in flight read 3.7 to 4.1 GB/s, while 12 x 1 MiB read 3.4 to 3.9 and 12 x 8
+MiB 3.0 to 3.7. Source: benchmarks/results/h200x1_202611/load-history.md, row c."""
 
 DEVICE_CHUNKS = 2
-"""Divisor of the chunk size of local files for a device: what is staged should stay in the processor's cache, or every
-byte crosses its memory three times; smaller ones cost more Python than that saves. Source: the same page."""
+"""Divisor of the chunk size for local files and a device. Staged bytes should stay in the CPU cache, because otherwise
+every byte crosses host memory three times. Smaller chunks cost more Python time than that saves. Source: the same
+page."""
 
 SPARE_BUFFERS = 6
-"""Staging buffers beyond the one of each reader and of each read that waits for a worker: those that are copied."""
+"""Number of staging buffers for copies, in addition to one for each reader and for each read that waits for a
+worker."""
 
 WARM_ABOVE_BYTES = 1 << 30
-"""Weight sets on local files from here on have their staging touched and pinned ahead: it takes some 10 ms."""
+"""Size from which staging for local files is touched and pinned ahead, which takes some 10 ms."""
 
 WARM_THREADS = 2
-"""Threads that touch and pin staging ahead of its first use; a third made no difference that could be told from noise.
+"""Number of threads that touch and pin staging ahead of its first use. A third thread made no measurable difference.
 Source: benchmarks/results/h200x1_202611/load-history.md."""
 
 
 class Intake:
-    """The staging and the ring of one load, sized by its device and sources. `close` gives the pool back.
+    """The staging and the ring for one load, sized by its device and sources. `close` releases the pool.
 
     Attributes:
-        is_remote: whether a source is on the network; set before the first read.
-        local_world_size: processes that read on this host at the same time, as part of the same load.
-        ring_refusal: why the kernel gives no ring, once `open_ring` was refused one.
-        pool: the staging, where there is any.
+        is_remote: whether a source is on the network. Set it before the first read.
+        local_world_size: number of processes on this host that read at the same time for the same load.
+        ring_refusal: why the kernel refused a ring to `open_ring`.
+        pool: the staging, if there is any.
     """
 
     def __init__(self, settings: Settings, device: torch.device, local_world_size: int = 1) -> None:
@@ -102,59 +103,65 @@ class Intake:
 
     @property
     def num_reads(self) -> int:
-        """Return the reads under way at once, by threads or by the ring's workers."""
+        """Return the number of concurrent reads, by threads or by the ring's workers."""
         if self._settings.fetch_threads:
             return self._settings.fetch_threads
         if self.is_remote:
             return REMOTE_FETCH_THREADS
         cores = len(os.sched_getaffinity(0))
         if self._device.type == "cpu":
-            # Two to four threads bring a mapped file in fastest. Source: benchmarks/results/cpu2_202611/files.md.
+            # Two to four threads read a mapped file fastest. Source: benchmarks/results/cpu2_202611/files.md.
             return min(4, max(2, cores))
         if self.local_world_size > 1:
             return max(2, min(MAX_GROUP_READS, cores * 3 // 4 // self.local_world_size))
-        # Two cores are left to the thread that places chunks, and to the program itself.
+        # Leave two cores to the thread that places chunks and to the program.
         return max(2, min(MAX_LOCAL_READS, cores - 2))
 
     @property
     def num_direct_reads(self) -> int:
-        """Return the same for bytes that are not in the page cache."""
+        """Return the number of concurrent reads for bytes outside the page cache."""
         if self._settings.fetch_threads or self.is_remote or self._device.type == "cpu" or self.local_world_size > 1:
             return self.num_reads
         return max(self.num_reads, min(MAX_DIRECT_READS, len(os.sched_getaffinity(0))))
 
     @property
     def chunk_bytes(self) -> int:
-        """Return the largest read, which a staging buffer holds. BudgetTooSmall if `memory_bytes` cannot hold four."""
+        """Return the size of the largest read and of a staging buffer.
+
+        Raise BudgetTooSmall unless `memory_bytes` holds four.
+        """
         wanted, memory_bytes = self._settings.chunk_bytes, self._settings.memory_bytes
         if self._device.type == "cuda" and (self.local_world_size > 1 or not self.is_remote):
             wanted //= DEVICE_CHUNKS
-        # At least four buffers: with fewer, reading and copying wait for each other.
+        # With fewer than four buffers, reading and copying wait for each other.
         chunk = min(wanted, memory_bytes // 4) // PAGE_BYTES * PAGE_BYTES
         if chunk < MIN_CHUNK_BYTES:
             raise BudgetTooSmall(
-                f"memory_bytes={memory_bytes} leaves chunks of {chunk} bytes", minimum_bytes=4 * MIN_CHUNK_BYTES
+                f"memory_bytes={memory_bytes} allows chunks of {chunk} bytes only", minimum_bytes=4 * MIN_CHUNK_BYTES
             )
         return chunk
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most staging in use at once, of a closed pool too."""
+        """Return the peak size of staging in use, even after the pool was closed."""
         return self._peak_bytes if self.pool is None else self.pool.peak_bytes
 
     def open_pool(self, registrar: Registrar | None) -> StagingPool:
-        """Make the pool, as large as keeps readers and device busy; the intake closes it."""
+        """Create the pool, just large enough to keep readers and device busy. The intake closes it."""
         enough = (self.num_reads + READS_AHEAD + SPARE_BUFFERS) * self.chunk_bytes
         self.pool = StagingPool.map(min(self._settings.memory_bytes, enough), self.chunk_bytes, registrar=registrar)
         return self.pool
 
     def warm(self, uri: Uris) -> None:
-        """For large local files and a GPU, make the pool now: it is touched and pinned while headers are read."""
+        """For large local files and a GPU, create the pool now. It is touched and pinned while headers are read."""
         if self._device.type == "cuda" and _local_nbytes(uri) > WARM_ABOVE_BYTES:
             self.open_pool(registrar_of(self._device)).warm(WARM_THREADS)
 
     def open_ring(self) -> Uring | None:
-        """Return a ring for files in the page cache, the caller's to close; None where it is not wanted or refused."""
+        """Open a ring for files in the page cache, which the caller closes.
+
+        Return None if it is not wanted or refused.
+        """
         if self.is_remote or not self._settings.io_uring:
             return None
         self.ring_refusal = refusal()
@@ -167,28 +174,32 @@ class Intake:
             return None
 
     def close(self, *, wait: bool = False) -> None:
-        """Give the pool back; every run that uses it must be closed. Idempotent.
+        """Release the pool. Every run that uses it must be closed. Idempotent.
 
         Args:
-            wait: return when it is unpinned, which takes milliseconds; else a thread does it, which is joined at exit.
+            wait: return after the memory is unpinned, which takes milliseconds. Otherwise a thread unpins it, and the
+                interpreter joins that thread at exit.
         """
         pool, self.pool = self.pool, None
         if pool is None:
             return
         self._peak_bytes = pool.peak_bytes
         pool.cancel()
-        # Not a daemon: the process must not end while the driver unpins.
+        # The thread is not a daemon, because the process must not end while the driver unpins memory.
         unpin = threading.Thread(target=pool.close, name="penstock-unpin")
-        # Unpinned in place where the system allows no more threads.
+        # Unpin in this thread if no other thread can start.
         if wait or not start_thread(unpin, is_needed=False):
             pool.close()
 
 
 def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
-    """Bring a model into the local cache of its hub; return its pinned URI. ConfigError: see `fill_weights`."""
+    """Download a model into the local cache of its hub. Return its pinned URI.
+
+    Raise ConfigError like `fill_weights`.
+    """
     if not isinstance(uri, str | os.PathLike):
         raise ConfigError("cache=True takes one URI, not a list", hint="give org/name or hf://")
-    # On first use: most loads write no cache.
+    # Import this only here, because most loads write no cache.
     from penstock.storage.fill import fill_weights
 
     with Progress(options.progress, str(uri)) as progress:
@@ -199,7 +210,7 @@ def _filled(uri: Uris, options: ReadOptions, settings: Settings) -> str:
 
 
 def _local_nbytes(uri: Uris) -> int:
-    """Return the bytes of the files of weights of a local path, roughly; 0 where only their headers could tell."""
+    """Return the approximate size of the weight files at a local path, or 0 if only their headers could tell."""
     uris = texts_of(uri)
     if len(uris) != 1 or is_remote(uris[0]):
         return 0
@@ -214,17 +225,18 @@ def _local_nbytes(uri: Uris) -> int:
 
 
 MAX_GAP_BYTES = 64 << 10
-"""Unwanted bytes read rather than skipped between two wanted ones, in a local file: about what one more call costs."""
+"""Largest number of unwanted bytes between two wanted ranges of a local file that are read instead of skipped. Reading
+them costs about as much as one more call."""
 
 MAX_GAP_REMOTE_BYTES = MIB
-"""The same for an object store, where a request costs a round trip."""
+"""The same number for an object store, where a request costs a round trip."""
 
 _DEVICES = 'use "cpu", "cuda", "cuda:N" or the number N of a GPU'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """The options that all loads share; see `penstock.load`."""
+    """The options that all loads share. See `penstock.load`."""
 
     device: torch.device
     names: Names = None
@@ -235,23 +247,23 @@ class ReadOptions:
 
 
 Batch = tuple[Sequence[str], list[torch.Tensor]]
-"""Names and their tensors, side by side."""
+"""Names and the tensors with these names."""
 
 
 class LoadSession(Closeable):
-    """A load under way. A context manager; leaving it drains and frees everything that was not given to the caller.
+    """A running load. Leaving its `with` block ends all reads and releases everything that the caller did not receive.
 
     Args:
-        uri, options, settings: the weights, the caller's options, the bounds.
-        in_group: others may bring the bytes: staging is made when a read needs it.
-        local_world_size: processes that read on this host at the same time, as part of the same load.
-        journey: name of its journey in the record of phases; empty: it is a part of another journey.
-        weights: the files of `uri`, open already; they stay open, and the caller's to close.
+        uri, options, settings: the weights, the caller's options, and the limits.
+        in_group: whether other ranks may send the bytes. Staging is then created when a read needs it.
+        local_world_size: number of processes on this host that read at the same time for the same load.
+        journey: name of the journey in the record of phases. Empty if the load is part of another journey.
+        weights: open files of `uri`. The caller closes them.
 
     Attributes:
-        group_bytes: that came from other ranks.
-        paths: bytes read per (file index, path word); those of the run, where there is one.
-        is_touched: whether a target can have been written to without a run.
+        group_bytes: number of bytes that other ranks sent.
+        paths: number of bytes read for each (file index, path name). If there is a run, these are the run's.
+        is_touched: whether a target may have been written without a run.
     """
 
     def __init__(
@@ -271,17 +283,17 @@ class LoadSession(Closeable):
         self.phases = Phases(first, journey=journey, model=next(iter(texts_of(uri)), ""))
         self.intake = Intake(settings, options.device, local_world_size)
         self._ends = ExitStack()
-        # From here on every error ends the phase: one that goes on would keep the process from being ready for ever.
+        # From here on every error must end the phase. Otherwise the process would never be ready.
         try:
-            # Headers are parsed by some threads while others pin staging.
+            # Some threads parse headers while others pin staging.
             if options.device.type == "cuda":
                 self._ends.enter_context(lifecycle.quick_handover())
-            self.trace = open_trace(options.settings.trace)
-            # Before the headers are read, so that both take their time together.
+            self.trace = open_trace(options.trace)
+            # Start this before reading the headers, so that both overlap.
             if not in_group:
                 self.intake.warm(uri)
-            # Listings and headers of a remote place are read by a library, which may take as long as its deadlines: an
-            # interrupt must end it.
+            # A library reads listings and headers of remote places and may take until its deadlines, so an interrupt
+            # must end it.
             opening = interrupts.allow_interrupts() if any(map(is_remote, texts_of(uri))) else nullcontext()
             self._is_owner = weights is None
             with opening:
@@ -309,9 +321,9 @@ class LoadSession(Closeable):
         self._digested: list[Digested] = []
 
     def received(self) -> dict[tuple[str, str], int]:
-        """Return the bytes that came so far, by source and path; for metrics, from any thread."""
+        """Return the bytes received so far, by source and path, for metrics. Thread-safe."""
         received: dict[tuple[str, str], int] = {}
-        # A copy: readers add paths meanwhile.
+        # Iterate over a copy, because readers may add paths.
         for (_, path), nbytes in list(self.paths.items()):
             key = ("cache" if path == "cache" else "storage", path)
             received[key] = received.get(key, 0) + nbytes
@@ -321,13 +333,13 @@ class LoadSession(Closeable):
 
     @property
     def manifest(self) -> Manifest:
-        """Return the manifest of the tensors that were requested."""
+        """Return the manifest of the requested tensors."""
         return self.weights.manifest
 
     def close(self) -> None:
-        """Drain, free, close. Idempotent."""
+        """End the reads, release all memory and close the files. Idempotent."""
         with self._ends:
-            # The run first: its threads use the pool, the mappings and the sources.
+            # Close the run first, because its threads use the pool, the mappings and the sources.
             if self.run is not None:
                 self.run.close()
             self.intake.close()
@@ -345,9 +357,12 @@ class LoadSession(Closeable):
     # -- planning
 
     def table(self) -> TensorTable:
-        """Return the requested tensors in file order, the plan's. PlanError if torch cannot hold one of them."""
+        """Return the requested tensors in file order, as the plan needs them.
+
+        Raise PlanError if torch cannot hold one of them.
+        """
         table = self.manifest.tensors
-        # Reads go forward through the files, but a header may list its tensors in any order.
+        # Reads move forward through the files, but a header may list its tensors in any order.
         order = np.lexsort((table.offset, table.file_index))
         if not (order == np.arange(len(order))).all():
             table = table.take(order.tolist())
@@ -359,8 +374,8 @@ class LoadSession(Closeable):
         return table
 
     def wanted(self, table: TensorTable) -> Wanted:
-        """Return the rows of a table with the regions that the caller wants; see `wanted_regions`."""
-        # The first file and not the URI: configurations are next to the files that were found.
+        """Return the rows of a table with the regions that the caller wants. See `wanted_regions`."""
+        # Use the first file and not the URI, because configurations are stored next to the files.
         uri = self.weights.sources[0].uri if self.weights.sources else self.weights.uri
         return wanted_regions(self.options.boxes, table, uri, self.settings, self.options.settings.storage_options)
 
@@ -375,19 +390,21 @@ class LoadSession(Closeable):
         chunk_bytes: int = 0,
         max_gap_bytes: int = MAX_GAP_REMOTE_BYTES,
     ) -> LoadPlan:
-        """Plan the rows of `table` (in file order).
+        """Plan the rows of `table`, which are in file order.
 
         Args:
-            table: rows wanted.
-            boxes: region of each, or None.
+            table: wanted rows.
+            boxes: region of each row, or None.
             pack: see `plan_load`.
-            exact: read no byte that is not wanted (the destination itself is read into).
-            aligned: begin and end reads at pages; False: reads without a gap in them can go to the destination itself.
-            chunk_bytes: largest read, at least the intake's.
-            max_gap_bytes: unwanted bytes read rather than skipped, at most what the source's kind allows.
+            exact: read no unwanted byte, because the reads go directly into the destination.
+            aligned: start and end reads at page boundaries. If False, reads without a gap can go directly to the
+                destination.
+            chunk_bytes: size of the largest read, at least the intake's.
+            max_gap_bytes: number of unwanted bytes that are read instead of skipped, within the limit for this kind of
+                source.
         """
         max_read = self.intake.chunk_bytes
-        # Where the destination itself is read into, it has no room for bytes of a page's rest or a gap.
+        # If reads go directly into the destination, it has no space for the rest of a page or a gap.
         gap = MAX_GAP_REMOTE_BYTES if self.intake.is_remote else MAX_GAP_BYTES
         self.plan = plan_load(
             table,
@@ -403,7 +420,7 @@ class LoadSession(Closeable):
     # -- running
 
     def maps_files(self, boxes: Sequence[Box | None]) -> bool:
-        """Return whether the tensors can be views of mapped files: on the CPU, local, whole, and no copy asked for."""
+        """Return whether the tensors can be views of mapped files: local, whole, on the CPU, and without `copy`."""
         local = all(isinstance(source, FileSource) for source in self.weights.sources)
         return (
             self.options.device.type == "cpu"
@@ -413,10 +430,8 @@ class LoadSession(Closeable):
         )
 
     def open_mappings(self) -> TensorMappings:
-        """Map the files; the session closes them."""
-        self._mappings = TensorMappings.open(
-            [source for source in self.weights.sources if isinstance(source, FileSource)]
-        )
+        """Map the files. The session closes them."""
+        self._mappings = TensorMappings([source for source in self.weights.sources if isinstance(source, FileSource)])
         return self._mappings
 
     def begin(
@@ -430,8 +445,8 @@ class LoadSession(Closeable):
         window_bytes: int = 0,
         order: Sequence[int] | None = None,
     ) -> LoadRun:
-        """Start the run of `plan` into `place`; the session closes it. Arguments as of `LoadRun`."""
-        # No staging where every read can go straight to its slabs: host memory, and no byte between them to skip.
+        """Start the run of `plan` into `place`. The session closes it. See `LoadRun` for the arguments."""
+        # No staging is needed if every read can go directly to its slabs: host memory without gaps between the bytes.
         direct = place.direct(0, 0, 0) is not None if len(plan.slab_nbytes) else True
         if self.intake.pool is None and not (direct and bool(plan.covered().all())):
             self.intake.open_pool(place.registrar)
@@ -455,35 +470,38 @@ class LoadSession(Closeable):
         return self.run
 
     def enter_move(self) -> None:
-        """Enter the phase `move`, whose bytes are those of the run."""
+        """Enter the phase `move`, which shows the bytes of the run."""
         assert self.run is not None
-        # The ticket alone: the record of phases must not keep the run, and with it the weights.
+        # Refer to the ticket only, because the record of phases must not keep the run and the weights alive.
         ticket = self.run.ticket
         self.phases.enter("move", lambda: (ticket.moved_bytes, ticket.nbytes))
 
     def regions(self, table: TensorTable, boxes: Sequence[Box | None]) -> TensorRegions | None:
-        """Return the rows to read for boxes, widened to whole leaves; None where there are no boxes or no digests."""
+        """Return the rows to read for boxes, widened to whole leaves.
+
+        Return None if there are no boxes or no digests.
+        """
         manifest = self.manifest
         if self.options.verify is False or manifest.leaves is None or boxes.count(None) == len(boxes):
             return None
         return TensorRegions(table, boxes, self._leaves_of(table), manifest.leaf_bytes)
 
     def _leaves_of(self, table: TensorTable) -> U64 | None:
-        """Return the manifest's digests of these rows, row after row."""
+        """Return the manifest's digests for these rows, in order."""
         manifest = self.manifest
         row_of = dict(zip(manifest.tensors.names, range(len(manifest.tensors)), strict=True))
         return leaves_of(manifest, np.fromiter(map(row_of.__getitem__, table.names), np.int64, len(table)))
 
     def checker(self, plan: LoadPlan, place: Any, leaves: U64 | None = None) -> Checker | None:
-        """Return a checker of slabs of `place`, or None with the reason in `why`.
+        """Return a checker for the slabs of `place`. Otherwise return None and set the reason in `why`.
 
         Args:
-            plan: of the rows.
-            place: of the slabs.
-            leaves: of the plan's rows, where those are parts of the manifest's.
+            plan: plan of the rows.
+            place: place of the slabs.
+            leaves: digests for the plan's rows, if these are parts of the manifest's rows.
 
         Raises:
-            NotFound: `verify=True` was given and there is nothing to verify against.
+            NotFound: `verify=True` was given, but there are no digests.
         """
         manifest, requested = self.manifest, self.options.verify
         if requested is False:
@@ -496,7 +514,7 @@ class LoadSession(Closeable):
             if requested:
                 raise nothing_to_verify(self.why)
             return None
-        # Regions that are not widened to leaves. A region without bytes needs no digest.
+        # These regions are not widened to leaves. An empty region needs no digest.
         regions = sum(box is not None and box.num_elements > 0 for box in plan.boxes)
         leaves = self._leaves_of(plan.table) if leaves is None else leaves
         assert leaves is not None
@@ -511,12 +529,14 @@ class LoadSession(Closeable):
         return HostChecker(expected, lambda slab: memoryview(place.slab(slab)))
 
     def _check_files(self, plan: LoadPlan) -> bool:
-        """Have files compared with the digests of their storage while they are read; False if not all of them can be.
+        """Compare files with digests from their storage while they are read.
 
-        Only where this process reads every byte: a part of a file has no digest to compare.
+        Return False if not all files can be compared.
+
+        This works only if the process reads every byte, because a part of a file has no digest.
         """
         sources = self.weights.sources
-        # By bytes: `load_into(strict=False)` skips tensors, and boxes skip parts.
+        # Compare the number of bytes, because `load_into(strict=False)` skips tensors and boxes skip parts.
         is_whole = self.options.names is None and plan.nbytes == self.manifest.nbytes
         if not self._reads_all or not is_whole or not sources or not fills_files(self.manifest):
             return False
@@ -524,26 +544,29 @@ class LoadSession(Closeable):
         return len(self._digested) == len(sources)
 
     def _conclude_files(self) -> None:
-        """Set the verdict of the files' own digests. IntegrityError: `verify=True`, and not all were compared."""
+        """Set the result of the comparison of whole files.
+
+        Raise IntegrityError if `verify=True` and a file was not compared.
+        """
         num_files = len(self.weights.sources)
         num_equal = sum(source.is_checked for source in self._digested)
-        self.why = f"the SHA-256 of {num_equal} of {num_files} files is the storage's"
+        self.why = f"the SHA-256 of {num_equal} of {num_files} files equals the storage's"
         self.verified = num_equal == num_files
-        # Only where the digests were all there is: a part that was late for longer than `stall_s` ends a comparison.
+        # Raise only if there are no other digests. A part that is late for more than `stall_s` ends a comparison.
         if self.options.verify and not self.verified and len(self._digested) == num_files:
             raise IntegrityError(f"verify=True, but {self.why}", hint="load again, or raise stall_s")
 
     # -- results
 
     def batches(self, plan: LoadPlan, indices: Iterable[int], memory: Callable[[int], Any]) -> Iterator[Batch]:
-        """Yield names and tensors of each slab's rows, after the empty rows before them; in file order.
+        """Yield names and tensors for the rows of each slab, with the empty rows before them, in file order.
 
-        Ownership: the caller's.
+        The caller owns the tensors.
 
         Args:
-            plan: of the slabs.
-            indices: every slab, in order.
-            memory: the slab's bytes, as a flat uint8 tensor or array.
+            plan: plan of the slabs.
+            indices: all slabs, in order.
+            memory: returns the bytes of a slab, as a flat uint8 tensor or array.
         """
         table, row = plan.table, 0
         shapes: Sequence[tuple[int, ...]] = table.shapes
@@ -552,7 +575,8 @@ class LoadSession(Closeable):
             shapes = [shape if box is None else box.shape for shape, box in both]
         with_bytes = np.flatnonzero(plan.row_slab >= 0)
         first, last = np.zeros((2, len(plan.slab_nbytes)), np.int64)
-        # numpy keeps the last of several writes to one index: forward gives a slab's last row, backward its first.
+        # Numpy keeps the last of several writes to one index. A forward pass yields a slab's last row, and a backward
+        # pass its first.
         last[plan.row_slab[with_bytes]] = with_bytes + 1
         first[plan.row_slab[with_bytes[::-1]]] = with_bytes[::-1]
         starts, stops = first.tolist(), last.tolist()
@@ -572,24 +596,24 @@ class LoadSession(Closeable):
             if stop - start == 1:
                 yield table.names[at], [as_tensor(raw, table.dtypes[start], shapes[start])]
             else:
-                # Rows of no bytes between these make empty tensors too.
+                # Empty rows between these become empty tensors.
                 yield table.names[at], as_tensors(raw, table.dtypes[at], shapes[at], offsets[at])
-            # No reference may stay while the caller has the batch: dropped tensors are to free their slab at once.
+            # Keep no reference while the caller has the batch, so that dropped tensors release their slab at once.
             del raw
             row = stop
         if row < num_rows:
             yield empties(row, num_rows)
 
     def empty(self, dtype: Any, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return a tensor without bytes."""
+        """Return an empty tensor."""
         return torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device=self.options.device)
 
     def progress(self) -> Progress:
-        """Return the progress bar, or the calls, that the caller asked for."""
+        """Return the progress bar or the calls that the caller asked for."""
         return Progress(self.options.progress, self.weights.uri)
 
     def _why_not_faster(self, file: int, path: str) -> str:
-        """Return why a file's bytes took no faster path; "" for the fastest."""
+        """Return why a file's bytes took no faster path, or "" for the fastest path."""
         if path in {"mmap", "direct"}:
             return ""
         if path == "page-cache" and self.intake.ring_refusal:
@@ -604,13 +628,13 @@ class LoadSession(Closeable):
                 source.check_unchanged()
 
     def finish(self, *, num_tensors: int, nbytes: int) -> LoadReport:
-        """Check that no source changed meanwhile, end every thread, save the trace, and report."""
+        """Check that no source changed, end every thread, save the trace, and return the report."""
         self.phases.enter("finish")
-        # Before anything is reported: bytes of a file that changed meanwhile may be of two versions.
+        # Check before reporting, because the bytes of a changed file may belong to two versions.
         self.check_unchanged()
         if self._mappings is not None:
             self._mappings.check_unchanged()
-        # The threads have ended before the trace is saved, so that it has every span.
+        # End the threads before saving the trace, so that it contains every span.
         run = self.run
         if run is not None:
             run.close()
@@ -651,13 +675,13 @@ class LoadSession(Closeable):
 
 
 def resolve_device(device: str | int | torch.device) -> torch.device:
-    """Return a device with its index: `"cuda"` gets the current one.
+    """Return a device with its index. `"cuda"` gets the current one.
 
     Raises:
-        ConfigError: torch does not know the device, or the device is not there.
+        ConfigError: torch does not know the device, or the host does not have it.
     """
     if isinstance(device, int) and not isinstance(device, bool):
-        # torch takes a number for the present accelerator, and fails without a word of it where there is none.
+        # For torch a number means the current accelerator, and it fails with an unclear error if there is none.
         device = f"cuda:{device}"
     try:
         resolved = torch.device(device)
@@ -667,7 +691,7 @@ def resolve_device(device: str | int | torch.device) -> torch.device:
         raise ConfigError(f"device {resolved} is not supported", hint=_DEVICES)
     if resolved.type == "cuda":
         if not torch.cuda.is_available() or (resolved.index or 0) >= torch.cuda.device_count():
-            message = f"device {resolved} is not there: {torch.cuda.device_count()} CUDA devices"
-            raise ConfigError(message, hint="`penstock doctor` says which there are; look at CUDA_VISIBLE_DEVICES")
+            message = f"device {resolved} does not exist, because there are {torch.cuda.device_count()} CUDA devices"
+            raise ConfigError(message, hint="run `penstock doctor` to list the devices, and check CUDA_VISIBLE_DEVICES")
         resolved = torch.device("cuda", torch.cuda.current_device() if resolved.index is None else resolved.index)
     return resolved

@@ -1,8 +1,7 @@
-"""safetensors files that the ranks of a group open alike, so that storage is read once for all of them.
+"""safetensors files that all ranks in a group open, so that storage is read once for all of them.
 
-In: a group; files opened one after the other, as `safetensors.safe_open` opens them. Out: the same interface, whose
-tensors come from a `SharedRead` of the files that were opened before the first request for a tensor.
-Not here: the exchange (`shared_read`), who opens the files (adapters).
+The files have the interface of `safetensors.safe_open`. Their tensors come from a `SharedRead` over the files that were
+opened before the first request for a tensor.
 """
 
 from __future__ import annotations
@@ -31,20 +30,21 @@ from penstock.waits import start_thread
 _logger = log_named(__name__)
 
 MAX_PAUSE_S = 600.0
-"""Seconds that a rank waits for one whose program makes no load, but lives. Source: the timeout of NCCL's groups."""
+"""Seconds that a rank waits for another rank that is alive but makes no load. Source: the timeout of NCCL's groups."""
 
 
 class SharedFiles:
-    """The files that the ranks of a group read together, a weight set at a time.
+    """The files that the ranks in a group read together, one weight set at a time.
+
+    `__init__`, the first tensor of a weight set, and `end` are collective. A separate group with the same ranks is
+    created, so the program's collectives in other threads do not matter.
 
     Args:
-        group: its ranks make the same calls, in the same order.
-        order: sorts names of tensors as the program asks for them; a wrong order costs reads, nothing else.
-        memory_bytes: host memory of what was read ahead, gathered and not yet taken.
+        group: the group. All ranks make the same calls in the same order.
+        order: sorts names of tensors into the order in which the program requests them. A wrong order only costs extra
+            reads.
+        memory_bytes: host memory for bytes that were read ahead or gathered and not taken yet.
         verify: see `penstock.load`.
-
-    Order: `__init__`, the first tensor of a weight set and `end` are collective. No other thread waits in a collective
-    of the program meanwhile: a group of its own is made, with the same ranks.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class SharedFiles:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._ranks = RankWords(self._group, self.device, self._settings.stall_s)
         self._open: list[SharedFile] = []
-        # Opened since the last reading began.
+        # Files opened since the last reading began.
         self._new: list[SharedFile] = []
         self._read: SharedRead | None = None
         self._members: list[SharedFile] = []
         self._is_broken = False
-        # Threads of the program ask for tensors; the first of them begins the reading for all.
+        # Threads of the program request tensors. The first of them begins the reading for all.
         self._lock = threading.RLock()
         self.reports: list[SharedReadReport] = []
         self._intents: queue.SimpleQueue[_Intent] = queue.SimpleQueue()
@@ -80,11 +80,14 @@ class SharedFiles:
     def open(
         self, uri: str, storage_options: Mapping[str, str] | None = None, *, device: str | int | torch.device = "cpu"
     ) -> SharedFile:
-        """Open one file; only its header is read. Whole tensors are given on `device`, parts on the group's."""
+        """Open one file and read only its header.
+
+        Whole tensors are returned on `device`, and parts on the group's device.
+        """
         return SharedFile(self, uri, self._settings, storage_options, device)
 
     def take(self, file: SharedFile, name: str, index: Any) -> torch.Tensor:
-        """Return a part of a tensor of an open file; see `SharedRead.take`."""
+        """Return a part of a tensor in an open file. See `SharedRead.take`."""
         return self._reading(file).take(name, index)
 
     def opened(self, file: SharedFile) -> None:
@@ -94,7 +97,7 @@ class SharedFiles:
             self._new.append(file)
 
     def closed(self, file: SharedFile) -> None:
-        """Count a file as closed; with the last one of a weight set, the rank wants no more of it."""
+        """Count a file as closed. After the last file of a weight set, this rank wants nothing more of the set."""
         with self._lock:
             for files in (self._open, self._new):
                 if file in files:
@@ -103,10 +106,10 @@ class SharedFiles:
                 self._read.discard()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Let the other ranks finish, and agree that none failed; with `error`, tell them of it instead.
+        """Let the other ranks finish and agree that none failed. With `error`, tell them about the error instead.
 
         Raises:
-            PeerLost: another rank failed. Else as `SharedRead.close`.
+            PeerLost: another rank failed. Otherwise raises like `SharedRead.close`.
         """
         if self._is_broken:
             return
@@ -122,51 +125,59 @@ class SharedFiles:
             raise
 
     def _leave(self, error: BaseException) -> None:
-        """Tell the other ranks of an error, and do not use the group again: ranks may stand at different points."""
+        """Tell the other ranks about an error.
+
+        The group is not used again, because ranks may be at different points.
+        """
         self._is_broken = True
         forget_group(self._group)
-        known = error if isinstance(error, PenstockError) else OperationFailed(f"this rank's program failed: {error}")
+        known = (
+            error if isinstance(error, PenstockError) else OperationFailed(f"the program of this rank failed: {error}")
+        )
         read, self._read = self._read, None
-        # The program raises the error that it has, and not those that follow from it.
+        # The program raises its own error, and not the errors that follow from it.
         with contextlib.suppress(PenstockError):
             if read is not None:
                 read.fail(known)
                 read.close()
         with contextlib.suppress(PenstockError):
-            # An exchange that had ended, or that failed in its last round, told no other rank.
+            # An exchange that had ended, or that failed in its last round, told no other rank about the error.
             self._say(_Intent(FAILED, error=known))
 
     def _say(self, intent: _Intent) -> None:
-        """Have the thread say this to the other ranks, and return when all of them said the same. Raises as `agree`."""
+        """Let the thread send this intent to the other ranks. Wait until all of them sent the same.
+
+        Raises like `agree`.
+        """
         self._intents.put(intent)
-        # The thread has deadlines for all it waits for; once it has ended, its error is the answer to every intent.
+        # The thread has deadlines for all its waits. Once it has ended, its error is the answer to every intent.
         while self._thread.is_alive() and not intent.is_agreed.wait(BUSY_S):
             pass
         if not intent.is_agreed.is_set():
-            raise self._error or Cancelled("the thread that exchanges has ended")
+            raise self._error or Cancelled("the exchange thread has ended")
 
     def _conduct(self) -> None:
-        """Make all collectives of this rank: say what the program wants, or that it wants nothing yet."""
+        """Make all collectives of this rank. Send what the program wants, or that it wants nothing yet."""
         try:
             with contextlib.ExitStack() as ends:
                 if self.device.type == "cuda":
                     torch.cuda.set_device(self.device)
-                    # On a stream of its own, or it would wait for the program's kernels.
+                    # Use a separate stream. Otherwise the gathers would wait for the program's kernels.
                     ends.enter_context(torch.cuda.stream(torch.cuda.Stream(self.device)))
                 while (intent := self._agreed()).word != END:
                     assert intent.read is not None
                     intent.read.exchange()
         except (PenstockError, OSError, RuntimeError, ValueError, MemoryError) as error:
-            # The program's next call raises it.
+            # The program's next call raises this error.
             self._error = error
 
     def _agreed(self) -> _Intent:
-        """Return the program's next intent, once all ranks have the same."""
+        """Return the program's next intent when all ranks have the same."""
         while True:
             try:
                 intent = self._intents.get(timeout=BUSY_S)
             except queue.Empty:
-                # The others would take silence for the loss of this rank.
+                # The other ranks would take silence for the loss of this rank.
                 self._ranks.agree(BUSY)
                 continue
             deadline = time.monotonic() + MAX_PAUSE_S
@@ -174,20 +185,20 @@ class SharedFiles:
                 if time.monotonic() > deadline:
                     raise PeerLost(
                         f"the program of another rank has paused for {MAX_PAUSE_S} s",
-                        hint="see that rank: all ranks must make the same loads",
+                        hint="check that rank, because all ranks must make the same loads",
                     )
             intent.is_agreed.set()
             return intent
 
     def _reading(self, file: SharedFile) -> SharedRead:
-        """Return what reads this file: begun by the first tensor that any thread asks for."""
+        """Return the `SharedRead` for this file. The first request for a tensor begins it."""
         with self._lock:
             if self._read is not None and file in self._members:
                 return self._read
             if self._is_broken:
-                raise PeerLost("an earlier load of this group failed", hint="begin anew with all ranks")
+                raise PeerLost("an earlier load with this group failed", hint="start again with all ranks")
             if file not in self._open:
-                raise ConfigError("file is closed", uri=file.uri, hint="keep it inside its `with` block")
+                raise ConfigError("file is closed", uri=file.uri, hint="use it inside its `with` block")
             try:
                 self._finish_read()
                 self._begin_read(file)
@@ -198,14 +209,14 @@ class SharedFiles:
             return self._read
 
     def _begin_read(self, file: SharedFile) -> None:
-        """Begin to read the files that were opened since the last reading began, one of which is `file`.
+        """Begin to read the files that were opened since the last reading began. `file` is one of them.
 
-        Files of earlier readings may be open still, because the program dropped them without closing them: to read
-        them again would take longer with every file, and two models may have tensors of one name. Only a program that
-        comes back to one of them has all open files read together.
+        Files of earlier readings may still be open, because the program dropped them without closing them. Reading them
+        again would take longer with every file, and two models may have tensors with the same name. Only if the program
+        returns to one of them are all open files read together.
         """
         files = list(self._new if file in self._new else self._open)
-        # A file may have been opened twice: it is read once. Files of one program's load are of one storage.
+        # A file that was opened twice is read once. The files in a program's load share one storage.
         weights = open_weights(
             sorted({file.uri for file in files}), settings=self._settings, storage_options=file.storage_options
         )
@@ -228,14 +239,14 @@ class SharedFiles:
 
 
 _own_groups: dict[str, dist.ProcessGroup] = {}
-"""Groups by the name of the group whose ranks they have. Kept: to make one takes a second with NCCL, and torch names a
-group by its ranks, so that a new one would find the addresses of one that was destroyed."""
+"""Separate groups, by the name of the group with the same ranks. They are kept, because creating one takes a second
+with NCCL. Torch also names a group by its ranks, so a new group would find the addresses of a destroyed one."""
 
 
 def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """Return a group with the ranks of `group` for Penstock's collectives alone. Collective where there is none yet.
+    """Return a separate group with the same ranks for Penstock's collectives. Collective if there is none yet.
 
-    The program's own collectives may then run between these, in another order on each rank.
+    The program's collectives may then run between these, in a different order on each rank.
     """
     name = group.group_name
     own = _own_groups.get(name)
@@ -243,7 +254,7 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
         try:
             dist.get_rank(own)
         except (RuntimeError, ValueError):
-            # torch.distributed was ended, and initialised anew.
+            # torch.distributed was shut down and initialised again.
             own = None
     if own is None:
         ranks = dist.get_process_group_ranks(group)
@@ -251,8 +262,8 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
             ranks,
             backend=dist.get_backend(group),
             timeout=timedelta(seconds=max(60.0, timeout_s)),
-            # Where other ranks do not make this call. torch names a group then by the number of groups that each rank
-            # has, which should not be relied on where all of them make it.
+            # Use this if some ranks do not make this call. Torch then names the group by the number of groups in each
+            # rank, which is unreliable if all ranks call it.
             use_local_synchronization=len(ranks) < dist.get_world_size(),
         )
         _own_groups[name] = own
@@ -260,14 +271,14 @@ def own_group(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
 
 
 def forget_group(own: dist.ProcessGroup) -> None:
-    """Have the next load make a new group."""
-    # Not destroyed: with NCCL that may wait for a rank that is lost.
+    """Make the next load create a new group."""
+    # Do not destroy the group, because with NCCL that may wait for a lost rank.
     for name in [name for name, group in _own_groups.items() if group is own]:
         del _own_groups[name]
 
 
 class _Intent:
-    """The next step that the program of a rank needs of the group: to begin a reading, to end, or to fail."""
+    """The next step that a rank's program needs from the group: begin a reading, end, or fail."""
 
     def __init__(
         self, word: int, *, digest: bytes = b"", error: BaseException | None = None, read: SharedRead | None = None
@@ -280,12 +291,12 @@ class _Intent:
 
 
 class SharedFile:
-    """An open file of `SharedFiles`, with the interface of `safetensors.safe_open` for torch.
+    """An open file in `SharedFiles`, with the interface of `safetensors.safe_open` for torch.
 
     Attributes:
-        uri: of the file.
+        uri: URI of the file.
         storage_options: credentials and endpoint of its storage.
-        nbytes: its size.
+        nbytes: size of the file.
     """
 
     def __init__(
@@ -327,11 +338,11 @@ class SharedFile:
         return list(self._header.tensors.names)
 
     def metadata(self) -> dict[str, str] | None:
-        """Return the header's `__metadata__`; None where it has none."""
+        """Return `__metadata__` from the header, or None if there is none."""
         return dict(self._header.metadata) or None
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """Return the whole of a tensor, on the file's device; see `SharedRead.take`."""
+        """Return a whole tensor on the file's device. See `SharedRead.take`."""
         return self.get_slice(name)[...].to(self._device)
 
     def get_tensors(self) -> dict[str, torch.Tensor]:
@@ -339,14 +350,14 @@ class SharedFile:
         return {name: self.get_tensor(name) for name in self.keys()}
 
     def get_slice(self, name: str) -> SharedSlice:
-        """Return a handle that gives parts of a tensor by index. NotFound: the file has none of that name."""
+        """Return a handle that reads parts of a tensor by index. Raise NotFound if the file has no such tensor."""
         if name not in self._rows:
             raise NotFound(f"file does not contain tensor {name}", uri=self.uri, tensor=name)
         return SharedSlice(self._files, self, self._header, self._rows[name])
 
 
 class SharedSlice:
-    """A handle on one tensor of a `SharedFile`, indexed like a tensor from any thread."""
+    """A handle for one tensor in a `SharedFile`, which is indexed like a tensor from any thread."""
 
     def __init__(self, files: SharedFiles, file: SharedFile, header: Header, row: int) -> None:
         self._files = files
@@ -355,7 +366,7 @@ class SharedSlice:
         self._row = row
 
     def get_shape(self) -> list[int]:
-        """Return the shape in the header."""
+        """Return the shape from the header."""
         return list(self._table.shapes[self._row])
 
     def get_dtype(self) -> str:
@@ -363,5 +374,5 @@ class SharedSlice:
         return str(self._table.dtypes[self._row])
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Return the part that `index` selects; see `SharedRead.take`."""
+        """Return the part that `index` selects. See `SharedRead.take`."""
         return self._files.take(self._file, self._table.names[self._row], index)

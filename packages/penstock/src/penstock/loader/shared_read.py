@@ -1,17 +1,13 @@
-"""A weight set read once by the ranks of a group, and exchanged ahead of what each rank's program asks for.
+"""A weight set that the ranks in a group read once and exchange ahead of the requests of each rank's program.
 
-In: an open weight set, its tensors in an order that all ranks know, a group. Out: tensors and parts of them, to any
-thread that asks.
-Not here: how tensors are cut (`shared_turns`), which files are read (`shared_files`), all of a weight set at once
-(`group`), collectives (`collective`).
+    turns: the tensors' bytes in order, cut into turns. Rank r reads every r-th run of turns, ahead, into staging
+    round k: every rank sends READY, BUSY or FAILED -> all READY: all_gather -> each rank keeps the bytes that its
+    program wants
 
-    turns: the tensors' bytes in order, cut; rank r reads every r-th run of turns, ahead, into staging
-    round k: every rank says READY, BUSY or FAILED -> all READY: all_gather -> each rank keeps what its program wants
-
-One thread (of `shared_files`) makes all collectives of the rank, in one order, so what the program asks for, and when,
-cannot order them differently on two ranks. The program may skip tensors, take parts, ask in another order or not at
-all: tensors that were not taken wait in a bounded window. A tensor that was dropped from it to make room is read by
-that rank alone when the program requests it.
+One thread in `shared_files` makes all collectives of a rank in one order, so requests of the program cannot order them
+differently on two ranks. The program may skip tensors, take parts, use a different order or request nothing. Tensors
+that were not taken wait in a bounded window. If a tensor was dropped from the window to free memory, this rank alone
+reads it when the program requests it.
 """
 
 from __future__ import annotations
@@ -42,42 +38,43 @@ from penstock.transport.collective import GroupCollectives
 from penstock.types import GB, Box, DType
 
 READY, BUSY, FAILED, BEGIN, END = 1, 2, 3, 4, 5
-"""What a rank says before it takes part in something; all ranks must say the same."""
+"""The words that a rank sends before it takes part in a step. All ranks must send the same word."""
 
 BUSY_S = 1.0
-"""Seconds after which a rank that cannot go on yet says so, because the others would take silence for its loss."""
+"""Seconds after which a rank that cannot continue yet sends BUSY, because the other ranks would take silence for its
+loss."""
 
 ROUND_BYTES = 64 << 20
-"""Bytes that a rank contributes to a round on CUDA. Each round costs the ranks an agreement, about 5 ms, whatever its
-size. Source: 0.7 s in 132 agreements, benchmarks/results/h100x2_202611/from_pretrained.md."""
+"""Bytes that a rank contributes to a round on CUDA. Each round costs an agreement of about 5 ms, whatever its size.
+Source: 0.7 s in 132 agreements, benchmarks/results/h100x2_202611/from_pretrained.md."""
 
 ALIGN_BYTES = 512
 """Payloads are padded to this for copy engines."""
 
 MAX_READS = 16
-"""Reads under way at once. Source: 16 reads of 8 MiB keep a link of 10 Gb/s busy over round trips of 100 ms."""
+"""Number of concurrent reads. Source: 16 reads of 8 MiB keep a link of 10 Gb/s busy over round trips of 100 ms."""
 
 _WORD_BYTES = 33
-"""A word, and the digest that goes with BEGIN."""
+"""Size of a word and the digest that is sent with BEGIN."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedReadReport(Summarised):
-    """The result of one weight set read by the ranks of a group, as one rank saw it."""
+    """The result of a shared read, as one rank saw it."""
 
     num_ranks: int
     nbytes: int
-    """Bytes of the weight set."""
+    """Size of the weight set in bytes."""
     read_bytes: int
-    """Bytes that this rank read from storage for all."""
+    """Bytes that this rank read from storage for all ranks."""
     group_bytes: int
-    """Bytes that came from other ranks."""
+    """Bytes that other ranks sent."""
     read_again_bytes: int
-    """Bytes that this rank read for itself, because they were asked for after they had left the window."""
+    """Bytes that this rank read again for itself, because they were requested after they had left the window."""
     peak_window_bytes: int
-    """Most bytes that waited for the program at once."""
+    """Peak size of the window, in bytes."""
     busy_s: float
-    """Seconds in which this rank waited for its own program to take tensors."""
+    """Seconds in which this rank waited for its program to take tensors."""
     wall_s: float
     verified: bool
     why: str
@@ -95,39 +92,40 @@ class SharedReadReport(Summarised):
 
 
 class RankWords(GroupCollectives):
-    """The collectives of ranks that go on together only if all of them can."""
+    """The collectives of ranks that continue only if all of them can."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stall_s: float) -> None:
         super().__init__(group, device, stall_s)
-        # Short on CUDA, where a round has six waits of less than a millisecond; on the CPU the processor does the work.
+        # On CUDA the interval is short, because a round has six waits below a millisecond. On the CPU, polling takes
+        # CPU time from the work.
         self.poll_s = 5e-5 if device.type == "cuda" else 5e-4
 
     def agree(self, word: int, digest: bytes = b"", *, error: BaseException | None = None) -> bool:
-        """Tell the others `word`; return whether all ranks said the same, or False where some are BUSY.
+        """Send `word` to the other ranks. Return whether all ranks sent the same, or False if some are BUSY.
 
         Raises:
-            PeerLost: a rank FAILED, or is silent; on all ranks but that one, which raises `error`.
-            PlanError: ranks are at different points, or see other weights; on every rank.
+            PeerLost: a rank FAILED or is silent. All other ranks raise it, while that rank raises `error`.
+            PlanError: the ranks are at different points or have different weights. Every rank raises it.
         """
         words = self.gather_bytes(bytes([word]) + digest.ljust(_WORD_BYTES - 1, b"\0"))
         failed = [rank for rank, said in enumerate(words) if said[0] == FAILED]
         if error is not None:
             raise error
         if failed:
-            raise PeerLost(f"ranks {failed} of the group failed", hint="see those ranks' errors")
+            raise PeerLost(f"ranks {failed} of the group failed", hint="see the errors of these ranks")
         if any(said[0] == BUSY for said in words):
             return False
         odd = [rank for rank, said in enumerate(words) if said != words[0]]
         if odd:
             raise PlanError(
-                f"ranks {odd} load other weights than rank 0, or with other options",
+                f"ranks {odd} load different weights from rank 0, or with different options",
                 hint="give all ranks the same model, revision and options, and make the same calls on all of them",
             )
         return True
 
 
 class _Tensor:
-    """The state of a tensor: what of it is kept, how much has arrived, whether the program has taken it."""
+    """The state of a tensor: which part is kept, how much of it has arrived, and whether the program has taken it."""
 
     __slots__ = (
         "arrived",
@@ -145,17 +143,17 @@ class _Tensor:
         self.nbytes = nbytes
         self.arrived = 0
         self.in_window = 0
-        """Bytes counted as a part of the window."""
+        """Bytes that count towards the window."""
         self.buffer: torch.Tensor | None = None
         self.region: TurnRegion | None = None
-        """Only this part is kept; None: all of it."""
+        """The part that is kept. None means the whole tensor."""
         self.num_waiting = 0
         self.is_kept_whole = False
-        """The program gets the whole buffer: it is not a part of the window."""
+        """Whether the program receives the whole buffer, which then does not count towards the window."""
         self.is_taken = False
-        """A part was taken; others may be asked for next."""
+        """Whether a part was taken. The program may request other parts next."""
         self.is_gone = False
-        """Given away, or dropped."""
+        """Whether the tensor was given to the program or dropped."""
 
     @property
     def is_complete(self) -> bool:
@@ -167,25 +165,26 @@ class _Tensor:
 
 
 class SharedRead:
-    """The tensors of one weight set, on the ranks of a group, for a program that asks for them from any threads.
+    """The tensors of one weight set, on the ranks in a group, for a program that requests them from any thread.
+
+    The rank that reads a byte compares it with its digest before the other ranks receive it. It is not compared again.
 
     Args:
-        weights: the open weight set; this closes it.
+        weights: the open weight set. This object closes it.
         ranks: the group's collectives.
-        names: all tensors, in the order in which the program is expected to ask; the same on all ranks.
-        settings: deadlines and the budget: half of `memory_bytes` for tensors not yet taken, a quarter for reads
-            ahead, a quarter for what is gathered. On CUDA half for reads ahead, the only host memory: tensors not yet
-            taken have as much on the device, and what is gathered one round.
-        verify: compare bytes with the manifest's digests; None: if there are any.
+        names: all tensors in the order in which the program will probably request them. The same on all ranks.
+        settings: deadlines and the memory limit. Half of `memory_bytes` is for tensors that were not taken yet, a
+            quarter for reads ahead, and a quarter for gathered bytes. On CUDA half is for reads ahead, which are the
+            only host memory. Tensors that were not taken yet use as much memory on the device, and gathered bytes use
+            one round.
+        verify: compare bytes with the manifest's digests. None means if there are any.
 
     Attributes:
-        digest: of all that the ranks must agree on before `exchange`.
+        digest: digest of everything that the ranks must agree on before `exchange`.
         why: how the bytes are verified, or why they are not.
 
     Raises:
-        NotFound: `verify=True`, and there are no digests.
-
-    Every byte is compared with its digest by the rank that read it, before the others get it; not again afterwards.
+        NotFound: `verify=True`, but there are no digests.
     """
 
     def __init__(
@@ -205,12 +204,13 @@ class SharedRead:
         is_host = ranks.device.type == "cpu"
         budget = settings.memory_bytes
         self._window_limit = budget // 2
-        # A turn is whole leaves, so that the rank that reads it can compare all of it.
+        # A turn consists of whole leaves, so that the rank that reads it can compare all of it.
         share = budget // 4 // ranks.world_size if is_host else settings.chunk_bytes
         self._turn_bytes = max(
             self._leaf_bytes, min(settings.chunk_bytes, share) // self._leaf_bytes * self._leaf_bytes
         )
-        # On the CPU one turn a round: a round is waited for there, and a larger one would only take memory.
+        # On the CPU a round has one turn, because the host waits for each round and a larger one would only use more
+        # memory.
         self._per_round = 1 if is_host else max(1, min(ROUND_BYTES, budget // 4) // self._turn_bytes)
         self._order = [self._row_of[name] for name in names]
         self._turns = list(cut_turns(self._table.nbytes.tolist(), self._order, self._turn_bytes, self._leaf_bytes))
@@ -254,13 +254,15 @@ class SharedRead:
     # -- the program's side: any thread
 
     def take(self, name: str, index: Any) -> torch.Tensor:
-        """Return the part of a tensor that torch's `index` selects; wait until it has arrived.
+        """Wait until the part of a tensor that torch's `index` selects has arrived, and return it.
+
+        Thread-safe, in any order. The caller owns the result, which is on the group's device.
 
         Raises:
-            PenstockError: this rank could not read its part. PeerLost: another rank could not.
-            NotFound: no tensor has the name. Cancelled: it was closed.
-
-        Ownership: the caller's; on the group's device. Order: any thread, in any order; see the module.
+            PenstockError: this rank could not read its part.
+            PeerLost: another rank could not read its part.
+            NotFound: no tensor has this name.
+            Cancelled: the read was closed.
         """
         try:
             row = self._row_of[name]
@@ -268,7 +270,7 @@ class SharedRead:
             raise NotFound(f"the weights have no tensor {name}", uri=self._weights.uri, tensor=name) from None
         dtype, shape = self._table.dtypes[row], self._table.shapes[row]
         extent = torch_shape(dtype, shape)
-        # Torch's own error for an index that does not fit, before anything is waited for.
+        # This raises torch's error for an index that does not fit, before any wait.
         torch.empty((), dtype=torch_dtype(dtype)).expand(extent)[index]
         box, rest = bounding_box(index, extent)
         is_whole = box == Box.full(extent)
@@ -291,10 +293,10 @@ class SharedRead:
         if not is_kept:
             return self._read_again(row)[index].clone()
         if buffer is None:
-            # It has no bytes, so none arrived.
+            # An empty tensor needs no bytes.
             buffer = torch.empty(0, dtype=torch.uint8, device=self._ranks.device)
         if buffer.is_cuda:
-            # If the caller has a stream of its own: the memory may not be reused before the caller's work is done.
+            # The caller may use a different stream. The memory must not be reused before the caller's work is done.
             buffer.record_stream(torch.cuda.current_stream(buffer.device))
         if kept_region is not None:
             part = buffer.view(torch_dtype(dtype)).view(box.shape)[rest]
@@ -302,8 +304,8 @@ class SharedRead:
             part = as_tensor(buffer, dtype, shape)[index]
         if is_own:
             return part
-        # Several threads wait for the tensor, or more of it may be asked for. This thread counts as a waiting one until
-        # it has its copy: no other is given the buffer itself meanwhile, whose owner may write to it.
+        # Several threads may wait for the tensor, or request more of it. This thread counts as waiting until it has its
+        # copy, so no other thread receives the buffer itself, whose owner may write to it.
         try:
             return part.clone()
         finally:
@@ -311,7 +313,7 @@ class SharedRead:
                 self._stop_waiting(row)
 
     def _stop_waiting(self, row: int) -> None:
-        """Count a thread out; the last that waits for a tensor lets go what the window does not count."""
+        """Remove a waiting thread. The last one releases a buffer that does not count towards the window."""
         tensor = self._tensors[row]
         tensor.num_waiting -= 1
         if not tensor.num_waiting:
@@ -324,13 +326,13 @@ class SharedRead:
         self._changed.notify_all()
 
     def _demand(self, tensor: _Tensor, region: TurnRegion | None, *, is_whole: bool) -> None:
-        """Note a thread that will wait; choose what is kept of a tensor of which nothing has arrived."""
+        """Register a thread that will wait. If nothing of the tensor has arrived, choose the part to keep."""
         tensor.num_waiting += 1
         if is_whole and tensor.region is None and not tensor.is_kept_whole:
             self._window_bytes -= tensor.in_window
             tensor.in_window = 0
             tensor.is_kept_whole = True
-        # What fits is kept whole for a while: a program that joins parts asks for the next part right after.
+        # Keep a tensor whole if it fits, because a program that joins parts requests the next part immediately.
         elif region is not None and tensor.buffer is None and not tensor.is_complete and tensor.num_waiting == 1:
             expected = sum(other.nbytes - other.in_window for other in map(self._tensors.__getitem__, self._waited))
             if self._window_bytes + expected + tensor.nbytes > self._window_limit:
@@ -342,21 +344,21 @@ class SharedRead:
             if self._error is not None:
                 raise self._error
             if self._discards:
-                raise Cancelled("the files were closed while one of their tensors was waited for")
+                raise Cancelled("the files were closed during a wait for one of their tensors")
             if self._done.is_set():
-                raise Cancelled("the exchange has ended before this tensor had arrived")
-            # The thread that exchanges has deadlines for all it waits for, and wakes this one with its error.
+                raise Cancelled("the exchange ended before this tensor arrived")
+            # The exchange thread has deadlines for all its waits, and wakes this thread with its error.
             self._changed.wait(BUSY_S)
 
     def _release(self, tensor: _Tensor) -> None:
-        """Drop the reference to a tensor's buffer; the window counts it no more."""
+        """Drop the reference to a tensor's buffer, and subtract it from the window."""
         self._window_bytes -= tensor.in_window
         tensor.in_window = 0
         tensor.is_gone = True
         tensor.buffer = None
 
     def _read_again(self, row: int) -> torch.Tensor:
-        """Read a tensor that has left the window, for this rank alone."""
+        """Read a tensor that has left the window again, for this rank alone."""
         nbytes = int(self._table.nbytes[row])
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         at = 0
@@ -371,7 +373,10 @@ class SharedRead:
     # -- the end
 
     def discard(self) -> None:
-        """Keep nothing from now on: this rank's program has what it wanted. The other ranks still get their tensors."""
+        """Keep nothing from now on, because this rank's program has finished.
+
+        The other ranks still receive their tensors.
+        """
         with self._changed:
             self._discards = True
             for tensor in self._tensors:
@@ -380,18 +385,21 @@ class SharedRead:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Have the other ranks told that this one cannot go on."""
+        """Tell the other ranks that this rank cannot continue."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Return when `exchange` has ended. Every one of its waits has a deadline."""
+        """Wait until `exchange` has ended. All its waits have deadlines."""
         while not self._done.wait(BUSY_S):
             pass
 
     def close(self) -> SharedReadReport:
-        """Take part until every rank has everything, free everything, and report. Raises what went wrong meanwhile."""
+        """Take part until every rank has everything.
+
+        Then release all memory and return the report, or raise the error.
+        """
         self.discard()
         self.wait()
         self._reader.shutdown(wait=True, cancel_futures=True)
@@ -423,7 +431,7 @@ class SharedRead:
         return self._turns[first : first + self._per_round]
 
     def _post_reads(self, k: int, staging: torch.Tensor) -> list[Future[None]]:
-        """Start the reads of this rank's turns of round k."""
+        """Start the reads for this rank's turns in round k."""
         if k >= self._num_rounds:
             return []
         turns = self._turns_of(k, self._ranks.rank)
@@ -440,7 +448,7 @@ class SharedRead:
             self._read_bytes += sum(piece.stop - piece.start for piece in turn)
 
     def _read(self, row: int, start: int, stop: int, into: memoryview) -> None:
-        """Read bytes of a tensor from storage, and compare them with their digests."""
+        """Read bytes of a tensor from storage and compare them with their digests."""
         table = self._table
         source = self._weights.sources[int(table.file_index[row])]
         source.readv(int(table.offset[row]) + start, [into])
@@ -461,15 +469,15 @@ class SharedRead:
                 uri=source.uri,
                 tensor=table.names[row],
                 byte_range=(offset + at, offset + end),
-                hint="fetch the file anew, or build the manifest anew if the weights were meant to change",
+                hint="download the file again, or rebuild the manifest if the weights were changed on purpose",
             )
 
     # -- the exchange: one thread
 
     def exchange(self) -> None:
-        """Read and exchange everything, on this thread. Raises this rank's error, or PeerLost.
+        """Read and exchange everything in this thread. Raises this rank's error, or PeerLost.
 
-        Order: collective; on CUDA on the current stream, which is the thread's own.
+        Collective. On CUDA it uses the current stream, which must belong to this thread.
         """
         try:
             self._exchange()
@@ -491,7 +499,7 @@ class SharedRead:
             send = torch.empty(width, dtype=torch.uint8, device=self._ranks.device) if cuda else None
         except (RuntimeError, MemoryError) as failed:
             error = DestinationError(f"cannot allocate the buffers of the exchange: {failed}")
-            # In place of round 0's word: the others would wait for it until `stall_s`.
+            # Send this instead of the word for round 0. Otherwise the other ranks would wait for it until `stall_s`.
             self._ranks.agree(FAILED, error=error)
             raise error from failed
         reads = [self._post_reads(k, buffer) for k, buffer in enumerate(staging)]
@@ -503,7 +511,8 @@ class SharedRead:
                 except (PenstockError, OSError, RuntimeError) as failed:
                     self.fail(failed)
                     word = FAILED
-                # A rank that failed says so in its next word: leaving without one would hang the others.
+                # A rank that failed sends FAILED in its next word. If it left without a word, the other ranks would
+                # block.
                 if self._ranks.agree(word, error=self._error if word == FAILED else None):
                     break
             try:
@@ -515,13 +524,13 @@ class SharedRead:
             reads[slot] = self._post_reads(k + len(staging), staging[slot])
 
     def _word(self, k: int, reads: list[Future[None]]) -> int:
-        """Return what this rank says before round k, after at most `BUSY_S`. Raises this rank's error."""
+        """Return this rank's word before round k, after at most `BUSY_S`. Raises this rank's error."""
         deadline = time.monotonic() + min(BUSY_S, self._settings.stall_s / 4)
         for read in reads:
             try:
                 read.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                # The source has a deadline of its own; it raises when it has no progress.
+                # The source has a deadline and raises if it makes no progress.
                 if not read.done():
                     return BUSY
                 read.result()
@@ -539,7 +548,10 @@ class SharedRead:
                 self._busy_s += time.monotonic() - began
 
     def _has_room(self, k: int) -> bool:
-        """Return whether what round k brings can be kept, after dropping what no thread seems to want any more."""
+        """Return whether the window can hold the bytes of round k.
+
+        Drop tensors that no thread seems to want any more.
+        """
         if self._discards:
             return True
         arriving: dict[int, int] = {}
@@ -551,17 +563,17 @@ class SharedRead:
         room = self._window_limit - need
         if self._window_bytes <= room:
             return True
-        # Of what some thread had a part already, the rest may never be asked for.
+        # If a thread has taken a part of a tensor, the rest may never be requested.
         self._drop(room, lambda tensor: tensor.is_taken)
         if self._window_bytes <= room:
             return True
         waited = [self._position[row] for row in self._waited if not self._tensors[row].is_complete]
         if any(position <= max(self._position[row] for row in arriving) for position in waited):
-            # A thread waits for this round, or the round's end. The window may be too large by one round, not by more.
+            # A thread waits for this round. The window may grow beyond its limit by one round, but not by more.
             self._drop(room + self._turn_bytes * self._per_round * self._ranks.world_size, lambda tensor: True)
             return True
-        # All that is waited for comes later: the program has passed over what lies in the window. Or it has taken
-        # nothing for so long that the other ranks must not wait for it any more.
+        # All awaited tensors arrive later, so the program has skipped the tensors in the window. Or the program has
+        # taken nothing for so long that the other ranks must not wait any longer.
         if waited or time.monotonic() - self._progressed > self._settings.stall_s:
             self._drop(room, lambda tensor: True)
             if self._window_bytes > room:
@@ -572,7 +584,7 @@ class SharedRead:
         return False
 
     def _drop(self, limit: int, may_go: Callable[[_Tensor], bool]) -> None:
-        """Drop tensors that no thread waits for, the earliest first, until the window has at most `limit` bytes."""
+        """Drop tensors that no thread waits for, oldest first, until the window has at most `limit` bytes."""
         for row in self._order:
             if self._window_bytes <= limit:
                 return
@@ -581,14 +593,14 @@ class SharedRead:
                 self._release(tensor)
 
     def _round(self, k: int, staging: torch.Tensor, send: torch.Tensor | None, gathered: torch.Tensor) -> None:
-        """Gather round k, and keep what is wanted of it."""
+        """Gather round k and keep the wanted parts."""
         ranks = self._ranks
         spans = [
             max((at * self._turn_bytes + turn[-1].at + turn[-1].stop - turn[-1].start for at, turn in enumerate(turns)),
                 default=0)
             for turns in (self._turns_of(k, rank) for rank in range(ranks.world_size))
         ]  # fmt: skip
-        # All ranks know the plan, so they know how much the fullest payload of the round has.
+        # All ranks know the plan, and therefore the size of the largest payload in the round.
         width = min(-(-max(spans) // ALIGN_BYTES) * ALIGN_BYTES, len(staging))
         payload = staging[:width]
         if send is not None:
@@ -611,7 +623,7 @@ class SharedRead:
         if send is not None:
             event = torch.cuda.Event()
             event.record()
-            # Polled with a deadline, which a synchronize would not have.
+            # Poll with a deadline, which a synchronize would not have.
             ranks.wait(event.query)
             with self._changed:
                 self._arrived(done)
@@ -631,7 +643,7 @@ class SharedRead:
             tensor.in_window += nbytes
             self._window_bytes += nbytes
             self._peak_bytes = max(self._peak_bytes, self._window_bytes)
-        # The last bytes count once they are there: on a device the copies are only queued.
+        # The last bytes count when they have arrived, because on a device the copies are only queued.
         if tensor.arrived + nbytes == tensor.nbytes:
             done.append(tensor)
         else:
@@ -646,16 +658,16 @@ class SharedRead:
 
 
 def _new_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return memory for a tensor or a part of one, which the current stream fills and the program keeps."""
+    """Allocate memory for a tensor or a part of it. The current stream fills it, and the program keeps it."""
     if device.type != "cuda":
         return torch.empty(nbytes, dtype=torch.uint8)
     current, program = torch.cuda.current_stream(device), torch.cuda.default_stream(device)
-    # Memory freed on one stream is not reused on another: transformers reserves the model's size on the default stream
-    # before it loads, and a buffer of this thread's stream would take as much again.
+    # Torch does not reuse memory that was freed on another stream. transformers reserves the model's size on the
+    # default stream before it loads, and a buffer on this thread's stream would need as much again.
     with torch.cuda.stream(program):
         buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # What the program queued before it freed this memory may still run.
+    # Kernels that the program queued before it freed this memory may still run.
     current.wait_stream(program)
-    # A buffer may be dropped while a copy to it is queued.
+    # A buffer may be dropped while a copy into it is queued.
     buffer.record_stream(current)
     return buffer

@@ -1,8 +1,4 @@
-"""Turns and regions of a shared read: the ranks read the turns in rotation, and a rank keeps its region of a tensor.
-
-In: tensors' bytes and shapes, an order, boxes. Out: the pieces of each turn; a region that takes its part of the bytes.
-Not here: reading and exchanging them (`shared_read`).
-"""
+"""Turns and regions of a shared read. The ranks read the turns in rotation, and a rank keeps its region of a tensor."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from penstock.types import Box
 
 @dataclass(frozen=True, slots=True)
 class TurnPiece:
-    """Bytes `[start, stop)` of a tensor, at `at` in a rank's payload of a round."""
+    """Bytes `[start, stop)` of a tensor, at offset `at` in a rank's payload for a round."""
 
     row: int
     start: int
@@ -27,7 +23,7 @@ class TurnPiece:
 
 @dataclass(frozen=True, slots=True)
 class TurnRegion:
-    """A range of one dim, as columns `[first, last)` of the tensor's bytes seen as `[num_rows, row_bytes]`."""
+    """A range of one dim, as columns `[first, last)` of the tensor's bytes viewed as `[num_rows, row_bytes]`."""
 
     num_rows: int
     row_bytes: int
@@ -36,11 +32,11 @@ class TurnRegion:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the region."""
+        """Return the size of the region in bytes."""
         return self.num_rows * (self.last - self.first)
 
     def place(self, into: torch.Tensor, start: int, data: torch.Tensor) -> None:
-        """Copy what lies in the region of `data`.
+        """Copy the bytes of `data` that are in the region.
 
         Args:
             into: the region's bytes, flat uint8 of `nbytes`, written in place.
@@ -50,7 +46,7 @@ class TurnRegion:
         stop = start + data.numel()
         head, tail = -(-start // self.row_bytes), stop // self.row_bytes
         if head > tail:
-            # Within one row.
+            # The data is within one row.
             self._place_part(into, start, data)
             return
         first_whole, last_whole = head * self.row_bytes - start, tail * self.row_bytes - start
@@ -71,13 +67,13 @@ class TurnRegion:
 def cut_turns(
     nbytes: Sequence[int], order: Sequence[int], turn_bytes: int, leaf_bytes: int
 ) -> Iterator[list[TurnPiece]]:
-    """Yield the pieces of each turn: the tensors' bytes in order, cut to turns between leaves.
+    """Yield the pieces of each turn: the tensors' bytes in order, split between leaves.
 
     Args:
-        nbytes: bytes of each tensor, by row.
+        nbytes: size of each tensor in bytes, by row.
         order: rows in the order in which they are read.
-        turn_bytes: most bytes of a turn; at least `leaf_bytes`.
-        leaf_bytes: a tensor is cut at multiples of this only, so that a digest covers bytes of one turn.
+        turn_bytes: maximum size of a turn, at least `leaf_bytes`.
+        leaf_bytes: a tensor is split only at multiples of this, so that a digest covers bytes of one turn.
     """
     turn: list[TurnPiece] = []
     at = 0
@@ -102,12 +98,12 @@ def cut_turns(
 
 
 def region_of(box: Box, shape: Sequence[int], nbytes: int) -> TurnRegion | None:
-    """Return the box as columns of the tensor's bytes; None where it is cut in several dims, or has no bytes.
+    """Return the box as columns of the tensor's bytes. Return None if it is cut in several dims or is empty.
 
     Args:
         box: part of the tensor, in elements.
-        shape: of the tensor.
-        nbytes: of the whole tensor.
+        shape: shape of the tensor.
+        nbytes: size of the whole tensor in bytes.
     """
     cut = [dim for dim, size in enumerate(shape) if (box.start[dim], box.stop[dim]) != (0, size)]
     count = math.prod(shape)

@@ -1,8 +1,4 @@
-"""The verb `load_in_background`: fill a module's parameters by a thread, in the order of its forward pass, while it is
-used.
-
-In: a module and a URI. Out: a `BackgroundLoad`; the module may be called at once, and waits where it needs bytes.
-Not here: the tensors that wait (`pending`), the run (`run`), a load that returns when all is there (`into`).
+"""The verb `load_in_background`: a thread fills a module's parameters in the order of the forward pass.
 
     parameters of the module --replaced by--> pending tensors --bytes arrived and verified--> the parameters again
 """
@@ -48,17 +44,16 @@ from penstock.telemetry.journey import Journey
 from penstock.waits import start_thread
 
 _LOOK_S = 0.5
-"""Longest wait of a user of the module between two looks at the state; the end of each wait is announced."""
+"""Longest wait between two checks of the state. The end of each wait is also notified."""
 
 
 class BackgroundLoad(Closeable):
-    """A load under way into a module that may be used already. A context manager, whose exit is `close`.
+    """A running load into a module that may already be used. `load_in_background` creates it.
 
-    Made by `load_in_background`. A thread fills the parameters in order. Each use of a parameter waits until its bytes
-    have arrived and, where there are digests, were compared; after that the parameter is the same object as before.
-
-    If the load fails, or is closed before its end, each use of any of its parameters raises that error, until they are
-    filled by another load.
+    A thread fills the parameters in order. Each use of a parameter waits until its bytes have arrived and, if there are
+    digests, were compared. After that the parameter is the same object as before. If the load fails or is closed before
+    its end, each use of any parameter raises that error until another load fills the parameters. Leaving the `with`
+    block calls `close`.
 
     Attributes:
         module: the module that is being filled.
@@ -77,41 +72,42 @@ class BackgroundLoad(Closeable):
         self._error: PenstockError | None = None
         self._changed = threading.Condition()
         self._has_arrived = [False] * (len(filled.order) + 1)
-        """By slab; the last entry: everything has arrived."""
-        # By slab: a model with experts has 30,000 tensors, and each is looked for once.
+        """For each slab, whether it has arrived. The last entry means that everything has arrived."""
+        # Indexed by slab, because a model with experts has 30,000 tensors and each is looked up once.
         self._pending: dict[int, list[tuple[LazyParameter, torch.Tensor, list[Place]]]] = {}
         for tensor, places, slab in filled.replaced:
             pending = LazyParameter.of(tensor, partial(self._await, slab), self._lets_go, partial(self._hold, slab))
             self._pending.setdefault(slab, []).append((pending, tensor, places))
         self._held: dict[int, int] = {}
-        """Slabs whose pending tensors are in their places again since they were pickled, and the thread that did so."""
-        # Taken by the caller's thread, as each thread has its own current stream: kernels that the caller has queued
-        # may still use the parameters when the first bytes arrive.
+        """Slabs whose pending tensors were put back into their places for pickling, and the thread that pickles
+        them."""
+        # Read the stream in the caller's thread, because each thread has its own current stream. Kernels that the
+        # caller has queued may still use the parameters when the first bytes arrive.
         self._caller_stream = _current_stream(session.options.device)
         self._thread = threading.Thread(target=self._run, name="penstock-loading", daemon=True)
 
     @property
     def done(self) -> bool:
-        """Return whether the load has ended, well or not. `wait` tells which, and does not wait then."""
+        """Return whether the load has ended, with or without an error. `wait` then returns or raises at once."""
         return self._report is not None or self._error is not None
 
     def _lets_go(self) -> bool:
-        """Return whether another load may fill the parameters. Of a load that failed, wait for its last write."""
+        """Return whether another load may fill the parameters. After a failed load, wait for its last write."""
         if not self.done or threading.current_thread() is self._thread:
             return False
-        # Short: its reads under way are cancelled. Each of them ends by its own deadline at the latest.
+        # This wait is short, because the running reads are cancelled. Each of them ends at its deadline at the latest.
         self._thread.join(2 * self._session.settings.stall_s)
         return not self._thread.is_alive()
 
     def wait(self) -> LoadReport:
-        """Wait until all of it has arrived; return the report.
+        """Wait until everything has arrived, and return the report.
 
         Raises:
-            PenstockError: the load failed. Bounded: a load without progress for `stall_s` fails.
+            PenstockError: the load failed. A load without progress for `stall_s` fails, so the wait is bounded.
         """
         self._await(len(self._has_arrived) - 1)
         assert self._report is not None
-        # It closes its files. Not from a callback of this very thread, such as `progress`.
+        # Wait until the thread has closed its files, except in a callback of this very thread such as `progress`.
         if threading.current_thread() is not self._thread:
             self._thread.join()
         with self._changed:
@@ -120,29 +116,29 @@ class BackgroundLoad(Closeable):
         return self._report
 
     def close(self) -> None:
-        """End the load, and return when it writes nothing more. Idempotent; any thread.
+        """End the load, and return after its last write. Idempotent. Thread-safe.
 
-        If that is before its end, the parameters raise Cancelled from then on.
+        If the load had not ended, the parameters raise Cancelled from then on.
         """
         if self._pid != os.getpid() or is_ending():
             return
         self._fail(Cancelled("the load into this module was closed before its end", hint="load the module again"))
         while self._thread.is_alive():
-            # The run may begin only now.
+            # The run may begin only at this moment.
             if self._error is not None and (run := self._session.run) is not None:
                 run.ticket.cancel()
-            # Called by `progress`, for example: this thread ends when the call returns.
+            # A callback such as `progress` called this. The thread ends when the call returns.
             if threading.current_thread() is self._thread:
                 return
             self._thread.join(_LOOK_S)
 
     def _start(self) -> None:
-        """Put the pending tensors into the module, and start the thread. DestinationError: the system has no more."""
+        """Put the pending tensors into the module, and start the thread. Raise DestinationError if it cannot start."""
         for pending, _, places in chain.from_iterable(self._pending.values()):
             for members, name in places:
-                # In place of the parameter, or of a pending tensor that a failed load left.
+                # Replace the parameter, or a pending tensor that a failed load left.
                 members[name] = pending
-        # A thread that reads into memory must not outlive what the interpreter frees at its end.
+        # A thread that reads into memory must end before the interpreter releases that memory at its exit.
         atexit.register(self.close)
         try:
             start_thread(self._thread)
@@ -153,7 +149,7 @@ class BackgroundLoad(Closeable):
             raise
 
     def _place_pending(self) -> None:
-        """Put a pending tensor into each place of the module that has the parameter itself."""
+        """Put a pending tensor into each place of the module that contains its parameter."""
         for slab in self._pending:
             self._place_pending_of(slab)
 
@@ -162,16 +158,16 @@ class BackgroundLoad(Closeable):
             _exchange(places, tensor, pending)
 
     def _place_parameters(self, slab: int) -> None:
-        """Put the module's own tensors back into their places."""
+        """Restore the module's tensors."""
         self._held.pop(slab, None)
         for pending, tensor, places in self._pending.get(slab, ()):
             _exchange(places, pending, tensor)
 
     def _hold(self, slab: int) -> None:
-        """Put the pending tensors of a slab into their places again, while they are pickled. They have arrived.
+        """Put the pending tensors of a slab into their places again during pickling. Their bytes have arrived.
 
-        Pickle knows tied tensors by their identity. It has met the pending tensor in one place already, so it must not
-        meet the parameter in the next one.
+        Pickle recognises tied tensors by their identity. It has seen the pending tensor in one place already, so it
+        must not see the parameter in the next place.
         """
         with self._changed:
             if self._error is None and any(len(places) > 1 for _, _, places in self._pending.get(slab, ())):
@@ -179,10 +175,10 @@ class BackgroundLoad(Closeable):
                 self._held[slab] = threading.get_ident()
 
     def _run(self) -> None:
-        """Fill the parameters, in order: the body of the thread."""
+        """Fill the parameters in order. This is the body of the thread."""
         session = self._session
         error: PenstockError = OperationFailed(
-            "the thread that loads ended by an error that is not Penstock's", hint="stderr has its traceback"
+            "the loading thread ended with an unexpected error", hint="see its traceback on stderr"
         )
         try:
             with self._caller_stream, marks_target(session):
@@ -194,15 +190,15 @@ class BackgroundLoad(Closeable):
         except PenstockError as failure:
             error = failure
         finally:
-            # Also after another kind of error: the users of the module must not wait for ever.
+            # This also runs after an unexpected error, because users of the module must not wait for ever.
             self._journey.end(error)
             self._fail(error)
             session.close()
-            # It would keep the module until the end of the process.
+            # The registration would keep the module alive until the end of the process.
             atexit.unregister(self.close)
 
     def _note(self, slab: int) -> None:
-        """Put the parameters of a slab back into the module: its bytes are there."""
+        """Restore the parameters of a slab, because its bytes have arrived."""
         with self._changed:
             if self._error is not None:
                 raise Cancelled("the load was closed")
@@ -220,7 +216,7 @@ class BackgroundLoad(Closeable):
             self._changed.notify_all()
 
     def _fail(self, error: PenstockError) -> None:
-        """Make every use of the parameters raise an error, also of those that had arrived."""
+        """Make every use of the parameters raise an error, even of those that had arrived."""
         with self._changed:
             if self.done:
                 return
@@ -229,30 +225,31 @@ class BackgroundLoad(Closeable):
             self._changed.notify_all()
 
     def _await(self, slab: int) -> None:
-        """Wait until a slab has arrived. Raises the error that ended the load."""
+        """Wait until a slab has arrived. Raise the error that ended the load."""
         if self._pid != os.getpid():
-            hint = "call Loading.wait() before the fork"
+            hint = "call wait() of the BackgroundLoad before the fork"
             raise ConfigError("the weights were still being loaded when this process was forked", hint=hint)
         with self._changed:
             while self._error is None and not self._has_arrived[slab]:
                 self._changed.wait(_LOOK_S)
             if self._error is not None:
                 raise self._error.with_traceback(None)
-            # The thread that pickled them uses them, so it has finished pickling.
+            # The thread that pickled them uses them again, so it has finished pickling.
             if self._held.get(slab) == threading.get_ident():
                 self._place_parameters(slab)
 
 
 def _exchange(places: Sequence[Place], old: torch.Tensor, new: torch.Tensor) -> None:
-    """Put a tensor into the places that have the old one. What the user assigned or deleted meanwhile stays so."""
-    # The last place first. Pickle goes forward: if it finds the parameter in one place, it finds it in all later ones.
+    """Replace a tensor in the places that still have the old one. Keep changes that the user made in the meantime."""
+    # Start with the last place. Pickle moves forward, so if it finds the parameter in one place, it finds it in all
+    # later ones.
     for members, name in reversed(places):
         if members.get(name) is old:
             members[name] = new
 
 
 def _current_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a block, for any thread, in which the calling thread's current stream of the device is the current one."""
+    """Return a block, for any thread, in which the calling thread's current stream on the device is current."""
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.current_stream(device))
@@ -263,14 +260,14 @@ class _Filled:
 
     Args:
         module: the module.
-        filled: the tensors that are filled, as `match_targets` returns them.
-        first: globs of names of the module's tensors that are wanted before the others.
+        filled: the tensors to fill, from `match_targets`.
+        first: globs for names of the module's tensors that are wanted before the others.
 
     Attributes:
         tensors: `filled`.
-        order: indices of those that have bytes, counted among themselves (as slabs are), the first wanted at the start.
-        replaced: the module's parameters and buffers with their places, and the slab that each waits for; the number
-            of slabs: for all of them.
+        order: indices of the tensors that have bytes, counted among themselves like slabs. The first wanted is first.
+        replaced: the module's parameters and buffers with their places, and the slab that each waits for. The number of
+            slabs means all of them.
     """
 
     def __init__(self, module: torch.nn.Module, filled: list[torch.Tensor], first: Sequence[str]) -> None:
@@ -278,14 +275,14 @@ class _Filled:
         state = own_state(module)
         with_bytes = [tensor for tensor in filled if tensor.numel()]
         slab_of = {place_of(tensor): slab for slab, tensor in enumerate(with_bytes)}
-        # Filled tensors are detached, or named otherwise in the file: the state dict has their names in the module.
+        # Filled tensors are detached or have different names in the file. The state dict has their names in the module.
         memories = {memory_of(tensor) for tensor in with_bytes}
         inside = {name: tensor for name, tensor in state.items() if tensor.numel() and memory_of(tensor) in memories}
         wanted: dict[int, tuple[int, int]] = {}
         for position, (name, tensor) in enumerate(inside.items()):
-            # A tensor over a part of what is filled (fused projections) waits for everything.
+            # A tensor over a part of the filled memory (fused projections) waits for everything.
             slab = slab_of.get(place_of(tensor), len(with_bytes))
-            # A tied weight is wanted as early as the first of its names.
+            # The first name of a tied weight decides when it is wanted.
             rank = next((i for i, glob in enumerate(first) if fnmatch.fnmatchcase(name, glob)), len(first))
             wanted[slab] = min(wanted.get(slab, (rank, position)), (rank, position))
         self.replaced: list[tuple[torch.Tensor, list[Place], int]] = [

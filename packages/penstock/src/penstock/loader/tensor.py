@@ -1,12 +1,7 @@
-"""Bytes of the safetensors format as torch tensors and numpy arrays, without a copy where addresses allow.
+"""Views bytes of the safetensors format as torch tensors and numpy arrays, without a copy if their address is aligned.
 
-In: a buffer (memoryview, or a uint8 tensor on any device), or mapped files; dtypes, shapes. Out: tensors or arrays that
-view it; for mapped files the slabs of a `LoadPlan`, and the sources that bring them into memory.
-Not here: reading the bytes (`storage`, `engine`), their places (`plan`), the choice to map (`load`), the mapping of one
-file (`storage.mapped`).
-
-The dtypes are those of safetensors 0.8: F4 becomes `float4_e2m1fn_x2` with the last dim halved; F6 has no torch or
-numpy dtype and is refused.
+Mapped files become the slabs of a `LoadPlan`, with sources that bring their pages into memory. The dtypes are those of
+safetensors 0.8: F4 becomes `float4_e2m1fn_x2` with half the last dim. F6 has no dtype in torch or numpy and is refused.
 """
 
 from __future__ import annotations
@@ -31,10 +26,10 @@ from penstock.storage.mapped import MappedFile
 from penstock.types import DType
 
 Bytes = memoryview | torch.Tensor
-"""`[nbytes]` uint8, contiguous: a writable memoryview of format "B", or a tensor on any device."""
+"""`[nbytes]` uint8, contiguous. Either a writable memoryview with format "B", or a tensor on any device."""
 
 _ALIKE = 4
-"""Fewer tensors than this are not compared: the comparison costs more than it saves."""
+"""Minimum number of tensors for which a comparison of their dtypes and shapes saves time."""
 
 _TORCH: dict[DType, torch.dtype] = {
     DType.BOOL: torch.bool,
@@ -58,11 +53,11 @@ _TORCH: dict[DType, torch.dtype] = {
     DType.I64: torch.int64,
     DType.U64: torch.uint64,
 }
-# F6 has no dtype in torch: see the module.
-_WITHOUT = "leave these tensors out: names= of a load, or a conversion whose `rename` gives them no name"
+# F6 has no dtype in torch.
+_WITHOUT = "leave these tensors out with names= of a load, or with `rename` of a conversion"
 _FROM_TORCH = {theirs: ours for ours, theirs in _TORCH.items()}
 
-# Little-endian, as the format is, whatever the host is.
+# The format is little-endian on every host.
 _NUMPY: dict[DType, str] = {
     DType.BOOL: "bool",
     DType.U8: "u1",
@@ -89,10 +84,10 @@ _ML_DTYPES: dict[DType, str] = {
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the torch dtype that holds `dtype`.
+    """Return the torch dtype for `dtype`.
 
     Raises:
-        PlanError: torch has none (the F6 types); nothing was read.
+        PlanError: torch has no such dtype (the F6 types). Nothing was read.
     """
     try:
         return _TORCH[dtype]
@@ -101,7 +96,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def dtype_of(dtype: torch.dtype) -> DType:
-    """Return the format's name of a torch dtype. PlanError if the format has none (quantised, complex128, ...)."""
+    """Return the format's dtype for a torch dtype. Raise PlanError if there is none (quantised, complex128, ...)."""
     try:
         return _FROM_TORCH[dtype]
     except KeyError:
@@ -109,10 +104,10 @@ def dtype_of(dtype: torch.dtype) -> DType:
 
 
 def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape torch shows for a tensor of the format: its own, but F4 packs two elements in one.
+    """Return the shape that torch shows for a tensor. For F4 it packs two elements into one.
 
     Raises:
-        PlanError: F4 with an odd last dim, which torch cannot hold; nothing was read.
+        PlanError: the last dim of F4 is odd, which torch cannot represent. Nothing was read.
     """
     if dtype is not DType.F4:
         return tuple(shape)
@@ -122,17 +117,17 @@ def torch_shape(dtype: DType, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the numpy dtype that holds `dtype`; for BF16 and the F8 types that of `ml_dtypes`.
+    """Return the numpy dtype for `dtype`. For BF16 and the F8 types it comes from `ml_dtypes`.
 
     Raises:
         MissingExtra: `ml_dtypes` is needed and not installed.
-        PlanError: numpy has none even so (F4, F6).
+        PlanError: there is no such dtype even in `ml_dtypes` (F4, F6).
     """
     if dtype in _NUMPY:
         return np.dtype(_NUMPY[dtype])
     if dtype not in _ML_DTYPES:
         raise PlanError(f"numpy has no dtype for {dtype}", hint='open the file with framework="pt"')
-    # Imported on first use: an extra, which few programs need.
+    # Import this only here, because few programs need this extra.
     try:
         kind: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), _ML_DTYPES[dtype]))
     except ModuleNotFoundError as error:
@@ -142,10 +137,7 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
 
 
 def as_bytes(buffer: Bytes) -> torch.Tensor:
-    """Return `buffer` as a `[nbytes]` uint8 tensor.
-
-    Ownership: a view; it keeps the buffer alive.
-    """
+    """Return a view of `buffer` as a `[nbytes]` uint8 tensor, which keeps the buffer alive."""
     if isinstance(buffer, torch.Tensor):
         return buffer
     # `frombuffer` refuses an empty buffer.
@@ -153,12 +145,12 @@ def as_bytes(buffer: Bytes) -> torch.Tensor:
 
 
 def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor:
-    """Return all of `buffer` as one contiguous tensor; `shape` in elements of the format, as its header gives it.
+    """View all of `buffer` as one contiguous tensor. `shape` is in elements of the format, as in its header.
+
+    The view keeps `buffer` alive. If the address is not aligned for the dtype, the result is a copy.
 
     Raises:
-        PlanError: torch cannot hold the dtype or shape.
-
-    Ownership: a view of `buffer`, which it keeps alive; a copy if the address is not aligned for the dtype.
+        PlanError: torch cannot represent the dtype or shape.
     """
     return as_tensors(buffer, (dtype,), (shape,), (0,))[0]
 
@@ -166,9 +158,9 @@ def as_tensor(buffer: Bytes, dtype: DType, shape: Sequence[int]) -> torch.Tensor
 def as_tensors(
     buffer: Bytes, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Return several tensors inside one buffer, each at its byte offset, as `as_tensor` returns one.
+    """View several tensors in one buffer, each at its byte offset, like `as_tensor`.
 
-    Cost: 1.2 us each; 0.3 us where all are alike and side by side, as experts are.
+    Each takes 1.2 us, or 0.3 us if all are alike and adjacent, as experts are.
     """
     if len(shapes) >= _ALIKE and (alike := _alike(as_bytes(buffer), dtypes, shapes, offsets)):
         return alike
@@ -181,20 +173,21 @@ def as_tensors(
         width = kind.itemsize
         num_elements = math.prod(extent)
         if num_elements == 0:
-            # Its offset may be the end of the buffer, where no view can begin.
+            # The offset may be the end of the buffer, where no view can begin.
             tensors.append(torch.empty(extent, dtype=kind, device=raw.device))
             continue
-        # A misaligned tensor is copied: CUDA refuses to read one, and no CPU kernel promises to. Address and storage
-        # offset both count: torch counts a view's offset in elements of its storage, kernels load from the address.
+        # Copy a misaligned tensor. CUDA refuses to read it, and CPU kernels do not promise to. Both the address and the
+        # storage offset matter, because torch counts a view's offset in elements of its storage and kernels load from
+        # the address.
         if (address + offset) % width or (raw.storage_offset() + offset) % width:
             piece = raw.narrow(0, offset, num_elements * width).clone()
             tensors.append(piece.view(kind).view(extent))
             continue
         if kind not in typed:
-            # Same address modulo the width as every tensor of this kind that may view it.
+            # This has the same address modulo the width as every tensor of this dtype that may view it.
             skip = -raw.storage_offset() % width
             typed[kind] = raw.narrow(0, skip, (raw.numel() - skip) // width * width).view(kind)
-        # One `as_strided`: slice, view and reshape would take 4 us together, for 60,000 tensors.
+        # Use one `as_strided`, because slice, view and reshape would take 4 us together, for 60,000 tensors.
         base = typed[kind]
         place = (raw.storage_offset() + offset) // width
         tensors.append(base.as_strided(extent, _strides(extent), place))
@@ -204,7 +197,7 @@ def as_tensors(
 def _alike(
     raw: torch.Tensor, dtypes: Sequence[DType], shapes: Sequence[Sequence[int]], offsets: Sequence[int]
 ) -> list[torch.Tensor] | None:
-    """Return the result of `as_tensors` by one call of torch; None unless all are alike and lie side by side."""
+    """Return the result of `as_tensors` with one call of torch, or None unless all tensors are alike and adjacent."""
     dtype, shape, count = dtypes[0], shapes[0], len(shapes)
     kind, extent = torch_dtype(dtype), torch_shape(dtype, shape)
     nbytes = math.prod(extent) * kind.itemsize
@@ -214,18 +207,16 @@ def _alike(
         return None
     if (raw.data_ptr() + offsets[0]) % kind.itemsize or (raw.storage_offset() + offsets[0]) % kind.itemsize:
         return None
-    # One view of all of them, taken apart by one call.
+    # Create one view of all tensors and split it with one call.
     run = raw.narrow(0, offsets[0], count * nbytes)
     return list(run.view(kind).view(count, *extent).unbind(0))
 
 
 def as_array(buffer: memoryview, dtype: DType, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Return all of `buffer` as one C-contiguous numpy array.
+    """View all of `buffer` as one C-contiguous numpy array, which keeps `buffer` alive.
 
     Raises:
-        MissingExtra, PlanError: as `numpy_dtype`.
-
-    Ownership: a view of `buffer`, which it keeps alive.
+        MissingExtra, PlanError: like `numpy_dtype`.
     """
     kind = numpy_dtype(dtype)
     return np.frombuffer(buffer, kind).reshape(tuple(shape)) if buffer.nbytes else np.empty(tuple(shape), kind)
@@ -239,27 +230,25 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class TensorMappings:
-    """The mapped files of one load. Views outlive `close`."""
+    """The mapped files of one load. Views stay valid after `close`.
 
-    def __init__(self, files: Sequence[MappedFile]) -> None:
-        self._files = files
+    Args:
+        sources: local files. Each is mapped only if it is still the file that was opened.
 
-    @classmethod
-    def open(cls, sources: Sequence[FileSource]) -> TensorMappings:
-        """Map local files. Each is mapped only if it is still the file that the source opened.
+    Raises:
+        SourceChanged: a file was replaced after its source was opened.
+        SourceError: a file cannot be opened.
+    """
 
-        Raises:
-            SourceChanged: a file was replaced since its source was opened.
-            SourceError: a file cannot be opened.
-        """
-        with ExitStack() as opened:
-            # By `state`: a path may name another file by now than the one whose header was read.
-            files = [
-                opened.enter_context(closing(MappedFile.open(local_path(source.uri), state=source.state)))
-                for source in sources
-            ]
-            opened.pop_all()
-        return cls(files)
+    def __init__(self, sources: Sequence[FileSource]) -> None:
+        # Compare `state`, because the path may lead to a different file from the one whose header was read.
+        self._files: list[MappedFile] = []
+        try:
+            for source in sources:
+                self._files.append(MappedFile(local_path(source.uri), state=source.state))
+        except BaseException:
+            self.close()
+            raise
 
     def are_ready(self) -> bool:
         """Return whether all files are in the page cache already."""
@@ -268,13 +257,13 @@ class TensorMappings:
     def place(self, plan: LoadPlan, *, is_ready: bool) -> tuple[HostPlace, list[Source]]:
         """Return a place whose slabs are views of the files, and sources whose reads bring these views into memory.
 
-        Args:
-            plan: of the files, each slab one run of one of them.
-            is_ready: bring nothing in; the pages fault when they are touched.
+        Each view keeps its range mapped. The sources are alive as long as this object.
 
-        Ownership: each view keeps its own range mapped; the sources live as long as this.
+        Args:
+            plan: plan of the files. Each slab is one run of one file.
+            is_ready: read nothing ahead. The pages fault in when they are touched.
         """
-        # The first row of each slab says where the slab lies in its file.
+        # The first row of each slab tells its offset in the file.
         first = np.flatnonzero((plan.row_slab >= 0) & (plan.row_offset == 0))
         table, nbytes = plan.table, plan.slab_nbytes.tolist()
         columns = (table.file_index[first].tolist(), table.offset[first].tolist(), nbytes)
@@ -285,18 +274,18 @@ class TensorMappings:
         return HostPlace(nbytes, slabs), [_MappedSource(file, is_ready) for file in self._files]
 
     def check_unchanged(self) -> None:
-        """See `FileSource.check_unchanged`, of every file."""
+        """Check every file like `FileSource.check_unchanged`."""
         for file in self._files:
             file.check_unchanged()
 
     def close(self) -> None:
-        """Close the files; views live on. Idempotent."""
+        """Close the files. Views stay valid. Idempotent."""
         for file in self._files:
             file.close()
 
 
 class _MappedSource:
-    """A mapped file as a source whose bytes are in place already: a read only brings their pages in."""
+    """A mapped file as a source. Its bytes are in place, so a read only brings in their pages."""
 
     def __init__(self, mapped: MappedFile, is_ready: bool) -> None:
         self._mapped = mapped
@@ -306,11 +295,12 @@ class _MappedSource:
         self.identity = mapped.identity
 
     def readv(self, offset: int, buffers: Sequence[memoryview]) -> str:
-        """See `Source.readv`; `buffers` are views of this very range."""
-        # In step with the engine's reads, so that progress, deadlines and a file cut short are as for any source.
+        """See `Source.readv`. `buffers` are views of this very range."""
+        # Bring pages in together with the engine's reads, so that progress, deadlines and truncated files work as for
+        # any source.
         if not self._is_ready:
             self._mapped.prefetch(offset, sum(buffer.nbytes for buffer in buffers))
         return "mmap"
 
     def close(self) -> None:
-        """Do nothing: `TensorMappings` closes the file."""
+        """Do nothing, because `TensorMappings` closes the file."""

@@ -1,8 +1,4 @@
-"""Comparison of tensors of a weight set that go to one memory: a tied weight that the files store under both names.
-
-In: a session, and rows of its table. Out: the first two rows whose bytes differ; None if there are none.
-Not here: which targets are tied (`memory.targets`).
-"""
+"""Compares tensors that fill the same memory, such as a tied weight that the files store under both names."""
 
 from __future__ import annotations
 
@@ -19,14 +15,14 @@ from penstock.storage.manifest import leaves_of
 from penstock.types import MIB, U64, TensorTable
 
 _CHUNK_BYTES = MIB
-"""Bytes of each tensor that are read and compared at a time, by each thread."""
+"""Number of bytes of each tensor that a thread reads and compares at a time."""
 
 
 def differing_rows(session: LoadSession, table: TensorTable, groups: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Return the first two rows of a group whose bytes differ; None if the rows of each group have equal bytes.
+    """Return the first two rows in a group whose bytes differ, or None if the rows in each group have equal bytes.
 
-    By the manifest's digests where there are any. Otherwise the rows are read, because nothing else can tell: a second
-    read of these tensors alone, which ends at the first difference.
+    Digests from the manifest are compared if there are any. Otherwise these rows are read in addition, up to the first
+    difference.
 
     Raises:
         PenstockError: a row cannot be read.
@@ -56,7 +52,7 @@ def _have_equal_bytes(session: LoadSession, table: TensorTable, first: int, seco
 
 
 class _Comparison(Run):
-    """The run that reads two rows and compares them, piece by piece."""
+    """A run that reads two rows and compares them piece by piece."""
 
     def __init__(self, session: LoadSession, table: TensorTable, first: int, second: int) -> None:
         nbytes = int(table.nbytes[first])
@@ -79,7 +75,7 @@ class _Comparison(Run):
 
     def _compare(self, at: int) -> None:
         """Read and compare one piece."""
-        # The first difference is the answer: the pieces behind it are not read.
+        # Stop at the first difference.
         if self._differ:
             return
         nbytes = min(_CHUNK_BYTES, self._nbytes - at)

@@ -1,9 +1,4 @@
-"""The verbs `inspect`, `manifest` and `verify`: the content of a weight set, its digests, and the comparison with them.
-
-In: a URI; optionally a private key to sign a manifest with, or a public key to check it. Out: frozen reports; from
-`manifest` the sidecar next to the weights and its detached signature, by which every later load is verified.
-Not here: digests, encoding and signatures (`storage.weight_set`), moving weights (`load`).
-"""
+"""The verbs `inspect`, `manifest` and `verify`: the content of a weight set, its digests, and their comparison."""
 
 from __future__ import annotations
 
@@ -31,40 +26,40 @@ from penstock.storage.write import new_file
 from penstock.types import NOT_IN_TORCH, Manifest
 
 MAX_KEY_BYTES = 64 << 10
-"""Longest PEM file of a key that is read. Reason: an Ed25519 key has 200 bytes, with a certificate chain a few KiB."""
+"""Maximum size of a PEM key file. An Ed25519 key has 200 bytes, and with a certificate chain a few KiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport(Summarised):
-    """Content of a weight set, from its headers alone."""
+    """The content of a weight set, from its headers alone."""
 
     uri: str
     manifest: Manifest
     num_tensors: int
     nbytes: int
     dtypes: Mapping[str, int]
-    """Bytes of each dtype; of each type of GGUF, such as `Q4_K`, where tensors are blocks of that type."""
+    """Bytes for each dtype, or for each GGUF block type such as `Q4_K`."""
     not_loadable: tuple[str, ...]
-    """Tensors of dtypes that the format has and torch has not: `load` refuses them, `names=` leaves them out."""
+    """Tensors whose dtype torch does not have. `load` refuses them, and `names=` can leave them out."""
     blocks: Mapping[str, GgufBlocks] = field(default_factory=dict)
-    """Type and shape in elements of the quantised tensors of GGUF files, by name. `load` gives their bytes, U8."""
+    """Type and shape in elements of the quantised tensors in GGUF files, by name. `load` returns their bytes as U8."""
 
     def summary(self) -> str:
-        """Return a line for people, and a second one for tensors that cannot be loaded."""
+        """Return a line for people, and a second line for tensors that cannot be loaded."""
         dtypes = ", ".join(f"{dtype} {bytes_text(nbytes)}" for dtype, nbytes in self.dtypes.items())
         line = f"{self.uri}: {self.num_tensors} tensors, {bytes_text(self.nbytes)}: {dtypes or 'empty'}"
         return f"{line}\nnot loadable: {', '.join(self.not_loadable)}" if self.not_loadable else line
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, with the revision in the place of the manifest."""
-        # The manifest has a row for each tensor: too much for a line of JSON.
+        """Return the fields by name, with the revision instead of the manifest."""
+        # The manifest has a row for each tensor, which is too much for a line of JSON.
         fields = {name: getattr(self, name) for name in ("uri", "num_tensors", "nbytes", "dtypes", "not_loadable")}
         return {**plain(fields), "revision": self.manifest.revision}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Summarised):
-    """The result of `verify`; `verified` is False only where there was nothing to verify against."""
+    """The result of `verify`. `verified` is False only if there were no digests."""
 
     verified: bool
     why: str
@@ -84,10 +79,10 @@ class VerifyReport(Summarised):
 
 
 def inspect(uri: Uris, *, storage_options: Mapping[str, str] | None = None) -> InspectReport:
-    """Read the headers, the index and the manifest of a weight set, and no bodies.
+    """Read the headers, the index and the manifest of a weight set, but no tensor bytes.
 
     Raises:
-        FormatError, SourceError: as `load`.
+        FormatError, SourceError: like `load`.
     """
     with open_weights(uri, settings=Settings.read(), storage_options=storage_options) as weights:
         table = weights.manifest.tensors
@@ -114,19 +109,21 @@ def verify(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
 ) -> VerifyReport:
-    """Read every body and compare it with the manifest's digests; with a key, check the manifest's signature first.
+    """Read all tensor bytes and compare them with the manifest's digests.
+
+    With a key, first check the manifest's signature.
 
     Args:
-        uri: as `load`.
-        public_key: path of an Ed25519 public key in PEM.
-        storage_options: credentials and endpoint of an object store; see `load`.
-        progress: a bar, nothing, or a function; see `load`.
+        uri: see `load`.
+        public_key: path of an Ed25519 public key in PEM format.
+        storage_options: credentials and endpoint of an object store. See `load`.
+        progress: a bar, nothing, or a function. See `load`.
 
     Raises:
         ConfigError: the key cannot be read.
-        IntegrityError: a leaf differs (the tensor and range are named), or the signature does not hold.
-        NotFound: a key was given and there is no manifest, or no signature of it.
-        SourceError, FormatError: as `load`.
+        IntegrityError: a leaf differs (the error names the tensor and range), or the signature is invalid.
+        NotFound: a key was given, but there is no manifest or no signature for it.
+        SourceError, FormatError: like `load`.
     """
     settings = Settings.read()
     signature = "not asked"
@@ -136,10 +133,11 @@ def verify(
         signature = "good"
     with open_weights(uri, settings=settings, storage_options=storage_options) as weights:
         stated = weights.manifest
-        # Read twice, for its signature and to open the weights: it may have been replaced between the two.
+        # The manifest was read twice, for its signature and to open the weights. It may have been replaced between the
+        # two.
         if signed_revision not in {None, stated.revision}:
             raise IntegrityError("the manifest changed after its signature was checked", uri=weights.uri)
-        # No error: a set without digests is normal, and a caller may ask for all that can be verified.
+        # A weight set without digests is normal and no error, because a caller may verify everything that has digests.
         if stated.leaves is None:
             return VerifyReport(
                 verified=False,
@@ -150,12 +148,12 @@ def verify(
                 signature=signature,
             )
         counter = Counter(stated.nbytes)
-        # The leaf size of the manifest, not today's default: other leaves have other digests.
+        # Use the manifest's leaf size and not the current default, because other leaves have other digests.
         with Progress(progress, weights.uri) as shown, shown.watching(counter.look):
             measured = build(weights, leaf_bytes=stated.leaf_bytes, on_bytes=counter.add)
         places = [source.uri for source in weights.sources]
     assert measured.leaves is not None
-    # After all bodies: the error says how many leaves differ, which tells a damaged disk from a wrong file.
+    # Raise after reading everything, because the number of differing leaves tells a damaged disk from a wrong file.
     wrong = np.flatnonzero(measured.leaves != stated.leaves)
     if len(wrong):
         raise _fault(stated, places, int(wrong[0]), len(wrong))
@@ -172,25 +170,29 @@ def verify(
 def _check_signed(
     uri: Uris, public_key: str | os.PathLike[str], settings: Settings, storage_options: Mapping[str, str] | None
 ) -> str:
-    """Check the signature of a manifest; return the manifest's revision. Errors as `verify`."""
+    """Check the signature of a manifest, and return the manifest's revision. Raises the same errors as `verify`."""
     pem = read_key(public_key)
     if not isinstance(uri, str | os.PathLike):
-        raise ConfigError("a signature belongs to one manifest", hint="give one directory, prefix or file")
+        raise ConfigError(
+            "a signature can only be checked for one weight set", hint="give one directory, prefix or file"
+        )
     place = str(uri)
     raw = read_small(sidecar_uri(place), settings=settings, storage_options=storage_options)
     signature = read_small(signature_uri(place), settings=settings, storage_options=storage_options)
     if raw is None or signature is None:
         missing = "manifest" if raw is None else "signature"
-        raise NotFound(f"there is no {missing} to verify", uri=place, hint="penstock manifest URI --sign KEY")
-    # Before decoding: bytes that nobody signed are not parsed.
+        raise NotFound(
+            f"there is no {missing} to verify", uri=place, hint="create it with `penstock manifest URI --sign KEY`"
+        )
+    # Check before decoding, so that unsigned bytes are not parsed.
     check_signature(raw, signature, pem)
     return decode(raw, uri=sidecar_uri(place)).revision
 
 
 def read_key(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a key file. ConfigError: it cannot be read, or is longer than a key."""
+    """Return the bytes of a key file. Raise ConfigError if it cannot be read or is too long for a key."""
     name = text_of(path)
-    # Bounded: a path given by mistake may name a file of many GB, or a device.
+    # Limit the size, because a wrong path may lead to a file of many GB or to a device.
     try:
         return read_bounded(name, MAX_KEY_BYTES)
     except (SourceError, FormatError) as error:
@@ -198,8 +200,8 @@ def read_key(path: str | os.PathLike[str]) -> bytes:
 
 
 def _fault(manifest: Manifest, places: Sequence[str], leaf: int, count: int) -> IntegrityError:
-    """Return the error that names the tensor and range of the first leaf that differs."""
-    # Leaves are numbered over all tensors, in the table's order; none crosses from one tensor to the next.
+    """Return the error for the first leaf that differs, with its tensor and range."""
+    # Leaves are numbered over all tensors in the table's order. No leaf crosses from one tensor to the next.
     table = manifest.tensors
     stops = np.cumsum(-(-table.nbytes // manifest.leaf_bytes))
     row = int(np.searchsorted(stops, leaf, side="right"))
@@ -212,7 +214,7 @@ def _fault(manifest: Manifest, places: Sequence[str], leaf: int, count: int) -> 
         uri=places[int(table.file_index[row])],
         tensor=table.names[row],
         byte_range=(at + start, at + stop),
-        hint="download the file again; if it is the right one, write a new manifest with penstock manifest URI --force",
+        hint="download the file again. If it is right, write a new manifest with `penstock manifest URI --force`",
     )
 
 
@@ -222,15 +224,15 @@ class ManifestReport(Summarised):
 
     uri: str
     revision: str
-    """The `w1-` root of all digests."""
+    """The `w1-` revision, which is the root of all digests."""
     num_tensors: int
     nbytes: int
     num_leaves: int
     leaf_bytes: int
-    """Most bytes that one digest covers."""
+    """Maximum number of bytes that one digest covers."""
     written: tuple[str, ...]
-    """The files in the order of writing: the signature, where a key was given, and the manifest. Empty: the manifest
-    that was there is up to date."""
+    """The files in the order in which they were written: the signature, if a key was given, and the manifest. Empty if
+    the existing manifest is up to date."""
 
     def summary(self) -> str:
         """Return two lines for people."""
@@ -241,7 +243,7 @@ class ManifestReport(Summarised):
 
     @property
     def written_text(self) -> str:
-        """Return the names of the written files as text; or that there are none, and why."""
+        """Return the names of the written files as text, or why there are none."""
         return ", ".join(self.written) or "nothing, the manifest is up to date"
 
 
@@ -254,46 +256,47 @@ def manifest(
     storage_options: Mapping[str, str] | None = None,
     progress: ProgressOption = None,
 ) -> ManifestReport:
-    """Read every body once and write the manifest with its digests, so that every later load is verified.
+    """Read all tensor bytes once and write the manifest with their digests, so that every later load is verified.
 
-    A manifest that is there and has the same digests is left as it is, or signed anew. One with other digests is not
-    replaced unless `replace` is True: the weights may be damaged.
+    An existing manifest with the same digests is kept, or signed again. A manifest with different digests is replaced
+    only with `replace`, because the weights may be damaged.
 
     Args:
-        uri: a file, directory, index or prefix; see `load`.
-        out: path or URI of the manifest; None: next to the weights.
-        sign: path of an Ed25519 private key in PEM; a detached signature is written next to the manifest.
-        replace: write the manifest even if the one that is there has other digests, or cannot be read. For weights
+        uri: a file, directory, index or prefix. See `load`.
+        out: path or URI of the manifest. None means next to the weights.
+        sign: path of an Ed25519 private key in PEM format. A detached signature is written next to the manifest.
+        replace: write the manifest even if the existing one has different digests or cannot be read. Use it for weights
             that were changed on purpose.
-        storage_options: see `load`; for reading and for writing.
+        storage_options: see `load`. For reading and for writing.
         progress: see `load`.
 
     Raises:
-        ConfigError: the destination cannot be written to (plain http, not a regular file), the key cannot be read, or
-            the manifest would be replaced, is signed, and `sign` is None. Nothing was written.
-        IntegrityError: the manifest that is there has other digests; nothing was written.
-        FormatError: that manifest cannot be read; nothing was written. Others as `load`.
-        SourceError: as `load`. DestinationError, DiskFull: nothing was written.
+        ConfigError: the destination cannot be written (plain http, or not a regular file), the key cannot be read, or
+            the existing manifest is signed and `sign` is None. Nothing was written.
+        IntegrityError: the existing manifest has different digests. Nothing was written.
+        FormatError: the existing manifest cannot be read. Nothing was written. Other faults as in `load`.
+        SourceError: like `load`.
+        DestinationError, DiskFull: nothing was written.
     """
     settings = Settings.read()
-    # Pinned before anything is read: the manifest must be kept for the commit whose bytes it digests.
+    # Pin the revision before reading, because the manifest must belong to the commit whose bytes it digests.
     place = pinned(texts_of(text_of(uri))[0], settings=settings, storage_options=storage_options)
     target = weight_set.sidecar_uri(place) if out is None else text_of(out)
     if target.startswith(("http://", "https://")):
-        raise ConfigError("plain http(s) cannot be written", uri=target, hint="give --out FILE and upload it there")
-    # Before the bodies are read, which may take minutes: a wrong path fails at once.
+        raise ConfigError("cannot write to plain http(s)", uri=target, hint="give --out FILE and upload that file")
+    # Check before reading the tensor bytes, which may take minutes, so that a wrong path fails at once.
     key = None if sign is None else read_key(sign)
     sidecar = _SidecarFile(target, settings, storage_options)
     sidecar.require_regular()
     before = sidecar.read()
     stated = None if before is None or replace else _decode_stated(before, target)
-    # Without the manifest that may be there: open_weights would refuse weights that it does not describe.
+    # Ignore an existing manifest, because open_weights would refuse weights that differ from it.
     with weight_set.open_weights(
         place, settings=settings, storage_options=storage_options, with_manifest=False
     ) as weights:
         _require_no_weights(target, weights)
         counter = Counter(weights.manifest.nbytes)
-        # With the leaf size of the manifest that is there: other leaves have other digests.
+        # Use the leaf size of the existing manifest, because other leaves have other digests.
         leaf_bytes = LEAF_BYTES if stated is None else stated.leaf_bytes
         with Progress(progress, place) as shown, shown.watching(counter.look):
             built = weight_set.build(weights, leaf_bytes=leaf_bytes, on_bytes=counter.add)
@@ -303,15 +306,15 @@ def manifest(
         raise _other_weights(stated, decode(raw, uri=target), places, target)
     is_current = before is not None and _without_identities(before) == _without_identities(raw)
     if is_current and before is not None:
-        # The same bytes as before: a signature of them still holds.
+        # The bytes are unchanged, so an existing signature stays valid.
         raw = before
     elif before is not None and key is None and sidecar.is_signed():
         raise ConfigError(
-            "the manifest is signed, and the signature would not hold for a new manifest; nothing was written",
+            "the existing manifest is signed, and its signature would be invalid for a new one. Nothing was written",
             uri=f"{target}.sig",
             hint="sign the new manifest with --sign KEY, or remove the signature first",
         )
-    # The signature first: a reader that finds the new manifest finds the signature of it.
+    # Write the signature first, so that a reader that finds the new manifest also finds its signature.
     files = {target: raw} if key is None else {f"{target}.sig": weight_set.sign(raw, key), target: raw}
     if is_current and key is None:
         files = {}
@@ -329,7 +332,7 @@ def manifest(
 
 
 def _require_no_weights(target: str, weights: weight_set.WeightSet) -> None:
-    """Raise ConfigError if the manifest, or its signature, would take the place of a file that it describes."""
+    """Raise ConfigError if the manifest or its signature would replace a file that the manifest describes."""
     for file in (target, f"{target}.sig"):
         for source in weights.sources:
             is_same = source.uri == file
@@ -337,12 +340,16 @@ def _require_no_weights(target: str, weights: weight_set.WeightSet) -> None:
                 with contextlib.suppress(OSError):
                     is_same = os.path.samefile(local_path(file), local_path(source.uri))
             if is_same:
-                hint = "give the manifest another name"
+                hint = "give the manifest a different name"
                 raise ConfigError("the manifest would replace a file of the weights", uri=file, hint=hint)
 
 
 class _SidecarFile:
-    """The manifest that may be at a place, and the signature next to it."""
+    """A manifest that may exist at a place, and its signature.
+
+    Raises:
+        ConfigError: something that is not a regular file has one of the two names.
+    """
 
     def __init__(self, uri: str, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
         self._uri = uri
@@ -353,45 +360,43 @@ class _SidecarFile:
         """Raise ConfigError if something that is not a regular file has one of the two names."""
         for file in () if is_remote(self._uri) else (self._uri, f"{self._uri}.sig"):
             path = local_path(file)
-            # A rename would replace a device, a pipe or a socket by a file: root can do that to /dev/full.
+            # A rename would replace a device, a pipe or a socket with a file. Root can do that to /dev/full.
             if os.path.exists(path) and not os.path.isfile(path):
-                hint = "give the path of a file, or of one that does not exist yet"
-                raise ConfigError(
-                    "the manifest cannot be written here: this is not a regular file", uri=file, hint=hint
-                )
+                hint = "give the path of a regular file or of a new file"
+                raise ConfigError("cannot write the manifest because this is not a regular file", uri=file, hint=hint)
 
     def read(self) -> bytes | None:
-        """Return the bytes of the manifest; None: there is none."""
+        """Return the bytes of the manifest, or None if there is none."""
         return self._read(self._uri)
 
     def is_signed(self) -> bool:
-        """Return whether a signature is beside the manifest."""
+        """Return whether there is a signature for the manifest."""
         return self._read(f"{self._uri}.sig") is not None
 
     def _read(self, uri: str) -> bytes | None:
         try:
             return read_small(uri, settings=self._settings, storage_options=self._storage_options)
         except PermissionDenied:
-            # A bucket that may be read but not listed says "forbidden" for "absent".
+            # A bucket that may be read but not listed answers "forbidden" for an absent object.
             if is_remote(uri):
                 return None
             raise
 
 
 def _decode_stated(raw: bytes, uri: str) -> Manifest:
-    """Decode the manifest that is at the destination. FormatError: it is damaged, or another file."""
+    """Decode the manifest at the destination. Raise FormatError if it is damaged or is another kind of file."""
     try:
         return decode(raw, uri=uri)
     except (FormatError, IntegrityError) as error:
         raise FormatError(
-            f"the file that is there cannot be read as a manifest ({error.message}); nothing was written",
+            f"the existing file is not a readable manifest ({error.message}). Nothing was written",
             uri=uri,
-            hint="write a new manifest in its place with --force (replace=True) if the weights are known to be good",
+            hint="replace it with --force (replace=True) if the weights are known to be right",
         ) from error
 
 
 def _other_weights(stated: Manifest, measured: Manifest, places: Sequence[str], uri: str) -> IntegrityError:
-    """Return the error for weights, in the files `places`, that differ from the manifest that is there.
+    """Return the error for weights in the files `places` that differ from the existing manifest.
 
     Both manifests are in the order of names.
     """
@@ -401,18 +406,21 @@ def _other_weights(stated: Manifest, measured: Manifest, places: Sequence[str], 
         wrong = np.flatnonzero(measured.leaves != stated.leaves)
         fault = _fault(measured, places, int(wrong[0]), len(wrong))
     return IntegrityError(
-        f"the weights differ from the manifest that is there, which has revision {stated.revision[:19]} while the "
-        f"weights have {measured.revision[:19]}: {fault.message}; nothing was written",
+        f"the weights differ from the existing manifest, which has revision {stated.revision[:19]} while the "
+        f"weights have {measured.revision[:19]}: {fault.message}. Nothing was written",
         uri=fault.uri,
         tensor=fault.tensor,
         byte_range=fault.byte_range,
-        hint="get the files again if they are damaged; if they were changed on purpose, replace the manifest with "
+        hint="download damaged files again. If they were changed on purpose, replace the manifest with "
         "--force (replace=True)",
     )
 
 
 def _without_identities(raw: bytes) -> bytes | None:
-    """Return a manifest's bytes without the identities of files, which a copy changes; None: it cannot be read."""
+    """Return a manifest's bytes without the files' identities, which a copy changes.
+
+    Return None if it cannot be read.
+    """
     try:
         manifest = decode(raw, uri="")
     except (FormatError, IntegrityError):
@@ -423,12 +431,12 @@ def _without_identities(raw: bytes) -> bytes | None:
 
 
 def _write_whole(uri: str, data: bytes, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-    """Write a small file or object that appears complete, or leave the one before it."""
-    # An object store's PUT is atomic already.
+    """Write a small file or object atomically: readers see the new one or the previous one."""
+    # A PUT to an object store is atomic.
     if is_remote(uri):
         write_small(uri, data, settings=settings, storage_options=storage_options)
         return
     path = Path(local_path(uri))
-    # Other users who may read the weights must be able to verify them.
+    # Other users who may read the weights must be able to verify them too.
     with new_file(path, 0o644) as file:
         file.write(data)
