@@ -297,22 +297,22 @@ class ConnectionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadSettings:
-    """The settings of a read that most calls leave at their defaults.
+    """Settings of a read that most calls leave at their defaults.
 
-    `load`, `stream`, `load_into` and `load_in_background` take one as `settings=`.
+    `load`, `stream`, `load_into` and `load_in_background` accept this value as `settings=`.
 
     Attributes:
-        memory_bytes: Limit of host staging, as a number or a text such as `"256M"`. None means `PENSTOCK_MEMORY_BYTES`,
-            or 256 MiB without it.
-        storage_options: Options for the object store, by obstore's names. They win over the environment. The repr does
-            not show them, because they may hold credentials.
-        trace: File for a Chrome trace of the load. None writes no trace.
-        cache: Whether a model from a model hub is first written to the local cache of the hub's own library, each file
-            complete and compared, and then loaded from there. Not possible with `group`.
-        copy: Whether `load` and `stream` read into new memory on the CPU. By default local files are mapped (private
-            pages).
-        arena: Whether `load_into` first moves the target into one arena (`memory.rehome`), so that peers reach the
-            target by one registration. The other verbs refuse it.
+        memory_bytes: limit of host staging, as a number or a text such as `"256M"`. None means `PENSTOCK_MEMORY_BYTES`,
+            or 256 MiB if that is unset.
+        storage_options: options for the object store, with obstore's names. They win over the environment. The repr
+            omits them, because they may hold credentials.
+        trace: path of a Chrome trace file to write. None writes no trace.
+        cache: whether a model from a model hub is first written to the local cache of the hub's library, verified file
+            by file, and then loaded from there. Not possible with `group`.
+        copy: whether `load` and `stream` read into new memory on the CPU. By default local files are mapped with
+            private pages.
+        arena: whether `load_into` first moves the target into one arena (`memory.rehome`), so that peers reach it with
+            one registration. The other verbs refuse it.
 
     Raises:
         ConfigError: a field has the wrong type, or `memory_bytes` is not a number of bytes.

@@ -49,27 +49,27 @@ def load_into(
 ) -> LoadReport:
     """Fill live parameters and buffers in place from a weight set.
 
+    The target's memory stays where it is, so `data_ptr`s, optimizer references and CUDA graphs stay valid. With
+    `settings.arena` it moves once. The parameters stay the same objects, and the arena is alive as long as any of them.
+
     Args:
-        target: a module (its parameters and persistent buffers, tied ones filled once) or tensors by name. Of a DTensor
-            this rank's part is filled. An empty dict receives new tensors on the CPU, all or none.
-        uri: the weight set; see `load`.
-        names: the tensors to load; see `load`.
-        verify: whether bytes are compared with digests; see `load`.
-        group: ranks that read a part each and exchange it; see `load`.
-        progress: a bar, nothing, or a function; see `load`.
-        settings: the memory limit, an arena for the target, and more (`ReadSettings`).
-        strict: every tensor must have a target and every target a tensor; False fills what both sides have.
-        rename: checkpoint name to target name.
-        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. None: a
-            tensor of another dtype than its target is an error.
+        target: a module (its parameters and persistent buffers, tied ones filled once), or tensors by name. For a
+            DTensor, this rank's part is filled. An empty dict receives new tensors on the CPU, either all or none.
+        uri: the weight set. See `load`.
+        names: the tensors to load. See `load`.
+        verify: whether to compare bytes with digests. See `load`.
+        group: ranks that each read a part and exchange the parts. See `load`.
+        progress: a bar, nothing, or a function. See `load`.
+        settings: memory limit, an arena for the target, and more. See `ReadSettings`.
+        strict: if True, every tensor needs a target and every target a tensor. If False, fill those that match.
+        rename: maps a checkpoint name to a target name.
+        dtype: cast floating-point tensors to this dtype, or with `"target"` to the dtype of their target. With None, a
+            tensor whose dtype differs from its target's is an error.
 
     Raises:
-        PlanError: names, shapes or dtypes do not fit, the target has no tensors, or its tensors overlap; nothing was
+        PlanError: names, shapes or dtypes do not match, the target has no tensors, or its tensors overlap. Nothing was
             touched.
-        PenstockError: with `mutated=True` when the target was touched: it must be filled again before use.
-
-    Ownership: the target's memory stays where it is: `data_ptr`s, optimizer references and CUDA graphs hold. With
-        `settings.arena` it moves, once: parameters stay the same objects, the arena lives as long as any of them.
+        PenstockError: with `mutated=True` the target was touched and must be filled again before use.
     """
     # Check the target before anything is opened, so that a bad target causes no request to a store.
     require_cast(dtype)
@@ -104,7 +104,7 @@ def _load_into(
     As a separate function it releases its locals, such as files, inside the block that defers Ctrl-C.
     """
     # The load creates small objects for each tensor, and all of them live until its end.
-    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
+    with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         session.phases.enter("plan")
         with reports_failure(group, options, session.settings.stall_s):
@@ -112,7 +112,7 @@ def _load_into(
             matched = match_targets(session, targets, rename, strict, cast=dtype)
             if not strict and isinstance(target, torch.nn.Module):
                 require_no_copies(target, filled_of(targets, matched))
-            if arena:
+            if options.settings.arena:
                 # Move the target only after the match, so that a target that does not match stays where it is.
                 rehome(target)
                 matched = match_targets(session, targets_of(target), rename, strict, cast=dtype)

@@ -191,29 +191,33 @@ def load(
     progress: ProgressOption = None,
     settings: ReadSettings | None = None,
 ) -> Weights:
-    """Load a weight set into memory: {name: tensor}, complete, and verified where there are digests.
+    """Load a weight set into memory. Tensors are complete, and verified if there are digests.
+
+    The caller owns the tensors. Dropping a tensor of 1 MiB or more releases its memory. Smaller tensors share slabs of
+    about 2 MiB.
 
     Args:
-        uri: a safetensors file, directory, index, glob, prefix (`s3://`, `gs://`, `az://`, `http(s)://`), or a list.
-        device: `"cpu"`, `"cuda"`, `"cuda:N"`.
-        names: the tensors to load: a glob, a list of globs and names (each must match a tensor), a compiled regex, or
-            a predicate of the name; None: all.
-        boxes: the regions to load, as a `Box` or slices (`numpy.s_[0:4, :]`), by name or by a function of name and
-            shape, or `tensor_parallel(rank=, size=)`. Where there are digests, whole leaves of 256 KiB are read and
-            compared, and the regions are cut from them. Otherwise, and with `verify=False`, only the regions and small
+        uri: a safetensors file, directory, index, glob, prefix (`s3://`, `gs://`, `az://`, `http(s)://`), or a list of
+            these.
+        device: `"cpu"`, `"cuda"` or `"cuda:N"`.
+        names: the tensors to load: a glob, a list of globs and names (each must match a tensor), a compiled regex, or a
+            predicate on the name. None means all.
+        boxes: the regions to load: a `Box` or slices (`numpy.s_[0:4, :]`) for each name, a function from name and shape
+            to a region, or `tensor_parallel(rank=, size=)`. If there are digests, whole leaves of 256 KiB are read and
+            compared, and the regions are cut from them. Otherwise, or with `verify=False`, only the regions and small
             gaps between them are read.
-        verify: compare with the manifest's leaf digests; None: if there are any; True: fail without them; False: never.
-        group: a torch.distributed group whose ranks all call this; each reads its part once, and all get everything.
-        progress: a bar on stderr, or a function of (bytes done, bytes in all); None: a bar on a terminal.
-        settings: the memory limit, the options for the object store, a trace file, and more (`ReadSettings`).
+        verify: whether to compare bytes with the manifest's leaf digests. None compares if there are digests, True
+            fails if there are none, and False never compares.
+        group: a torch.distributed group. All its ranks call this, each reads a part once, and all receive everything.
+        progress: True for a bar on stderr, or a function of (finished bytes, total bytes). None shows a bar on a
+            terminal.
+        settings: memory limit, options for the object store, trace file and more. See `ReadSettings`.
 
     Returns:
-        Tensors in file order, with `.report` and `.manifest`.
+        Tensors by name, in file order, with `.report` and `.manifest`.
 
     Raises:
-        PenstockError: see `penstock.errors`; nothing stays allocated.
-
-    Ownership: the caller's; dropping a tensor of 1 MiB or more frees its memory, smaller ones share slabs of ~2 MiB.
+        PenstockError: see `penstock.errors`. No memory stays allocated.
     """
     options = ReadOptions(
         device=resolve_device(device),
@@ -227,11 +231,9 @@ def load(
         return _load(uri, options, group, journey)
 
 
-def _load(
-    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None, journey: Journey
-) -> Weights:
+def _load(uri: Uris, options: ReadOptions, group: ProcessGroup | None, journey: Journey) -> Weights:
     """Run `load`. As a separate function it releases its locals, such as files, inside the block that defers Ctrl-C."""
-    with paused_gc(), open_session(uri, options, memory_bytes, group) as session:
+    with paused_gc(), open_session(uri, options, group) as session:
         journey.received = session.received
         tensors, nbytes = _gather(session, group)
         report = session.finish(num_tensors=len(tensors), nbytes=nbytes)
@@ -250,12 +252,12 @@ def stream(
     progress: ProgressOption = None,
     settings: ReadSettings | None = None,
 ) -> TensorStream:
-    """Yield each tensor as soon as its bytes have arrived; reads run at most `settings.memory_bytes` ahead.
+    """Yield each tensor as soon as its bytes have arrived. Reads run at most `settings.memory_bytes` ahead.
 
-    The arguments are those of `load`.
+    The arguments are the same as for `load`.
 
     Raises:
-        PenstockError: from here (opening, planning) or from the iteration (moving, verifying).
+        PenstockError: opening and planning fail in this call, moving and verifying fail in the iteration.
     """
     options = ReadOptions(
         device=resolve_device(device),
@@ -295,9 +297,7 @@ def deferred_interrupts(group: ProcessGroup | None) -> AbstractContextManager[ob
     return interrupts.deferred() if group is None else nullcontext()
 
 
-def open_session(
-    uri: Uris, options: ReadOptions, memory_bytes: int | str | None, group: ProcessGroup | None
-) -> LoadSession:
+def open_session(uri: Uris, options: ReadOptions, group: ProcessGroup | None) -> LoadSession:
     """Open the weight set. In a group, a rank that fails reports this to the other ranks.
 
     Raises:
@@ -305,10 +305,9 @@ def open_session(
         PenstockError: the weight set cannot be opened.
     """
     require_type("verify", options.verify, (bool, type(None)), "True, False or None")
-    require_type("cache", options.cache, (bool,), "True or False (the directory is PENSTOCK_CACHE_DIR)")
-    if options.cache and group is not None:
+    if options.settings.cache and group is not None:
         # Hosts finish their downloads at different times, but a group waits only `stall_s` for a rank.
-        hint = "first run `penstock pull org/name --cache` on each host"
+        hint = "first run `penstock fetch org/name --cache` on each host"
         raise ConfigError("cache=True cannot be combined with group=", hint=hint)
     if group is not None:
         require_type("group", group, torch.distributed.ProcessGroup, "a torch.distributed.ProcessGroup, or None")

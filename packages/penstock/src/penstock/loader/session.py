@@ -288,7 +288,7 @@ class LoadSession(Closeable):
             # Some threads parse headers while others pin staging.
             if options.device.type == "cuda":
                 self._ends.enter_context(lifecycle.quick_handover())
-            self.trace = open_trace(options.trace)
+            self.trace = open_trace(options.settings.trace)
             # Start this before reading the headers, so that both overlap.
             if not in_group:
                 self.intake.warm(uri)

@@ -1,6 +1,6 @@
 """The verb `load_in_background`: a thread fills a module's parameters in the order of the forward pass.
 
-    parameters of the module --replaced by--> pending tensors --bytes arrived and verified--> the parameters again
+parameters of the module --replaced by--> pending tensors --bytes arrived and verified--> the parameters again
 """
 
 from __future__ import annotations
@@ -305,35 +305,35 @@ def load_in_background(
     progress: ProgressOption = None,
     settings: ReadSettings | None = None,
 ) -> BackgroundLoad:
-    """Start to fill a module from a weight set, and return at once: the module may be called while bytes arrive.
+    """Start filling a module from a weight set, and return at once. The module may be called while bytes arrive.
 
     The tensors are read in the order in which the module defines them, which is the order of the forward pass in most
-    models. A layer whose bytes have arrived runs; one whose bytes have not waits for them. So the first forward pass
-    takes the time of the load or of the computation, whichever is longer, and weights that it does not use (a vision
-    tower, an expert that no token is routed to) do not delay it.
+    models. A layer runs when its bytes have arrived, and otherwise waits for them. The first forward pass therefore
+    takes as long as the load or the computation, whichever is longer. Weights that it does not use (a vision tower, an
+    expert without tokens) do not delay it.
+
+    Parameters stay the same objects with the same memory. During the load other tensors replace them in the module
+    (`pending`), so take references before this call or after `wait`.
 
     Args:
-        module: its parameters and persistent buffers are filled; on one device, not meta.
-        uri: the weight set; see `load`.
-        first: globs of names of the module's tensors to read before the others, in the order of the globs.
+        module: module whose parameters and persistent buffers are filled. All on one device, which is not meta.
+        uri: the weight set. See `load`.
+        first: globs for names of the module's tensors that are read before the others, in the order of the globs.
         strict, rename, dtype, names: see `load_into`.
-        progress: see `load`. The thread that loads calls it.
-        settings: the memory limit, the options for the object store, and more (`ReadSettings`).
+        progress: see `load`. The loading thread calls it.
+        settings: memory limit, options for the object store, and more. See `ReadSettings`.
         verify: see `load`. Each tensor is compared with the manifest's digests before it can be used. Digests of whole
-            files are compared at the end of each file, when parts of it may have been used: with `verify=True` they do
-            not suffice.
+            files are not sufficient for `verify=True`, because they are compared at the end of a file, when parts of it
+            may have been used.
 
     Returns:
-        The load under way. Call its `wait` before `torch.compile`, before CUDA graphs are captured, before a fork, and
-        before the module's parameters are given to code that is not torch's.
+        The running load. Call its `wait` before `torch.compile`, before capturing CUDA graphs, before a fork, and
+        before passing the module's parameters to code outside torch.
 
     Raises:
-        PlanError: as `load_into`; nothing was touched.
-        NotFound: `verify=True`, and there is no manifest with digests.
-        PenstockError: the weight set cannot be opened. What fails after that is raised by each use of a parameter.
-
-    Ownership: parameters stay the same objects with the same memory; during the load other tensors stand in their
-        places in the module (`pending`), so take references to them before this call, or after `wait`.
+        PlanError: like `load_into`. Nothing was touched.
+        NotFound: `verify=True`, but there is no manifest with digests.
+        PenstockError: the weight set cannot be opened. Each use of a parameter raises errors that happen later.
     """
     require_type("the target", module, torch.nn.Module, "a torch.nn.Module")
     globs = "a sequence of globs, such as ['model.language_model.*']"
