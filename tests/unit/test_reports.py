@@ -76,7 +76,7 @@ def test_manifest_is_written_to_given_path(directory: Path, tmp_path: Path) -> N
     report = ps.manifest(directory, out=tmp_path / "digests")
     assert report.written == (str(tmp_path / "digests"),)
     assert not ps.verify(directory).verified
-    with pytest.raises(ps.ConfigError, match="cannot be written"):
+    with pytest.raises(ps.ConfigError, match="cannot write to plain"):
         ps.manifest(directory, out="http://host/digests")
     with pytest.raises(ps.ConfigError, match="cannot read the key"):
         ps.manifest(directory, sign=tmp_path / "absent.pem")
@@ -87,7 +87,7 @@ def test_manifest_for_changed_weights_needs_replace(directory: Path) -> None:
     again = ps.manifest(directory)
     assert again.written == () and "up to date" in str(again) and again.revision == first.revision
     save_file({"layers.0.<w>": torch.ones(4)}, directory / "model.safetensors")
-    with pytest.raises(ps.IntegrityError, match="nothing was written"):
+    with pytest.raises(ps.IntegrityError, match="Nothing was written"):
         ps.manifest(directory)
     assert ps.manifest(directory, replace=True).revision != first.revision
     assert ps.verify(directory).verified

@@ -295,7 +295,7 @@ def test_loading_module_refuses_second_load(checkpoint: Path) -> None:
     model = empty()
     with Gate(checkpoint, "model-b") as server, ps.modules.load_in_background(model, server.url + "/") as loading:
         for load in (ps.load_into, ps.modules.load_in_background):
-            with pytest.raises(ConfigError, match="is being loaded"):
+            with pytest.raises(ConfigError, match="is still being loaded"):
                 load(model, str(checkpoint))
         server.opened.set()
         loading.wait()

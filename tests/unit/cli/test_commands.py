@@ -150,7 +150,7 @@ def test_damaged_manifest_is_replaced_with_force(llama: Path, penstock: Penstock
     before = (llama / "penstock.manifest").read_bytes()
     assert "FormatError" in penstock("verify", llama, code=3)[1]
     err = penstock("manifest", llama, code=3)[1]
-    assert "cannot be read as a manifest" in err and "--force" in err
+    assert "is not a readable manifest" in err and "--force" in err
     assert (llama / "penstock.manifest").read_bytes() == before
     penstock("manifest", llama, "--force")
     penstock("verify", llama)

@@ -160,7 +160,7 @@ def test_unused_hint_costs_at_most_block_memory(file: ReadAhead, source: Counted
 
 
 def test_hint_outside_file_is_refused(file: ReadAhead) -> None:
-    with pytest.raises(ConfigError, match="not within"):
+    with pytest.raises(ConfigError, match="outside the file"):
         file.expect([(0, SIZE + 1)])
 
 

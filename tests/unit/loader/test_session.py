@@ -50,7 +50,7 @@ def test_absent_gpu_number_is_named(device: int | str) -> None:
     if torch.cuda.device_count() and device == 0:
         pytest.skip("this host has GPU 0")
     number = device if isinstance(device, int) else 99
-    with pytest.raises(ConfigError, match=rf"device cuda:{number} is not there: \d+ CUDA devices"):
+    with pytest.raises(ConfigError, match=rf"device cuda:{number} does not exist, because there are \d+ CUDA devices"):
         resolve_device(device)
 
 

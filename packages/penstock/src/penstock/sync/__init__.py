@@ -1,10 +1,14 @@
-"""The sync journey: from a trainer's ranks to the inference ranks, a whole version or none.
+"""The sync journey: from a trainer's ranks to the inference ranks, either a whole version or nothing.
 
-`shards` is what a rank declares and `placed` whether it has moved since. `membership` and `request_handler` are
-questions between ranks. `planner` plans, `local_version` holds, `digester` and `memory_digests` compare,
-`copy_plan` flips, `packer` packs short runs. `commit_rules` has the rules of a two-phase commit,
-`check` a staged version as a check sees it. `publish/` and `receive/` are the two sides. `recording/` finds which
-published element each parameter needs, by running the model's own loader over tensors without storage.
+- `shards` declares a rank's tensors, and `placed` notices when they move.
+- `membership` and `request_handler` exchange requests between ranks.
+- `planner` plans, `local_version` holds memory, `digester` and `memory_digests` compute digests.
+- `copy_plan` makes a staged version live, and `packer` packs short runs.
+- `commit_rules` has the rules for a version that a fleet commits as a whole, and `check` presents a staged version to a
+  user's check.
+- `publish/` and `receive/` are the two sides.
+- `recording/` runs a model's loader over tensors without storage, to find out which published element each parameter
+  needs.
 """
 
 from penstock.exports import MODULES, lazily

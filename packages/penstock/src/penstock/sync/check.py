@@ -1,15 +1,11 @@
-"""Checks of a version before it goes live: the staged weights as a check sees them, and the trainer's values for it.
-
-In: a staging copy that holds a verified version; values that a trainer gives with a publish. Out: a `StagedVersion`;
-the values as bytes and back; a ready-made check of log-probabilities.
-Not here: when a check runs and what follows from it (`receive.participant`, `commit_rules`).
+"""Checks of a version before it goes live: the staged weights for a user's check, and the trainer's values for it.
 
     publish(check={"tokens": ..., "log_probs": ...}) -> bytes -> StagedVersion.expected
     staging copy -> tensors at the places of the live ones -> StagedVersion.tensors (a copy of each), call
 
-A check cannot change what goes live. `tensors` are copies, one at a time: a check may write to them or keep them.
-`call` computes with the staged parameters themselves, because a device seldom has room for a third copy of the weights.
-The subscriber therefore digests the staged bytes again after the check, and before the flip.
+A check cannot change the version that goes live. `tensors` returns copies, one at a time, so a check may write to them
+or keep them. `call` computes with the staged parameters themselves, because a device seldom has memory for a third copy
+of the weights. The subscriber therefore digests the staged bytes again after the check and before the flip.
 """
 
 from __future__ import annotations
@@ -30,15 +26,15 @@ from penstock.transport.protocol import Memory
 from penstock.types import MIB, DType
 
 MAX_CHECK_BYTES = MIB
-"""Limit of the values of one version, which every subscriber with a check requests."""
+"""Maximum size of the values for one version, which every subscriber with a check requests."""
 
 
 class _Value(msgspec.Struct, frozen=True, kw_only=True):
-    """A value on the wire: a tensor, or anything that msgpack has a form for."""
+    """A value on the wire: a tensor, or plain data that msgpack can encode."""
 
     plain: Any = None
     dtype: str = ""
-    """Of a tensor; empty: it is none."""
+    """The dtype of a tensor. Empty if the value is not a tensor."""
     shape: tuple[int, ...] = ()
     data: bytes = b""
 
@@ -47,10 +43,10 @@ prepare(dict[str, _Value])
 
 
 def encode_values(values: Mapping[str, object]) -> bytes:
-    """Return the values of a check as bytes.
+    """Encode the values for a check.
 
     Raises:
-        ConfigError: a value is neither a tensor nor plain data, or they are too large together.
+        ConfigError: a value is neither a tensor nor plain data, or the values are too large.
     """
     encoded = {}
     for name, value in values.items():
@@ -64,7 +60,7 @@ def encode_values(values: Mapping[str, object]) -> bytes:
         raw = msgspec.msgpack.encode(encoded)
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(
-            f"a value for the check cannot be sent: {error}", hint="give tensors, numbers, texts, lists and dicts"
+            f"cannot send a value for the check: {error}", hint="give tensors, numbers, texts, lists and dicts"
         ) from error
     if len(raw) > MAX_CHECK_BYTES:
         raise ConfigError(
@@ -74,21 +70,21 @@ def encode_values(values: Mapping[str, object]) -> bytes:
 
 
 def decode_values(raw: bytes) -> dict[str, Any]:
-    """Return the values of a check. FormatError: the bytes are no values."""
+    """Decode the values for a check. Raise FormatError if the bytes are malformed."""
     if not raw:
         return {}
     try:
         decoded = msgspec.msgpack.decode(raw, type=dict[str, _Value])
         return {name: _decoded(value) for name, value in decoded.items()}
     except (*MALFORMED, ValueError, RuntimeError) as error:
-        raise FormatError(f"the values for the check cannot be decoded: {error}") from error
+        raise FormatError(f"cannot decode the values for the check: {error}") from error
 
 
 def _decoded(value: _Value) -> Any:
     if not value.dtype:
         return value.plain
     kind = torch_dtype(DType(value.dtype))
-    # A copy: torch must not write to the bytes of a message.
+    # Copy the bytes, because torch must not write to a message.
     flat = (
         torch.frombuffer(bytearray(value.data), dtype=torch.uint8) if value.data else torch.empty(0, dtype=torch.uint8)
     )
@@ -96,7 +92,7 @@ def _decoded(value: _Value) -> Any:
 
 
 class _Copies(Mapping[str, torch.Tensor]):
-    """Tensors by name, of which each access returns a new copy."""
+    """Tensors by name. Each access returns a new copy."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -111,49 +107,50 @@ class _Copies(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def __contains__(self, name: object) -> bool:
-        # Mapping's own would make a copy.
+        # The inherited method would copy the tensor.
         return name in self._tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedVersion:
-    """The weights of a version that is staged and not live, for a check; valid while the check runs."""
+    """The weights of a staged version, for a check. Valid while the check runs."""
 
     version: int
     tensors: Mapping[str, torch.Tensor]
-    """Of a module: its parameters and buffers by name, as the version would leave them. Of a dict: its
-    tensors; several boxes of one tensor have the offset in their names, as in `up[4, 0]`. Each access returns a new
-    copy of one tensor."""
+    """For a module, its parameters and buffers by name, as the version would leave them. For a dict, its tensors. If it
+    has several boxes of one tensor, their names contain the offset, as in `up[4, 0]`. Each access returns a new copy of
+    a tensor."""
     expected: Mapping[str, Any]
-    """The values that the trainer gave with the publish; empty: none."""
+    """The values that the trainer published with the version. Empty if there are none."""
     unknown: frozenset[str] = frozenset()
-    """Parameters that the model's loader itself fills, when the version goes live; they are not in `tensors`."""
+    """Parameters that the model's loader fills when the version goes live. `tensors` does not have them."""
     model: torch.nn.Module | None = None
-    """The live module, which `call` uses for its structure."""
+    """The live module, whose structure `call` uses."""
     _staged: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    """The tensors in the staging copy itself, which goes live."""
+    """The tensors in the staging copy, which goes live."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's forward pass with the staged weights; the live ones are not touched.
+        """Run the module's forward pass with the staged weights, and return its result.
 
-        The forward pass may write to buffers, which are copies. If it writes to parameters, the version is refused.
+        The live weights are not touched.
+
+        The forward pass may write to buffers, which are copies. If it writes to parameters, the version is refused. The
+        module has the staged weights during the call, so no other thread may compute with it.
 
         Raises:
-            PlanError: the target is no module, or some of its parameters are `unknown`.
-
-        Order: the module has the staged weights while this runs, so no other thread may compute with it.
+            PlanError: the target is not a module, or some of its parameters are `unknown`.
         """
         if self.model is None:
             raise PlanError("the target is a dict of tensors, which has no forward pass", hint="use `tensors`")
         if self.unknown:
             some = ", ".join(sorted(self.unknown)[:5])
             raise PlanError(f"{len(self.unknown)} parameters are filled by the model's loader: {some}")
-        # Each by the tensor that the module has there: the two names of a tied tensor get the same object.
+        # Use one object for each tensor in the module, so that both names of a tied tensor get the same object.
         made: dict[int, torch.Tensor] = {}
         tensors: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             for name, live in self.model.named_buffers(remove_duplicate=False):
-                # A buffer that no version fills keeps its values, and must keep them after this forward pass too.
+                # A buffer that no version fills must keep its values, even after this forward pass.
                 tensors[name] = made.setdefault(id(live), self._staged.get(name, live).clone())
             for name, live in self.model.named_parameters(remove_duplicate=False):
                 if name in self._staged:
@@ -162,16 +159,17 @@ class StagedVersion:
 
 
 Check = Callable[[int, StagedVersion], object]
-"""Raises, or returns False or a text, if the version must not go live; returns None, True or "" if it may."""
+"""A check of a version. It raises, or returns False or a text, if the version must not go live. It returns None, True
+or "" if it may."""
 
 
 def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
-    """Run a check; return why the version must not go live, and the error that says so. An empty text: it may."""
+    """Run a check. Return why the version must not go live, and the error. The text is empty if it may."""
     try:
         answer = check(staged.version, staged)
-    except Exception as error:  # noqa: BLE001 - the user's code: whatever it raises refuses the version
+    except Exception as error:  # noqa: BLE001 - any error in the user's code refuses the version
         return f"{type(error).__name__}: {error}", error
-    # An empty text is the answer of a check that found nothing.
+    # A check that found nothing returns an empty text.
     if answer is None or answer is True or answer == "":
         return "", None
     return answer if isinstance(answer, str) else f"the check returned {answer!r}", None
@@ -185,10 +183,10 @@ def staged_version(
     expected: bytes,
     model: torch.nn.Module | None,
 ) -> StagedVersion:
-    """Return the view of a version in the staging copy.
+    """Return the staged version as a check sees it.
 
     Args:
-        requirements: of the target.
+        requirements: requirements of the target.
         live: the target's memory, region by region.
         copy: the staging copy's memory, with the same regions.
         expected: the trainer's values, encoded.
@@ -206,7 +204,7 @@ def staged_version(
 
 
 def _moved(tensor: torch.Tensor, live: tuple[Memory, ...], copy: tuple[Memory, ...]) -> torch.Tensor | None:
-    """Return the tensor of the copy at the place of a tensor of the live memory; None: it lies in no region."""
+    """Return the tensor in the copy at the place of a live tensor, or None if the tensor is in no region."""
     if not tensor.numel():
         return tensor
     address = tensor.data_ptr()
@@ -217,6 +215,6 @@ def _moved(tensor: torch.Tensor, live: tuple[Memory, ...], copy: tuple[Memory, .
         if 0 <= offset <= offset + nbytes <= region.nbytes:
             assert isinstance(twin.owner, Arena)
             flat = twin.owner.bytes_at(offset, nbytes).view(tensor.dtype)
-            # Relative to `flat`, which is a view into the arena.
+            # The offset is relative to `flat`, which is a view into the arena.
             return torch.as_strided(flat, tensor.shape, tensor.stride(), flat.storage_offset())
     return None

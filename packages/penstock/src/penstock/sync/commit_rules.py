@@ -1,17 +1,13 @@
-"""The decision on a version that a fleet commits as a whole: pure rules, without clocks, messages or threads.
+"""The rules by which a fleet commits a version as a whole. They use no clocks, messages or threads.
 
-In: what subscribers report of a version; answers of the coordinator and of the hub, with times. Out: a `Verdict`; for a
-subscriber the next question, and at the end the decision or None.
-Not here: messages and waiting (`publish.rank_group`, `receive.participant`), the hub's record (`hub.snapshot.decide`).
+1. Subscribers stage a version, check it, and report prepared, failed or refused.
+2. Rank 0 of the publishers, the coordinator, reaches a verdict (`Ballot.decide`), at the deadline at the latest.
+3. For a commit, the hub records the verdict before rank 0 tells any subscriber. The first proposal for a version wins.
+4. A subscriber goes live only after it learned `committed` from the coordinator or the hub.
+5. If the coordinator is gone, or silent until the stall deadline, a subscriber proposes to withdraw. The hub answers
+   with the recorded decision. A subscriber that learns nothing keeps its version.
 
-    1. subscribers stage a version, check it, and report: prepared, failed or refused
-    2. rank 0 of the publishers, the coordinator, reaches a verdict (`Ballot.decide`): at the deadline at the latest
-    3. commit: the hub records it before rank 0 tells any subscriber; the first proposal for a version stands
-    4. a subscriber goes live only after it learned `committed`, from the coordinator or from the hub
-    5. a subscriber whose coordinator is gone, or silent for the stall deadline, proposes to withdraw: the hub answers
-       with what stands; a subscriber that learns nothing keeps its version
-
-After step 3 a commit cannot be undone, and before it no subscriber is live: therefore all subscribers act alike.
+After step 3 a commit cannot be undone, and before it no subscriber is live. Therefore all subscribers act alike.
 """
 
 from __future__ import annotations
@@ -24,11 +20,12 @@ from penstock.errors import VersionRefused
 from penstock.hub.messages import FleetDecision
 
 Stragglers = Literal["leave_out", "withdraw"]
-"""`leave_out`: commit without subscribers that are late or failed. `withdraw`: commit with all, or not at all."""
+"""`leave_out` commits without subscribers that are late or failed. `withdraw` commits with all subscribers or not at
+all."""
 Standing = Literal["waiting", "prepared", "failed", "gone", "late", "refused"]
 
 MAX_REASON_CHARS = 1024
-"""The limit of the messages' fields."""
+"""Maximum length of a reason in the messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +35,12 @@ class Vote:
     standing: Standing = "waiting"
     why: str = ""
     is_checked: bool = False
-    """Whether a check of the version passed there."""
+    """Whether the subscriber's check of the version passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The coordinator's decision, before it is recorded."""
+    """The coordinator's decision before it is recorded."""
 
     is_commit: bool
     by: str = ""
@@ -54,23 +51,23 @@ class Verdict:
     failed: Mapping[str, str] = field(default_factory=dict)
 
     def decision(self, epoch: str, version: int) -> FleetDecision:
-        """Return the verdict as the hub records it."""
+        """Return the verdict in the form that the hub records."""
         outcome: Literal["committed", "withdrawn"] = "committed" if self.is_commit else "withdrawn"
         return FleetDecision(epoch=epoch, version=version, outcome=outcome, by=self.by, why=self.why[:MAX_REASON_CHARS])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ballot:
-    """The reports of all subscribers on one version. Immutable: every report makes a new ballot."""
+    """The reports of all subscribers on one version. It is immutable, and every report creates a new ballot."""
 
     stragglers: Stragglers
     needs_check: bool = False
-    """Whether the version needs one check that passed."""
+    """Whether at least one check of the version must pass."""
     votes: Mapping[str, Vote] = field(default_factory=dict)
 
     @classmethod
     def of(cls, expected: Iterable[str], stragglers: Stragglers, *, needs_check: bool = False) -> Ballot:
-        """Return the ballot of these subscribers."""
+        """Return an empty ballot for these subscribers."""
         votes = dict.fromkeys(sorted(expected), Vote())
         return cls(stragglers=stragglers, needs_check=needs_check, votes=votes)
 
@@ -80,12 +77,12 @@ class Ballot:
         return tuple(member for member, vote in self.votes.items() if vote.standing == "waiting")
 
     def reported(self, member: str, standing: Standing, why: str = "", *, is_checked: bool = False) -> Ballot:
-        """Return the ballot after a report; of several reports of one subscriber the last counts."""
+        """Return the ballot after a report. The last report of a subscriber counts."""
         before = self.votes.get(member)
-        # A subscriber that joined later is not waited for; that it has the version, or refuses it, counts.
+        # Do not wait for a subscriber that joined later. Its report counts only if it prepared or refused the version.
         if before is None and standing not in ("prepared", "refused"):
             return self
-        # A bad version stays bad, whatever the subscriber reports of another attempt.
+        # A refused version stays refused, whatever the subscriber reports about another attempt.
         if before is not None and before.standing == "refused":
             return self
         return replace(self, votes={**self.votes, member: Vote(standing=standing, why=why, is_checked=is_checked)})
@@ -98,7 +95,7 @@ class Ballot:
         return replace(self, votes={name: vote for name, vote in self.votes.items() if name != member})
 
     def decide(self, *, is_due: bool) -> Verdict | None:
-        """Return the verdict, or None while reports are awaited.
+        """Return the verdict, or None while reports are missing.
 
         Args:
             is_due: whether the deadline has passed.
@@ -109,7 +106,7 @@ class Ballot:
             return self._withdrawn(why, by=member)
         lacking = {**self._named("failed"), **self._named("gone"), **self._named("late")}
         if self.waiting:
-            # With `withdraw` one failure decides: the rest need not go on staging.
+            # With `withdraw`, one failure decides, and the other subscribers can stop staging.
             if not is_due and not (lacking and self.stragglers == "withdraw"):
                 return None
             if is_due:
@@ -123,10 +120,10 @@ class Ballot:
             return self._withdrawn(f"subscriber {member[:8]} did not prepare it: {why}")
         if lacking and not prepared:
             member, why = next(iter(lacking.items()))
-            return self._withdrawn(f"no subscriber prepared it; {member[:8]}: {why}")
+            return self._withdrawn(f"no subscriber prepared it (subscriber {member[:8]}: {why})")
         if self.needs_check and prepared and not any(self.votes[member].is_checked for member in prepared):
             return self._withdrawn(
-                "it was published with values for a check, and no prepared subscriber checks versions"
+                "it was published with values for a check, but no prepared subscriber checks versions"
             )
         return self._verdict(is_commit=True)
 
@@ -156,25 +153,27 @@ def refusal(name: str, decision: FleetDecision) -> VersionRefused:
         version=decision.version,
         member=decision.by,
         reason=decision.why,
-        hint="the version before stays live; publish a later version",
+        hint="the previous version stays live, so publish a later version",
     )
 
 
-# -- A subscriber that has prepared a version, and waits.
+# -- The wait of a subscriber that has prepared a version.
 
 Question = Literal["coordinator", "hub"]
-"""The process to ask next. The hub is asked by a proposal to withdraw; it answers with what stands."""
+"""The process to ask next. A question to the hub is a proposal to withdraw, and the hub answers with the recorded
+decision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionReply:
-    """An answer to a question, or the lack of one."""
+    """An answer to a question, or the absence of an answer."""
 
     at: float
-    """The time of the answer, in seconds by any clock that does not go back."""
+    """Time of the answer in seconds, by a clock that never goes back."""
     decision: FleetDecision | None = None
     kind: Literal["open", "gone", "silent", "past"] = "open"
-    """Without a decision: none is made yet; the process is gone; no answer; later versions are decided already."""
+    """The state without a decision. `open`: there is none yet. `gone`: the process is gone. `silent`: it did not
+    answer. `past`: later versions are already decided."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,18 +181,18 @@ class Undecided:
     """The end of a wait without a decision."""
 
     is_past: bool
-    """Whether later versions are decided: this one will not be."""
+    """Whether later versions are decided, so that this one will not be."""
 
 
 def learn(
     begun: float, *, limit_s: float, stall_s: float
 ) -> Generator[Question, DecisionReply, FleetDecision | Undecided]:
-    """Ask until the decision is known, or cannot be learned. A generator: it yields questions and is sent replies.
+    """Ask until the decision is known or cannot be learned. This generator yields questions and receives replies.
 
     Args:
-        begun: the time of the start.
-        limit_s: how long the coordinator may answer that there is no decision.
-        stall_s: how long the coordinator, and then the hub, may be silent.
+        begun: start time in seconds.
+        limit_s: seconds during which the coordinator may answer that there is no decision.
+        stall_s: seconds during which the coordinator, and then the hub, may be silent.
     """
     answered = begun
     while True:
@@ -204,7 +203,7 @@ def learn(
             answered = reply.at
             if reply.at - begun <= limit_s:
                 continue
-        # A coordinator that is only silent may be about to commit: the stall deadline is what it has.
+        # A silent coordinator may be about to commit, so it has until the stall deadline.
         elif reply.kind == "silent" and reply.at - answered <= stall_s:
             continue
         reply = yield "hub"

@@ -1,10 +1,6 @@
-"""Copies between memory of this process with one layout: prepared ones, and the staging copy that a flip makes live.
+"""Prepared copies between memories with the same layout, and the staging copy that a flip makes live.
 
-In: memories of equal sizes, and the strips to copy. Out: the copied bytes, and the seconds the copy took; second memory
-of the same sizes, whose physical memory a flip may exchange with that of the first.
-Not here: the moment of a copy (`receive.subscriber`, `publish.offer`), memory of other processes (`receive.transfer`).
-
-    strips --packed ones joined--> long runs: the copy engine;  many short runs: one kernel per region (host: numpy)
+strips --packed ones joined--> long runs: copy engine.  many short runs: one kernel per region (host: numpy)
 """
 
 from __future__ import annotations
@@ -32,15 +28,13 @@ from penstock.transport.protocol import Memory
 from penstock.types import I64
 
 SHORT_BYTES = 256 << 10
-"""Shorter runs are copied by a kernel, because starting a copy takes 0.7 us each.
-
-Source: benchmarks/results/h200x2_202611/transport.md.
-"""
+"""A kernel copies shorter runs, because starting a copy takes 0.7 us. Source:
+benchmarks/results/h200x2_202611/transport.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Region:
-    """The copies within one region: offsets from its first byte, the same at both ends."""
+    """The copies within one region. Offsets count from its first byte and are the same at both ends."""
 
     dst: Memory
     src: Memory
@@ -49,14 +43,14 @@ class _Region:
 
     @property
     def device(self) -> str:
-        """The device that copies; `"cpu"` where neither end is on one."""
+        """Return the device that copies, or `"cpu"` if neither end is on a device."""
         return self.src.device if self.dst.device == "cpu" else self.dst.device
 
     def queue(self) -> None:
-        """Queue the copies on the current stream of the device, which must be the current device."""
+        """Queue the copies on the current stream of the device, which must be current."""
         driver, device = load_driver(), torch.device(self.device)
         at = self.long.dst.astype(np.uint64)
-        # One call of the driver for all long runs: a call from Python for each would take longer than its copy.
+        # Use one driver call for all long runs, because a Python call for each would take longer than its copy.
         stream = torch.cuda.current_stream(device).cuda_stream
         to, of = np.uint64(self.dst.address), np.uint64(self.src.address)
         driver.copy(at + to, at + of, self.long.nbytes.astype(np.uint64), stream)
@@ -66,7 +60,7 @@ class _Region:
             plan_copy(dst, src, some.run_bytes, some.num_rows, some.pitch, some.pitch, device).run()
 
     def copy_on_host(self) -> None:
-        """Copy the region; both ends must be in host memory."""
+        """Copy the region. Both ends must be in host memory."""
         to, of = memory_at(self.dst.address, self.dst.nbytes), memory_at(self.src.address, self.src.nbytes)
         for at, nbytes in zip(self.long.dst.tolist(), self.long.nbytes.tolist(), strict=True):
             to[at : at + nbytes] = of[at : at + nbytes]
@@ -76,7 +70,7 @@ class _Region:
 
 
 def strip_view(memory: Bytes, at: int, run: int, rows: int, pitch: int) -> Bytes:
-    """Return a view of a strip: `rows` runs of `run` bytes, `pitch` apart."""
+    """Return a view of a strip, which is `rows` runs of `run` bytes at intervals of `pitch` bytes."""
     return np.lib.stride_tricks.as_strided(memory[at:], (rows, run), (pitch, 1))
 
 
@@ -84,14 +78,14 @@ class MemoryCopy:
     """A prepared copy that can run any number of times.
 
     Args:
-        dst, src: memories, region by region of equal sizes; each pair on one device, or one of the two on the host, in
-            pinned memory.
-        strips: the strips to copy, with offsets as if the regions lay end to end; None: everything.
-        streams: by device, as of `streams_of`: copies of one stream run in the order in which they were queued; None:
-            streams of its own.
+        dst, src: memories with equal sizes, region by region. Each pair is on one device, or one of the two is in
+            pinned host memory.
+        strips: the strips to copy, with offsets as if the regions were adjacent. None means everything.
+        streams: stream for each device, from `streams_of`. Copies on one stream run in the order in which they were
+            queued. None means separate streams.
 
     Raises:
-        PlanError: the sizes differ, or a strip lies outside of a region.
+        PlanError: the sizes differ, or a strip is outside a region.
     """
 
     def __init__(
@@ -103,10 +97,12 @@ class MemoryCopy:
     ) -> None:
         sizes = [memory.nbytes for memory in src]
         if sizes != [memory.nbytes for memory in dst]:
-            raise PlanError(f"cannot copy: the source has memories of {sizes} bytes, the destination has others")
+            raise PlanError(
+                f"cannot copy, because the memories of the source ({sizes} bytes) and of the destination differ"
+            )
         first = np.cumsum([0, *sizes], dtype=np.int64)
         if strips is None:
-            # An empty region has no strip: `locate` could not place it.
+            # An empty region has no strip, because `locate` could not find it.
             at = np.flatnonzero(sizes)
             size = np.array(sizes, np.int64)[at]
             strips = Strips(at=first[at], run_bytes=size, num_rows=np.ones(len(at), np.int64), pitch=size)
@@ -119,17 +115,19 @@ class MemoryCopy:
     def run(
         self, *, stall_s: float = 30.0, meanwhile: Callable[[], None] = lambda: None, mutates: bool = True
     ) -> float:
-        """Copy, and return the seconds once every byte has arrived.
+        """Copy, and return the seconds until every byte has arrived.
+
+        The copy runs after the work that is queued on the device's current stream. The caller must keep other streams
+        away.
 
         Args:
-            stall_s: the deadline for progress.
-            meanwhile: called once, while the devices copy.
+            stall_s: seconds without progress after which the copy fails.
+            meanwhile: called once while the devices copy.
             mutates: whether the destination is the user's memory.
 
         Raises:
-            DestinationError: the device failed, or finished no region for `stall_s`; `mutated` if `mutates`.
-
-        Order: after the work queued on the device's current stream; the caller keeps other streams away.
+            DestinationError: the device failed, or completed no region for `stall_s`. It has `mutated` set if `mutates`
+                is.
         """
         begun = time.perf_counter()
         events = self.queue()
@@ -138,14 +136,14 @@ class MemoryCopy:
         return time.perf_counter() - begun
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies on their streams, and return an event behind each region; on the host, copy.
+        """Queue the copies on their streams, and return an event after each region. On the host, copy at once.
 
-        Order: as for `run`.
+        The copies run after the work that is queued on the device's current stream, as for `run`.
         """
         events: list[torch.cuda.Event] = []
         for name, stream in self._streams.items():
-            # The copies run on their own stream, which knows nothing of the kernels that write the source: without
-            # this wait they would read weights that an optimizer step is still writing.
+            # The copies run on a separate stream, which does not know the kernels that write the source. Without this
+            # wait they would read weights that an optimizer step is still writing.
             stream.wait_stream(torch.cuda.current_stream(name))
         for region in self._regions:
             if region.device == "cpu":
@@ -154,7 +152,8 @@ class MemoryCopy:
             stream = self._streams[region.device]
             with torch.cuda.device(region.device), torch.cuda.stream(stream):
                 region.queue()
-                # One event per region, not one at the end: the deadline below is by progress.
+                # Record an event for each region and not only at the end, because the deadline counts from the last
+                # progress.
                 event = torch.cuda.Event()
                 event.record(stream)
                 events.append(event)
@@ -162,19 +161,19 @@ class MemoryCopy:
 
 
 def streams_of(memories: Iterable[Memory]) -> dict[str, torch.cuda.Stream]:
-    """Return a stream for each device of the memories."""
+    """Create a stream for each device of the memories."""
     return {name: torch.cuda.Stream(name) for name in {memory.device for memory in memories} - {"cpu"}}
 
 
 def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
-    """Return the copies of a region: contiguous strips joined, and long runs separated from short ones."""
+    """Return the copies in a region, with contiguous strips joined and long runs separated from short ones."""
     packed = strips.is_packed()
-    # Joined over strips: neighbouring tensors arrive side by side, and become one run of many MiB.
+    # Join across strips. Neighbouring tensors are adjacent and become one run of many MiB.
     whole, gapped = strips[packed], strips[~packed]
     at = whole.at - first
     joined = Segments(src=at, dst=at, nbytes=whole.nbytes).joined()
     long = joined.nbytes >= SHORT_BYTES
-    # The rows of a strip with gaps have one length: all of them are long, or all are short.
+    # All rows of a strip with gaps have the same length, so all are long or all are short.
     runs = _one_by_one(gapped, gapped.run_bytes >= SHORT_BYTES, first)
     nbytes = np.concatenate([joined.nbytes[long], runs.nbytes])
     begin = np.concatenate([joined.dst[long], runs.dst])
@@ -190,7 +189,7 @@ def _split(dst: Memory, src: Memory, strips: Strips, first: int) -> _Region:
 
 
 def _one_by_one(strips: Strips, which: np.ndarray[tuple[int], np.dtype[np.bool_]], first: int) -> Segments:
-    """Return each run of the selected strips as a segment of its own."""
+    """Return each run of the selected strips as a separate segment."""
     some = strips[which]
     at: I64 = np.repeat(np.arange(len(some)), some.num_rows)
     turn = np.arange(len(at)) - np.repeat(np.cumsum(some.num_rows) - some.num_rows, some.num_rows)
@@ -199,39 +198,42 @@ def _one_by_one(strips: Strips, which: np.ndarray[tuple[int], np.dtype[np.bool_]
 
 
 def received(part: ReceiverPlan) -> Strips:
-    """Return the strips of the receiver's memory that a part fills."""
+    """Return the strips in the receiver's memory that a part fills."""
     return Strips(at=part.dst, run_bytes=part.run_bytes, num_rows=part.num_rows, pitch=part.dst_pitch)
 
 
 def allocate_like(memories: Sequence[Memory], *, is_remappable: bool = False) -> list[Memory]:
-    """Allocate arenas of the same sizes on the same devices.
+    """Allocate arenas with the same sizes on the same devices.
 
     Raises:
-        DeviceOutOfMemory, DestinationError: there is not enough memory.
+        DeviceOutOfMemory, DestinationError: there is too little memory.
     """
     copies = []
     for memory in memories:
-        # One byte for an empty region, whose registration needs an address.
+        # Allocate one byte for an empty region, because its registration needs an address.
         arena = Arena.allocate(max(memory.nbytes, 1), memory.device, is_remappable=is_remappable)
         copies.append(Memory(address=arena.address, nbytes=memory.nbytes, device=arena.device, owner=arena))
     return copies
 
 
 MAX_RUNS = 1 << 20
-"""Most runs of a part whose memory is exchanged: to find the bytes between them takes 0.1 s, once for each plan."""
+"""Maximum number of runs in a part whose memory is exchanged. Finding the bytes between them takes 0.1 s for each
+plan."""
 REST_SHARE = 0.25
-"""Largest share of a part's bytes that a flip by exchange copies, which a part does not fill: it copies them at each
-flip, and should take much less than a flip by copy."""
+"""Largest ratio of bytes that a part does not fill to bytes that it fills, for a flip by exchange. The flip must copy
+these bytes each time, which should take much less time than a flip by copy."""
 
 
 def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
-    """Return other addresses of the same memory, which keep it when a flip exchanges what lies at the former ones.
+    """Return second addresses of the same memory.
+
+    They keep this memory when a flip exchanges the memory at the first ones.
 
     Returns:
-        None: some of the memory cannot be exchanged: it is the host's, or torch's.
+        None if some of the memory cannot be exchanged, because it is host memory or belongs to torch.
     """
     found = [memory_of(memory.address) for memory in memories]
-    # Whole: a flip exchanges all that lies at an address, also bytes of others.
+    # The aliases must be complete, because a flip exchanges everything at an address, even bytes of others.
     if not all(one is not None and one.nbytes == memory.nbytes for one, memory in zip(found, memories, strict=True)):
         return None
     arenas = [Arena.over(one.alias()) for one in found if one is not None]
@@ -239,22 +241,22 @@ def aliases_of(memories: Sequence[Memory]) -> tuple[Memory, ...] | None:
 
 
 class StagingCopy(Closeable):
-    """Second memory for a target's regions, as large as they are, on the same devices; a context manager.
+    """A second memory for a target's regions, with the same sizes on the same devices. It is a context manager.
 
-    A flip copies the version to the live memory. Where the live memory is remappable (`cuda.device_memory`), it
-    exchanges the physical memory of the two instead, in a millisecond: the staging copy then has the version before.
+    A flip copies the version to the live memory. If the live memory is remappable (`cuda.device_memory`), a flip
+    exchanges the physical memory of both instead, in a millisecond. The staging copy then has the previous version.
 
     Attributes:
-        regions: the memory that a `Transfer` reads into, in place of the live regions.
+        regions: the memory that a `Transfer` reads into, instead of the live regions.
 
     Args:
-        live: the live regions' memory, in the layout's order; its addresses never change.
+        live: memory of the live regions, in the layout's order. Its addresses never change.
         links: the transports that register the staging memory.
-        served: registrations of the live memory by `aliases_of`; None: a flip copies.
+        served: registrations of the live memory, from `aliases_of`. If None, a flip copies the bytes.
 
     Raises:
-        DeviceOutOfMemory, DestinationError: there is not enough memory.
-        ConfigError: no transport reaches it.
+        DeviceOutOfMemory, DestinationError: there is too little memory.
+        ConfigError: no transport can reach the memory.
     """
 
     def __init__(self, live: Sequence[Memory], links: PeerLinks, *, served: VersionRegions | None = None) -> None:
@@ -267,21 +269,22 @@ class StagingCopy(Closeable):
         self._rest: tuple[str, Strips | None] = ("", None)
 
     def flip(self, part: ReceiverPlan, *, stall_s: float = 30.0) -> bool:
-        """Make the strips that the part filled live; return whether the memory was exchanged.
+        """Make the strips that the part filled live. Return whether the memory was exchanged.
+
+        Call it only while nothing uses the live memory. It runs after the work that is queued on the current stream. It
+        costs one pass on the device, or with an exchange only the bytes that the part does not fill. The first flip of
+        a plan prepares the copies.
 
         Raises:
-            DestinationError: the device failed. The live memory is a mix of two versions if `mutated`, else as before.
-
-        Order: while nothing uses the live memory, or the device fails; after the work queued on the current stream.
-        Cost: one pass on the device, or by exchange of what the part does not fill; the copies are prepared at the
-            first flip of a plan.
+            DestinationError: the device failed. If `mutated` is set, the live memory is a mix of two versions.
+                Otherwise it is unchanged.
         """
         rest = None
         if self._served is not None:
             self._check_mapped()
             rest = self._rest_of(part)
         if rest is None:
-            # Only the strips of the part: the rest of a region belongs to the engine, and may have changed since.
+            # Copy only the strips of the part, because the rest of a region belongs to the engine and may have changed.
             self._copy(part, self._live, self.regions.memories, received(part)).run(stall_s=stall_s)
             return False
         if len(rest):
@@ -290,8 +293,8 @@ class StagingCopy(Closeable):
         return True
 
     def _copy(self, part: ReceiverPlan, dst: Sequence[Memory], src: Sequence[Memory], strips: Strips) -> MemoryCopy:
-        """Return the prepared copy; those of an earlier plan are dropped, because a new plan replaces it for good."""
-        # By addresses too: of memory that is exchanged each flip has others.
+        """Return the prepared copy. Copies for an earlier plan are dropped, because a new plan replaces it for good."""
+        # The key contains addresses, because each flip of exchanged memory has different ones.
         key = part.key, dst[0].address if dst else 0, src[0].address if src else 0
         if key not in self._copies:
             kept = {name: copy for name, copy in self._copies.items() if name[0] == part.key}
@@ -299,24 +302,24 @@ class StagingCopy(Closeable):
         return self._copies[key]
 
     def _rest_of(self, part: ReceiverPlan) -> Strips | None:
-        """Return the strips of the live memory that a part does not fill; None: a flip should copy the part."""
+        """Return the strips in the live memory that a part does not fill, or None if a flip should copy the part."""
         if self._rest[0] != part.key:
             self._rest = part.key, rest_of(received(part), self.regions.first, part.nbytes)
         return self._rest[1]
 
     def _check_mapped(self) -> None:
-        """Raise DestinationError if the driver left live addresses without memory in an earlier flip."""
+        """Raise DestinationError if an earlier flip left live addresses without memory."""
         for memory in self._live:
             live = memory_of(memory.address)
             if live is not None and not live.is_mapped:
-                message = f"{memory.nbytes} bytes of the target on {memory.device} have no memory since a flip failed"
-                raise DestinationError(message, mutated=True, hint="start this engine again")
+                message = f"a failed flip left {memory.nbytes} bytes of the target on {memory.device} without memory"
+                raise DestinationError(message, mutated=True, hint="restart this engine")
 
     def _exchange(self) -> None:
-        """Exchange the physical memory of the live and the staging regions: of all, or of none if the driver refuses.
+        """Exchange the physical memory of all live and staging regions, or of none if the driver refuses.
 
         Raises:
-            DestinationError: it refused; `mutated` if it also refused to undo it.
+            DestinationError: the driver refused. `mutated` is set if it also refused to undo the exchange.
         """
         assert self._served is not None
         done: list[tuple[Memory, Memory]] = []
@@ -340,7 +343,7 @@ class StagingCopy(Closeable):
 
 
 def _take(live: Memory, other: Memory) -> None:
-    """Map other memory at the live addresses."""
+    """Map different memory at the live addresses."""
     mine, new = memory_of(live.address), memory_of(other.address)
     assert mine is not None
     assert new is not None
@@ -348,18 +351,20 @@ def _take(live: Memory, other: Memory) -> None:
 
 
 def rest_of(filled: Strips, first: I64, nbytes: int) -> Strips | None:
-    """Return the strips that others leave out, within regions; None: they are too many bytes, or not worth finding.
+    """Return the strips that are not filled, within regions.
+
+    Return None if they have too many bytes or are not worth finding.
 
     Args:
-        filled: `nbytes` in strips, with offsets over all regions.
-        first: the first offset of each region, and the end of the last.
+        filled: the filled strips, with `nbytes` in total and offsets over all regions.
+        first: the first offset of each region, and the end of the last region.
     """
     whole = filled.is_packed()
     gapped = filled[~whole]
     if int(gapped.num_rows.sum()) > MAX_RUNS:
         return None
     runs = _one_by_one(gapped, np.ones(len(gapped), bool), 0)
-    # Edges of regions are empty runs: what is left out must not cross them.
+    # Add region edges as empty runs, because no strip may cross them.
     begin = np.concatenate([filled.at[whole], runs.dst, first])
     stop = np.concatenate([filled.stop[whole], runs.dst + runs.nbytes, first])
     order = np.argsort(begin, kind="stable")

@@ -1,15 +1,9 @@
-"""The memory that one rank serves: its registration, its layout, the version in it, and the rows that are ready.
-
-In: a layout and the memory behind it; each version as it begins, rows as they become ready. Out: the map that peers
-read by; digests of strips of the bytes as they are, once these are ready; the newest version, for peers that wait.
-Not here: servers and grants (`peer`), answering peers (`request_handler`), the moment of a publish
-(`publish.publisher`), reading (`receive.transfer`).
+"""The memory that one rank serves: its registration, its layout, the current version, and the rows that are ready.
 
     fence() --bytes may change--> begin(v) --rows are filled--> ready(rows) ... --> fence()
-    a reader: map() -> digests(strips), which waits for their rows -> read -> same generation still: the bytes are of v
+    a reader: map() -> digests(strips), which waits for the rows -> read -> unchanged generation: the bytes belong to v
 
-`VersionRegions` counts one range of offsets over all regions of a rank, as layouts do. The digests themselves:
-`digester`.
+`VersionRegions` uses one range of offsets over all regions of a rank, as layouts do.
 """
 
 from __future__ import annotations
@@ -39,15 +33,15 @@ from penstock.types import I64, U64
 
 
 class VersionRegions(Closeable):
-    """Registered memory; a context manager.
+    """Registered memory. It is a context manager.
 
     Args:
-        memories: in the order of the layout's regions; kept alive.
+        memories: memories in the order of the layout's regions. They are kept alive.
         links: the transports that register them.
-        foreseen: digesters of the first memories, which are copies; the other memories are digested where they are.
+        foreseen: digesters for the first memories, which are copies. The other memories are digested in place.
 
     Raises:
-        ConfigError: no transport reaches one of the memories; none stays registered.
+        ConfigError: no transport reaches one of the memories. None stays registered.
     """
 
     def __init__(
@@ -55,12 +49,12 @@ class VersionRegions(Closeable):
     ) -> None:
         self.memories = tuple(memories)
         self.links = links
-        # The first offset of each region, and the end of the last.
+        # The first offset of each region, and the end of the last region.
         self.first: I64 = np.cumsum([0, *(memory.nbytes for memory in self.memories)], dtype=np.int64)
         of_device = digesters_of(self.memories)
         others = (of_device[memory.device] for memory in self.memories[len(foreseen) :])
         self._digesters: tuple[Digester | PrecomputedDigests, ...] = (*foreseen, *others)
-        # For each region by transport: registrations that peers read, and handles to read into.
+        # For each region and transport: registrations that peers read, and handles to read into.
         self._handles: list[dict[str, Handle]] = []
         self._into: list[dict[str, Handle]] = []
         try:
@@ -68,30 +62,34 @@ class VersionRegions(Closeable):
                 self._handles.append(links.register(memory))
                 self._into.append(links.register_into(memory, self._handles[-1], is_repeated=True))
         except BaseException:
-            # After an interrupt too: a registration that stays keeps the memory alive and readable.
+            # This also runs after an interrupt, because a remaining registration would keep the memory alive and
+            # readable.
             self.close()
             raise
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Return the bytes of each region."""
+        """Return the size of each region in bytes."""
         return tuple(memory.nbytes for memory in self.memories)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all regions together."""
+        """Return the total size of the regions in bytes."""
         return int(self.first[-1])
 
     def handles(self, region: int) -> dict[str, Handle]:
-        """Return the handles for reading into a region, by transport: registrations, and fill-only handles."""
+        """Return the handles for reading into a region, by transport.
+
+        They include registrations and fill-only handles.
+        """
         return self._into[region]
 
     def descriptors(self) -> tuple[dict[str, bytes], ...]:
-        """Return the encoded descriptors by which a peer reads each region, by transport."""
+        """Return the encoded descriptors with which a peer reads each region, by transport."""
         return tuple({name: encode(handle.descriptor) for name, handle in handles.items()} for handles in self._handles)
 
     def fence(self) -> None:
-        """Make every descriptor of the regions stale. Order: before a byte changes."""
+        """Make every descriptor of the regions stale. Call it before a byte changes."""
         for handles in self._handles:
             for handle in handles.values():
                 handle.fence()
@@ -99,31 +97,31 @@ class VersionRegions(Closeable):
     def exchange(self, other: VersionRegions) -> None:
         """Exchange memory and registrations with regions of the same sizes.
 
-        Order: after a fence of what is served, and while nothing is read into either.
+        Call it after fencing the served memory, and while nothing is read into either.
         """
-        # One assignment, so that an interrupt cannot come between memory and its registrations.
+        # Use one assignment, so that an interrupt cannot come between a memory and its registrations.
         (self.memories, self._handles, self._into), (other.memories, other._handles, other._into) = (
             (other.memories, other._handles, other._into),
             (self.memories, self._handles, self._into),
         )
 
     def warm_up(self) -> None:
-        """Load the kernels of the digests, so that the first of them does not wait for it."""
+        """Load the kernels for the digests, so that the first digest does not wait for them."""
         for digester in dict.fromkeys(self._digesters):
             digester.warm_up()
 
     def digests(self, strips: Strips, *, after: Sequence[torch.cuda.Event] = ()) -> U64:
-        """Return the digest of each strip of the bytes as they are now.
+        """Return the digest of each strip, of the current bytes.
+
+        On a device it waits, on a separate stream. Calls from several threads are queued one after the other.
 
         Args:
             strips: offsets over all regions.
-            after: events that the device must have passed before it reads the bytes.
+            after: events that the device must pass before it reads the bytes.
 
         Raises:
-            PlanError: a strip lies outside the regions, or crosses the edge between two. StaleDescriptor: see
-            `require_there`.
-
-        Cost: waits for the device, on a stream of its own; calls of several threads are queued one behind the other.
+            PlanError: a strip is outside the regions, or crosses from one region to the next.
+            StaleDescriptor: see `require_there`.
         """
         strips.check(self.nbytes)
         region = locate(self.first, strips.at, strips.stop)
@@ -140,15 +138,15 @@ class VersionRegions(Closeable):
         return out
 
     def require_there(self, regions: Iterable[int]) -> None:
-        """Raise StaleDescriptor if the owner of a region has moved or freed its memory, which must not be read then."""
+        """Raise StaleDescriptor if the owner of a region moved or freed its memory, which must not be read then."""
         if not all(self.memories[i].is_there() for i in regions):
             raise StaleDescriptor(
-                "the memory was moved or freed by its owner", hint="the next publish or update registers it again"
+                "the owner moved or freed the memory", hint="publish or update again, which registers the new memory"
             )
 
     def _together(self, regions: Sequence[int]) -> list[list[int]]:
-        """Group regions that are digested by one call: those of a device, whose kernels take addresses."""
-        # A call waits for the device, and of FP8 weights each step has some values and their scales in another region.
+        """Group the regions that one call can digest: all regions on a device, because the kernels take addresses."""
+        # Each call waits for the device. With FP8 weights every step has values and scales in two regions.
         of_device: dict[str, list[int]] = {}
         for i in regions:
             on_device = self.memories[i].device != "cpu" and isinstance(self._digesters[i], Digester)
@@ -156,8 +154,8 @@ class VersionRegions(Closeable):
         return list(of_device.values())
 
     def close(self) -> None:
-        """End the registrations; readers' descriptors become stale. The memory stays with its owner. Idempotent."""
-        # `_into` has the registrations too; closing a handle twice does nothing.
+        """End the registrations. Descriptors of readers become stale. The memory stays with its owner. Idempotent."""
+        # `_into` contains the registrations too. Closing a handle twice does nothing.
         handles = [*self._into, *self._handles]
         self._handles = []
         self._into = []
@@ -167,66 +165,71 @@ class VersionRegions(Closeable):
 
 
 def locate(first: I64, start: I64, stop: I64) -> I64:
-    """Return the region of each span of bytes; `first` has the start of each region, and the end of the last.
+    """Return the region of each span of bytes. `first` has the start of each region and the end of the last one.
 
     Raises:
-        PlanError: a span lies outside the regions, or crosses the edge between two.
+        PlanError: a span is outside the regions, or crosses from one region to the next.
     """
-    # "right" skips empty regions, which end at the offset where they start.
+    # "right" skips empty regions, whose end equals their start.
     region: I64 = np.searchsorted(first[1:], start, side="right")
     wrong = (start < 0) | (stop > first[np.minimum(region + 1, len(first) - 1)])
     if wrong.any():
         i = int(wrong.argmax())
-        raise PlanError(f"bytes [{start[i]}, {stop[i]}) lie in no single region of {np.diff(first).tolist()} bytes")
+        raise PlanError(f"bytes [{start[i]}, {stop[i]}) are not inside one region (sizes: {np.diff(first).tolist()})")
     return region
 
 
-# `settle` runs inside `publish`, before receivers hear of the version: a longer sleep would delay all of them.
+# `settle` runs inside `publish`, before receivers learn of the version, so a longer sleep would delay all of them.
 _NAP_S = 0.0002
 
 
 MAX_METADATA_KEYS = 16
 MAX_METADATA_CHARS = 64 << 10
-"""Limits of the texts that a version carries: each source sends them with its map. An adapter's configuration, the
-largest of them so far, takes 1 to 2 KiB; one that names each of 1,000 modules takes 40 KiB."""
+"""Limits for the metadata of a version, which each source sends with its map. The largest so far, an adapter's
+configuration, takes 1 to 2 KiB. A configuration that names each of 1,000 modules takes 40 KiB."""
 
 
 def check_metadata(metadata: Mapping[str, str]) -> None:
-    """Raise ConfigError unless these texts may go with a version."""
+    """Raise ConfigError unless these texts are valid metadata for a version."""
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
-            raise ConfigError(f"metadata of a version are texts by name, not {key!r}: {type(text).__name__}")
+            raise ConfigError(f"metadata of a version must map str to str, but {key!r} has a {type(text).__name__}")
         if len(key) > MAX_METADATA_CHARS or len(text) > MAX_METADATA_CHARS:
             message = f"metadata {key[:64]!r} of a version has {len(text)} characters"
-            raise ConfigError(message, hint=f"at most {MAX_METADATA_CHARS} are sent; publish a tensor instead")
+            raise ConfigError(
+                message, hint=f"give at most {MAX_METADATA_CHARS} characters, or publish a tensor instead"
+            )
     if len(metadata) > MAX_METADATA_KEYS:
-        raise ConfigError(f"a version carries at most {MAX_METADATA_KEYS} metadata, not {len(metadata)}")
+        raise ConfigError(f"a version can have at most {MAX_METADATA_KEYS} metadata entries, not {len(metadata)}")
 
 
 _Text = Annotated[str, Meta(max_length=MAX_METADATA_CHARS)]
 
 
 class VersionMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The descriptors by which a peer reads one generation of a rank's memory."""
+    """The descriptors with which a peer reads one generation of a rank's memory."""
 
     member: str
     version: int
     generation: int
     sizes: tuple[int, ...]
-    """Bytes of each region."""
+    """Size of each region in bytes."""
     regions: tuple[dict[str, bytes], ...]
-    """The encoded descriptors of each region, by transport."""
+    """Encoded descriptors of each region, by transport."""
     is_ready: bool = False
-    """Whether all rows were ready when the map was made: bytes may be read before their digests are requested."""
+    """Whether all rows were ready when the map was created. Their bytes may then be read before their digests are
+    requested."""
     metadata: Annotated[dict[_Text, _Text], Meta(max_length=MAX_METADATA_KEYS)] = {}
-    """Texts that the trainer published with the version."""
+    """Metadata that the trainer published with the version."""
     address: str = ""
-    """The registration that the descriptors belong to (`Layout.address`). A plan of another one has other offsets."""
+    """The registration that the descriptors belong to (`Layout.address`). A plan for a different registration has other
+    offsets."""
     pack_buffer_bytes: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] = 0
-    """Most bytes of short runs that it packs for one request (`LocalVersion.pack`); 0: it packs none."""
+    """Maximum number of bytes in short runs that it packs for one request (`LocalVersion.pack`). 0 means that it packs
+    none."""
 
     def __post_init__(self) -> None:
-        # It comes from another process, and readers look a region up by its number in `sizes`.
+        # The map comes from another process, and readers use a region's number as an index into `sizes`.
         if len(self.regions) != len(self.sizes):
             raise ValueError(f"{len(self.regions)} regions have {len(self.sizes)} sizes")
 
@@ -235,34 +238,36 @@ prepare(VersionMap)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """A source's reply about strips: their digests, or None while their bytes are not ready."""
+    """A source's reply with digests of strips, or with None while their bytes are not ready."""
 
     digests: U64 | None
     num_ready: int
-    """Rows ready in this version so far; while it grows, the source makes progress."""
+    """Number of rows that are ready in this version. While it grows, the source makes progress."""
 
 
 class LocalVersion:
-    """The memory of one rank and its version. Used by any number of threads; a context manager by its `close`.
+    """The memory of one rank and its version. Thread-safe. It is a context manager.
 
-    `fence`, `begin` and `ready` are called by the owner of the memory; the others by threads of the server.
+    The owner of the memory calls `fence`, `begin` and `ready`. Threads of the server call the other methods.
 
     Attributes:
-        regions: the memory, registered.
-        version: the version that the memory has, or is being filled with; None between a fence and the next `begin`.
-        generation: changes with every fence; maps from before a fence are stale.
-        changed: guards the version and its rows, and is notified of every change.
-        packer: the buffers into which short runs are packed; None: there are none.
+        regions: the registered memory.
+        version: the version in the memory, or the version that is being filled in. None between a fence and the next
+            `begin`.
+        generation: changes with every fence. Maps from before a fence are stale.
+        changed: condition that guards the version and its rows. It is notified of every change.
+        packer: buffers into which short runs are packed. None if there are none.
 
     Args:
-        layout: rows that lie in `memories`.
+        layout: rows that are in `memories`.
         memories: the layout's regions, in order.
         links: the transports of this process.
         foreseen: see `VersionRegions`.
-        pack_bytes: bound of the memory of one device into which short runs are packed; 0: none are.
+        pack_bytes: limit in bytes of the memory on a device into which short runs are packed. 0 means that none are
+            packed.
 
     Raises:
-        PlanError: the layout is invalid, or describes other regions.
+        PlanError: the layout is invalid, or describes different regions.
         ConfigError: no transport reaches a region.
     """
 
@@ -277,86 +282,89 @@ class LocalVersion:
     ) -> None:
         layout.check()
         if layout.regions != tuple(memory.nbytes for memory in memories):
-            raise PlanError(f"{layout.member}: the layout's regions differ from the memory's")
+            raise PlanError(f"the layout of {layout.member} describes different regions from its memory")
         self.layout = layout
         self.regions = VersionRegions(memories, links, foreseen=foreseen)
         self.packer = Packer(links, pack_bytes) if pack_bytes else None
         self.version: int | None = None
         self.metadata: Mapping[str, str] = {}
-        # Not the version alone: after a fence the same version may begin again, and a read across the fence is void.
+        # The version alone is not enough. After a fence the same version may begin again, and a read across the fence
+        # is invalid.
         self.generation = 0
         self.changed = threading.Condition()
         self._rows = _RowSpans(layout)
         self._is_ready = np.zeros(len(layout.names), bool)
         self._not_ready: I64 = np.zeros(0, np.int64)
         self._waiting: list[_Waiting] = []
-        # Recorded behind the kernels that fill rows; readers wait for them.
+        # Events recorded after the kernels that fill rows. Readers wait for them.
         self._events: list[torch.cuda.Event] = []
         self._is_closed = False
 
     @property
     def num_ready(self) -> int:
-        """Return the number of rows that are ready in this version."""
+        """Return the number of ready rows in this version."""
         return int(self._is_ready.sum())
 
     def fence(self) -> None:
-        """Make every map stale; there is no version until `begin`. Order: before a byte changes."""
+        """Make every map stale. There is no version until `begin`. Call it before a byte changes."""
         with self.changed:
             self._check_open()
-            # Descriptors first: a one-sided read involves no thread of this process, and notices the fence only
-            # because the transport checks the generation after its bytes. From here on no read can pass that check.
+            # Fence the descriptors first. A one-sided read involves no thread of this process. It notices the fence
+            # only because the transport checks the generation after the bytes arrived. From here on no read can pass
+            # that check.
             self.regions.fence()
-            # The buffers have bytes of this version too, and readers must not use them longer than the others.
+            # The buffers contain bytes of this version too, so readers must not use them any longer.
             if self.packer is not None:
                 self.packer.fence()
             self.generation += 1
             self.version = None
             self._is_ready[:] = False
             self._events.clear()
-            # Threads that wait for rows of the version must raise StaleDescriptor now, not at their deadline.
+            # Threads that wait for rows of the version must raise StaleDescriptor now and not at their deadline.
             self._wake_all()
 
     def begin(self, version: int, metadata: Mapping[str, str] | None = None) -> None:
-        """Start a version: bytes written from now on belong to it, and no row of it is ready yet.
+        """Begin a version. Bytes written from now on belong to it, and none of its rows is ready yet.
 
         Args:
-            version: its number.
-            metadata: texts that receivers get before they read it.
+            version: version number.
+            metadata: texts that receivers get before they read the version.
 
         Raises:
-            PlanError: the memory has another version that was not fenced.
+            PlanError: the memory has a version that was not fenced.
         """
         with self.changed:
             self._check_open()
             if self.version is not None:
                 raise PlanError(
-                    f"cannot begin version {version}: the memory has version {self.version}",
-                    hint="fence() ends a version",
+                    f"cannot begin version {version}, because the memory still has version {self.version}",
+                    hint="call fence() first",
                 )
             self.version = version
-            # In the map and not in a message of its own: a receiver then has the texts of the very generation it reads.
+            # The map carries the metadata, so that a receiver gets the texts for the generation that it reads.
             self.metadata = dict(metadata or {})
             self._count()
             self.changed.notify_all()
 
     def ready(self, rows: I64 | Sequence[int] | None = None, *, is_written: bool = False) -> None:
-        """Mark rows of the layout (None: all) as filled with the version's bytes, so that readers may read them.
+        """Mark rows of the layout (None means all) as filled with the version's bytes, so that readers may read them.
+
+        Call it after the kernels that fill the rows were queued on the current stream.
 
         Args:
-            is_written: the device has passed the kernels that fill them. Else readers wait for all that is queued on
-                the current stream.
-
-        Order: after the kernels that fill them were queued on the current stream.
+            rows: row numbers. None means all rows.
+            is_written: whether the device has finished the kernels that fill them. Otherwise readers wait for all work
+                that is queued on the current stream.
         """
         with self.changed:
             self._check_open()
             if self.version is None:
-                raise PlanError("cannot mark rows as ready: no version was begun", hint="begin() one")
+                raise PlanError("cannot mark rows as ready, because no version was begun", hint="call begin() first")
             self._is_ready[slice(None) if rows is None else np.asarray(rows, np.int64)] = True
             if not is_written:
-                # The rows are ready for the host, not for the device: the kernels that fill them may still be queued.
-                # Digests, and through them reads, wait for these events instead of a synchronize here, which would
-                # stall the trainer. Finished events are dropped, else a version of many buckets collects hundreds.
+                # The kernels that fill these rows may still be queued. Digests, and through them reads, wait for these
+                # events. A synchronize here would stall the trainer. Drop finished events, because a version with many
+                # buckets would collect hundreds.
                 self._events = [pending for pending in self._events if not pending.query()]
                 self._events += record_events({memory.device for memory in self.regions.memories} - {"cpu"})
             self._count()
@@ -365,26 +373,26 @@ class LocalVersion:
                     waiting.woken.set()
 
     def settle(self, stall_s: float) -> None:
-        """Return once the device has filled the rows that are ready, or after `stall_s`: readers wait for it too."""
+        """Wait until the device has filled the ready rows, or for `stall_s` seconds. Readers wait for it too."""
         deadline = time.monotonic() + stall_s
         while time.monotonic() < deadline:
-            # The lock is not kept while this sleeps: peers ask for maps and digests meanwhile.
+            # Do not keep the lock while sleeping, because peers ask for maps and digests.
             with self.changed:
                 if all(event.query() for event in self._events):
                     return
             time.sleep(_NAP_S)
 
     def _count(self) -> None:
-        # A running sum over the rows by offset: whether a span of rows has one that is not ready is then one
-        # subtraction, also for millions of strips.
+        # Keep a running sum over the rows by offset. One subtraction then tells whether a span contains a row that is
+        # not ready, even for millions of strips.
         self._not_ready = np.cumsum(np.append(False, ~self._is_ready[self._rows.order]), dtype=np.int64)
 
     def map(self) -> VersionMap:
-        """Return the map by which peers read this generation. StaleDescriptor while there is no version."""
+        """Return the map with which peers read this generation. Raise StaleDescriptor while there is no version."""
         with self.changed:
             self._check_open()
             if self.version is None:
-                raise StaleDescriptor("this rank has no version at the moment", uri=self.layout.member)
+                raise StaleDescriptor("this rank currently has no version", uri=self.layout.member)
             return VersionMap(
                 member=self.layout.member,
                 version=self.version,
@@ -398,49 +406,50 @@ class LocalVersion:
             )
 
     def digests(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> Answer:
-        """Return the digest of each strip, once every row that it may touch is ready; None after `wait_s`.
+        """Return the digest of each strip when all its rows are ready, or None after `wait_s` seconds.
 
         Args:
             strips: offsets as in the layout.
-            version, generation: of the caller's map; the digests are of these, or there are none.
-            wait_s: how long to wait for rows; call again for as long as `num_ready` grows.
+            version, generation: those of the caller's map. The digests belong to them.
+            wait_s: seconds to wait for rows. Call again as long as `num_ready` grows.
 
         Raises:
-            StaleDescriptor: the memory has another version or generation, before or after the bytes were digested.
-            PlanError: a strip lies outside the memory.
+            StaleDescriptor: the memory has a different version or generation, before or after the bytes were digested.
+            PlanError: a strip is outside the memory.
         """
-        # They come from another process: offsets outside would digest memory that is not on offer.
+        # The strips come from another process, and offsets outside the regions would digest memory that is not offered.
         strips.check(self.regions.nbytes)
         events = self._wait_ready(strips, version, generation, time.monotonic() + wait_s)
         if events is None:
             return Answer(digests=None, num_ready=self.num_ready)
         num_ready = self.num_ready
-        # Without the lock: a digest takes milliseconds, and a fence must not wait for it. A fence that came meanwhile
-        # shows in the generation below, and digests of mixed bytes are thrown away.
+        # Digest without the lock. A digest takes milliseconds, and a fence must not wait for it. If a fence came in
+        # between, the generation check below fails, and digests of mixed bytes are dropped.
         digests = self.regions.digests(strips, after=events)
         with self.changed:
             self._check(version, generation)
         return Answer(digests=digests, num_ready=num_ready)
 
     def pack(self, strips: Strips, *, version: int, generation: int, wait_s: float) -> PackReply:
-        """Pack strips of one region into a buffer once their rows are ready, and let the caller read it.
+        """Pack strips in one region into a buffer when their rows are ready, and let the caller read the buffer.
 
         Args:
-            strips: offsets as in the layout; at most `Packer.buffer_bytes` together.
-            version, generation: of the caller's map.
-            wait_s: how long to wait for rows and for a buffer; call again for as long as `PackReply.progress` grows.
+            strips: offsets as in the layout. At most `Packer.buffer_bytes` in total.
+            version, generation: those of the caller's map.
+            wait_s: seconds to wait for rows and for a buffer. Call again as long as `PackReply.progress` grows.
 
         Raises:
-            StaleDescriptor: the memory has another version or generation, before or after the bytes were packed.
-            PlanError: a strip lies outside the memory, in another region than the first, or they are too many.
+            StaleDescriptor: the memory has a different version or generation, before or after the bytes were packed.
+            PlanError: a strip is outside the memory or in a different region from the first, or there are too many
+                bytes.
         """
         strips.check(self.regions.nbytes)
         packer = self.packer
         region = np.unique(locate(self.regions.first, strips.at, strips.stop))
-        # By Python's integers: the sum of many hostile lengths could wrap to a small number.
+        # Sum Python integers, because the sum of many hostile lengths could overflow to a small number.
         if packer is None or len(region) != 1 or sum(strips.nbytes.tolist()) > packer.buffer_bytes:
             room = 0 if packer is None else packer.buffer_bytes
-            raise PlanError(f"{len(strips)} strips of {len(region)} regions cannot be packed into {room} bytes")
+            raise PlanError(f"cannot pack {len(strips)} strips from {len(region)} regions into {room} bytes")
         deadline = time.monotonic() + wait_s
         events = self._wait_ready(strips, version, generation, deadline)
         if events is None:
@@ -450,7 +459,7 @@ class LocalVersion:
         try:
             buffer = packer.take(memory.device, deadline - time.monotonic())
         except (ConfigError, DeviceOutOfMemory, DestinationError) as error:
-            # The reader goes on without: its report says why.
+            # The reader continues without packing, and its report says why.
             return PackReply(why=error.message, progress=self._progress(packer))
         if buffer is None:
             return PackReply(progress=self._progress(packer), is_full=True)
@@ -459,8 +468,8 @@ class LocalVersion:
         try:
             packer.fill(buffer, memory, here, events)
             with self.changed:
-                # As for digests: bytes that were packed across a fence are of two versions. In one step with the grant,
-                # so that a fence finds either no lease or one that it ends.
+                # As with digests, bytes that were packed across a fence belong to two versions. Check and grant in one
+                # step, so that a fence finds either no lease or a lease that it ends.
                 self._check(version, generation)
                 regions, lease = packer.grant(buffer)
         except (DeviceOutOfMemory, DestinationError) as error:
@@ -472,7 +481,7 @@ class LocalVersion:
         return PackReply(regions=regions, lease=lease, progress=self._progress(packer))
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend the leases of buffers, and end others; see `Packer.hold`."""
+        """Extend some leases of buffers, and end others. See `Packer.hold`."""
         if self.packer is not None:
             self.packer.hold(keep, release)
 
@@ -482,17 +491,17 @@ class LocalVersion:
     def _wait_ready(
         self, strips: Strips, version: int, generation: int, deadline: float
     ) -> tuple[torch.cuda.Event, ...] | None:
-        """Wait until every row that strips may touch is ready; return the events that the device must have passed.
+        """Wait until every row that the strips may touch is ready. Return the events that the device must pass.
 
         Returns:
-            None: not before the deadline.
+            None if the deadline passed first.
 
         Raises:
-            StaleDescriptor: the memory has another version or generation.
+            StaleDescriptor: the memory has a different version or generation.
         """
         with self.changed:
             self._check(version, generation)
-            # A version that is complete is the usual case.
+            # A complete version is the usual case.
             if not self._not_ready[-1] or self._are_ready(spans := self._rows.spans(strips)):
                 return tuple(self._events)
             waiting = _Waiting(spans)
@@ -507,11 +516,11 @@ class LocalVersion:
             return tuple(self._events) if self._are_ready(spans) else None
 
     def _are_ready(self, spans: tuple[I64, I64]) -> bool:
-        """Return whether all rows of these spans are ready. The caller holds the lock."""
+        """Return whether all rows in these spans are ready. The caller holds the lock."""
         return not (self._not_ready[spans[1]] - self._not_ready[spans[0]]).any()
 
     def _wake_all(self) -> None:
-        """Have every waiting thread look again. The caller holds the lock."""
+        """Wake every waiting thread. The caller holds the lock."""
         for waiting in self._waiting:
             waiting.woken.set()
         self.changed.notify_all()
@@ -520,7 +529,7 @@ class LocalVersion:
         self._check_open()
         if (version, generation) != (self.version, self.generation):
             current = "none" if self.version is None else f"version {self.version}"
-            message = f"version {version} of generation {generation} is gone; this rank has {current} now"
+            message = f"version {version} of generation {generation} is gone, and this rank now has {current}"
             raise StaleDescriptor(message, uri=self.layout.member)
 
     def _check_open(self) -> None:
@@ -528,24 +537,26 @@ class LocalVersion:
             raise StaleDescriptor("this rank stopped serving its memory", uri=self.layout.member)
 
     def close(self) -> None:
-        """End the registrations; the memory stays with its owner. Idempotent."""
+        """End the registrations. The memory stays with its owner. Idempotent."""
         with self.changed:
             self._is_closed = True
             self.version = None
             self.generation += 1
             self._wake_all()
-        # Outside the lock, so that the threads woken above can leave while the registrations end.
+        # Do this without the lock, so that the woken threads can leave while the registrations end.
         if self.packer is not None:
             self.packer.close()
         self.regions.close()
 
 
 class _Waiting:
-    """A thread that waits for rows, woken when these are ready: a trainer fills rows in dozens of batches, and threads
-    that were all woken by each batch took the interpreter's lock from the thread that fills.
+    """A thread that waits for rows and is woken when they are ready.
+
+    A trainer fills rows in dozens of batches. If every batch woke all waiting threads, they would take the GIL from the
+    thread that fills.
 
     Args:
-        spans: of the rows, as `_RowSpans.spans` has them.
+        spans: spans of the rows, from `_RowSpans.spans`.
     """
 
     __slots__ = ("spans", "woken")
@@ -556,14 +567,15 @@ class _Waiting:
 
 
 class _RowSpans:
-    """The rows sorted by their first byte, to find all rows that a strip may touch."""
+    """The rows sorted by their first byte, for finding all rows that a strip may touch."""
 
     def __init__(self, layout: Layout) -> None:
         span = np.array([form.span_bytes for form in layout.forms], np.int64)
         stop = layout.offset + span[layout.form]
         self.order: I64 = np.argsort(layout.offset, kind="stable")
         self._start: I64 = layout.offset[self.order]
-        # Rows may interleave (column slices of one tensor), so how far any has reached, not where each stops.
+        # Rows may interleave (column slices of one tensor), so store how far any earlier row reaches, and not where
+        # each stops.
         self._reach: I64 = np.maximum.accumulate(stop[self.order]) if len(stop) else stop
 
     def spans(self, strips: Strips) -> tuple[I64, I64]:
@@ -574,13 +586,14 @@ class _RowSpans:
 
 
 class VersionStatus:
-    """The newest version of a member, for peers that wait for the next one. Used by any number of threads.
+    """The newest version of a member, for peers that wait for the next one. Thread-safe.
 
     Attributes:
-        now: the epoch and version, and whether it can be read here.
+        now: the epoch and version, and whether the version can be read here.
     """
 
-    # Not part of `LocalVersion`: a subscriber has a status before it has memory, and keeps it when the memory changes.
+    # This is not part of `LocalVersion`, because a subscriber has a status before it has memory, and keeps it when the
+    # memory changes.
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -589,17 +602,20 @@ class VersionStatus:
     @property
     def now(self) -> NewsReply:
         """Return the current status."""
-        # No lock: the status is one immutable object, replaced as a whole.
+        # No lock is needed, because the status is one immutable object that is replaced as a whole.
         return self._now
 
     def post(self, epoch: str, version: int, *, is_open: bool, withdrawn: FleetDecision | None = None) -> None:
-        """Set the status, and wake the threads that wait for a newer version."""
+        """Set the status and wake the threads that wait for a newer version."""
         with self._changed:
             self._now = NewsReply(epoch=epoch, version=version, is_open=is_open, withdrawn=withdrawn)
             self._changed.notify_all()
 
     def wait(self, after: int, wait_s: float) -> NewsReply:
-        """Return the status once its version, or one that was withdrawn, is above `after`, or after `wait_s`."""
+        """Wait until the version, or a withdrawn version, is above `after`, or for `wait_s` seconds.
+
+        Return the status.
+        """
         deadline = time.monotonic() + wait_s
         with self._changed:
             while self._newest() <= after and (left := deadline - time.monotonic()) > 0:
@@ -607,7 +623,7 @@ class VersionStatus:
             return self._now
 
     def is_past(self, version: int) -> bool:
-        """Return whether a version was begun, or withdrawn, or a later one was: it will not begin any more."""
+        """Return whether a version, or a later one, was begun or withdrawn, so that it will not begin any more."""
         return self._newest() >= version
 
     def _newest(self) -> int:

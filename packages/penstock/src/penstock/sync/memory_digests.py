@@ -1,8 +1,4 @@
-"""Digests of all memory behind some tensors: whether an engine that slept brought the same bytes back.
-
-In: tensors, or a module, before and after a sleep. Out: one digest for each storage; whether all are as they were.
-Not here: the computation (`digester`), and what follows where they differ (`receive.released`, integrations).
-"""
+"""Digests of all memory behind some tensors, to find out whether an engine restored the same bytes after sleeping."""
 
 from __future__ import annotations
 
@@ -19,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class MemoryDigests:
-    """The digests of all memory behind some tensors, to find out whether an engine brought the same bytes back.
+    """The digests of all memory behind some tensors.
 
     Attributes:
-        digests: one for each storage, in the order of the tensors.
+        digests: one digest for each storage, in the order of the tensors.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -31,27 +27,27 @@ class MemoryDigests:
 
     @classmethod
     def of_target(cls, target: torch.nn.Module | Mapping[str, Declarable]) -> MemoryDigests:
-        """Return the digests of a subscriber's target."""
+        """Compute the digests of a subscriber's target."""
         if isinstance(target, torch.nn.Module):
             return cls(tensor for _, tensor in named_tensors(target))
-        # Imported on first use: with torch's distributed tensors it takes a second, which an engine that falls asleep
-        # with a module would wait for.
+        # Import this only here. With torch's distributed tensors the import takes a second, which an engine that goes
+        # to sleep with a module would wait for.
         from penstock.sync.shards import declared
 
         return cls(row.tensor for row in declared(target))
 
     def is_same(self) -> bool:
-        """Return whether every byte is as it was."""
+        """Return whether all bytes are unchanged."""
         return self.digests == self._now()
 
     def _now(self) -> list[int]:
-        # On the device: its memory is read once, at its own speed, before an engine copies it to the host.
+        # Digest on the device, which reads its memory once at full speed, before an engine copies it to the host.
         digests: list[int] = digests_of(_memories(self._tensors)).tolist()
         return digests
 
 
 def named_tensors(module: torch.nn.Module) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield parameters and buffers by name; without a name those that the state dict leaves out."""
+    """Yield parameters and buffers by name. Those that the state dict omits have the name None."""
     for prefix, layer in module.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, tensor in layer._parameters.items():
@@ -67,8 +63,8 @@ def _memories(tensors: Sequence[torch.Tensor]) -> list[Memory]:
     for tensor in tensors:
         storage = tensor.untyped_storage()
         memory = Memory(address=storage.data_ptr(), nbytes=storage.nbytes(), device=str(tensor.device), owner=storage)
-        # Memory that was freed has no bytes, so the digests are fewer, and differ.
+        # Freed memory has no bytes, so there are fewer digests, and they differ.
         if memory.nbytes:
             by_address.setdefault(memory.address, memory)
-    # In the order of the tensors: an engine may bring the bytes back at other addresses.
+    # Keep the order of the tensors, because an engine may restore the bytes at different addresses.
     return list(by_address.values())

@@ -1,10 +1,7 @@
-"""Messages between the members of a sync, in msgpack: parts of the plan, digests, packed ranges, progress, decisions.
+"""Messages between the members of a sync, encoded with msgpack. Unknown fields are ignored.
 
-In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields.
-Not here: sessions, and messages of a member and the hub (`hub.messages`, which also has the version of the protocol and
-its rules); sending them (`membership`) and answering them (`request_handler`).
-
-Layouts and parts are bytes here, as `plan.layout` encodes them.
+Layouts and parts are bytes here, as `plan.layout` encodes them. `hub.messages` has the version of the protocol and its
+rules.
 """
 
 from __future__ import annotations
@@ -21,29 +18,29 @@ class PartRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's request to a planner for its part of the transfer plan."""
 
     version: Version
-    """-1: the newest there is."""
+    """Version number, or -1 for the newest version."""
     digest: Key
-    """Of its layout."""
+    """Digest of the receiver's layout."""
     layout: bytes | None = None
     """The layout itself, if the planner does not know it."""
     have_key: str = ""
-    """Key of the part that it has already."""
+    """Key of the part that the receiver has already."""
     without: tuple[MemberId, ...] = ()
-    """Sources that it could not read."""
+    """Sources that the receiver could not read."""
     can_wait: bool = False
-    """Whether it can keep a version staged until the fleet's decision."""
+    """Whether the receiver can keep a version staged until the fleet's decision."""
     wants_check: bool = False
-    """Whether it checks the version, and needs the values that the trainer gave for it."""
+    """Whether the receiver checks the version and needs the trainer's values for the check."""
     refused: tuple[Version, ...] = ()
-    """Versions of the planner's epoch that it knows to be withdrawn, the newest ones."""
+    """Recent versions of the planner's epoch that the receiver knows to be withdrawn."""
     is_ahead: bool = False
-    """Whether it asks before it reads a version: the part is of the publishers' next one."""
+    """Whether the receiver asks before it reads a version. The part is then for the publishers' next version."""
     is_outdated: bool = False
-    """Whether its part was planned for memory that a source has registered again since."""
+    """Whether the receiver's part was planned for memory that a source has since registered again."""
 
 
 class PartReply(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of the transfer plan; or a request for the layout; or the reason why there is no part yet."""
+    """A part of the transfer plan, or a request for the layout, or the reason why there is no part yet."""
 
     version: Version = -1
     epoch: str = msgspec.field(default="", name="run")
@@ -51,15 +48,16 @@ class PartReply(msgspec.Struct, frozen=True, kw_only=True):
     not_yet: str = ""
     key: str = ""
     part: bytes | None = None
-    """None: the part that the receiver has already."""
+    """The part. None if the receiver has it already."""
     decide_s: Annotated[float, Meta(ge=0)] | None = None
-    """Seconds until the decision at the latest, for a version with a two-phase commit. None: it may go live at once."""
+    """Maximum number of seconds until the decision on a version with a two-phase commit. None means that it may go live
+    at once."""
     refused: FleetDecision | None = None
-    """The version was withdrawn, and must not go live."""
+    """The decision by which the version was withdrawn. It must not go live."""
     withdrawn: FleetDecision | None = None
-    """A later version was withdrawn, so that this one is the newest."""
+    """The decision by which a later version was withdrawn, so that this version is the newest."""
     check: bytes = b""
-    """Values for a check of the version, as the trainer gave them; see `sync.check`."""
+    """The trainer's values for a check of the version. See `sync.check`."""
 
 
 class TableReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +67,7 @@ class TableReply(msgspec.Struct, frozen=True, kw_only=True):
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     tags: tuple[str, ...] = ()
-    """Transformation of each tensor's values; empty: none of any tensor."""
+    """The transformation of each tensor's values. Empty if no tensor has one."""
 
 
 class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,20 +75,23 @@ class NewsReply(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: str = msgspec.field(name="run")
     version: Version
-    """The newest that it began."""
+    """The newest version that the publisher began."""
     is_open: bool
-    """Whether that version can be read of it now."""
+    """Whether that version can be read from the publisher now."""
     withdrawn: FleetDecision | None = None
-    """The decision by which a version above that one was withdrawn."""
+    """The decision by which a later version was withdrawn."""
 
 
 class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Byte ranges that the caller will read, as columns of little-endian int64; by their digest if sent before."""
+    """Byte ranges that the caller will read, as columns of little-endian int64.
+
+    If they were sent before, only their digest.
+    """
 
     version: Version
     generation: Count
     strips: bytes
-    """BLAKE3 of the columns."""
+    """BLAKE3 digest of the columns."""
     at: bytes = b""
     run_bytes: bytes = b""
     num_rows: bytes = b""
@@ -99,38 +100,38 @@ class DigestRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DigestReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of the byte ranges, little-endian uint64; None while their bytes are not ready."""
+    """Digests of the byte ranges, as little-endian uint64. None while their bytes are not ready."""
 
     digests: bytes | None
     num_ready: Count
     is_unknown: bool = False
-    """The ranges of that digest are not known, and must be sent."""
+    """Whether the member does not know the ranges for this digest, so that they must be sent."""
 
 
 class PackRequest(DigestRequest, frozen=True, kw_only=True):
-    """Byte ranges that the caller wants to read in one piece."""
+    """Byte ranges that the caller wants to read as one contiguous piece."""
 
     release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
-    """Leases of buffers that the caller has read, and does not need any more."""
+    """Leases of buffers that the caller has finished reading."""
 
 
 class PackReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Descriptors of the buffer that has the ranges, by transport; None while there is no buffer, or no bytes."""
+    """Descriptors of the buffer with the ranges, by transport. None while there is no buffer or no bytes."""
 
     regions: dict[str, bytes] | None = None
     lease: str = ""
     progress: Count = 0
-    """Rows ready and requests filled so far; while it grows, the source makes progress."""
+    """Number of ready rows plus filled requests. While it grows, the source makes progress."""
     is_full: bool = False
-    """The ranges are ready, and other callers have all buffers."""
+    """Whether the ranges are ready but other callers have all buffers."""
     why: str = ""
-    """The reason why this member cannot pack at all."""
+    """Why this member cannot pack at all."""
     is_unknown: bool = False
-    """The ranges of that digest are not known, and must be sent."""
+    """Whether the member does not know the ranges for this digest, so that they must be sent."""
 
 
 class PackLeases(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases of buffers that the caller still reads, and of those that it has read."""
+    """Leases of buffers that the caller is still reading, and of buffers that it has finished reading."""
 
     keep: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
     release: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=1024)] = ()
@@ -146,27 +147,27 @@ class RankProgress(msgspec.Struct, frozen=True, kw_only=True):
     """A receiver's progress, sent to the planner of its part."""
 
     version: Version
-    """-1: the present one; the receiver failed before it knew a version."""
+    """Version number, or -1 if the receiver failed before it knew a version."""
     moved_bytes: Count = 0
     outcome: Literal["", "committed", "failed", "prepared", "refused"] = ""
-    """`prepared`: it is staged, and its checks passed. `refused`: a check did not pass."""
+    """The receiver's outcome. `prepared`: the version is staged and its checks passed. `refused`: a check failed."""
     why: Annotated[str, Meta(max_length=1024)] = ""
     is_checked: bool = False
     """Whether a check ran on the prepared version."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank 0's decision on the end of a live version, or on a version with a two-phase commit."""
+    """Rank 0's decision about the end of a live version, or about a version with a two-phase commit."""
 
     is_over: bool
     is_begun: bool = False
-    """Whether rank 0 has begun it."""
+    """Whether rank 0 has begun the version."""
     committed: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     failed: dict[str, str] = {}
     fleet: FleetDecision | None = None
-    """Of a version with a two-phase commit, once it is over."""
+    """The decision on a version with a two-phase commit, when it is over."""
 
 
-# All of this module, once, before there are threads.
+# Prepare all messages of this module once, before there are threads.
 prepare(*structs_among(list(globals().values())))

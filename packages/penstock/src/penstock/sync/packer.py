@@ -1,16 +1,11 @@
-"""Buffers of a source into which it packs strips for readers that request each run by itself.
-
-In: the regions of a rank, a bound in bytes; strips of a reader. Out: their bytes in one piece, in memory that this
-reader alone reads until it releases it.
-Not here: which strips are packed (`plan.packing`), the version that they are of (`local_version`), the reader's side
-(`receive.packed`).
+"""Buffers into which a source packs strips for readers that would otherwise request each run separately.
 
     take --a free buffer, fenced--> fill --packed, in order--> grant: descriptors, a lease --read--> release
-                                                               no sign of life for LEASE_S: another reader may take it
+                                                               idle for LEASE_S: another reader may take it
 
-A buffer is a registration of its own, with generations of its own: before it is filled again it is fenced, so a reader
-whose lease lapsed ends with StaleDescriptor, and never sees the bytes of another. The digests that the reader compares
-are of the strips where they lie, not of the buffer: damage on the way through it is found too.
+A buffer has a separate registration with generations. It is fenced before it is filled again. A reader whose lease
+expired therefore ends with StaleDescriptor and never sees another reader's bytes. The reader compares digests of the
+strips at their origin and not of the buffer, so it also finds damage on the way through the buffer.
 """
 
 from __future__ import annotations
@@ -35,10 +30,10 @@ from penstock.transport.choose import PeerLinks
 from penstock.transport.protocol import Handle, Memory, encode
 
 LEASE_S = 3.0
-"""A buffer may be taken from a reader that gave no sign of life for this time. Readers give one four times as often.
-Reason: others wait this long for a reader that died, well within the stall deadline of 30 s."""
+"""Seconds without a request after which a reader may lose its buffer. Readers send requests four times as often. Others
+wait this long for a reader that died, which is well within the stall deadline of 30 s."""
 FILL_S = 30.0
-"""Deadline of a device for one packing, which takes a millisecond."""
+"""Deadline in seconds for one packing on a device, which takes a millisecond."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +41,9 @@ class _Buffer:
     memory: Memory
     handles: dict[str, Handle]
     lease: str = ""
-    """Empty: it is free, or being filled."""
+    """The lease. Empty if the buffer is free or is being filled."""
     until: float = 0.0
-    """When the lease lapses."""
+    """Time at which the lease expires."""
     is_filling: bool = False
 
     def fence(self) -> None:
@@ -58,31 +53,31 @@ class _Buffer:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    """The buffers of one device; they are allocated when they are first needed."""
+    """The buffers on one device. They are allocated when they are first needed."""
 
     most: int
-    """Buffers that may be allocated: fewer once one did not fit, until the next fence."""
+    """Maximum number of buffers. It is reduced until the next fence if one did not fit."""
     num_begun: int = 0
     buffers: list[_Buffer] = field(default_factory=list)
 
 
 class Packer(Closeable):
-    """See the module. Used by any number of threads.
+    """The buffers of a source for packed strips, as the module's docstring describes. Thread-safe.
 
     Attributes:
-        buffer_bytes: bytes of a buffer: the longest request.
-        num_packed: requests that were filled so far.
+        buffer_bytes: size of a buffer and of the longest request in bytes.
+        num_packed: number of requests that were filled so far.
 
     Args:
-        links: the transports that show the buffers to readers of other hosts.
-        pack_bytes: bound of the buffers of one device together.
+        links: the transports with which readers on other hosts reach the buffers.
+        pack_bytes: limit for all buffers on a device together, in bytes.
     """
 
     def __init__(self, links: PeerLinks, pack_bytes: int) -> None:
         self._links = links
         self.buffer_bytes = pack_bytes // NUM_BUFFERS
         self.num_packed = 0
-        # Guards the pools and their buffers, and is notified when a buffer may be free.
+        # Guards the pools and their buffers. It is notified when a buffer may be free.
         self._changed = threading.Condition()
         self._pools: dict[str, _Pool] = {}
         # Guards the streams.
@@ -92,17 +87,17 @@ class Packer(Closeable):
 
     @property
     def nbytes(self) -> int:
-        """Return the memory of all buffers that were allocated so far."""
+        """Return the size of all buffers that were allocated so far."""
         with self._changed:
             return sum(len(pool.buffers) for pool in self._pools.values()) * self.buffer_bytes
 
     def take(self, device: str, wait_s: float) -> _Buffer | None:
-        """Return a buffer without a lease, to be filled; None: there was none within `wait_s`.
+        """Return a buffer without a lease for filling, or None if none was free within `wait_s` seconds.
 
         Raises:
-            ConfigError: no transport shows memory of this device to readers of other hosts.
-            DeviceOutOfMemory, DestinationError: there is no room for a single buffer.
-            StaleDescriptor: it is closed.
+            ConfigError: readers on other hosts cannot reach memory on this device.
+            DeviceOutOfMemory, DestinationError: there is too little memory for a single buffer.
+            StaleDescriptor: this object is closed.
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
@@ -113,7 +108,8 @@ class Packer(Closeable):
                 now = time.monotonic()
                 free = next((one for one in pool.buffers if not one.is_filling and one.until <= now), None)
                 if free is not None:
-                    # Before a byte changes: a reader whose lease lapsed may still read, and ends with StaleDescriptor.
+                    # Fence the buffer before a byte changes. A reader whose lease expired may still read, and then ends
+                    # with StaleDescriptor.
                     free.fence()
                     free.lease, free.is_filling = "", True
                     return free
@@ -124,7 +120,7 @@ class Packer(Closeable):
                 if now >= deadline:
                     return None
                 self._changed.wait(max(min(deadline, lapse) - now, 0.0))
-        # Without the lock: a registration takes milliseconds, and a fence must not wait for it.
+        # Register without the lock, because a registration takes milliseconds and a fence must not wait for it.
         try:
             buffer = self._allocate(device)
         except (ConfigError, DeviceOutOfMemory, DestinationError):
@@ -132,7 +128,7 @@ class Packer(Closeable):
                 pool.num_begun -= 1
                 if not pool.num_begun:
                     raise
-                # The device has room for fewer buffers than the bound allows: the readers share those.
+                # The device has memory for fewer buffers than the limit allows, so the readers share these.
                 pool.most = pool.num_begun
             return self.take(device, max(deadline - time.monotonic(), 0.0))
         except BaseException:
@@ -150,21 +146,21 @@ class Packer(Closeable):
     def _allocate(self, device: str) -> _Buffer:
         arena = Arena.allocate(self.buffer_bytes, device)
         memory = Memory(address=arena.address, nbytes=self.buffer_bytes, device=arena.device, owner=arena)
-        # Readers of this host read strips where they lie, by a kernel or a copy without a request for each run.
+        # Readers on this host read strips at their origin, with a kernel or a copy that needs no request for each run.
         return _Buffer(memory, self._links.register(memory, reach="network"), is_filling=True)
 
     def fill(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
-        """Copy strips of a region into a buffer, one after the other, and return when they are there.
+        """Copy strips of a region into a buffer, one after the other, and wait until they are complete.
 
         Args:
-            buffer: of `take`, on the region's device.
+            buffer: a buffer from `take` on the region's device.
             source: the region.
-            strips: offsets within the region; they were checked, and fit the buffer.
-            after: events that the device must have passed before it reads the region.
+            strips: offsets within the region. They were checked and fit into the buffer.
+            after: events that the device must pass before it reads the region.
 
         Raises:
-            DeviceOutOfMemory: the device has no room for the table of runs.
-            DestinationError: the device failed, or did not end within `FILL_S`.
+            DeviceOutOfMemory: the device has too little memory for the table of runs.
+            DestinationError: the device failed, or did not finish within `FILL_S`.
         """
         to = buffer.memory
         if to.device == "cpu":
@@ -173,7 +169,7 @@ class Packer(Closeable):
         try:
             self._fill_device(buffer, source, strips, after)
         except torch.OutOfMemoryError as error:
-            raise DeviceOutOfMemory(f"{to.device} has no room for a table of {len(strips)} ranges to pack") from error
+            raise DeviceOutOfMemory(f"{to.device} has too little memory for a table of {len(strips)} ranges") from error
 
     def _fill_device(self, buffer: _Buffer, source: Memory, strips: Strips, after: Sequence[torch.cuda.Event]) -> None:
         to = buffer.memory
@@ -181,7 +177,7 @@ class Packer(Closeable):
         with self._queueing, torch.cuda.device(device):
             stream = self._streams.get(to.device)
             if stream is None:
-                # A higher priority than reads, as for digests: kernels of reads wait for the link.
+                # Use a higher priority than reads, as for digests, because kernels of reads wait for the link.
                 stream = self._streams[to.device] = torch.cuda.Stream(device, priority=-1)
             with torch.cuda.stream(stream):
                 for event in after:
@@ -196,7 +192,7 @@ class Packer(Closeable):
         wait_events([done], FILL_S, work="packing")
 
     def grant(self, buffer: _Buffer) -> tuple[dict[str, bytes], str]:
-        """Let a reader read a filled buffer; return its descriptors, and the lease by which it is released."""
+        """Let a reader read a filled buffer. Return its descriptors, and the lease with which it is released."""
         with self._changed:
             buffer.lease = secrets.token_hex(8)
             buffer.until = time.monotonic() + LEASE_S
@@ -205,29 +201,29 @@ class Packer(Closeable):
             return {name: encode(handle.descriptor) for name, handle in buffer.handles.items()}, buffer.lease
 
     def give_back(self, buffer: _Buffer) -> None:
-        """Free a buffer that was not granted."""
+        """Release a buffer that was not granted."""
         with self._changed:
             buffer.until, buffer.is_filling = 0.0, False
             self._changed.notify_all()
 
     def hold(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend leases, and end others. Those that lapsed, and were given to another reader since, are ignored."""
+        """Extend some leases and end others. Expired leases whose buffers another reader has are ignored."""
         until = time.monotonic() + LEASE_S
         with self._changed:
             for pool in self._pools.values():
                 for buffer in pool.buffers:
                     if buffer.lease and buffer.lease in release:
                         buffer.lease, buffer.until = "", 0.0
-                        # All: a waiter may wait for a buffer of another device.
+                        # Wake all threads, because one may wait for a buffer on another device.
                         self._changed.notify_all()
                     elif buffer.lease and buffer.lease in keep:
                         buffer.until = until
 
     def fence(self) -> None:
-        """End all leases and make their descriptors stale. Order: with the fence of the memory that was packed."""
+        """End all leases and make their descriptors stale. Call it together with the fence of the packed memory."""
         with self._changed:
             for pool in self._pools.values():
-                # The device may have room again at the next version.
+                # The device may have enough memory again for the next version.
                 pool.most = NUM_BUFFERS
                 for buffer in pool.buffers:
                     buffer.fence()
@@ -236,7 +232,7 @@ class Packer(Closeable):
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the registrations, and let go of the memory. Idempotent."""
+        """End the registrations and release the memory. Idempotent."""
         with self._changed:
             self._is_closed = True
             buffers = [buffer for pool in self._pools.values() for buffer in pool.buffers]

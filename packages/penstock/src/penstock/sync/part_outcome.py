@@ -1,8 +1,4 @@
-"""The outcomes of a receiver's request for its part of the plan, one class each.
-
-In: a `PartReply` as it came, or the planner's outcome. Out: the other of the two.
-Not here: planning (`planner`), the use of a part (`receive.update`).
-"""
+"""The outcomes of a receiver's request for its part of the plan, with one class for each."""
 
 from __future__ import annotations
 
@@ -14,12 +10,12 @@ from penstock.sync.messages import PartReply
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutNeeded:
-    """The planner does not know the receiver's layout, which the receiver must send."""
+    """The planner does not know the receiver's layout, so the receiver must send it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotYet:
-    """There is no part yet, and the receiver asks again."""
+    """There is no part yet, so the receiver asks again."""
 
     why: str
     epoch: str = ""
@@ -28,7 +24,7 @@ class NotYet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Withdrawn:
-    """The version was withdrawn, and must not go live."""
+    """The version was withdrawn and must not go live."""
 
     epoch: str
     version: int
@@ -41,24 +37,24 @@ class Granted:
 
     epoch: str
     version: int = -1
-    """-1: the publishers' next one."""
+    """Version number, or -1 for the publishers' next version."""
     key: str = ""
-    """Key of the part; empty: it is not planned yet."""
+    """Key of the part. Empty if it is not planned yet."""
     part: bytes | None = None
-    """None: the part that the receiver has already, or needs none."""
+    """The part. None if the receiver has it already or needs none."""
     decide_s: float | None = None
-    """Seconds until the fleet's decision at the latest. None: the version may go live at once."""
+    """Maximum number of seconds until the fleet's decision. None means that the version may go live at once."""
     later: FleetDecision | None = None
-    """The decision by which a later version was withdrawn, so that this one is the newest."""
+    """The decision by which a later version was withdrawn, so that this version is the newest."""
     check: bytes = b""
-    """Values for a check of the version, as the trainer gave them; see `sync.check`."""
+    """The trainer's values for a check of the version. See `sync.check`."""
 
 
 PartOutcome = LayoutNeeded | NotYet | Withdrawn | Granted
 
 
 def encode_outcome(outcome: PartOutcome) -> PartReply:
-    """Return the message for an outcome."""
+    """Convert an outcome to a message."""
     match outcome:
         case LayoutNeeded():
             return PartReply(needs_layout=True)
@@ -79,7 +75,7 @@ def encode_outcome(outcome: PartOutcome) -> PartReply:
 
 
 def decode_outcome(reply: PartReply) -> PartOutcome:
-    """Return the outcome that a message stands for."""
+    """Convert a message to an outcome."""
     if reply.needs_layout:
         return LayoutNeeded()
     if reply.refused is not None:

@@ -1,12 +1,13 @@
-"""The tensors that a caller gave to a sync, and where they were, to notice that one was moved or replaced since.
+"""The tensors that a caller gave to a sync and their places in memory, to notice when a tensor was moved or replaced.
 
-A registration has addresses. A trainer or an engine may give a parameter other memory at any time: `.data =`, a cast,
-`load_state_dict(assign=True)`, offloading, `module.to`, `setattr`. So every verb compares before it uses an address.
+A registration has addresses. A trainer or an engine may move a parameter to other memory at any time: with `.data =`, a
+cast, `load_state_dict(assign=True)`, offloading, `module.to` or `setattr`. Every verb therefore compares before it uses
+an address.
 
-    the module's own dicts        the same objects in the same places?
-    each tensor with a view of it the same storage (and so device), offset, shape, strides? the same dtype?
+    the module's own dicts         the same objects in the same places?
+    each tensor with a view of it  the same storage (and so device), offset, shape, strides and dtype?
 
-Whether a storage still has its memory is asked of the registrations: `transport.storages`.
+`transport.storages` tells whether a storage still has its memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.sync.shards import Declarable, Shard
 
-# Methods of the base class: a tensor's own class may intercept each call by a Python function.
+# Use the methods of the base class, because a tensor subclass may intercept each call with a Python function.
 _is_set_to: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C.TensorBase.is_set_to
 _dtype_of: Callable[[torch.Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
@@ -30,13 +31,13 @@ _Source = torch.nn.Module | Mapping[str, Declarable]
 
 
 class Placed:
-    """The tensors of a module or a mapping, as they are when this is made.
+    """The tensors of a module or a mapping at the time when this object is created.
+
+    It holds views of the tensors, and so keeps their storages alive.
 
     Args:
-        source: a module with all its parameters and buffers, or tensors by name as `declared` takes them.
-        later: where the tensors are to be found from now on; None: in `source`.
-
-    Ownership: it holds views of the tensors, and so their storages.
+        source: a module with all its parameters and buffers, or tensors by name as `declared` accepts them.
+        later: the object that has the tensors from now on. None means `source`.
     """
 
     def __init__(self, source: _Source, later: _Source | None = None) -> None:
@@ -45,34 +46,34 @@ class Placed:
         self._source = source if later is None else later
 
     def refresh(self) -> None:
-        """Note where the tensors are now."""
+        """Record the current places of the tensors."""
         source = self._source
         self._parents: list[torch.nn.Module] = []
         self._children: list[dict[str, torch.nn.Module | None]] = []
-        # Most dicts of a module are empty.
+        # Most dicts in a module are empty.
         self._filled: list[dict[str, object]] = []
         self._empty: list[dict[str, object]] = []
         if isinstance(source, torch.nn.Module):
             for module in source.modules():
                 for members in (module._parameters, module._buffers, module._modules):
                     (self._filled if members else self._empty).append(members)  # type: ignore[arg-type]
-            # A container makes a new dict of its modules when one is deleted.
+            # A container creates a new dict of modules when one is deleted.
             self._parents = [module for module in source.modules() if module._modules]
             self._children = [module._modules for module in self._parents]
         self._sizes = list(map(len, self._filled))
         self._keys, self._objects = list(self._names_now()), list(self._objects_now())
-        # A DTensor and a list of shards are objects with tensors in them, which may be exchanged too.
+        # A DTensor and a list of shards contain tensors, which may be replaced too.
         self._composites = [value for value in self._objects if isinstance(value, DTensor | Shard | list | tuple)]
         self._parts = [part for value in self._composites for part in _parts(value)]
         named = [(name, tensor) for name, tensor in _named(source) if _has_memory(tensor)]
         self._names = [name for name, _ in named]
         self._tensors = [tensor for _, tensor in named]
-        # Torch compares a tensor with its view in one call. `detach`, because `.data =` changes the tensor itself.
+        # Torch compares a tensor with its view in one call. `detach` gives a view that `.data =` does not change.
         self._views = [tensor.detach() for tensor in self._tensors]
         self._dtypes = list(map(_dtype_of, self._tensors))
 
     def is_same(self) -> bool:
-        """Return whether every tensor is the same object in the same memory. Cost: 9 to 17 ms for 30,000 tensors."""
+        """Return whether every tensor is the same object in the same memory. It takes 9 to 17 ms for 30,000 tensors."""
         if any(self._empty) or list(map(len, self._filled)) != self._sizes:
             return False
         if not all(map(operator.is_, map(operator.attrgetter("_modules"), self._parents), self._children)):
@@ -83,15 +84,15 @@ class Placed:
         return _are_same(parts, self._parts) and self._are_in_place()
 
     def views(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each name and a view of its tensor as it was."""
+        """Yield each name and a view of its tensor in the recorded memory."""
         return zip(self._names, self._views, strict=True)
 
     def moved(self) -> list[str]:
-        """Return the names under which no tensor is in the former memory any more."""
+        """Return the names whose tensor is no longer in the recorded memory."""
         now: dict[str, list[torch.Tensor]] = {}
         for name, tensor in _named(self._source):
             now.setdefault(name, []).append(tensor)
-        # A wrapper, such as an adapter's, gives a parameter another name and leaves it where it is.
+        # A wrapper, such as an adapter's, renames a parameter and leaves it in place.
         elsewhere: set[tuple[object, ...]] | None = None
         moved = []
         for name, view in self.views():
@@ -114,20 +115,21 @@ class Placed:
         return iter(self._source.values())
 
     def _are_in_place(self) -> bool:
-        # Loops in C: a model may have 30,000 tensors, and this is part of every version. Two calls for each tensor are
-        # the fewest: an address does not show a transposed view of the same memory, and `is_set_to` ignores dtypes.
+        # Use loops in C, because a model may have 30,000 tensors and this is part of every version. Two calls per
+        # tensor are the minimum: an address does not reveal a transposed view of the same memory, and `is_set_to`
+        # ignores dtypes.
         with torch._C.DisableTorchFunctionSubclass():
             if list(map(_dtype_of, self._tensors)) != self._dtypes:
                 return False
             try:
                 return all(map(_is_set_to, self._tensors, self._views))
             except RuntimeError:
-                # Torch compares no tensors of two devices. They are in two places.
+                # Torch cannot compare tensors on two devices. They are in different places.
                 return False
 
 
 def _named(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors with memory under all their names; the shards of one tensor have one name."""
+    """Yield the tensors that have memory under all their names. The shards of one tensor share a name."""
     if isinstance(source, torch.nn.Module):
         for members in (source.named_parameters, source.named_buffers):
             for name, tensor in members(remove_duplicate=False):
@@ -153,14 +155,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is one run of memory. Others are compared by identity alone."""
+    """Return whether the tensor is one run of memory. Other tensors are compared by identity alone."""
     return not (
         tensor.is_meta or is_lazy(tensor) or tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor)
     )
 
 
 def is_at(tensor: torch.Tensor, view: torch.Tensor) -> bool:
-    """Return whether a tensor is in the memory of a view, with the same shape, strides and dtype."""
+    """Return whether a tensor has the same memory, shape, strides and dtype as a view."""
     return _has_memory(tensor) and _place(tensor) == _place(view)
 
 

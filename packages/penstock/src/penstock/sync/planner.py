@@ -1,11 +1,9 @@
-"""Planner for all receivers of a sync, run by one member: the publishers' rank 0, or else a receiver.
+"""The planner for all receivers of a sync.
 
-In: the members (`membership`), their layouts, requested from their servers; receivers' requests. Out: their parts; the
-table.
-Not here: the plan itself (`plan.sync`), the use of a part (`sync.receive.update`).
+One member runs it: the publishers' rank 0, or a receiver without publishers.
 
-    part(receiver, layout): find the members that have the version -> their layouts, once each -> plan_sync for all
-    known receivers, again only where a layout changed -> the receiver's part
+    part(receiver, layout): find the members that have the version -> request each layout once -> plan_sync for all
+    known receivers, again only if a layout changed -> the receiver's part
 """
 
 from __future__ import annotations
@@ -24,12 +22,13 @@ from penstock.sync.membership import Membership
 from penstock.sync.messages import PartRequest, TableReply
 from penstock.sync.part_outcome import Granted, LayoutNeeded, NotYet, PartOutcome, Withdrawn
 
-# A plan belongs to one set of sources and receivers. A few are kept because the set changes while one version is read:
-# publishers serve first, receivers after the fence. More would only keep old layouts in memory.
+# A plan belongs to one set of sources and receivers. A few plans are kept, because the set changes while a version is
+# read: publishers serve first, and receivers after the fence. More plans would only keep old layouts in memory.
 _KEPT_PLANS = 4
 
 Terms = Callable[[str, PartRequest, str, int], NotYet | Withdrawn | Granted]
-"""Returns the terms of a version, without a part. Its arguments: the receiver, its request, the epoch, the version."""
+"""Returns the terms of a version without a part. The arguments are the receiver, its request, the epoch and the
+version."""
 
 
 def _no_terms(asker: str, request: PartRequest, epoch: str, version: int) -> Granted:
@@ -42,7 +41,7 @@ LayoutToken = tuple[str, ...]
 
 @dataclass(slots=True)
 class _Plan:
-    """A plan, and the encoded parts that were requested from it."""
+    """A plan, and its encoded parts that were requested so far."""
 
     plan: SyncPlan
     parts: dict[str, bytes] = field(default_factory=dict)
@@ -50,22 +49,25 @@ class _Plan:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The members to read a version from."""
+    """The members from which a version can be read."""
 
     epoch: str
     members: list[SyncMember]
 
 
 class Planner:
-    """See the module. Used by the server's threads: one plans at a time, and later receivers are in the next plan.
+    """The planner, as the module's docstring describes. The server's threads use it.
+
+    One plans at a time, and later receivers are in the next plan.
 
     Args:
         membership: the members of the sync.
-        version_status: this member's own versions.
-        ours: returns this member's own layout, or None before it has one.
-        checkpoint: returns the table that a receiver got from its planner; None: derive it from the layouts.
+        version_status: this member's versions.
+        ours: returns this member's layout, or None before it has one.
+        checkpoint: returns the table that a receiver got from its planner. If None, the table is derived from the
+            layouts.
         terms: returns the terms of a version for a receiver: when it may go live, or why it may not.
-        bucket_bytes: the bucket size of plans.
+        bucket_bytes: size of the plans' buckets in bytes.
     """
 
     def __init__(
@@ -84,32 +86,32 @@ class Planner:
         self._checkpoint = checkpoint
         self._terms = terms
         self._bucket_bytes = bucket_bytes
-        # Two locks: planning takes seconds and asks other members, while `_lock` guards the tables alone, so that a
-        # receiver whose layout is unknown gets its answer while another receiver's plan is made.
+        # There are two locks. Planning takes seconds and asks other members, while `_lock` guards only the tables. A
+        # receiver with an unknown layout therefore gets its answer during another receiver's planning.
         self._planning = threading.Lock()
         self._lock = threading.Lock()
-        # Sources' layouts by their digest, as the hub lists it; receivers' by member, with the digest.
+        # Layouts of sources by their digest, as the hub lists it, and layouts of receivers by member, with the digest.
         self._layouts_by_digest: dict[str, Layout] = {}
         self._wants: dict[str, tuple[str, Layout]] = {}
         self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _Plan] = OrderedDict()
 
     def part(self, asker: str, request: PartRequest) -> PartOutcome:
-        """Return the part that a receiver reads, and its sources.
+        """Return a receiver's part of the plan with its sources.
 
         Raises:
-            PlanError: the receiver's tensors do not match the sources'; lists the differences.
-            StaleDescriptor: the version is past, and no member has it. NotFound: a source's layout is not the one that
-                it reported.
+            PlanError: the receiver's tensors do not match the sources'. The message lists the differences.
+            StaleDescriptor: the version is past, and no member has it.
+            NotFound: a source's layout is not the one that it reported.
         """
-        # Before anything that may fail: the layout stays known, and the receiver need not send it again.
+        # Do this before anything that may fail, so that the layout stays known and the receiver need not send it again.
         if not self._learn(asker, request):
             return LayoutNeeded()
-        # A source that registers its memory again reports the new layout first.
+        # A source that registers its memory again first reports its new layout.
         members = self._membership.look(max_age_s=0.0 if request.is_outdated else self._membership.timing.member_list_s)
         epoch = self._epoch_of(members)
         ranks = _ranks(members, epoch)
         if request.is_ahead and ranks and not _missing(ranks):
-            # Layouts do not change between versions, so the plan of the next one is known before it is published.
+            # Layouts do not change between versions, so the plan for the next version is known before it is published.
             plan, raw = self._planned(asker, members, ranks)
             return Granted(epoch=epoch, key=plan.plan.key, part=None if request.have_key == plan.plan.key else raw)
         versions = [request.version] if request.version >= 0 else self._newest_first(members, request.refused)
@@ -117,7 +119,8 @@ class Planner:
             return NotYet(why="no version is published yet")
         for version in versions:
             terms = self._terms(asker, request, epoch, version)
-            # A member's last heartbeat may name a version that was withdrawn since: the one before it is the newest.
+            # A member's last heartbeat may name a version that was withdrawn since. The previous version is then the
+            # newest.
             if not isinstance(terms, Withdrawn):
                 break
         if not isinstance(terms, Granted):
@@ -125,8 +128,8 @@ class Planner:
         try:
             sources = self._sources(members, asker, version, request)
         except StaleDescriptor:
-            # The list may be half a second old, and a receiver may have finished this version since: look again
-            # before the version is declared lost.
+            # The list may be half a second old, and a receiver may have finished this version since. Look again before
+            # declaring the version lost.
             members = self._membership.look()
             sources = self._sources(members, asker, version, request)
         if isinstance(sources, NotYet):
@@ -136,16 +139,18 @@ class Planner:
         except PlanError as error:
             if not _missing(sources.members) and sources.members[0].state.side == "publisher":
                 raise
-            # Receivers serve the tensors that they received themselves, which may be fewer than this one needs: that
-            # is a lost version for this receiver, not an error in its request.
+            # Receivers serve only the tensors that they received, which may be fewer than this receiver needs. For this
+            # receiver the version is then lost, but its request was right.
             message = f"the members with version {version} lack tensors that are required: {error.message}"
             raise StaleDescriptor(message) from error
-        # Megabytes, and the same for every version of a plan: sent once.
+        # The part has megabytes and is the same for every version of a plan, so send it once.
         has_part = request.have_key == plan.plan.key
         return replace(terms, epoch=sources.epoch, key=plan.plan.key, part=None if has_part else raw)
 
     def table(self) -> TableReply:
-        """Return names, dtypes and shapes of all publishers' tensors together; on a receiver, as it received them.
+        """Return names, dtypes and shapes of the tensors of all publishers.
+
+        On a receiver, return the table that it received.
 
         Raises:
             NotFound: no publisher has reported a layout yet, or ranks are missing.
@@ -159,7 +164,7 @@ class Planner:
             raise NotFound(_missing(holders) or "no publisher has reported its tensors yet")
         rows: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
         for _, layout in self._layouts(holders):
-            # By form first: a layout has hundreds of thousands of rows and a handful of forms.
+            # Convert each form once, because a layout has hundreds of thousands of rows and a handful of forms.
             specs = [(form.tag, (str(form.dtype), form.shape)) for form in layout.forms]
             for name, i in zip(layout.names, layout.form.tolist(), strict=True):
                 rows.setdefault((name, specs[i][0]), specs[i][1])
@@ -171,16 +176,16 @@ class Planner:
         )
 
     def explain(self) -> str:
-        """Return the newest plan as text."""
+        """Describe the newest plan as text."""
         with self._lock:
             newest = next(reversed(self._plans.values()), None)
         return "no plan was made yet" if newest is None else newest.plan.explain()
 
     def _learn(self, asker: str, request: PartRequest) -> bool:
-        """Return whether the requester's layout is known, from before or by this request."""
+        """Return whether the requester's layout is known, from before or from this request."""
         with self._lock:
             known = self._wants.get(asker)
-        # A layout of a large model is megabytes: a receiver sends it once, and its digest from then on.
+        # The layout of a large model has megabytes, so a receiver sends it once, and then only its digest.
         if known is not None and known[0] == request.digest:
             return True
         if request.layout is None:
@@ -191,7 +196,7 @@ class Planner:
         return True
 
     def _epoch_of(self, members: Sequence[SyncMember]) -> str:
-        """Return the epoch of the versions: the epoch of this member's version, else of the newest publisher."""
+        """Return the epoch of this member's version, or of the newest publisher."""
         if self._version_status.now.epoch:
             return self._version_status.now.epoch
         return next((member.state.epoch for member in reversed(members) if member.state.epoch == member.member), "")
@@ -200,13 +205,15 @@ class Planner:
         """Return the versions of the epoch that members have, the newest first.
 
         Args:
-            refused: versions that the receiver knows to be withdrawn; left out where this member does not have them.
+            members: the members of the sync.
+            refused: versions that the receiver knows to be withdrawn. They are left out if this member does not have
+                them.
         """
-        # By all members: this one may be a receiver that is behind others.
+        # Ask about all members, because this member may be a receiver that is behind others.
         epoch, ours = self._epoch_of(members), self._version_status.now.version
         theirs = {member.state.version for member in members if member.state.epoch == epoch}
-        # The hub lists a publisher for a while after its death, with a version that may have been withdrawn since.
-        # This member need not know that, but the receiver does: it would raise VersionRefused for it a second time.
+        # The hub lists a publisher for a while after its death, with a version that may have been withdrawn since. This
+        # member may not know that, but the receiver does, and would raise VersionRefused for it a second time.
         theirs -= {version for version in refused if version > ours}
         return sorted({version for version in (ours, *theirs) if version >= 0}, reverse=True)
 
@@ -215,14 +222,14 @@ class Planner:
     ) -> _Sources | NotYet:
         """Return the epoch of a version and its sources, or the reason to wait.
 
-        Sources are the publishers while they serve the version, else the receivers that have it.
+        Sources are the publishers while they serve the version, and afterwards the receivers that have it.
         """
         epoch, now = self._epoch_of(members), self._version_status.now
         ranks = [rank for rank in _ranks(members, epoch) if rank.member not in request.without]
         is_ours = (
             now.is_open and now.version == version and any(rank.member == self._membership.member.id for rank in ranks)
         )
-        # The publishers are complete and consistent: prefer them until the receiver reports that one of them failed.
+        # The publishers are complete and consistent. Prefer them until the receiver reports that one of them failed.
         if is_ours and not request.without:
             why = _missing(ranks)
             return NotYet(version=version, epoch=epoch, why=why) if why else _Sources(epoch, ranks)
@@ -236,33 +243,35 @@ class Planner:
         available = having + (ranks if is_ours else [])
         if available:
             return _Sources(epoch, available)
-        # No source now. A reason to wait is worth a wait: an error would end the receiver's update.
+        # There is no source now. Return a reason to wait if there is one, because an error would end the receiver's
+        # update.
         if version > now.version:
             return NotYet(version=version, epoch=epoch, why=f"version {version} is not published yet")
         if any(member.state.state == "updating" and member.member != asker for member in members):
-            why = f"other receivers are reading version {version} now, and may serve it afterwards"
+            why = f"other receivers are reading version {version} now and may serve it afterwards"
             return NotYet(version=version, epoch=epoch, why=why)
-        raise StaleDescriptor(f"no member has version {version} any more; update to the next one")
+        raise StaleDescriptor(f"no member has version {version} any more", hint="update to the next version")
 
     def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
-        """Return the plan of these sources for all known receivers, and the requester's encoded part."""
-        # One plan at a time: receivers of one version ask within milliseconds of each other, and the second must use
-        # the plan of the first instead of making it again.
+        """Return the plan with these sources for all known receivers, and the requester's encoded part."""
+        # Make one plan at a time. Receivers ask for the same version within milliseconds, and the second must use the
+        # plan of the first.
         with self._planning:
             sources = self._layouts(holders)
             giving = {source.member for source, _ in sources}
-            # All known receivers at once, and not only the one that asks: a plan for each alone would read from the
-            # same sources in the same order. Those that left are dropped.
+            # Plan for all known receivers and not only for the requester. With a plan for each alone, all would read
+            # from the same sources in the same order. Receivers that left are dropped.
             there = {member.member for member in members if member.state.side == "subscriber"} | {asker}
             with self._lock:
                 is_unlisted = any(member not in there for member in self._wants)
             if is_unlisted:
-                # The list may be half a second old: a receiver that has just joined and asked is not one that left.
+                # The list may be half a second old, and must not make a receiver that has just joined look like one
+                # that left.
                 there |= {member.member for member in self._membership.look() if member.state.side == "subscriber"}
             with self._lock:
                 self._wants = {member: want for member, want in self._wants.items() if member in there}
                 wants = {member: want for member, want in self._wants.items() if member not in giving}
-            # By the address too: this member's own layout may be newer than the list.
+            # The token contains the address, because this member's layout may be newer than the list.
             token = tuple((source.member, source.state.layout, layout.address) for source, layout in sources)
             plan = self._cached_plan(asker, token, [layout for _, layout in sources], wants)
             if asker not in plan.parts:
@@ -276,14 +285,14 @@ class Planner:
         layouts: Sequence[Layout],
         wants: dict[str, tuple[str, Layout]],
     ) -> _Plan:
-        """Return the plan for these layouts, made at the first request. Order: one thread at a time."""
+        """Return the plan for these layouts. The first request creates it. Only one thread may call this at a time."""
         token = source_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
         cached = self._plans.get(token)
         if cached is None:
             try:
                 plan = self._plan(layouts, [wants[member][1] for member in sorted(wants)])
             except PlanError:
-                # A receiver that does not match must not block the others: each gets only its own error.
+                # A receiver that does not match must not block the others. Each gets only its own error.
                 plan = self._plan(
                     layouts,
                     [wants[receiver][1] for receiver in sorted(wants) if self._fits(layouts, wants[receiver][1])],
@@ -294,7 +303,8 @@ class Planner:
             while len(self._plans) > _KEPT_PLANS:
                 self._plans.popitem(last=False)
         if asker not in cached.plan.receivers:
-            # It was left out above because it does not match: a plan for it alone raises the error with the reasons.
+            # The requester was left out because it does not match. Planning for it alone raises the error with the
+            # reasons.
             return _Plan(self._plan(layouts, [wants[asker][1]]))
         return cached
 
@@ -310,10 +320,11 @@ class Planner:
         return True
 
     def _layouts(self, holders: Sequence[SyncMember]) -> list[tuple[SyncMember, Layout]]:
-        """Return the members' layouts, requested once for each digest; receivers that are gone are left out.
+        """Return the members' layouts, which are requested once for each digest. Receivers that are gone are left out.
 
         Raises:
-            PeerLost, SourceStalled: a publisher is gone, or silent. StaleDescriptor: no source is left.
+            PeerLost, SourceStalled: a publisher is gone or silent.
+            StaleDescriptor: no source is left.
         """
         layouts = []
         for holder in holders:
@@ -324,37 +335,37 @@ class Planner:
                 try:
                     layout = self._membership.ask(holder.member, lambda sync_client: sync_client.layout())
                 except (PeerLost, SourceStalled):
-                    # Every publisher rank has elements that no other source has; one of several receivers can be
+                    # Every publisher rank has elements that no other source has, but one of several receivers can be
                     # left out.
                     if holder.state.side == "publisher":
                         raise
                     continue
                 if layout.digest() != holder.state.layout:
-                    # It changed between its report to the hub and this request; the caller asks again.
-                    raise NotFound(f"{holder.member} has a different layout than it reported")
+                    # The layout changed between the report to the hub and this request. The caller asks again.
+                    raise NotFound(f"{holder.member} has a different layout from the one that it reported")
                 with self._lock:
                     self._layouts_by_digest[holder.state.layout] = layout
             layouts.append((holder, layout))
-        # Drop layouts of members that left: each can be megabytes, and a long run sees many restarts.
+        # Drop layouts of members that left, because each can be megabytes and a long run sees many restarts.
         with self._lock:
             current = {member.state.layout for member in self._membership.look(max_age_s=60.0)}
             self._layouts_by_digest = {
                 digest: layout for digest, layout in self._layouts_by_digest.items() if digest in current
             }
         if not layouts:
-            raise StaleDescriptor("the members that had this version are gone; update to the next one")
+            raise StaleDescriptor("the members that had this version are gone", hint="update to the next version")
         return layouts
 
 
 def layout_in(request: PartRequest, asker: str) -> Layout:
-    """Return the checked layout in a receiver's request, which has one.
+    """Return the checked layout from a receiver's request, which must contain one.
 
     Raises:
-        PlanError: it belongs to another member, its digest is not that of the request, or it is invalid.
+        PlanError: it belongs to another member, its digest differs from the request's, or it is invalid.
     """
     assert request.layout is not None
     layout = decode(request.layout, Layout)
-    # From another process: a layout under another member's id would give that member a wrong part.
+    # The layout comes from another process. With another member's id it would give that member a wrong part.
     if layout.member != asker or layout.digest() != request.digest:
         raise PlanError(
             f"the layout that {asker} sent belongs to {layout.member}, or its digest differs from the request's"
@@ -364,7 +375,7 @@ def layout_in(request: PartRequest, asker: str) -> Layout:
 
 
 def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
-    """Return the publishers of an epoch, by rank."""
+    """Return the publishers of an epoch, in the order of their ranks."""
     publishers = [
         member
         for member in members
@@ -374,8 +385,8 @@ def _ranks(members: Sequence[SyncMember], epoch: str) -> list[SyncMember]:
 
 
 def _missing(ranks: Sequence[SyncMember]) -> str:
-    """Return a message about the absent ranks of an epoch; empty: none is absent, or these are receivers."""
-    # Receivers are not ranks of the trainer: the planning checks whether they have all elements.
+    """Return a message about missing ranks of an epoch. It is empty if none is missing, or if these are receivers."""
+    # Receivers are not ranks of the trainer. Planning checks whether they have all elements.
     if not ranks or ranks[0].state.side != "publisher":
         return ""
     there = {rank.state.rank for rank in ranks}

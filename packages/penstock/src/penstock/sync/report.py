@@ -1,8 +1,4 @@
-"""Reports of a publish and of an update.
-
-In: what was measured. Out: frozen values, and a few lines for people.
-Not here: measuring (`sync.publish.publisher`, `sync.receive.subscriber`).
-"""
+"""The reports of a publish and of an update."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ UpdateMode = Literal["staged", "direct"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishReport(Summarised):
-    """The result of one version as its publisher saw it: only members under `committed` have it.
+    """The result of publishing a version, as one publisher saw it. Only members in `committed` have the version.
 
     A snapshot is read after `publish` returned, so its report names no member.
     """
@@ -28,37 +24,37 @@ class PublishReport(Summarised):
     name: str
     version: int
     revision: str
-    """The epoch of the publishers and the version: equal revisions are equal bytes."""
+    """The publishers' epoch and the version. Equal revisions mean equal bytes."""
     mode: PublishMode
     nbytes: int
-    """Bytes of the tensors on this rank."""
+    """Size of this rank's tensors in bytes."""
     wall_s: float
     copy_s: float = 0.0
-    """Snapshot: the time of the copy."""
+    """For a snapshot, the seconds of the copy."""
     wait_s: float = 0.0
-    """Live: the time until all expected subscribers were done."""
+    """For a live version, the seconds until all expected subscribers were done."""
     transform_s: float = 0.0
-    """Tensors under tags: the time to fetch other ranks' parts of their blocks, and to quantise."""
+    """For tensors with tags, the seconds for fetching other ranks' parts of their blocks and for quantising."""
     transformed_bytes: int = 0
-    """Memory for the transformed tensors, in addition to the parameters."""
+    """Memory for the transformed tensors in bytes, in addition to the parameters."""
     boundary_bytes: int = 0
-    """Memory for blocks that cross the edges of this rank's shards."""
+    """Memory for blocks that cross the edges of this rank's shards, in bytes."""
     exchanged_bytes: int = 0
     """Bytes read from other ranks for these blocks."""
     committed: tuple[str, ...] = ()
-    """Subscribers that have the complete and verified version."""
+    """Subscribers that have the complete, verified version."""
     late: tuple[str, ...] = ()
-    """Subscribers known at the start that made no progress for the stall deadline; they can update later, or from a
+    """Subscribers known at the start that made no progress until the stall deadline. They can update later, or from a
     peer."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Subscriber -> reason of its failure."""
+    """Subscribers that failed, with the reason."""
     outcome: Literal["", "pending", "committed"] = ""
-    """Of a version with a two-phase commit: `pending` until `Publisher.wait_decision` returns. A version that was
-    withdrawn has no report, but `VersionRefused`."""
+    """For a version with a two-phase commit, `pending` until `Publisher.wait_decision` returns. A withdrawn version has
+    no report. It raises `VersionRefused`."""
 
     def summary(self) -> str:
         """Return a summary of one or a few lines."""
-        # Member ids by their first eight digits: enough to find them in `penstock status`.
+        # Show the first eight digits of member ids, which suffice to find them in `penstock status`.
         head = f"{self.name} version {self.version}: {bytes_text(self.nbytes)} here, {self.mode}, {self.wall_s:.3f} s"
         if self.transformed_bytes:
             head += (
@@ -66,7 +62,7 @@ class PublishReport(Summarised):
                 f"{bytes_text(self.exchanged_bytes)} from other ranks"
             )
         if self.mode == "snapshot" and self.outcome != "committed":
-            return f"{head}, of it {self.copy_s:.3f} s copy" + (", not decided yet" if self.outcome else "")
+            return f"{head}, of it {self.copy_s:.3f} s copy" + (", no decision yet" if self.outcome else "")
         lines = [f"{head}; {len(self.committed)} committed"]
         if self.late:
             lines.append(f"late: {', '.join(member[:8] for member in self.late)}")
@@ -81,43 +77,43 @@ class UpdateReport(Summarised):
     name: str
     version: int
     revision: str
-    """The publishers' epoch and the version: equal revisions are equal bytes."""
+    """The publishers' epoch and the version. Equal revisions mean equal bytes."""
     mode: UpdateMode
     nbytes: int
-    """Bytes read."""
+    """Number of bytes read."""
     wall_s: float
     plan_s: float
-    """Time until the reads began: the request for the part, sessions, maps; the recording, the first time."""
+    """Seconds until the reads began: the request for the part, sessions and maps. The first time also the recording."""
     wire_s: float
-    """Time of reading and verifying."""
+    """Seconds of reading and verifying."""
     install_s: float
-    """Time after the bytes arrived: permuting, casting, constants, and the loader's own work."""
+    """Seconds after the bytes arrived: permuting, casting, constants, and the loader's work."""
     pause_s: float
-    """From `before_pause` to `after_resume`."""
+    """Seconds from `before_pause` to `after_resume`."""
     path: str
-    """`75% shm <- MEMBER, 25% http <- MEMBER`, by bytes."""
+    """The paths by share of bytes, such as `75% shm <- MEMBER, 25% http <- MEMBER`."""
     sources: Mapping[str, int]
-    """Member -> bytes read from it."""
+    """Number of bytes read from each member."""
     why: tuple[str, ...] = ()
     """Reasons for the transports in use, one per path, and for tensors that passed through the loader."""
     version_bytes: int = 0
-    """Bytes of the version for this rank: more than was read, where this rank had some of them already."""
+    """Size of the version for this rank in bytes. It exceeds the bytes read if this rank had some of them already."""
     delta: str = ""
-    """How much of the version was read, and why no less."""
+    """How much of the version was read, and why not less."""
     attempts: int = 1
-    """Above 1: a source failed, or a newer version came, during the update."""
+    """Number of attempts. It is above 1 if a source failed or a newer version arrived during the update."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """Member that failed during the update, and was left out -> the reason."""
+    """Members that failed during the update and were left out, with the reason."""
     nbytes_by_path: Mapping[str, int] = field(default_factory=dict)
-    """Path (`shm <- MEMBER`) -> bytes that came by it."""
+    """Number of bytes received by each path, such as `shm <- MEMBER`."""
     packed_bytes: int = 0
-    """Bytes that were short runs at sources of other hosts, which packed them to be read in long runs."""
+    """Bytes in short runs at sources on other hosts, which packed them so that they were read in long runs."""
     staging_bytes: int = 0
-    """Memory in addition to the target's own: the staging copy and scratch."""
+    """Memory for the staging copy and scratch in bytes, in addition to the target."""
 
     @property
     def gb_per_s(self) -> float:
-        """Return decimal GB read per second of reading and verifying."""
+        """Return the rate in GB/s: decimal GB per second of reading and verifying."""
         return self.nbytes / GB / self.wire_s if self.wire_s > 0 else 0.0
 
     def summary(self) -> str:
@@ -132,7 +128,7 @@ class UpdateReport(Summarised):
 
 
 def publish_outcome(report: PublishReport) -> Outcome:
-    """Return what metrics and spans show of a publish."""
+    """Return the values that metrics and spans show for a publish."""
     live = {"committed": len(report.committed), "late": len(report.late), "failed": len(report.failed)}
     return Outcome(
         nbytes=report.nbytes,
@@ -143,21 +139,21 @@ def publish_outcome(report: PublishReport) -> Outcome:
 
 
 def update_outcome(report: UpdateReport) -> Outcome:
-    """Return what metrics and spans show of an update."""
+    """Return the values that metrics and spans show for an update."""
     return Outcome(
         nbytes=report.nbytes,
         phases={"plan": report.plan_s, "wire": report.wire_s, "install": report.install_s},
-        # Every byte is compared with its source's digests before the version is live.
+        # Every byte was compared with its source's digests before the version went live.
         verified_bytes=report.nbytes,
         path=report.path,
-        # An update that found nothing new paused nothing.
+        # An update without a new version did not pause the engine.
         pause_s=report.pause_s if report.version_bytes else None,
         attributes={"version": report.version, "mode": report.mode, "revision": report.revision},
     )
 
 
 def received(nbytes_by_path: Mapping[str, int]) -> dict[tuple[str, str], int]:
-    """Return the bytes of an update's paths by source and transport, for metrics."""
+    """Return the bytes received by an update, by source and transport, for metrics."""
     received: dict[tuple[str, str], int] = {}
     for path, nbytes in nbytes_by_path.items():
         key = ("peer", path.partition(" ")[0])

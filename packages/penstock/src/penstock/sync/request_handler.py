@@ -1,8 +1,4 @@
-"""Request handler of a sync member: serves its map, digests, planned parts and progress to peers.
-
-In: sessions opened by grants, requests. Out: replies; see `hub.messages`.
-Not here: the client side (`membership`), the server itself (`peer.server`), planning (`planner`), the progress of
-subscribers (`publish.rank_group`).
+"""The request handler of a sync member. It serves the member's map, digests, planned parts and progress to peers.
 
     POST   /v1/sync                     SessionRequest -> Session
     GET    /v1/sync/S/layout            the member's Layout
@@ -17,8 +13,8 @@ subscribers (`publish.rank_group`).
     GET    /v1/sync/S/decision?version=V&wait_ms=W   Decision, from a publisher's rank 0
     GET    /v1/sync/S/begins_after?rank=R&wait_ms=W  BeginsAfter, from a publisher's rank 0
 
-A client repeats a request whose connection broke. All are idempotent but `pack`, which takes a second buffer then; the
-lease of the first lapses.
+A client repeats a request whose connection broke. All requests are idempotent except `pack`, which then takes a second
+buffer, while the lease of the first expires.
 """
 
 from __future__ import annotations
@@ -57,22 +53,23 @@ from penstock.sync.messages import (
 from penstock.sync.part_outcome import PartOutcome, encode_outcome
 
 SESSION_S = 600.0
-"""A session not used for this long ends: longer than a training step, so that steps go on without the hub."""
+"""Seconds after which an unused session ends. This is longer than a training step, so that steps work without the
+hub."""
 MAX_MESSAGE_BYTES = 256 << 20
-"""Longest request in a session: a layout of four million rows, or the strips of a step."""
+"""Maximum size of a request in a session: a layout with four million rows, or the strips of a step."""
 MAX_STRIPS = 4 << 20
-"""Strips remembered by name, over all peers: 128 MiB."""
+"""Maximum number of strips remembered by name for all peers together, which is 128 MiB."""
 
 
 class Plans(Protocol):
     """A planner for other members: a sync's `Planner`, or among publishers a `BoundaryPlanner`."""
 
     def part(self, asker: str, request: PartRequest) -> PartOutcome:
-        """Return the part that the requester reads."""
+        """Return the requester's part of the plan."""
         ...
 
     def table(self) -> TableReply:
-        """Return the table of the tensors on offer."""
+        """Return the table of the offered tensors."""
         ...
 
 
@@ -88,15 +85,15 @@ class ProgressReceiver(Protocol):
     """The progress of subscribers on a publisher's rank 0: `publish.rank_group.SubscriberProgress`."""
 
     def note_request(self, member: str) -> None:
-        """Note a receiver's request for its part as a sign of life."""
+        """Record a receiver's request for its part, which shows that the receiver is alive."""
         ...
 
     def note_progress(self, member: str, progress: RankProgress) -> None:
-        """Note a receiver's progress report."""
+        """Record a receiver's progress report."""
         ...
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return the decision about a version once it is over, or its state after `wait_s`."""
+        """Return the decision about a version when it is over, or its state after `wait_s` seconds."""
         ...
 
 
@@ -107,12 +104,14 @@ class _OpenSession:
 
 
 class SyncHandler:
-    """See the module; implements `peer.server.RequestHandler`. Used by the server's threads.
+    """The handler, as the module's docstring describes. It implements `peer.server.RequestHandler`.
+
+    The server's threads use it.
 
     Args:
-        key: the key of the sync's name, which grants must be for.
+        key: key of the sync's name, which grants must contain.
         admit: consumes a grant, or raises.
-        local_version: returns this member's memory and version; None: it has none yet.
+        local_version: returns this member's memory and version, or None if it has none yet.
         version_status: the versions that this member announces.
         planner: plans for other members.
         subscriber_progress: the progress of subscribers, on a publisher's rank 0.
@@ -142,7 +141,7 @@ class SyncHandler:
         self._check = check
         self._lock = threading.Lock()
         self._sessions: dict[str, _OpenSession] = {}
-        # By name, the newest last.
+        # The strips by name, the newest last.
         self._strips: OrderedDict[bytes, Strips] = OrderedDict()
 
     def answer(
@@ -151,15 +150,15 @@ class SyncHandler:
         """See `peer.server.RequestHandler`."""
         if verb == "POST" and not path:
             raw = body(MAX_BODY_BYTES)
-            # Before decoding: a peer of another release may send fields that do not decode, and must get the message
-            # about its version instead.
+            # Check the version before decoding. A peer with another release may send fields that do not decode, and
+            # must get the error about its version.
             check_version(raw)
             return self._open(msgspec.msgpack.decode(raw, type=SessionRequest))
         if verb not in ("GET", "POST") or len(path) != 2:
-            raise NotFound(f"no route for {verb} with {len(path)} path segments")
+            raise NotFound(f"there is no route for {verb} with {len(path)} path segments")
         member = self._member_of(path[0])
-        # The body is read also where the session is unknown, so that the connection can be used again; but only a
-        # member with a session may make this process buffer 256 MiB.
+        # Read the body even if the session is unknown, so that the connection can be used again. But only a member with
+        # a session may make this process buffer 256 MiB.
         raw = body(MAX_MESSAGE_BYTES if member is not None else MAX_BODY_BYTES) if verb == "POST" else b""
         if member is None:
             raise PermissionDenied("the session is unknown or has ended", hint="ask the hub for a new grant")
@@ -169,22 +168,22 @@ class SyncHandler:
         return self._get(member, path[1], number, min(number["wait_ms"] / 1000, MAX_WAIT_S))
 
     def _open(self, request: SessionRequest) -> MemberSession:
-        """Check a grant and open a session for its member."""
+        """Check a grant, and open a session for its member."""
         if request.key != self._key:
-            raise NotFound("this member takes no part in this sync")
+            raise NotFound("this member does not take part in this sync")
         self._admit(LeaseRequest(member=request.member, key=request.key, grant=request.grant))
-        # Random, because the id is all that authorises a later request.
+        # The id is random, because it is the only authorisation of later requests.
         session = secrets.token_hex(16)
         with self._lock:
             now = time.monotonic()
-            # Here is the only place where sessions are added, so a process that lives for months keeps no old ones.
+            # Sessions are added only here, so removing old ones here suffices even in a process that runs for months.
             for expired in [name for name, known in self._sessions.items() if now - known.seen > SESSION_S]:
                 del self._sessions[expired]
             self._sessions[session] = _OpenSession(request.member, now)
         return MemberSession(session=session, ttl_s=SESSION_S)
 
     def _member_of(self, session: str) -> str | None:
-        """Return the member of a session, and extend the session; None: it is unknown or has ended."""
+        """Return the member of a session and extend the session. Return None if it is unknown or has ended."""
         with self._lock:
             known = self._sessions.get(session)
             if known is None or time.monotonic() - known.seen > SESSION_S:
@@ -206,12 +205,13 @@ class SyncHandler:
             return self._subscriber_progress.decision(number["version"], wait_s)
         if route == "begins_after" and self._first_versions is not None:
             return BeginsAfter(version=self._first_versions.of(number["rank"], member, wait_s))
-        raise NotFound(f"no route GET {route[:64]!r} at this member")
+        raise NotFound(f"there is no route GET {route[:64]!r} at this member")
 
     def _post(self, member: str, route: str, raw: bytes) -> object:
         """Answer a request with a body, from this member."""
         if route == "part":
-            # A live publish counts its deadline from the last sign of life: planning may take longer than that.
+            # The deadline of a live publish counts from the last request of a receiver, and planning may take longer
+            # than that.
             if self._subscriber_progress is not None:
                 self._subscriber_progress.note_request(member)
             return encode_outcome(self._planner.part(member, msgspec.msgpack.decode(raw, type=PartRequest)))
@@ -228,7 +228,7 @@ class SyncHandler:
             if self._subscriber_progress is not None:
                 self._subscriber_progress.note_progress(member, progress)
             return None
-        raise NotFound(f"no route POST {route[:64]!r} at this member")
+        raise NotFound(f"there is no route POST {route[:64]!r} at this member")
 
     def _served(self) -> LocalVersion:
         served = self._local_version()
@@ -237,8 +237,8 @@ class SyncHandler:
         return served
 
     def _map(self, version: int, wait_s: float) -> VersionMap:
-        """Return the map of a version; wait for the version if it has not begun."""
-        # Here and not per digest request: the check digests all of the memory.
+        """Return the map of a version. Wait for the version if it has not begun."""
+        # Check here and not for each digest request, because the check digests all of the memory.
         self._check()
         served = self._served()
         deadline = time.monotonic() + wait_s
@@ -246,21 +246,22 @@ class SyncHandler:
             while served.version is None or served.version < version:
                 left = deadline - time.monotonic()
                 if self._version_status.is_past(version):
-                    # The version is past: it will not come, however long the peer waits.
+                    # The version is past and will not come, however long the peer waits.
                     break
                 if left <= 0:
                     raise NotFound(f"version {version} has not begun here yet")
-                # The version status has a condition of its own, which does not wake this one: look ten times a second.
+                # The version status has a separate condition, which does not wake this one, so check ten times a
+                # second.
                 served.changed.wait(min(left, 0.1))
-            # Under the lock, so that no fence comes between the check above and the map. StaleDescriptor between
-            # versions.
+            # Keep the lock, so that no fence comes between the check above and the map. Between versions this raises
+            # StaleDescriptor.
             version_map = served.map()
         if version_map.version != version:
             raise StaleDescriptor(f"version {version} was replaced by version {version_map.version}")
         return version_map
 
     def _digests(self, request: DigestRequest) -> DigestReply:
-        """Digest the strips of a request, once their rows are ready."""
+        """Digest the strips in a request when their rows are ready."""
         strips = self._known_strips(request)
         if strips is None:
             return DigestReply(digests=None, num_ready=0, is_unknown=True)
@@ -271,14 +272,14 @@ class SyncHandler:
             # The wait occupies a thread of the server.
             wait_s=min(request.wait_s, MAX_WAIT_S),
         )
-        # Little-endian on the wire, whatever the host is.
+        # The wire format is little-endian on every host.
         encoded = None if answer.digests is None else np.ascontiguousarray(answer.digests, "<u8").tobytes()
         return DigestReply(digests=encoded, num_ready=answer.num_ready)
 
     def _pack(self, request: PackRequest) -> PackReply:
-        """Pack the strips of a request, once their rows are ready and there is a buffer."""
+        """Pack the strips in a request when their rows are ready and a buffer is free."""
         served = self._served()
-        # First: the buffer that the caller has read may be the one that it gets.
+        # Release buffers first, because the caller may get the buffer that it has just read.
         served.hold_packed((), request.release)
         strips = self._known_strips(request)
         if strips is None:
@@ -292,21 +293,22 @@ class SyncHandler:
         )
 
     def _known_strips(self, request: DigestRequest) -> Strips | None:
-        """Return the strips sent under this name, in this request or an earlier one; None: the peer must send them."""
+        """Return the strips that were sent under this name, now or earlier. Return None if the peer must send them."""
         with self._lock:
             strips = self._strips.get(request.strips)
             if strips is not None:
                 self._strips.move_to_end(request.strips)
                 return strips
         columns = (request.at, request.run_bytes, request.num_rows, request.pitch)
-        # Names are shared by all peers: a peer that sends other columns under a name must not change them for the rest.
+        # All peers share the names, so a peer that sends different columns under a name must not change them for
+        # others.
         if name_of_strips(*columns) != request.strips:
             return None
         at, run_bytes, num_rows, pitch = (decode_column(raw, "<i8") for raw in columns)
         strips = Strips(at=at, run_bytes=run_bytes, num_rows=num_rows, pitch=pitch)
         with self._lock:
             self._strips[request.strips] = strips
-            # The newest stays, however long: it is about to be used.
+            # Keep the newest strips, however many, because they are about to be used.
             while sum(map(len, self._strips.values())) > MAX_STRIPS and len(self._strips) > 1:
                 self._strips.popitem(last=False)
         return strips
@@ -314,7 +316,7 @@ class SyncHandler:
 
 def _number(query: Mapping[str, list[str]], name: str) -> int:
     value = int(query.get(name, ["0"])[0])
-    # -1 stands for the newest version.
+    # The value -1 means the newest version.
     if value < -1:
-        raise FormatError(f"the query parameter {name} cannot be {value}")
+        raise FormatError(f"the query parameter {name} must be at least -1, not {value}")
     return value

@@ -12,19 +12,19 @@ from penstock.plan.packing import LEAST_PACK_BYTES, PACK_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublisherSettings:
-    """The buffers of a publisher. `publisher` takes one as `settings=`.
+    """The buffers of a publisher. `publisher` accepts this value as `settings=`.
 
     Attributes:
-        arena: Whether the parameters are first moved into one arena per device (`memory.rehome`), so that peers reach
-            them by one registration. `shm` reaches host memory only there.
-        memory_bytes: Limit of a snapshot's copy and the transformed tensors together. None means no limit.
-        pack_bytes: Limit of the memory, on the device of the tensors, into which runs below 8 KiB are packed for
-            receivers on other hosts, as columns of a tensor. It is allocated when they ask for it, in eighths. With 0
-            they read such runs one by one.
+        arena: whether the parameters are first moved into one arena per device (`memory.rehome`), so that peers reach
+            them with one registration. The transport `shm` needs this to reach host memory.
+        memory_bytes: limit in bytes for a snapshot's copy and the transformed tensors together. None means no limit.
+        pack_bytes: limit in bytes for device memory into which runs below 8 KiB, such as columns of a tensor, are
+            packed for receivers on other hosts. It is allocated on demand, in eighths. With 0, receivers read such runs
+            one by one.
 
     Raises:
         ConfigError: a field has the wrong type, or is not a number of bytes.
-        BudgetTooSmall: `pack_bytes` is above 0 and too small to help.
+        BudgetTooSmall: `pack_bytes` is above 0 but too small to help.
     """
 
     arena: bool = False
@@ -37,25 +37,25 @@ class PublisherSettings:
             parse_bytes(self.memory_bytes)
         pack_bytes = parse_bytes(self.pack_bytes)
         if 0 < pack_bytes < LEAST_PACK_BYTES:
-            message = f"pack_bytes={pack_bytes} leaves no buffer that a reader would gain by"
+            message = f"pack_bytes={pack_bytes} is too small for a useful buffer"
             raise BudgetTooSmall(message, minimum_bytes=LEAST_PACK_BYTES, budget="pack_bytes")
 
     @classmethod
     def of(cls, settings: PublisherSettings | None) -> PublisherSettings:
-        """Return the settings that the argument of `publisher` stands for. None means the defaults."""
+        """Return the settings for the argument of `publisher`. None means the defaults."""
         require_type("settings", settings, (cls, type(None)), "a penstock.sync.PublisherSettings, or None")
         return cls() if settings is None else settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriberSettings:
-    """The buffers of a subscriber. `subscriber` takes one as `settings=`.
+    """The buffers of a subscriber. `subscriber` accepts this value as `settings=`.
 
     Attributes:
-        arena: Whether the target is first moved into one arena per device; see `PublisherSettings`.
-        memory_bytes: In staged mode, limit of the staging copy. In direct mode, limit of the bytes that are read and
-            not yet verified. None means the default.
-        serve: Whether this process is a source for other receivers between updates. False is for engines that change
+        arena: whether the target is first moved into one arena per device. See `PublisherSettings`.
+        memory_bytes: limit in bytes. In staged mode it applies to the staging copy, and in direct mode to bytes that
+            are read and not yet verified. None means the default.
+        serve: whether other receivers may read from this process between updates. Use False for engines that change
             weights in place.
 
     Raises:
@@ -74,6 +74,6 @@ class SubscriberSettings:
 
     @classmethod
     def of(cls, settings: SubscriberSettings | None) -> SubscriberSettings:
-        """Return the settings that the argument of `subscriber` stands for. None means the defaults."""
+        """Return the settings for the argument of `subscriber`. None means the defaults."""
         require_type("settings", settings, (cls, type(None)), "a penstock.sync.SubscriberSettings, or None")
         return cls() if settings is None else settings

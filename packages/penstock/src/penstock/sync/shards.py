@@ -1,11 +1,6 @@
-"""Declaration of the boxes of tensors in a rank's memory, as views.
+"""Declares the boxes of tensors in a rank's memory, as views.
 
-In: a module, or tensors by name: whole, DTensors of any mesh, `Shard`s. Out: `ShardRow`s; the regions of memory behind
-them; the `Layout` that a planner needs.
-Not here: a receiver's requirements (`sync.recording.requirements`), Megatron's names (`penstock_rl.megatron`),
-registering memory (`local_version`).
-
-    DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> rows 0..2 and 5..6 of it, two Rows
+DTensor [10, 4], mesh (2, 2), (_StridedShard(0, split_factor=2), Shard(0)) -> its rows 0..2 and 5..6, two ShardRows
 """
 
 from __future__ import annotations
@@ -32,26 +27,26 @@ from penstock.transport.protocol import Memory
 from penstock.types import Box, DType
 
 
-# `eq=False`, here and below: rows compare by identity, because torch compares tensors element by element.
+# With `eq=False` rows compare by identity, because torch compares tensors element by element.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ShardRow:
-    """A box of one tensor in this rank's memory."""
+    """A box of a tensor in this rank's memory."""
 
     name: str
     tensor: torch.Tensor = field(repr=False)
-    """A view of exactly the box's elements, of any strides."""
+    """A view of exactly the elements in the box, with any strides."""
     form: Form
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Shard:
-    """The part of one tensor that a rank has, as declared by its owner; shapes and offset as torch shows the tensor."""
+    """The part of a tensor that a rank has, as its owner declares it. Shapes and offset are those that torch shows."""
 
     tensor: torch.Tensor = field(repr=False)
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
     tag: str = ""
-    """The transformation that was applied to the values; see `Form`."""
+    """The transformation that was applied to the values. See `Form`."""
 
 
 Declarable = torch.Tensor | Shard | Sequence[Shard]
@@ -63,18 +58,18 @@ _DECLARABLE = "a torch.nn.Module, or a dict of tensors, Shards or lists of Shard
 
 
 def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardRow, ...]:
-    """Return the rows of all tensors of a rank.
+    """Return the rows of all tensors on a rank.
+
+    Rows view the live memory and keep it alive. Call it between steps for FSDP2, because it reshards the module, as its
+    `state_dict` does.
 
     Args:
         params: a module (its parameters and persistent buffers, tied ones under each name), or tensors by name: whole
-            ones, DTensors, a `Shard`, several Shards.
+            tensors, DTensors, a `Shard` or several Shards.
 
     Raises:
-        PlanError: names the tensor that cannot be declared: partial sums, wrappers, no dtype of the format, memory
-            that overlaps itself, or a box outside its tensor.
-
-    Ownership: rows view the live memory and keep it alive.
-    Order: for FSDP2 between steps; this reshards the module, as its `state_dict` does.
+        PlanError: a tensor cannot be declared. The error names it: a partial sum, a wrapper, a dtype that the format
+            does not have, memory that overlaps itself, or a box outside its tensor.
     """
     require_type("params", params, (torch.nn.Module, Mapping), _DECLARABLE)
     tensors = _state(params) if isinstance(params, torch.nn.Module) else params
@@ -86,18 +81,20 @@ def declared(params: torch.nn.Module | Mapping[str, Declarable]) -> tuple[ShardR
 def row_of(
     name: str, tensor: torch.Tensor, global_shape: Sequence[int], offset: Sequence[int], *, tag: str = ""
 ) -> ShardRow:
-    """Return the row of a tensor that is the box at `offset` of a tensor of `global_shape`.
+    """Return the row for a tensor that is the box at `offset` in a tensor with `global_shape`.
 
     Raises:
-        PlanError: as `declared`.
+        PlanError: see `declared`.
     """
     tensor = tensor.detach()
-    # Wrappers (quantised, nested, sparse tensors) have several memories, or one that is not the values.
+    # Wrappers (quantised, nested, sparse tensors) have several memories, or memory that does not contain the values.
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided:
-        raise PlanError(f"a {type(tensor).__name__} has no memory of its own", tensor=name, hint="declare its parts")
-    # Torch conjugates and negates lazily, by a bit on the tensor: a peer that reads the bytes would miss it.
+        raise PlanError(
+            f"a {type(tensor).__name__} is not one plain tensor in memory", tensor=name, hint="declare its parts"
+        )
+    # Torch conjugates and negates lazily with a bit on the tensor, which a peer that reads the bytes would miss.
     if tensor.is_conj() or tensor.is_neg():
-        raise PlanError("its values differ from its memory", tensor=name, hint="declare tensor.resolve_conj()")
+        raise PlanError("its values differ from the bytes in memory", tensor=name, hint="declare tensor.resolve_conj()")
     if not len(tensor.shape) == len(global_shape) == len(offset):
         message = f"shape {list(tensor.shape)}, offset {list(offset)} and global shape {list(global_shape)}"
         raise PlanError(f"{message} have different numbers of dims", tensor=name)
@@ -105,7 +102,7 @@ def row_of(
     try:
         form = form_of(tensor.dtype, tuple(global_shape), tuple(offset), tuple(tensor.shape), tensor.stride(), tag)
     except PlanError as error:
-        # `form_of` is cached over tensors, so it cannot know the name.
+        # `form_of` is cached for all tensors, so it cannot know the name.
         error.tensor = name
         raise
     return ShardRow(name=name, tensor=tensor, form=form)
@@ -120,12 +117,12 @@ def form_of(
     strides: tuple[int, ...],
     tag: str = "",
 ) -> Form:
-    """Return the form of a torch tensor's memory: two elements of F4 are one element in torch.
+    """Return the form of a torch tensor's memory. Two elements of F4 are one element in torch.
 
     Raises:
-        PlanError: the memory has no form; says why.
+        PlanError: the memory has no form. The message says why.
     """
-    # Cached: the experts of a model are thousands of tensors with a handful of forms.
+    # The result is cached, because the experts in a model are thousands of tensors with a handful of forms.
     dtype = dtype_of(kind)
     if dtype is DType.F4:
         if not shape or (shape[-1] > 1 and strides[-1] != 1):
@@ -142,7 +139,7 @@ def form_of(
 
 
 def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[Memory, ...]:
-    """Return the memory behind rows: the arena that a row lies in, else its torch storage.
+    """Return the memory of the rows: the arena that contains a row, or its torch storage.
 
     Raises:
         PlanError: a row has no memory.
@@ -156,37 +153,37 @@ def regions_of(rows: Iterable[ShardRow], arenas: Sequence[Arena] = ()) -> tuple[
 
 
 def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequence[Memory]) -> Layout:
-    """Return the layout of rows, as a planner receives it.
+    """Return the layout of rows for a planner.
 
     Args:
-        rows: from `declared`, or a receiver's requirements.
-        member: the id of this member.
+        rows: rows from `declared`, or a receiver's requirements.
+        member: id of this member.
         address: identifies the registrations of `regions`, so that a new registration is a new layout.
-        regions: in the order in which offsets count through them.
+        regions: regions in the order in which offsets count through them.
 
     Raises:
-        PlanError: a row lies in none of the regions.
+        PlanError: a row is in none of the regions.
     """
-    # Columns instead of a loop over rows: an MoE has hundreds of thousands of rows.
+    # Use columns instead of a loop over rows, because an MoE has hundreds of thousands of rows.
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     begin = np.array([regions[i].address for i in order], np.uint64)
     end = np.array([regions[i].address + regions[i].nbytes for i in order], np.uint64)
     nbytes = np.array([region.nbytes for region in regions], np.int64)
     first = (np.cumsum(nbytes) - nbytes)[order]
-    # A form for each kind of row, and a number for each row: the layout is sent to other processes.
+    # The layout is sent to other processes, so it has one form for each kind of row, and a number for each row.
     numbers: dict[Form, int] = {}
     form = np.fromiter((numbers.setdefault(row.form, len(numbers)) for row in rows), np.int64, len(rows))
     span = np.array([form.span_bytes for form in numbers] or [0], np.int64)[form]
     address_of = np.fromiter((row.tensor.data_ptr() for row in rows), np.uint64, len(rows))
     offset = np.zeros(len(rows), np.int64)
-    # Rows without elements have no address, and keep offset 0.
+    # Rows without elements have no address and keep offset 0.
     some = np.flatnonzero(span)
     at = np.searchsorted(begin, address_of[some], side="right") - 1
     outside = at < 0 if len(regions) else np.ones(len(some), bool)
     if not outside.any():
         outside = address_of[some] + span[some].astype(np.uint64) > end[at]
     if outside.any():
-        raise PlanError("its memory lies in none of the regions", tensor=rows[int(some[outside.argmax()])].name)
+        raise PlanError("its memory is in none of the regions", tensor=rows[int(some[outside.argmax()])].name)
     if len(some):
         offset[some] = first[at] + (address_of[some] - begin[at]).astype(np.int64)
     layout = Layout(
@@ -203,7 +200,7 @@ def layout_of(rows: Sequence[ShardRow], member: str, address: str, regions: Sequ
 
 
 def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappable: bool = False) -> None:
-    """Move the declared tensors into one arena per device; see `memory.rehome`."""
+    """Move the declared tensors into one arena per device. See `memory.rehome`."""
     if isinstance(params, torch.nn.Module):
         named: dict[str, torch.Tensor] = {**dict(params.named_parameters()), **dict(params.named_buffers())}
     else:
@@ -215,15 +212,15 @@ def to_arenas(params: torch.nn.Module | Mapping[str, Declarable], *, is_remappab
     local = {name: tensor._local_tensor if isinstance(tensor, DTensor) else tensor for name, tensor in named.items()}
     rehome(local, is_remappable=is_remappable)
     if isinstance(params, torch.nn.Module):
-        # FSDP2 keeps references to its shards' memory from the first forward on, and takes new ones when a module is
-        # converted: without this it would compute with the memory that the parameters were moved out of.
+        # FSDP2 keeps references to its shards' memory from the first forward pass on and renews them when a module is
+        # converted. Without this call it would compute with the old memory.
         params._apply(lambda tensor: tensor)
 
 
 def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's tensors by checkpoint names: without prefixes of wrappers, and without extra state."""
+    """Return a module's tensors by checkpoint name, without prefixes of wrappers and without extra state."""
     state = module.state_dict(keep_vars=True)
-    # A module may have wrappers inside it, as a trainer's actor and critic are. The inner ones come last.
+    # A module may contain wrappers, as a trainer's actor and critic do. The inner ones come last.
     wrappers = [path for path, inner in module.named_modules(remove_duplicate=False) if isinstance(inner, _PARALLEL)]
     for path in reversed(wrappers):
         outer = f"{path}." if path else ""
@@ -237,16 +234,16 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def wrapped_in(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the module inside a wrapper of torch.compile or of data parallelism; None: it is no such wrapper."""
+    """Return the module inside a wrapper of torch.compile or data parallelism, or None for any other module."""
     if isinstance(module, _PARALLEL):
         inner: torch.nn.Module = module.module
         return inner
-    # By name: importing the class of compiled modules takes seconds.
+    # Look up the name, because importing the class of compiled modules takes seconds.
     return module._modules.get("_orig_mod")
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside all wrappers of torch.compile and of data parallelism."""
+    """Return the module inside all wrappers of torch.compile and data parallelism."""
     while (inner := wrapped_in(module)) is not None:
         module = inner
     return module
@@ -266,5 +263,5 @@ def _rows(name: str, value: Declarable) -> Iterator[ShardRow]:
     else:
         require_initialised(name, value)
         if value.is_nested:
-            raise PlanError("a nested tensor has no memory of its own", tensor=name, hint="declare its parts")
+            raise PlanError("a nested tensor is not one plain tensor in memory", tensor=name, hint="declare its parts")
         yield row_of(name, value, value.shape, (0,) * value.ndim)
