@@ -58,7 +58,7 @@ def test_wrong_version_or_generation_is_stale(rank: LocalVersion) -> None:
     for version, generation in ((2, told.generation), (3, told.generation + 1)):
         with pytest.raises(StaleDescriptor):
             rank.digests(some, version=version, generation=generation, wait_s=1)
-    with pytest.raises(PlanError, match="memory has version 3"):
+    with pytest.raises(PlanError, match="memory still has version 3"):
         rank.begin(4)
     rank.fence()
     rank.begin(3)
