@@ -1,8 +1,4 @@
-"""What a publisher rank tells receivers and the hub about its versions.
-
-In: versions that begin, end or are withdrawn; the fleet's decisions. Out: the news for receivers, heartbeats.
-Not here: the bytes of a version (`registered`), when it is shown (`strategy`).
-"""
+"""The announcements of a publisher rank to receivers and the hub: versions that begin, end or are withdrawn."""
 
 from __future__ import annotations
 
@@ -12,13 +8,13 @@ from penstock.sync.local_version import VersionStatus
 
 
 class Announcements:
-    """The versions of one rank, as others hear of them. One thread at a time changes them.
+    """The versions of one rank, as other members see them. One thread at a time changes them.
 
     Attributes:
-        epoch: the epoch of the publishers: the member id of their rank 0.
-        version: the newest version that was announced, or whose number is used up; -1: none.
-        status: the news for receivers.
-        decision: the newest decision of the fleet; None: there is none.
+        epoch: the publishers' epoch, which is the member id of their rank 0.
+        version: the newest version that was announced or whose number is used up, or -1.
+        status: the version status for receivers.
+        decision: the newest decision of the fleet, or None.
     """
 
     def __init__(self, member: Member) -> None:
@@ -27,7 +23,7 @@ class Announcements:
         self.status = VersionStatus()
         self.decision: FleetDecision | None = None
         self._member = member
-        # The status before the newest version, for a version that is withdrawn.
+        # The previous status, which is needed if the newest version is withdrawn.
         self._before = self.status.now
 
     @property
@@ -48,13 +44,16 @@ class Announcements:
         self._member.beat_now()
 
     def end(self) -> None:
-        """Tell receivers and the hub that the version cannot be read here; after a withdrawal name the one before."""
-        # Otherwise subscribers that request the newest version would request the withdrawn one.
+        """Tell receivers and the hub that the version can no longer be read here.
+
+        After a withdrawal name the previous version.
+        """
+        # Otherwise subscribers would request the withdrawn version as the newest one.
         newest, withdrawn = (self._before.version, self.decision) if self.is_withdrawn else (self.version, None)
         self.status.post(self.epoch, newest, is_open=False, withdrawn=withdrawn)
         self._member.beat_now()
 
     def decided(self, decision: FleetDecision) -> None:
-        """Keep the fleet's decision, which the hub hears with the next heartbeat."""
+        """Keep the fleet's decision. The next heartbeat reports it to the hub."""
         self.decision = decision
         self._member.beat_now()

@@ -1,11 +1,9 @@
-"""Exchange of boundary elements between publisher ranks, to quantise blocks that cross the edges of their shards.
+"""The exchange of boundary elements between publisher ranks, to quantise blocks that cross the edges of their shards.
 
-In: a rank's rows, and the boxes of other ranks' rows that it needs (`transformed`). Out: at each publish those boxes of
-the version, verified, on every rank or on none.
-Not here: the choice of the boxes (`transform.formats`), quantising, versions that receivers see (`publisher`).
-
-This is a sync among the publishers with the same parts, maps and transports, under a request handler of its own:
-requirements = boxes of other ranks, sources = all rows. Rank 0 plans once, and decides when all are done.
+At each publish a rank reads and verifies the boxes that it needs from other ranks. It succeeds on every rank or on
+none. This is a sync among the publishers with the same parts, maps and transports, but with a separate request handler.
+Its requirements are boxes on other ranks, and its sources are all rows. Rank 0 plans once, and decides when all ranks
+are done.
 
     begin(v) on every rank -> part (unchanged if nothing changed) -> transfer -> quantise -> all done: fence
 """
@@ -40,47 +38,49 @@ HANDLER = "boundary"
 
 
 class BoundaryPlanner:
-    """The planner of rank 0: plans for all ranks when all have reported their needs, and again only after a change.
+    """The planner on rank 0.
+
+    It plans for all ranks when all have reported their requirements, and again after a change.
 
     Args:
         membership: the members of the exchange.
-        ours: rank 0's own layout.
+        ours: rank 0's layout.
     """
 
     def __init__(self, membership: Membership, ours: Layout) -> None:
         self._membership = membership
-        # As in `Planner`: `_planning` is kept for a whole plan, `_lock` only for a look at the tables, so that ranks
-        # can report their needs while a plan is made.
+        # As in `Planner`, `_planning` is held for a whole plan, and `_lock` only for access to the tables, so that
+        # ranks can report their requirements while a plan is made.
         self._lock = threading.Lock()
         self._planning = threading.Lock()
-        # By member: the layouts of all rows, and of the required rows with their digest.
+        # For each member, the layout of all rows, and the layout of the required rows with its digest.
         self._layouts: dict[str, Layout] = {ours.member: ours}
         self._wants: dict[str, tuple[str, Layout]] = {}
-        # By member: the version that it asked for last.
+        # For each member, the version that it requested last.
         self._asked: dict[str, int] = {}
         self._ranks: tuple[SyncMember, ...] = ()
         self._version = -1
-        # The reason of a failure of this version; empty: none.
+        # Why this version failed. Empty if it did not fail.
         self._why = ""
         self._plan: SyncPlan | None = None
-        # The members and digests that `_plan` was made of.
+        # The members and digests for which `_plan` was made.
         self._plan_token: tuple[str, ...] = ()
 
     def begin(self, version: int, ranks: Sequence[SyncMember]) -> None:
-        """Start to serve parts of this version to these ranks."""
+        """Begin serving parts of this version to these ranks."""
         with self._lock:
             self._version = version
             self._ranks = tuple(ranks)
             self._why = ""
 
     def fail(self, why: str) -> None:
-        """End the version with a reason; later requests for its parts fail with it."""
+        """End the version with a reason. Later requests for its parts fail with this reason."""
         with self._lock:
             self._why = why
 
     def lacking(self) -> list[SyncMember]:
         """Return the ranks that have not reported their requirements for this version."""
-        # Of this version: a rank whose tensors have moved since the version before reports others.
+        # Check the current version, because a rank whose tensors moved since the previous one reports new requirements.
         with self._lock:
             return [rank for rank in self._ranks if self._asked.get(rank.member) != self._version]
 
@@ -92,14 +92,15 @@ class BoundaryPlanner:
             PlanError: the ranks together lack elements of a block; lists them.
         """
         with self._lock:
-            # The layout is taken before the version is checked: the other ranks wait for it, and a rank that is too
-            # early need not send it again.
+            # Store the layout before checking the version. The other ranks wait for it, and a rank that is too early
+            # need not send it again.
             known = self._wants.get(asker)
             if known is None or known[0] != request.digest:
                 if request.layout is None:
                     return LayoutNeeded()
                 self._wants[asker] = request.digest, layout_in(request, asker)
-                # Its tensors have moved, so its rows have too. Rank 0 makes a new planner when its own have.
+                # The rank's tensors moved, so its rows did too. Rank 0 creates a new planner when its own tensors
+                # moved.
                 if known is not None and asker != self._membership.member.id:
                     self._layouts.pop(asker, None)
             self._asked[asker] = request.version
@@ -109,14 +110,14 @@ class BoundaryPlanner:
                 raise StaleDescriptor(self._why)
             ranks = self._ranks
             if all(rank.member != asker for rank in ranks):
-                # The requester is an earlier process of a rank that was started again.
-                raise StaleDescriptor("another process has this rank now")
-        # A plan without one rank would have to be made again when it comes, and every rank would drop its part.
+                # The requester is an earlier process of a restarted rank.
+                raise StaleDescriptor("this process was replaced by a newer process of the same rank")
+        # Wait for all ranks. A plan without one rank would have to be made again, and every rank would drop its part.
         if lacking := self.lacking():
             return NotYet(why=f"rank {lacking[0].state.rank} has not reported its requirements")
         with self._planning:
             plan = self._planned(ranks)
-        # A rank whose shards end at blocks needs nothing, and still takes part as a source.
+        # A rank whose shards end at block edges needs nothing, but is still a source.
         if asker not in plan.receivers:
             return Granted(epoch="", version=request.version, key=plan.key)
         same = request.have_key == plan.key
@@ -124,17 +125,20 @@ class BoundaryPlanner:
         return Granted(epoch="", version=request.version, key=plan.key, part=part)
 
     def _planned(self, ranks: Sequence[SyncMember]) -> SyncPlan:
-        """Return the plan for these ranks, made again only after a change. Order: one thread at a time."""
+        """Return the plan for these ranks, and make it again only after a change.
+
+        Only one thread at a time may call this.
+        """
         members = [rank.member for rank in ranks]
         with self._lock:
-            # Drop ranks that were replaced since the last version: the token below names the processes.
+            # Drop ranks that were replaced since the previous version. The token below contains the processes.
             self._layouts = {name: layout for name, layout in self._layouts.items() if name in members}
             self._wants = {name: want for name, want in self._wants.items() if name in members}
             self._asked = {name: version for name, version in self._asked.items() if name in members}
             reported = [self._wants[name] for name in members]
             wants = [want for want in reported if want[1].names]
             token = (*members, *(digest for digest, _ in reported))
-        # Without `_lock`: a request to another rank can take as long as the stall deadline.
+        # Do not hold `_lock`, because a request to another rank can take as long as the stall deadline.
         for name in members:
             if name not in self._layouts:
                 self._layouts[name] = self._membership.ask(name, lambda sync_client: sync_client.layout())
@@ -144,22 +148,22 @@ class BoundaryPlanner:
         return self._plan
 
     def table(self) -> TableReply:
-        """Raise NotFound: this exchange has no checkpoint, only boxes of it."""
+        """Raise NotFound, because this exchange has boxes and no checkpoint."""
         raise NotFound("the boundary exchange has no checkpoint table")
 
 
 class BoundaryExchange:
-    """The exchange of one rank; a context manager by its `close`.
+    """The exchange of one rank. It is a context manager.
 
     Attributes:
-        moved_bytes: bytes read from other ranks for the last version.
+        moved_bytes: number of bytes read from other ranks for the last version.
 
     Args:
         sync: the members of the publisher's sync.
         rows: this rank's rows of tensors with blocks.
-        wants: the rows needed from other ranks, in memory of their own.
+        wants: the rows needed from other ranks, in separate memory.
         is_first: whether this is rank 0.
-        world_size: the number of ranks.
+        world_size: number of ranks.
 
     Raises:
         ConfigError: no transport reaches the rows.
@@ -178,7 +182,7 @@ class BoundaryExchange:
         self._world_size = world_size
         self._stall_s = sync.stall_s
         self._timing = sync.timing
-        # From version to version: those of a version take milliseconds to start.
+        # Keep the threads between versions, because starting them takes milliseconds.
         self._threads = KeptThreads()
         self.moved_bytes = 0
         memories = regions_of(rows)
@@ -189,7 +193,7 @@ class BoundaryExchange:
         self._want = layout_of(wants, member.id, secrets.token_hex(8), into)
         self._digest = self._want.digest()
         self._transfer: Transfer | None = None
-        # The other ranks are to this rank 0 what subscribers are to a live publish.
+        # For rank 0 the other ranks are like subscribers to a live publish.
         self._peers = SubscriberProgress(self._timing) if is_first else None
         with contextlib.ExitStack() as stack:
             layout = layout_of(rows, member.id, secrets.token_hex(8), memories)
@@ -209,15 +213,13 @@ class BoundaryExchange:
 
     @contextlib.contextmanager
     def exchanged(self, version: int, epoch: str) -> Iterator[None]:
-        """Read the elements of other ranks, run the body, and wait on leaving until every rank is done.
+        """Read elements from other ranks, run the body, and then wait until every rank is done.
 
-        After it the parameters may change.
+        Call it on every rank while the parameters have the version's values. After it the parameters may change.
 
         Raises:
-            PeerLost, SourceStalled: a rank is gone, silent, or failed; on every rank. PlanError, IntegrityError: this
-                rank's own failure.
-
-        Order: while the parameters are the version's, on every rank.
+            PeerLost, SourceStalled: a rank is gone, silent, or failed. Every rank raises it.
+            PlanError, IntegrityError: this rank failed.
         """
         self._local_version.begin(version)
         self._local_version.ready()
@@ -228,15 +230,15 @@ class BoundaryExchange:
             yield
         except BaseException as error:
             if isinstance(error, PenstockError):
-                # Only the exchange's own buffers were written.
+                # Only buffers of the exchange were written.
                 error.mutated = False
             why = str(error) or type(error).__name__
             self._planner.fail(f"version {version} is not quantised: {why}")
-            # The other ranks must hear of the failure, else they wait for the stall deadline. An error of this report
-            # must not hide the first one.
+            # Report the failure to the other ranks, which would otherwise wait for the stall deadline. An error of this
+            # report must not hide the first one.
             with contextlib.suppress(PenstockError):
                 self._report(version, epoch, why[:1024])
-            # Rank 0 serves the decision: it stays until the others had time to report, so that they get it.
+            # Rank 0 serves the decision, so it stays until the others had time to get it.
             if self._peers is not None:
                 self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
             raise
@@ -249,19 +251,19 @@ class BoundaryExchange:
             self._version_status.post(epoch, version, is_open=False)
 
     def _begin(self, version: int, epoch: str) -> None:
-        """As rank 0, set the ranks to wait for, and start to serve their parts."""
+        """As rank 0, set the ranks to wait for, and begin serving their parts."""
         if self._peers is not None:
-            # Every rank is needed for every version: none may be skipped for being late once.
+            # Every version needs every rank, so a rank that was late once must not be skipped.
             self._peers.absent.clear()
-            # Twice: another rank may ask for the decision while this one still looks for the ranks, and must find a
-            # version that has begun and is not over.
+            # Begin twice. Another rank may ask for the decision while this one is still looking for the ranks, and must
+            # find a version that has begun and is not over.
             self._peers.begin(version, [self._member.id])
             ranks = self._ranks(epoch)
             self._peers.begin(version, [rank.member for rank in ranks])
             self._planner.begin(version, ranks)
 
     def _report(self, version: int, epoch: str, why: str) -> None:
-        """Report to rank 0 that this rank is done, or the reason of its failure."""
+        """Report to rank 0 that this rank is done, or why it failed."""
         moved = self.moved_bytes
         progress = RankProgress(version=version, moved_bytes=moved, outcome="failed" if why else "committed", why=why)
         if self._peers is not None:
@@ -270,10 +272,10 @@ class BoundaryExchange:
             self._membership.ask(epoch, lambda sync_client: sync_client.progress(progress), channel="progress")
 
     def _ranks(self, epoch: str) -> list[SyncMember]:
-        """Return all ranks of this epoch, the newest process of each.
+        """Return all ranks of this epoch, each with its newest process.
 
         Raises:
-            SourceStalled: a rank did not come.
+            SourceStalled: a rank did not join in time.
         """
         deadline = time.monotonic() + self._stall_s
         while True:
@@ -303,13 +305,16 @@ class BoundaryExchange:
                 links = requests.take(others, version)
         except SourceFailed as failed:
             raise failed.error from failed
-        # A box can lie in this rank's own rows: read it in place instead of through its own server.
+        # A box may be in this rank's rows. Read it in place instead of through its own server.
         if self._member.id in used:
             links[self._member.id] = LocalLink(self._local_version)
         self.moved_bytes = self._transfer.run(links).nbytes
 
     def _has_part(self, version: int, epoch: str) -> bool:
-        """Return whether this rank needs elements of others; if so, `_transfer` is of this version's plan."""
+        """Return whether this rank needs elements from other ranks.
+
+        If so, `_transfer` belongs to this version's plan.
+        """
         have = "" if self._transfer is None else self._transfer.part.key
         layout: bytes | None = None
         begun = looked = time.monotonic()
@@ -327,7 +332,7 @@ class BoundaryExchange:
             else:
                 time.sleep(nap_s)
                 nap_s = min(2 * nap_s, self._timing.exchange_pause_s)
-            # Rank 0 waits here for ranks that have not reported: it must notice one that died.
+            # Rank 0 waits here for ranks that have not reported, and must notice a rank that died.
             if self._peers is not None and time.monotonic() - looked > self._timing.exchange_probe_s:
                 looked = time.monotonic()
                 for rank in self._planner.lacking():
@@ -342,17 +347,18 @@ class BoundaryExchange:
         return bool(self._want.names)
 
     def _request_part(self, request: PartRequest, epoch: str) -> PartOutcome:
-        """Request this rank's part; rank 0 asks its own planner."""
+        """Request this rank's part. Rank 0 asks its own planner."""
         try:
             if self._peers is not None:
                 return self._planner.part(self._member.id, request)
             return decode_outcome(self._membership.ask(epoch, lambda sync_client: sync_client.part(request)))
         except StaleDescriptor as error:
-            # The planner's word for a failed version. For the trainer it is the loss of a rank, not of a descriptor.
+            # The planner reports a failed version in this way. For the trainer this is the loss of a rank and not of a
+            # descriptor.
             raise PeerLost(error.message, uri=f"penstock:{epoch}") from error
 
     def _settle(self, version: int, epoch: str) -> None:
-        """Wait until all ranks are done; raise if one failed or is late."""
+        """Wait until all ranks are done. Raise if a rank failed or is late."""
         if self._peers is not None:
             decision = self._peers.wait(version, stall_s=self._stall_s, is_gone=self._is_gone)
         else:
@@ -367,7 +373,7 @@ class BoundaryExchange:
 
 
 def _undone(version: int, decision: Decision) -> PenstockError:
-    """Return the error that kept the ranks from quantising a version together."""
+    """Return the error that prevented the ranks from quantising a version together."""
     lines = [f"{member[:8]}: {reason}" for member, reason in decision.failed.items()]
     lines += [f"{member[:8]}: no progress" for member in decision.late]
     message = f"version {version} is not quantised on all ranks: {'; '.join(lines)}"

@@ -1,10 +1,6 @@
-"""Memory that receivers read while it is filled: batch after batch, each readable once the device has written it.
+"""Fills memory that receivers already read, batch by batch. A batch can be read when the device has written it.
 
-In: batches in the order in which receivers read, each a set of rows and the work that writes them. Out: the rows, as
-they become ready.
-Not here: the work (`transformed`, `offer`), waiting for rows (`sync.local_version`).
-
-    queue batches i, i + 1, ... --> wait for batch i --> its rows are ready --> queue another --> ...
+queue batches i, i + 1, ... --> wait for batch i --> its rows are ready --> queue another --> ...
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ from penstock.types import I64
 
 
 class Batch(Protocol):
-    """Rows that are written at once."""
+    """Rows that are written together."""
 
     @property
     def rows(self) -> I64:
@@ -28,20 +24,24 @@ class Batch(Protocol):
         ...
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the work on the devices; return an event behind it for each device. On the host, do it."""
+        """Queue the work on the devices, and return an event after it for each device.
+
+        On the host, do the work at once.
+        """
         ...
 
 
 def fill(
     batches: Iterable[Batch], ready: Callable[[I64], None], *, stall_s: float, work: str, num_ahead: int = 2
 ) -> None:
-    """Carry out the batches in order.
+    """Execute the batches in order.
 
     Args:
-        ready: called with the rows of each batch, once the devices have written them.
-        stall_s: the deadline of each batch.
-        work: what a batch is, for the error.
-        num_ahead: batches queued behind the one that is waited for, so that the device has no gap between batches.
+        batches: the batches, in the order in which receivers read them.
+        ready: called with the rows of each batch when the devices have written them.
+        stall_s: deadline for each batch in seconds.
+        work: describes a batch in the error.
+        num_ahead: number of batches queued behind the awaited batch, so that the device has no gap between batches.
 
     Raises:
         DestinationError: the device finished no batch for `stall_s`.
@@ -55,7 +55,7 @@ def fill(
 
     for batch in batches:
         queued.append((batch, batch.queue()))
-        # A batch without events was done on the host.
+        # A batch without events is done, because it ran on the host.
         while queued and (len(queued) > num_ahead or not queued[-1][1]):
             finish()
     while queued:

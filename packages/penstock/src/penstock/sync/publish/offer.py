@@ -1,9 +1,6 @@
-"""The rows on offer at a publisher rank, and the copy of their memory that a snapshot serves.
+"""The rows that a publisher rank offers, and the copy of their memory that a snapshot serves.
 
-In: declared rows, `transforms=`; versions. Out: the plain rows; the tagged rows, which are filled at each publish,
-exact across shards; a `LocalVersion` of the copy, which receivers read while training goes on.
-Not here: the memory and kernels of tagged rows (`transformed`), elements of other ranks (`boundary_exchange`), the
-moment of a version (`publisher`).
+Plain rows are the parameters. Tagged rows are transformed at each publish, exactly even across shards.
 """
 
 from __future__ import annotations
@@ -41,29 +38,30 @@ from penstock.types import GIB, I64
 
 
 class Offer:
-    """The rows that one rank serves; a context manager by its `close`.
+    """The rows that one rank serves. It is a context manager.
 
     Attributes:
         plain: rows served without a transformation.
         transformed: the tagged rows and their memory.
-        rows: all rows, the plain ones first.
-        memories: the memory that a snapshot copies: behind `plain`, and for a host copy behind the tagged rows too.
-        filled: the regions of the tagged rows that are not copied.
-        is_copied: whether the tagged rows are copied too, once they are filled.
-        seconds: the time of the last `fill`.
+        rows: all rows, plain rows first.
+        memories: the memory that a snapshot copies: of the `plain` rows, and for a host copy of the tagged rows too.
+        filled: regions of tagged rows that are not copied.
+        is_copied: whether the tagged rows are copied too, after they are filled.
+        seconds: duration of the last `fill` in seconds.
 
     Args:
         rows: all declared rows.
-        transforms: see `publisher`; None: only plain rows are served.
-        keep_plain: serve tagged rows without the transformation too.
-        world_size: the number of ranks.
-        copies: where `memories` are copied to: `device` or `cpu`; None: they are not copied.
-        memory_bytes: bound of the copies and the transformed tensors together.
+        transforms: see `publisher`. None means that only plain rows are served.
+        keep_plain: serve tagged rows also without the transformation.
+        world_size: number of ranks.
+        copies: destination of the copies of `memories`: `device` or `cpu`. None means that they are not copied.
+        memory_bytes: limit in bytes for the copies and the transformed tensors together.
 
     Raises:
-        ConfigError: an unknown tag. PlanError: a tag that no tensor here can have.
-        BudgetTooSmall: more than `memory_bytes` is needed; has the minimum.
-        DeviceOutOfMemory, DestinationError: there is not enough memory.
+        ConfigError: a tag is unknown.
+        PlanError: no tensor here can have a tag.
+        BudgetTooSmall: more than `memory_bytes` is needed. The error has the minimum.
+        DeviceOutOfMemory, DestinationError: there is too little memory.
     """
 
     def __init__(
@@ -77,18 +75,19 @@ class Offer:
         memory_bytes: int | None,
     ) -> None:
         chosen = () if transforms is None else choose(transforms, rows)
-        # With several ranks, one of them may have none of the chosen tensors.
+        # With several ranks, one of them may have no matching tensors.
         if transforms is not None and not chosen and world_size == 1:
-            raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns, or the tags")
+            raise PlanError(f"no tensor can be transformed to {transforms!r}", hint="change the patterns or the tags")
         names = {choice.row.name for choice in chosen}
         self.plain = tuple(row for row in rows if keep_plain or row.name not in names)
         self.memories = regions_of(self.plain)
         nbytes, boundary_bytes = required_bytes(chosen)
-        # A host snapshot reads from pinned host memory, but quantising runs on the device: fill there, then copy.
+        # A host snapshot serves pinned host memory, but quantising runs on the device, so fill on the device and then
+        # copy.
         self.is_copied = copies == "cpu" and any(choice.row.tensor.device.type != "cpu" for choice in chosen)
         copied = (sum(memory.nbytes for memory in self.memories) if copies else 0) + nbytes * self.is_copied
         needed = copied + nbytes + boundary_bytes
-        # Before anything is allocated: a trainer that is refused must not lose memory that its next step needs.
+        # Check before allocating, so that a refused publisher takes no memory that the trainer's next step needs.
         if memory_bytes is not None and needed > memory_bytes:
             message = (
                 f"publishing needs {copied} bytes for copies, {nbytes} for transformed tensors and {boundary_bytes} "
@@ -101,42 +100,43 @@ class Offer:
         if self.is_copied:
             self.memories = (*self.memories, *self.filled)
             self.filled = ()
-        # One row for each box: it may be chosen in several formats.
+        # Use one row for each box, because it may be offered in several formats.
         blocked = {id(choice.row): choice.row for choice in chosen if choice.form.scaling != "none"}
         self._blocked = tuple(blocked.values())
         tags = () if transforms is None else (transforms,) if isinstance(transforms, str) else tuple(transforms)
-        # By the tags alone, not by `chosen`: every rank must take part in the exchange, also one that needs nothing.
+        # Decide by the tags alone and not by `chosen`, because every rank must take part in the exchange, even a rank
+        # that needs nothing.
         self._has_blocks = world_size > 1 and any(format_of(tag).scaling != "none" for tag in tags)
         self._boundary_exchange: BoundaryExchange | None = None
         self.seconds = 0.0
 
     @property
     def plain_rows(self) -> I64 | None:
-        """Return the numbers of the rows that are ready without a `fill`; None: all."""
+        """Return the numbers of the rows that are ready without a `fill`. None means all rows."""
         return np.arange(len(self.plain)) if self.transformed.rows else None
 
     @property
     def moved_bytes(self) -> int:
-        """Return the bytes read from other ranks for the last version."""
+        """Return the number of bytes read from other ranks for the last version."""
         return 0 if self._boundary_exchange is None else self._boundary_exchange.moved_bytes
 
     def connect(self, sync: Membership, *, rank: int, world_size: int) -> None:
-        """Join the boundary exchange of the ranks, where there is one. Order: before any `fill`."""
+        """Join the ranks' boundary exchange, if there is one. Call it before any `fill`."""
         if self._has_blocks:
             self._boundary_exchange = BoundaryExchange(
                 sync, self._blocked, self.transformed.wants, is_first=rank == 0, world_size=world_size
             )
 
     def fill(self, version: int, epoch: str, ready: Callable[[I64], None], *, stall_s: float) -> None:
-        """Transform the parameters' current values; call `ready` with the rows of the layout that became ready.
+        """Transform the parameters' current values. Call `ready` with the rows of the layout that became ready.
 
         Raises:
-            PeerLost, SourceStalled: the exchange failed on a rank; see `BoundaryExchange.exchanged`.
+            PeerLost, SourceStalled: the exchange failed on a rank. See `BoundaryExchange.exchanged`.
             DestinationError: a device failed.
         """
         begun = time.perf_counter()
         exchange = self._boundary_exchange
-        # Quantising is inside the exchange: other ranks read this rank's elements until all are done.
+        # Quantise inside the exchange, because other ranks read this rank's elements until all are done.
         with contextlib.nullcontext() if exchange is None else exchange.exchanged(version, epoch):
             self.transformed.fill(lambda rows: ready(len(self.plain) + rows), stall_s=stall_s)
         self.seconds = time.perf_counter() - begun
@@ -148,16 +148,18 @@ class Offer:
 
 
 COPY_BYTES = GIB
-"""Bytes of parameters that a device copies at once: half a millisecond at 2 TB/s."""
+"""Number of bytes that a device copies at once, which takes half a millisecond at 2 TB/s."""
 GAP_BYTES = 256 << 10
-"""Shorter gaps between rows are copied too: starting another copy takes as long. Source: `copy_plan.SHORT_BYTES`."""
+"""Shorter gaps between rows are copied too, because starting another copy takes as long. Source:
+`copy_plan.SHORT_BYTES`."""
 MOST_FORESEEN = 64
-"""Most regions whose digests the device computes during the copy: each takes half a millisecond, whatever its size."""
+"""Maximum number of regions whose digests the device computes during the copy. Each takes half a millisecond, whatever
+its size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopyBatch:
-    """Rows that are copied at once."""
+    """Rows that are copied together."""
 
     rows: I64
     copy: MemoryCopy
@@ -168,13 +170,13 @@ class _CopyBatch:
 
 
 def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) -> Iterator[_CopyBatch]:
-    """Yield the copies of the rows that lie in `src`, the layout's first regions, in the order receivers read them."""
+    """Yield copies of the rows in `src`, which has the layout's first regions, in the order in which receivers read."""
     first: I64 = np.cumsum([0, *(memory.nbytes for memory in src)], dtype=np.int64)
     span = np.array([form.span_bytes for form in layout.forms], np.int64)[layout.form]
     order = layer_order(layout.names)[0]
-    # Rows beyond are of regions that the caller fills.
+    # The rows after these are in regions that the caller fills.
     order = order[layout.offset[order] + span[order] <= first[-1]]
-    # One stream for all, so that the first rows are there first.
+    # Use one stream for all copies, so that the first rows arrive first.
     streams = streams_of(src)
     batch = (np.cumsum(span[order]) - span[order]) // COPY_BYTES
     for number in np.unique(batch).tolist():
@@ -183,11 +185,11 @@ def _copy_batches(layout: Layout, dst: Sequence[Memory], src: Sequence[Memory]) 
 
 
 def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
-    """Return the bytes of rows as contiguous strips, each within one region; short gaps between rows are included."""
+    """Return the bytes of rows as contiguous strips, each within one region. Short gaps between rows are included."""
     at, nbytes = at[nbytes > 0], nbytes[nbytes > 0]
     if not len(at):
         return Strips(at=at, run_bytes=at, num_rows=at, pitch=at)
-    # Rows may overlap: column slices of one tensor are spans that interleave.
+    # Rows may overlap, because the spans of column slices of one tensor interleave.
     by_offset = np.argsort(at, kind="stable")
     at, stop = at[by_offset], np.maximum.accumulate((at + nbytes)[by_offset])
     region = np.searchsorted(first, at, side="right")
@@ -199,28 +201,29 @@ def _spans(at: I64, nbytes: I64, first: I64) -> Strips:
 
 
 class VersionSnapshot(Closeable):
-    """A copy of a rank's regions with the same layout; a context manager.
+    """A copy of a rank's regions with the same layout. It is a context manager.
 
-    Receivers read a copy on the device while it is made, layer after layer. A host copy they read once it is complete:
-    its digests are computed along with it.
+    Receivers read a copy on the device while it is made, layer by layer. They read a host copy when it is complete,
+    because its digests are computed together with it.
 
     Attributes:
         local_version: the copy, as readers see it.
 
     Args:
-        layout: the layout of the live memory.
+        layout: layout of the live memory.
         live: the layout's regions, in order.
         links: the transports that register the copy.
         address: identifies the copy's registrations in its layout.
-        on_host: copy to host memory, pinned where the live memory is on a device; else to the same device.
-        filled: regions of the layout after those of `live`, which the caller fills: served without a copy.
+        on_host: copy to host memory, which is pinned if the live memory is on a device. Otherwise copy to the same
+            device.
+        filled: regions of the layout after those of `live`, which the caller fills. They are served without a copy.
         pack_bytes: see `LocalVersion`.
 
     Raises:
-        DeviceOutOfMemory, DestinationError: there is not enough memory, or it cannot be pinned.
-        ConfigError: no transport reaches it.
+        DeviceOutOfMemory, DestinationError: there is too little memory, or it cannot be pinned.
+        ConfigError: no transport reaches the copy.
 
-    Cost: as much memory again; pinning takes about a second for 3 GB, once.
+    Cost: as much memory again. Pinning takes about a second for 3 GB, once.
     """
 
     def __init__(
@@ -238,8 +241,8 @@ class VersionSnapshot(Closeable):
         self._foreseen: tuple[PrecomputedDigests, ...] = ()
         try:
             memories = [self._on_host(memory) for memory in live] if on_host else allocate_like(live)
-            # A host core digests at an eighth of the speed of the copy, so the device does it. Only where all regions
-            # are on devices: `foreseen` stands for the first regions of the copy, in order.
+            # A host core digests at an eighth of the speed of the copy, so the device does it. This needs all regions
+            # on devices, because `foreseen` refers to the first regions of the copy, in order.
             if on_host and len(live) <= MOST_FORESEEN and all(memory.device != "cpu" for memory in live):
                 digesters = digesters_of(live)
                 self._foreseen = tuple(PrecomputedDigests(memory, digesters[memory.device]) for memory in live)
@@ -248,16 +251,17 @@ class VersionSnapshot(Closeable):
                 shown, [*memories, *filled], links, foreseen=self._foreseen, pack_bytes=pack_bytes
             )
         except BaseException:
-            self._unpin()  # pinned pages stay locked until they are unpinned, also after their memory is freed
+            self._unpin()  # pinned pages stay locked even after their memory is freed
             raise
         self._devices = sorted({memory.device for memory in live} - {"cpu"})
         self._copy = MemoryCopy(memories, live) if on_host else None
         self._batches = () if on_host else tuple(_copy_batches(layout, memories, live))
 
     def _on_host(self, memory: Memory) -> Memory:
-        """Allocate host memory for a copy, pinned where the copied memory is on a device."""
+        """Allocate host memory for a copy. Pin it if the copied memory is on a device."""
         arena = Arena.allocate(max(memory.nbytes, 1))
-        # Fault the pages in with few calls: page by page, as the pin would, takes about twice as long (`memory.arena`).
+        # Fault the pages in with few calls. Pinning faults them page by page, which takes about twice as long
+        # (`memory.arena`).
         populate(arena.address, arena.nbytes)
         if memory.device != "cpu" and memory.nbytes:
             registrar = CudaRegistrar(torch.device(memory.device))
@@ -276,41 +280,41 @@ class VersionSnapshot(Closeable):
     ) -> float:
         """Copy the live memory, and return the seconds. Readers get the copy, and the live memory may change.
 
+        The copy runs after the work that is queued on the current stream. Running reads of the previous version end
+        with StaleDescriptor.
+
         Args:
-            version: its number.
+            version: version number.
             metadata: see `LocalVersion.begin`.
-            rows: the rows of the layout that are ready after the copy; None: all.
-            announce: called once, as soon as readers may ask for the version: before a copy on the device, after one to
+            rows: rows of the layout that are ready after the copy. None means all.
+            announce: called once when readers may request the version: before a copy on the device, and after a copy to
                 the host.
-            stall_s: the deadline for progress.
+            stall_s: seconds without progress after which the copy fails.
 
         Raises:
-            DestinationError: the device failed. Until a `fence`, readers of a version that was announced wait for rows
-                that do not come.
-
-        Order: after the work queued on the current stream. Reads of the version before that are still under way end
-            with StaleDescriptor.
+            DestinationError: the device failed. Until a `fence`, readers of an announced version wait for rows that do
+                not arrive.
         """
-        # Before the copy: it overwrites the version that readers may be reading now.
+        # Fence before the copy, which overwrites the version that readers may be reading.
         self.local_version.fence()
         if self._copy is not None:
-            # `meanwhile`: the device digests from its own memory while the copy engine moves the bytes to the host.
+            # With `meanwhile` the device digests its memory while the copy engine moves the bytes to the host.
             seconds = self._copy.run(stall_s=stall_s, meanwhile=partial(self._digest_requested, stall_s))
             self.local_version.begin(version, metadata)
             self.local_version.ready(rows)
             announce()
             return seconds
         begun = time.perf_counter()
-        # The copy waits for what the caller queued in any case. A receiver in direct mode pauses its engine before it
-        # asks for the first byte, and must not do so for a training step that still runs.
+        # The copy waits for the caller's queued work in any case. A receiver in direct mode pauses its engine before it
+        # requests the first byte, and must not do so for a training step that still runs.
         wait_events(record_events(self._devices), stall_s, work="kernel queued before the snapshot")
         self.local_version.begin(version, metadata)
         announce()
-        # All are queued at once: requests of readers, which begin meanwhile, would keep the next copy waiting.
+        # Queue all copies at once. Otherwise requests of readers, which begin now, would delay the next copy.
         num_ahead = len(self._batches)
         ready = partial(self.local_version.ready, is_written=True)
         fill(self._batches, ready, stall_s=stall_s, work="copy", num_ahead=num_ahead)
-        # Those without a byte too, which may lie anywhere.
+        # This includes rows without bytes, which may be anywhere.
         ready(rows)
         return time.perf_counter() - begun
 

@@ -1,12 +1,8 @@
-"""A trainer rank as a publisher: it declares its tensors once, and shows version after version of them.
+"""A trainer rank as a publisher. It declares its tensors once and then publishes version after version.
 
-In: live parameters, a name, a hub or none. Out: for each version a `PublishReport`, when training may go on.
-Not here: declaring tensors (`sync.shards`), the rows and copies on offer (`offer`), planning (`sync.planner`), reading
-(`sync.receive.subscriber`), the rules of a version that a fleet commits as a whole (`sync.commit_rules`).
-
-    live:      begin(v) -> receivers read the parameters themselves -> all done, or late -> fence -> training goes on
-    snapshot:  fence -> copy -> begin(v) -> training goes on, receivers read the copy
-    all:       the same; rank 0 decides when the receivers have reported: live before the fence, snapshot in a thread
+live:      begin(v) -> receivers read the parameters -> all done, or late -> fence -> training continues
+snapshot:  fence -> copy -> begin(v) -> training continues, and receivers read the copy
+all:       the same, but rank 0 decides after the receivers' reports: live before the fence, snapshot in a thread
 """
 
 from __future__ import annotations
@@ -57,32 +53,32 @@ from penstock.telemetry.journey import Journey
 from penstock.waits import Threads
 
 Commit = Literal["each", "all"]
-"""With `each`, every subscriber goes live by itself. With `all`, the fleet decides once for all subscribers."""
+"""With `each`, every subscriber goes live independently. With `all`, the fleet decides once for all subscribers."""
 
 log = log_named("penstock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TwoPhaseReport:
-    """The newest snapshot with a two-phase commit: its report, and its decision once it is known."""
+    """The report of the newest snapshot with a two-phase commit, and its decision when it is known."""
 
     report: PublishReport
     decision: Future[Decision]
 
 
 class Publisher(Closeable):
-    """A rank that publishes. Made by `publisher`; a context manager. One thread at a time publishes.
+    """A rank that publishes. `publisher` creates it. It is a context manager, and one thread at a time may publish.
 
     Args:
-        membership: the members of the sync, and this process among them.
+        membership: the members of the sync, including this process.
         registered: the tensors of this rank, registered with the transports.
-        mode: `live` or `snapshot`; see `publisher`.
-        rank, world_size: of the trainer.
+        mode: `live` or `snapshot`. See `publisher`.
+        rank, world_size: rank and number of ranks of the trainer.
 
     Attributes:
-        name: of the sync.
-        latest: the highest version that a member had before this group; all ranks have the same number. Of a rank that
-            was started again: the newest version of the group. Later versions must be above it.
+        name: name of the sync.
+        latest: the highest version of any member before this group, which is the same on all ranks. For a restarted
+            rank, the newest version of the group. Later versions must be above it.
         member: this process in the fleet.
     """
 
@@ -119,11 +115,12 @@ class Publisher(Closeable):
     def open(
         cls, membership: Membership, registered: Registered, *, mode: PublishMode, rank: int, world_size: int
     ) -> Publisher:
-        """Claim the name as rank 0, or join the epoch of rank 0. See `Publisher` for the arguments.
+        """Claim the name as rank 0, or join rank 0's epoch. See `Publisher` for the arguments.
 
         Raises:
-            ConfigError: another group publishes the name, or this rank. HubUnavailable: there is no hub.
-            SourceStalled: no rank 0 came, or a silent group keeps the name.
+            ConfigError: another group publishes the name, or another process publishes this rank.
+            HubUnavailable: there is no hub.
+            SourceStalled: no rank 0 joined, or a silent group keeps the name.
         """
         opened = cls(membership, registered, mode=mode, rank=rank, world_size=world_size)
         try:
@@ -136,7 +133,8 @@ class Publisher(Closeable):
 
     def _open(self) -> None:
         status, membership = self._announcements.status, self._membership
-        # The handler before the first report: a member that learns of this rank from the hub may send requests at once.
+        # Set the handler before the first report, because a member that learns of this rank from the hub may send
+        # requests at once.
         self.member.server.handlers["sync"] = SyncHandler(
             membership.key,
             self.member.check_grant,
@@ -149,20 +147,21 @@ class Publisher(Closeable):
         self.member.syncs.append(self._sync_state)
         if self.rank == 0:
             self._announcements.epoch = self.member.id
-            # Reported before the claim: two groups that start together must see each other, to agree on the first.
+            # Report before the claim, because two groups that start at the same time must see each other to agree on
+            # the first.
             self.member.report_now()
             rank_group.claim(membership)
             self.latest = self._newest_of_others()
             self._first_versions.begin(self.latest)
         else:
-            # Joined before the report, which names the epoch.
+            # Join before the report, which contains the epoch.
             self._join()
             self.member.report_now()
         self._registered.connect(membership, rank=self.rank)
         self._enter(PublisherState.IDLE)
 
     def _enter(self, state: PublisherState) -> bool:
-        """Change the state. A closed publisher stays closed: then return False."""
+        """Change the state. Return False if the publisher is closed, because it stays closed."""
         with self._entering:
             if self._state is PublisherState.CLOSED:
                 return False
@@ -172,23 +171,23 @@ class Publisher(Closeable):
 
     @property
     def state(self) -> PublisherState:
-        """Return what this publisher does now."""
+        """Return the current state of this publisher."""
         return self._state
 
     @property
     def version(self) -> int:
-        """Return the newest version that this rank published; -1: none yet."""
+        """Return the newest version that this rank published, or -1."""
         return self._announcements.version
 
     def _newest_of_others(self) -> int:
-        """As rank 0, return the highest version of the members that are not of this epoch."""
-        # This epoch's own version is not one of others. Another rank may be ahead.
+        """As rank 0, return the highest version of members in other epochs."""
+        # Versions of this epoch do not count. Another rank may be ahead.
         members = self._membership.look_at_all(self._stall_s)
         epoch = self._announcements.epoch
         return max((other.state.version for other in members if other.state.epoch != epoch), default=-1)
 
     def _join(self) -> None:
-        """As another rank, belong to the epoch of rank 0, and begin where it says; nothing to do while it lives."""
+        """As another rank, join the epoch of rank 0 and begin where it says. Do nothing while that rank 0 is alive."""
         deadline = time.monotonic() + self._stall_s
         while True:
             epoch = rank_group.join(self._membership, self.rank, self.world_size, self._announcements.epoch)
@@ -197,7 +196,7 @@ class Publisher(Closeable):
             try:
                 latest = rank_group.begins_after(self._membership, epoch, self.rank)
             except PeerLost:
-                # A rank 0 that does not get the name leaves, and another one may come.
+                # A rank 0 that does not get the name leaves, and another one may join.
                 if time.monotonic() > deadline:
                     raise
                 continue
@@ -205,7 +204,7 @@ class Publisher(Closeable):
             return
 
     def _sync_state(self) -> SyncState:
-        """Return what the hub lists about this rank."""
+        """Return the state of this rank for the hub."""
         now = self._announcements.status.now
         return SyncState(
             name=self.name,
@@ -223,13 +222,13 @@ class Publisher(Closeable):
 
     @property
     def revision(self) -> str:
-        """Return the epoch of the publishers and the newest version; empty: none is published."""
+        """Return the publishers' epoch and the newest version. Return an empty text before the first version."""
         return f"{self._announcements.epoch}:{self.version}" if self.version >= 0 else ""
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the rows that this rank holds."""
-        # By form first: a model has hundreds of thousands of rows and a handful of forms.
+        """Return the size of this rank's rows in bytes."""
+        # Compute the size of each form once, because a model has hundreds of thousands of rows and a handful of forms.
         layout = self._registered.layout
         nbytes = [form.box.num_elements * form.dtype.bits // 8 for form in layout.forms]
         return sum(nbytes[i] for i in layout.form.tolist())
@@ -245,42 +244,45 @@ class Publisher(Closeable):
         check: Mapping[str, object] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> PublishReport:
-        """Show a version: the parameters as they are now, on every rank.
+        """Publish a version: the current parameters on every rank.
 
-        Parameters that were moved, cast back, or replaced in the module since the version before are registered again.
+        All ranks call this with the same arguments, except that only rank 0's `check` counts. Parameters that were
+        moved, cast back, or replaced in the module since the previous version are registered again.
 
-        Live, it returns once the subscribers known at its start have the version, failed, or made no progress for the
-        stall deadline; snapshot, once the copy is made. After it the parameters may change.
+        In live mode it returns when each subscriber that was known at the start has the version, failed, or made no
+        progress until the stall deadline. In snapshot mode it returns when the copy is made. The parameters may change
+        afterwards.
 
         Args:
-            version: above all before it.
+            version: version number, above all earlier ones.
             commit: with `each`, a subscriber goes live when it has the version. With `all`, the subscribers prepare the
-                version, and all of them go live when rank 0 decides so, or none does. In live mode this call returns
-                after the decision. In snapshot mode `wait_decision` does.
-            timeout_s: with `all`, seconds until the decision at the latest. None means the stall deadline.
-            stragglers: with `all`, what happens to the version if a subscriber fails, or does not prepare it in time.
-                `leave_out` lets the others commit. `withdraw` lets none commit. It is for engines with several ranks,
-                each of which is a subscriber.
-            check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, 1 MiB at most.
+                version, and rank 0 decides whether all of them go live or none. In live mode this call returns after
+                the decision. In snapshot mode call `wait_decision`.
+            timeout_s: with `all`, maximum number of seconds until the decision. None means the stall deadline.
+            stragglers: with `all`, what to do if a subscriber fails or does not prepare the version in time.
+                `leave_out` lets the others commit. `withdraw` lets none commit. Use `withdraw` for engines with several
+                ranks, each of which is a subscriber.
+            check: values for the subscribers' `Hooks.check`: numbers, texts, lists and tensors by name, at most 1 MiB.
                 With `commit="all"`, at least one check must then pass.
-            metadata: texts by name that go with the version, the same on all ranks: `Hooks.before_read` of a subscriber
-                gets them before it reads a byte. At most 16, of 65,536 characters each.
+            metadata: texts by name that are sent with the version, the same on all ranks. `Hooks.before_read` of a
+                subscriber gets them before it reads a byte. At most 16 texts with 65,536 characters each.
 
         Raises:
-            ConfigError: an argument is wrong, the version does not grow, another group publishes the name, or tensors
-                have another dtype or shape than when the publisher was made (names them); nothing was shown.
+            ConfigError: an argument is wrong, the version is not above the previous one, another group publishes the
+                name, or tensors have a different dtype or shape from the one when the publisher was created (the error
+                names them). Nothing was published.
             VersionRefused: with `all`, the version was withdrawn and never goes live. The error says why.
-            HubUnavailable: with `all`, the hub did not record the decision. Subscribers keep the version before, or
+            HubUnavailable: with `all`, the hub did not record the decision. Subscribers keep the previous version, or
                 learn from the hub that this one was committed.
-            PeerLost, SourceStalled: rank 0 is gone, or does not publish this version; it is no longer shown here.
-            DestinationError: a device failed. A snapshot on the device may have been shown, and its number is used up.
-            PlanError: a tensor cannot be published as it is now: its memory was freed, perhaps. Nothing was shown.
-            Cancelled: it was closed.
-
-        Order: all ranks call this with the same arguments; `check` counts on rank 0.
+            PeerLost, SourceStalled: rank 0 is gone or does not publish this version. This rank no longer offers it.
+            DestinationError: a device failed. A snapshot on the device may have been announced, and its number is used
+                up.
+            PlanError: a tensor cannot be published now, for example because its memory was freed. Nothing was
+                published.
+            Cancelled: the publisher was closed.
         """
         commit = former_value("commit", commit, {"together": "all"})
-        require_type("version", version, int, "a number that grows from version to version")
+        require_type("version", version, int, "a version number, above the previous one")
         if version > MAX_VERSION:
             raise wrong("version", version, f"a number up to {MAX_VERSION}")
         strategy = self._strategy(self._terms(commit, timeout_s, stragglers, needs_check=check is not None))
@@ -294,7 +296,7 @@ class Publisher(Closeable):
             begun = time.perf_counter()
             self._check(version)
             check_metadata(texts)
-            # The version before it is read until it is decided.
+            # The previous version can be read until it is decided.
             self._finish_decision()
             self._follow()
             self._progress.offer_check(version, values)
@@ -334,7 +336,7 @@ class Publisher(Closeable):
     def _terms(
         self, commit: Commit, timeout_s: float | None, stragglers: Stragglers, *, needs_check: bool
     ) -> rank_group.CommitTerms | None:
-        """Return the checked terms of a version that all subscribers commit. None means that each commits by itself."""
+        """Return the checked terms of a joint commit, or None if each subscriber commits independently."""
         if timeout_s is not None:
             require_type("timeout_s", timeout_s, (int, float), "seconds, or None")
         if commit not in ("each", "all"):
@@ -356,21 +358,26 @@ class Publisher(Closeable):
         return Live(self._parts) if is_live else Snapshot(self._parts)
 
     def _check(self, version: int) -> None:
-        """Check that the version may come next, and that this group still owns the name."""
+        """Check that the version may be published next, and that this group still owns the name."""
         if self._state is PublisherState.CLOSED:
             raise Cancelled("the publisher was closed")
         if self.rank != 0:
-            # Rank 0 may have been restarted since the last version: then this rank belongs to its new epoch.
+            # Rank 0 may have restarted since the previous version. This rank then joins its new epoch.
             self._join()
         newest = max(self.version, self.latest)
         if version <= newest:
             message = f"version {version} of {self.name!r} is not above {newest}"
-            raise ConfigError(message, hint="versions grow, over restarts too: number on from Publisher.latest")
+            raise ConfigError(
+                message, hint="continue from Publisher.latest, because versions must grow even across restarts"
+            )
         if self.rank == 0:
             rank_group.check_alone(self._membership)
 
     def _finish_decision(self) -> None:
-        """Wait until the version before is decided, which its deadline bounds: the next copy replaces its bytes."""
+        """Wait until the previous version is decided, because the next copy replaces its bytes.
+
+        Its deadline bounds this wait.
+        """
         if self._two_phase is None:
             return
         wait([self._two_phase.decision])
@@ -378,31 +385,31 @@ class Publisher(Closeable):
         decision = None if error is not None else self._two_phase.decision.result().fleet
         if error is not None or (decision is not None and decision.outcome == "withdrawn"):
             why = error if decision is None else refusal(self.name, decision).message
-            log.warning("the version before of %r did not go live: %s", self.name, why)
+            log.warning("the previous version of %r did not go live: %s", self.name, why)
         self._two_phase = None
 
     def _follow(self) -> None:
-        """Register the parameters again if they moved since the version before."""
+        """Register the parameters again if they moved since the previous version."""
         if self._registered.follow(self._end_version):
-            log.info("the parameters of %r were moved: they are registered again", self.name)
-            # Before the announcement: planners find the layout by the digest that the hub lists.
+            log.info("registered the parameters of %r again, because they moved", self.name)
+            # Report before the announcement, because planners find the layout by the digest that the hub lists.
             self.member.report_now()
             self._membership.look()
 
     def _end_version(self) -> None:
-        """End the version before, whose memory is unregistered next."""
+        """End the previous version, whose memory will be unregistered."""
         if self._state is not PublisherState.IDLE:
             self._enter(PublisherState.IDLE)
         self._announcements.status.post(self._announcements.epoch, self.version, is_open=False)
 
     def _run(self, strategy: Strategy, version: int, metadata: Mapping[str, str]) -> tuple[float, Decision]:
-        """Show a version, and live wait for its outcome. Return the seconds of the copy, and the decision.
+        """Publish a version, and in live mode wait for its outcome. Return the seconds of the copy, and the decision.
 
         Raises:
             VersionRefused: the version was withdrawn.
         """
         self._enter_open(PublisherState.SHOWING)
-        # A snapshot is read after this returns, so there is nothing to decide about.
+        # A snapshot is read after this returns, so there is no outcome yet.
         decision = Decision(is_over=True)
         try:
             copy_s = strategy.show(version, metadata)
@@ -412,8 +419,8 @@ class Publisher(Closeable):
             else:
                 self._enter_open(PublisherState.DECIDING if strategy.is_two_phase else PublisherState.SERVING)
         except BaseException as error:
-            # Rows that are never ready would keep receivers waiting until their stall deadline. Live, the trainer goes
-            # on with the next step, and the parameters change.
+            # Withdraw, because receivers would wait for missing rows until their stall deadline. In live mode the
+            # trainer continues with the next step, and the parameters change.
             self._withdraw(strategy)
             if self._state is PublisherState.CLOSED and isinstance(error, PenstockError):
                 raise Cancelled("the publisher was closed") from error
@@ -422,8 +429,8 @@ class Publisher(Closeable):
             self._withdraw(strategy)
             if self.rank == 0 and not decision.committed:
                 log.warning(
-                    "no subscriber has received version %s of %r, which was published live: no later update can read "
-                    "it; call wait_subscribers() first, or use mode='snapshot'",
+                    "no subscriber received version %s of %r, which was published live, and no later update can read "
+                    "it. Call wait_subscribers() first, or use mode='snapshot'",
                     version,
                     self.name,
                 )
@@ -438,24 +445,25 @@ class Publisher(Closeable):
         self._enter(PublisherState.WITHDRAWN if self._announcements.is_withdrawn else PublisherState.IDLE)
 
     def _decide(self, strategy: Strategy, version: int) -> Decision:
-        """Return the decision on a snapshot's version; a withdrawn one is no longer served."""
+        """Return the decision on a snapshot's version. A withdrawn version is no longer served."""
         try:
             return strategy.wait(version)
         finally:
             if self._announcements.is_withdrawn:
                 self._withdraw(strategy)
             else:
-                # After an error too: it may be committed, and receivers that hear so from the hub read it here.
+                # Serve it even after an error. It may be committed, and receivers that learn so from the hub read it
+                # here.
                 self._enter(PublisherState.SERVING)
 
     def _accepted(self, decision: Decision) -> Decision:
-        """Return a decision that did not withdraw the version; raise VersionRefused for one that did."""
+        """Return a decision, or raise VersionRefused if it withdrew the version."""
         if decision.fleet is not None and decision.fleet.outcome == "withdrawn":
             raise refusal(self.name, decision.fleet)
         return decision
 
     def wait_decision(self) -> PublishReport:
-        """Return the report of the newest snapshot with a two-phase commit, once its version is decided.
+        """Wait until the newest snapshot with a two-phase commit is decided, and return its report.
 
         Raises:
             ConfigError: no snapshot was published with `commit="all"`.
@@ -474,7 +482,7 @@ class Publisher(Closeable):
         )
 
     def _terms_for(self, asker: str, request: PartRequest, epoch: str, version: int) -> NotYet | Withdrawn | Granted:
-        """Return the terms of a version for a receiver; see `Planner`."""
+        """Return the terms of a version for a receiver. See `Planner`."""
         progress = self._progress
         refused = progress.refused(version)
         if refused is not None:
@@ -489,18 +497,20 @@ class Publisher(Closeable):
         return Granted(version=version, epoch=epoch, decide_s=decide_s, check=check, later=later)
 
     def wait_ranks(self) -> None:
-        """Wait until all ranks of this trainer take part. Until then a rank that joins may find a version of theirs.
+        """Wait until all ranks of this trainer take part.
+
+        Before that, a rank that joins may find a version of other ranks.
 
         Raises:
-            SourceStalled: not within the stall deadline.
+            SourceStalled: ranks are missing at the stall deadline.
         """
         deadline = time.monotonic() + self._stall_s
         while len(present := self._ranks_present()) < self.world_size:
             if time.monotonic() > deadline:
                 missing = sorted(set(range(self.world_size)) - present)
                 raise SourceStalled(
-                    f"ranks {missing} of the publisher of {self.name!r} did not come in {self._stall_s:g} s",
-                    hint="all ranks call penstock.publisher with the same name and number of ranks",
+                    f"ranks {missing} of the publisher of {self.name!r} did not join within {self._stall_s:g} s",
+                    hint="call penstock.publisher on all ranks with the same name and number of ranks",
                 )
             time.sleep(self._membership.timing.members_pause_s)
 
@@ -509,10 +519,10 @@ class Publisher(Closeable):
         return {self.rank, *(state.rank for state in states if state.epoch == self._announcements.epoch)}
 
     def wait_subscribers(self, count: int, timeout_s: float | None = None) -> None:
-        """Wait until this number of subscribers take part.
+        """Wait until this many subscribers take part.
 
         Raises:
-            SourceStalled: not within `timeout_s`; None: the stall deadline.
+            SourceStalled: too few joined within `timeout_s` seconds. None means the stall deadline.
         """
         require_type("count", count, int, "a number of subscribers")
         require_seconds("timeout_s", timeout_s)
@@ -520,23 +530,28 @@ class Publisher(Closeable):
         deadline = time.monotonic() + limit_s
         while (present := sum(other.state.side == "subscriber" for other in self._membership.look())) < count:
             if time.monotonic() > deadline:
-                raise SourceStalled(f"{present} of {count} subscribers of {self.name!r} came in {limit_s:g} s")
+                raise SourceStalled(
+                    f"only {present} of {count} subscribers of {self.name!r} joined within {limit_s:g} s"
+                )
             time.sleep(self._membership.timing.members_pause_s)
 
     def close(self) -> None:
-        """Leave: readers' descriptors become stale, and receivers with the newest version serve it. Idempotent."""
+        """Leave the sync. Descriptors of readers become stale, and receivers with the newest version serve it.
+
+        Idempotent.
+        """
         before = self._state
         if not self._enter(PublisherState.CLOSED):
             return
-        # Subscribers hear of it, at this rank or at the hub, before this rank is gone.
+        # Subscribers learn of this from this rank or from the hub, before this rank is gone.
         self._progress.cancel("the publisher was closed before the decision")
         if before is PublisherState.DECIDING and self.rank == 0 and self._two_phase is not None:
             wait([self._two_phase.decision], self._stall_s)
-        # The memory first: its owner may free it once this returns, and no peer may read it then.
+        # Close the memory first, because its owner may free it after this call and no peer may read it then.
         self._registered.close()
         self.member.leave(0.0)
         self._membership.close()
-        # Another rank asks rank 0 for the decision: closing the connections ends that.
+        # On another rank, this ends a pending request to rank 0 for the decision.
         self._deciding.close()
 
 
@@ -554,31 +569,33 @@ def publisher(
 ) -> Publisher:
     """Publish the weights of this rank under a name that subscribers know.
 
+    All ranks call this at the same time and publish the same versions. The parameters' memory stays registered until
+    `close`.
+
     Args:
-        name: of the sync; one group of ranks publishes it.
-        params: a module, or tensors by name: whole ones, DTensors, `Shard`s; the part that is on this rank. It is kept:
-            each version has the tensors that are in it then. Those of a `state_dict()` do not follow their module.
+        name: name of the sync. One group of ranks publishes it.
+        params: a module, or tensors by name (whole tensors, DTensors, `Shard`s): the part on this rank. The object is
+            kept, and each version has the tensors that are in it at that time. The tensors of a `state_dict()` do not
+            follow their module.
         connection: see `join`.
-        mode: `snapshot`: receivers read a copy, which takes the size of the parameters once more, and `publish` waits
-            for the copy alone. `live`: they read the parameters themselves, and `publish` waits for them; a version
-            that no subscriber has when it returns is lost.
-        transforms: the formats in which tensors are offered in addition: a tag (`fp8-block128`, `cast:BF16`, ...; see
-            `transform.formats`), for the weights that checkpoints store in that format, or tags with patterns of names.
-            The same on all ranks.
-        keep_plain: whether these tensors are also offered as they are.
-        rank: this trainer rank and the number of them, as `(0, 8)`; None: of torch.distributed where it is initialised,
-            else `(0, 1)`.
-        snapshot_device: where a snapshot is copied to: `device`, next to the parameters, or `cpu`, in pinned memory.
-        settings: the limits of its buffers, and an arena for the parameters (`sync.PublisherSettings`).
+        mode: `snapshot`: receivers read a copy, which needs the size of the parameters again, and `publish` waits only
+            for the copy. `live`: receivers read the parameters, and `publish` waits for them. A live version is lost if
+            no subscriber has it when `publish` returns.
+        transforms: additional formats for tensors: a tag (`fp8-block128`, `cast:BF16`, ..., see `transform.formats`)
+            for the weights that checkpoints store in that format, or tags with patterns of names. The same on all
+            ranks.
+        keep_plain: whether these tensors are also offered unchanged.
+        rank: rank and number of trainer ranks, such as `(0, 8)`. None means those of torch.distributed if it is
+            initialised, and otherwise `(0, 1)`.
+        snapshot_device: destination of a snapshot: `device`, next to the parameters, or `cpu`, in pinned memory.
+        settings: limits of the buffers, and an arena for the parameters (`sync.PublisherSettings`).
 
     Raises:
-        PlanError: parameters cannot be declared, or transformed; names them; or there are none.
-        BudgetTooSmall: `settings.memory_bytes` is too little for a copy.
-        ConfigError: another group publishes the name; names it.
-        HubUnavailable: there is no hub. SourceStalled: no rank 0 came.
-
-    Ownership: the parameters' memory stays registered until `close`.
-    Order: all ranks call this at the same time, and publish the same versions.
+        PlanError: parameters cannot be declared or transformed (the error names them), or there are none.
+        BudgetTooSmall: `settings.memory_bytes` is too small for a copy.
+        ConfigError: another group publishes the name. The error names it.
+        HubUnavailable: there is no hub.
+        SourceStalled: no rank 0 joined.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
@@ -596,23 +613,23 @@ def publisher(
     )
     registered = Registered(params, options)
     warn_of_state_dict(name, params)
-    # One rank of several may have no part of the model; subscribers find out if no rank has any.
+    # One of several ranks may have no part of the model. Subscribers notice if no rank has any.
     if registered.is_empty and world_size == 1:
-        raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict that has tensors")
+        raise PlanError(f"the publisher of {name!r} has no tensors", hint="pass a module or a dict with tensors")
     with contextlib.ExitStack() as stack:
         member, stall_s = joined(stack, connection)
         stack.callback(registered.close)
         registered.register(member)
         membership = Membership(member, name, stall_s)
         this_rank = Publisher.open(membership, registered, mode=mode, rank=trainer_rank, world_size=world_size)
-        # From here on `close` ends the registrations and leaves.
+        # From here on `close` ends the registrations and leaves the sync.
         stack.pop_all()
     return this_rank
 
 
 def _copies(name: str, mode: str, snapshot_device: str) -> str | None:
-    """Return the place that versions are copied to. None means that they are not copied."""
+    """Return the destination of copies, or None if versions are not copied."""
     if mode not in ("live", "snapshot") or snapshot_device not in ("device", "cpu") or not name:
-        message = f"a publisher of {name!r}, mode {mode!r}, snapshot_device {snapshot_device!r}"
-        raise ConfigError(message, hint="it has a name, mode live or snapshot, and snapshot_device device or cpu")
+        message = f"invalid publisher: name {name!r}, mode {mode!r}, snapshot_device {snapshot_device!r}"
+        raise ConfigError(message, hint="give a name, mode live or snapshot, and snapshot_device device or cpu")
     return snapshot_device if mode == "snapshot" else None

@@ -1,13 +1,12 @@
-"""Agreement of a trainer's ranks: one epoch publishes a name at a time, and its rank 0 decides when a version may end.
+"""The agreement between a trainer's ranks.
 
-In: the members of the sync; progress reports of receivers. Out: the epoch of a rank, which is the member id of its rank
-0; a `Decision` about each version; errors that name the earlier group.
-Not here: showing and fencing a version (`publisher`), receiving the reports (`sync.request_handler`), the rules of a
-version that a fleet commits as a whole (`sync.commit_rules`).
+One epoch publishes a name at a time, and its rank 0 decides when a version ends.
+
+The epoch is the member id of its rank 0.
 
     rank 0:       claim -> (check_alone -> SubscriberProgress.begin .. wait) for each version
     other ranks:  join  -> (join        -> decided: ask rank 0)              for each version
-    first number: rank 0 looks for the newest version of others once, and tells each rank that joins
+    first number: rank 0 finds the newest version of other members once, and tells each rank that joins
     all:          SubscriberProgress.begin_two_phase .. wait_decision -> record at the hub -> settle
 """
 
@@ -31,43 +30,44 @@ from penstock.timing import Timing
 def claim(membership: Membership) -> str:
     """As rank 0, claim the name for this group, and return its epoch.
 
-    An earlier group whose process is gone does not count; one that is silent counts until the hub forgets it.
+    An earlier group whose process is gone does not count. A silent one counts until the hub forgets it.
 
     Raises:
-        ConfigError: another group publishes the name, and lives. HubUnavailable: the hub does not answer.
+        ConfigError: another group publishes the name and is alive.
+        HubUnavailable: the hub does not answer.
         SourceStalled: the hub lists a silent group for longer than it should.
     """
     # The hub forgets a silent member after its TTL. The stall deadline covers a hub that is slow or was restarted.
     within_s = membership.member.welcome.ttl_s + membership.stall_s
     deadline = time.monotonic() + within_s
-    # When each rival had last reported to the hub, as this rank first saw it.
+    # The last report of each other group to the hub, when this rank first saw it.
     first_seen: dict[str, float] = {}
     while True:
         others = _earlier(membership, membership.look())
         for other in others:
-            # An earlier rank 0 that still beats lives and keeps the name. One that is listed but does not beat may be
-            # a host that died without a word: wait until the hub drops it.
+            # An earlier rank 0 that still sends heartbeats is alive and keeps the name. If it is listed but sends none,
+            # its host may have died, so wait until the hub drops it.
             if other.seen > first_seen.setdefault(other.member, other.seen):
                 raise taken(membership.name, other)
         if not others:
             return membership.member.id
         if time.monotonic() > deadline:
             raise SourceStalled(
-                f"{membership.name!r} is held by {others[0].called}, which has been silent for {within_s:g} s",
+                f"{others[0].called} holds the name {membership.name!r} and has been silent for {within_s:g} s",
                 uri=f"penstock:{others[0].member}",
-                hint="end that process, or publish under another name",
+                hint="end that process, or publish under a different name",
             )
         _pause(membership)
 
 
 def _pause(membership: Membership) -> None:
-    # Spread: hundreds of ranks start together, and would ask the hub in step.
+    # Add jitter, because hundreds of ranks start together and would ask the hub in lockstep.
     time.sleep(membership.timing.group_pause_s * random.uniform(0.75, 1.25))
 
 
 def check_alone(membership: Membership) -> None:
-    """Raise ConfigError if another live group publishes the name; return if there is none, or the hub is away."""
-    # At every version: two groups that started while they could not see each other must not both go on.
+    """Raise ConfigError if another live group publishes the name. Return if there is none, or if the hub is away."""
+    # Check at every version, because two groups that could not see each other at the start must not both continue.
     for other in _earlier(membership, membership.look()):
         raise taken(membership.name, other)
 
@@ -75,14 +75,17 @@ def check_alone(membership: Membership) -> None:
 def taken(name: str, other: SyncMember) -> ConfigError:
     """Return the error for a name that another group publishes."""
     message = f"{name!r} is already published by {other.called} (member {other.member[:8]})"
-    return ConfigError(message, hint="close that publisher, or publish under another name")
+    return ConfigError(message, hint="close that publisher, or publish under a different name")
 
 
 def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
-    """As another rank, return the epoch to belong to: `now` while its rank 0 lives, else the newest without this rank.
+    """As another rank, return the epoch to join:
+
+    `now` while its rank 0 is alive, and otherwise the newest without this rank.
 
     Raises:
-        ConfigError: every epoch has this rank already. SourceStalled: no rank 0 came within the stall deadline.
+        ConfigError: every epoch has this rank already.
+        SourceStalled: no rank 0 joined within the stall deadline.
     """
     stall_s = membership.stall_s
     deadline = time.monotonic() + stall_s
@@ -91,10 +94,10 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
         if any(zero.member == now for zero in zeros):
             return now
-        # By world_size too: ranks of an old trainer that was restarted with another size must not mix with the new.
+        # Compare world_size too, because ranks of an old trainer must not mix with a restarted one of a different size.
         same = [zero for zero in zeros if zero.state.world_size == world_size and zero.state.epoch == zero.member]
         rivals = []
-        # The newest first: a trainer that was restarted is listed twice until the hub drops the old epoch.
+        # Take the newest first. A restarted trainer is listed twice until the hub drops the old epoch.
         for zero in sorted(same, key=lambda zero: -zero.since):
             rival = _holder(membership, members, zero.member, rank)
             if rival is None and not membership.is_gone(zero):
@@ -105,7 +108,7 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
             if rivals:
                 raise ConfigError(
                     f"rank {rank} of {membership.name!r} is already published by {rivals[0].called}",
-                    hint="give every process of the trainer its own rank",
+                    hint="give every process of the trainer a different rank",
                 )
             hint = "start all ranks of the trainer with the same world_size, rank 0 among them"
             raise SourceStalled(
@@ -115,10 +118,11 @@ def join(membership: Membership, rank: int, world_size: int, now: str) -> str:
 
 
 def begins_after(membership: Membership, epoch: str, rank: int) -> int:
-    """As another rank, return the version above which rank 0 says that this rank begins; see `FirstVersions`.
+    """As another rank, ask rank 0 for the version above which this rank begins. See `FirstVersions`.
 
     Raises:
-        PeerLost: rank 0 is gone. SourceStalled: it did not own the name within the stall deadline.
+        PeerLost: rank 0 is gone.
+        SourceStalled: rank 0 did not own the name within the stall deadline.
     """
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     deadline = time.monotonic() + stall_s
@@ -133,10 +137,10 @@ def begins_after(membership: Membership, epoch: str, rank: int) -> int:
 
 
 class FirstVersions:
-    """The version above which each rank begins, kept by rank 0. Used by any number of threads.
+    """The version above which each rank begins, kept by rank 0. Thread-safe.
 
-    All ranks have to begin with one number, and only rank 0 can give it. A rank that looked for itself could find a
-    version that another rank of this group has published meanwhile, or miss the version of a member that has left.
+    All ranks must begin with the same number, and only rank 0 can provide it. A rank that looked for itself could find
+    a version that another rank of this group has just published, or miss the version of a member that left.
 
     Args:
         newest: returns the newest version that rank 0 has published.
@@ -146,11 +150,11 @@ class FirstVersions:
         self._newest = newest
         self._changed = threading.Condition()
         self._latest: int | None = None
-        # The process that asked first, by rank.
+        # The process that asked first, for each rank.
         self._members: dict[int, str] = {}
 
     def begin(self, latest: int) -> None:
-        """Set the newest version of all members that are not of this group."""
+        """Set the newest version of all members outside this group."""
         with self._changed:
             self._latest = latest
             self._changed.notify_all()
@@ -159,12 +163,12 @@ class FirstVersions:
         """Return the version above which a process of a rank begins.
 
         Raises:
-            NotFound: rank 0 has not begun within `wait_s`.
+            NotFound: rank 0 has not begun within `wait_s` seconds.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self._latest is not None, wait_s) or self._latest is None:
                 raise NotFound("rank 0 does not own the name yet")
-            # Another process of a rank replaces one that may have published all that rank 0 has.
+            # A later process of a rank replaces one that may have published everything that rank 0 has.
             is_first = self._members.setdefault(rank, member) == member
             return self._latest if is_first else max(self._latest, self._newest())
 
@@ -173,7 +177,8 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
     """As another rank, return rank 0's decision about a version.
 
     Raises:
-        PeerLost: rank 0 is gone. SourceStalled: it did not begin the version within the stall deadline.
+        PeerLost: rank 0 is gone.
+        SourceStalled: rank 0 did not begin the version within the stall deadline.
     """
     stall_s, wait_s = membership.stall_s, membership.timing.decision_wait_s
     since = time.monotonic()
@@ -186,22 +191,22 @@ def decided(membership: Membership, epoch: str, version: int) -> Decision:
             raise PeerLost(f"rank 0 of the publishers is gone: {error.message}", uri=error.uri) from error
         if decision.is_over:
             return decision
-        # Once the version has begun, rank 0 itself enforces the deadline for its subscribers: hours may be right.
+        # Once the version has begun, rank 0 enforces the deadline for its subscribers, which may be hours.
         if decision.is_begun:
             since = time.monotonic()
         elif time.monotonic() - since > stall_s:
             raise SourceStalled(
                 f"rank 0 did not begin version {version} within {stall_s:g} s",
                 uri=f"penstock:{epoch}",
-                hint="all ranks must publish the same versions",
+                hint="publish the same versions on all ranks",
             )
 
 
 def recorded(membership: Membership, decision: FleetDecision, within_s: float) -> FleetDecision:
-    """As rank 0, record a decision at the hub, and return the one that stands.
+    """As rank 0, record a decision at the hub, and return the recorded decision, which may be an earlier one.
 
     Raises:
-        HubUnavailable: the hub did not answer, and whether it has the decision is not known.
+        HubUnavailable: the hub did not answer. It may or may not have the decision.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -218,7 +223,7 @@ def recorded(membership: Membership, decision: FleetDecision, within_s: float) -
 
 
 def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, rank: int) -> SyncMember | None:
-    """Return another live member that has this rank of an epoch."""
+    """Return another live member with this rank in an epoch."""
     for member in members:
         is_same = (member.state.side, member.state.epoch, member.state.rank) == ("publisher", epoch, rank)
         if is_same and member.member != membership.member.id and not membership.is_gone(member):
@@ -227,8 +232,8 @@ def _holder(membership: Membership, members: Sequence[SyncMember], epoch: str, r
 
 
 def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[SyncMember]:
-    """Return the rank 0 of each earlier epoch whose process is not gone."""
-    # The hub's order of arrival decides, then the id: two groups that start together agree on the first.
+    """Return rank 0 of each earlier epoch whose process is not gone."""
+    # The order of arrival at the hub decides, and then the id, so two groups that start together agree on the first.
     mine = next(
         ((member.since, member.member) for member in members if member.member == membership.member.id),
         (float("inf"), ""),
@@ -239,21 +244,21 @@ def _earlier(membership: Membership, members: Sequence[SyncMember]) -> list[Sync
 
 
 _KEPT = 8
-"""Versions whose decision other ranks may still request."""
+"""Number of versions whose decision other ranks may still request."""
 
 
 @dataclass(slots=True)
 class _Listener:
-    """A subscriber that a publish waits for."""
+    """A subscriber for which a publish waits."""
 
     seen: float
-    """The time of its last progress."""
+    """Time of its last progress."""
     moved_bytes: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTerms:
-    """The terms of a two-phase commit; see `Publisher.publish`."""
+    """The terms of a two-phase commit. See `Publisher.publish`."""
 
     timeout_s: float
     stragglers: Stragglers
@@ -262,24 +267,24 @@ class CommitTerms:
 
 @dataclass(slots=True)
 class _Showing:
-    """The state of one version while a publish waits for it."""
+    """The state of a version while a publish waits for it."""
 
     waited: dict[str, _Listener]
     ballot: Ballot | None = None
-    """Of a version with a two-phase commit."""
+    """The ballot of a version with a two-phase commit."""
     due: float = 0.0
-    """The time of its decision at the latest."""
+    """Time at which the decision is due."""
     cancelled: str = ""
-    """The reason to withdraw it now; empty: there is none."""
+    """Why the version must be withdrawn now. Empty if there is no reason."""
     fleet: FleetDecision | None = None
-    """The decision, once it stands."""
+    """The recorded decision."""
     committed: list[str] = field(default_factory=list)
     late: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     is_over: bool = False
 
     def decision(self) -> Decision:
-        # Copies: the lists grow while the answer is encoded by another thread.
+        # Copy the lists, because they grow while another thread encodes the answer.
         return Decision(
             is_over=self.is_over,
             is_begun=True,
@@ -291,13 +296,13 @@ class _Showing:
 
 
 class SubscriberProgress:
-    """The progress of all subscribers, kept by a publisher's rank 0. Used by any number of threads.
+    """The progress of all subscribers, kept by a publisher's rank 0. Thread-safe.
 
     Args:
-        timing: the waiting times.
+        timing: waiting times.
 
     Attributes:
-        absent: subscribers that were late and have not begun another update since; a publish does not wait for them.
+        absent: subscribers that were late and have not begun another update since. A publish does not wait for them.
     """
 
     def __init__(self, timing: Timing | None = None) -> None:
@@ -308,9 +313,9 @@ class SubscriberProgress:
         self.absent: set[str] = set()
 
     def begin(self, version: int, expected: Iterable[str]) -> None:
-        """Start to wait for the expected subscribers of a version."""
+        """Begin waiting for the expected subscribers of a version."""
         now = time.monotonic()
-        # A subscriber that was late once would cost the trainer the stall deadline at every version.
+        # Otherwise a subscriber that was late once would cost the trainer the stall deadline at every version.
         self._show(version, _Showing({member: _Listener(now) for member in expected if member not in self.absent}))
 
     def _show(self, version: int, showing: _Showing) -> None:
@@ -320,31 +325,31 @@ class SubscriberProgress:
                 self._shown.popitem(last=False)
 
     def begin_two_phase(self, version: int, expected: Iterable[str], terms: CommitTerms) -> None:
-        """Start to collect the reports on a version that the fleet commits as a whole."""
+        """Begin collecting reports on a version that the fleet commits as a whole."""
         now = time.monotonic()
-        # To withdraw with one means to wait for each, also for one that was late before.
+        # With `withdraw` every subscriber counts, even one that was late before.
         voters = [member for member in expected if terms.stragglers == "withdraw" or member not in self.absent]
         ballot = Ballot.of(voters, terms.stragglers, needs_check=terms.needs_check)
         waited = {member: _Listener(now) for member in voters}
         self._show(version, _Showing(waited, ballot=ballot, due=now + terms.timeout_s))
 
     def note_request(self, member: str) -> None:
-        """Note a receiver's request for its part as a sign of life."""
+        """Record a receiver's request for its part, which shows that the receiver is alive."""
         with self._changed:
             self.absent.discard(member)
-            # The request may be for "the newest" without a number: it counts for every version.
+            # The request may ask for the newest version without a number, so it counts for every version.
             for showing in self._shown.values():
                 if member in showing.waited:
                     showing.waited[member].seen = time.monotonic()
 
     def note_progress(self, member: str, progress: RankProgress) -> None:
-        """Note a receiver's progress report."""
+        """Record a receiver's progress report."""
         with self._changed:
             self.absent.discard(member)
-            # A receiver that failed before it knew the version's number reports -1.
+            # A receiver that failed before it knew the version number reports -1.
             newest = next(reversed(self._shown), -1)
             showing = self._shown.get(progress.version if progress.version >= 0 else newest)
-            # After the decision a report changes nothing: the other ranks may have acted on it.
+            # A report after the decision changes nothing, because the other ranks may have acted on the decision.
             if showing is None or showing.is_over:
                 return
             listener = showing.waited.get(member)
@@ -352,35 +357,35 @@ class SubscriberProgress:
                 self._vote(showing, member, progress)
             elif progress.outcome:
                 showing.waited.pop(member, None)
-                # A receiver may fail and succeed at a second attempt within the same publish: the last word counts.
+                # A receiver may fail and then succeed within the same publish. The last report counts.
                 showing.failed.pop(member, None)
                 if progress.outcome == "failed":
                     showing.failed[member] = progress.why
                 elif member not in showing.committed:
                     showing.committed.append(member)
                 self._changed.notify_all()
-            # A report without new bytes is no progress: else a publish would wait forever for a receiver whose source
-            # hangs.
+            # A report without new bytes is not progress. Otherwise a publish would wait for ever for a receiver whose
+            # source hangs.
             elif listener is not None and progress.moved_bytes != listener.moved_bytes:
                 listener.moved_bytes, listener.seen = progress.moved_bytes, time.monotonic()
 
     def _vote(self, showing: _Showing, member: str, progress: RankProgress) -> None:
-        """Note a report on a version with a two-phase commit. Order: the caller has the lock."""
+        """Record a report on a version with a two-phase commit. The caller holds the lock."""
         assert showing.ballot is not None
-        # Subscribers that do not know such versions report `committed` when they have the bytes; they are not sent
-        # any before the decision.
+        # Subscribers with a release that does not know such versions would report `committed` when they have the bytes.
+        # They are sent none before the decision.
         standing: Standing = progress.outcome if progress.outcome in ("prepared", "refused") else "failed"
         showing.ballot = showing.ballot.reported(member, standing, progress.why, is_checked=progress.is_checked)
         showing.waited.pop(member, None)
         self._changed.notify_all()
 
     def cannot_wait(self, member: str, version: int) -> None:
-        """Note that a subscriber has no staging copy in which a version could wait for its decision."""
-        why = "it cannot keep a version staged: its mode is direct, or its release is older"
+        """Record that a subscriber has no staging copy in which a version could wait for its decision."""
+        why = "it cannot keep a version staged, because its mode is direct or its release is older"
         self.note_progress(member, RankProgress(version=version, outcome="failed", why=why))
 
     def cancel(self, why: str) -> None:
-        """End the wait for the versions that are not decided yet, and withdraw the one with a two-phase commit."""
+        """End the wait for undecided versions, and withdraw a version with a two-phase commit."""
         with self._changed:
             for showing in self._shown.values():
                 showing.cancelled = showing.cancelled or why
@@ -403,25 +408,26 @@ class SubscriberProgress:
                 self._changed.wait(min(self._probe_s, showing.due - now))
                 now = time.monotonic()
                 silent = [name for name, listener in showing.waited.items() if now - listener.seen > self._probe_s]
-            # Without the lock, as in `wait`.
+            # Release the lock for this, as in `wait`.
             for member in silent:
                 place = whereabouts(member)
                 with self._changed:
                     if place == "there" or showing.waited.pop(member, None) is None:
                         continue
-                    # One that signed off takes no part any more; one that died did not prepare the version.
+                    # A subscriber that signed off no longer takes part. A subscriber that died did not prepare the
+                    # version.
                     if place == "left":
                         showing.ballot = showing.ballot.without(member)
                     else:
                         showing.ballot = showing.ballot.reported(member, "gone", "its process is gone")
 
     def settle(self, version: int, verdict: Verdict, decision: FleetDecision) -> Decision:
-        """Answer from now on with the decision that stands on a version."""
+        """Answer requests with the recorded decision on a version from now on."""
         with self._changed:
             showing = self._shown[version]
             showing.fleet = decision
             showing.is_over = True
-            # The version may have been withdrawn at the hub before this verdict came.
+            # The hub may have recorded a withdrawal before this verdict.
             showing.committed = list(verdict.prepared) if decision.outcome == "committed" else []
             showing.late = list(verdict.late)
             showing.failed = dict(verdict.failed)
@@ -429,7 +435,7 @@ class SubscriberProgress:
             return showing.decision()
 
     def decide_s(self, version: int) -> float | None:
-        """Return the seconds until the decision on a version at the latest; None: it may go live at once."""
+        """Return the maximum number of seconds until the decision on a version, or None if it may go live at once."""
         with self._changed:
             showing = self._shown.get(version)
             if showing is None or showing.ballot is None or showing.is_over:
@@ -437,24 +443,24 @@ class SubscriberProgress:
             return max(0.0, showing.due - time.monotonic())
 
     def offer_check(self, version: int, values: bytes) -> None:
-        """Keep the values for checks of a version, which is the newest."""
+        """Keep the values for checks of the newest version."""
         with self._changed:
             self._check = version, values
 
     def check_of(self, version: int) -> bytes:
-        """Return the values for checks of a version; empty: there are none, or the version is past."""
+        """Return the values for checks of a version. Empty if there are none, or if the version is past."""
         with self._changed:
             return self._check[1] if self._check[0] == version else b""
 
     def refused(self, version: int) -> FleetDecision | None:
-        """Return the decision by which a version was withdrawn; None: it was not."""
+        """Return the decision by which a version was withdrawn, or None if it was not."""
         with self._changed:
             showing = self._shown.get(version)
             decision = None if showing is None else showing.fleet
             return decision if decision is not None and decision.outcome == "withdrawn" else None
 
     def wait(self, version: int, *, stall_s: float, is_gone: Callable[[str], bool]) -> Decision:
-        """Return once every expected subscriber is done, is gone, or made no progress for `stall_s`.
+        """Wait until every expected subscriber is done, is gone, or made no progress for `stall_s` seconds.
 
         Raises:
             Cancelled: `cancel` was called.
@@ -477,9 +483,10 @@ class SubscriberProgress:
                     return showing.decision()
                 self._changed.wait(min(self._probe_s, stall_s))
                 now = time.monotonic()
-                # Only silent members are probed: a probe opens a connection and can take `Timing.alive_s`.
+                # Probe only silent members, because a probe opens a connection and can take `Timing.alive_s`.
                 silent = [name for name, listener in showing.waited.items() if now - listener.seen > self._probe_s]
-            # Without the lock, because reports arrive meanwhile; so the member may be done by the time it is removed.
+            # Release the lock for this, because reports arrive during the probe. The member may be done by the time it
+            # is removed.
             for member in silent:
                 if is_gone(member):
                     with self._changed:
@@ -487,7 +494,7 @@ class SubscriberProgress:
                             showing.failed[member] = "its process is gone"
 
     def decision(self, version: int, wait_s: float) -> Decision:
-        """Return the decision about a version once it is over, or its state after `wait_s`."""
+        """Return the decision about a version when it is over, or its state after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while True:

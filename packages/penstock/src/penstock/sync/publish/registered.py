@@ -1,8 +1,6 @@
-"""The registration of a trainer rank's tensors: what is on offer, and the memory that receivers read.
+"""The registration of a trainer rank's tensors: an `Offer` and its `LocalVersion`.
 
-In: a module or tensors by name, how they are offered. Out: an `Offer` and its `LocalVersion`, which are made again when
-the tensors have moved.
-Not here: whether tensors moved (`sync.placed`), the moment of a version (`publisher`).
+They are made again when tensors moved.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ log = log_named("penstock.sync")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferOptions:
-    """How a rank offers its tensors; see `publisher`."""
+    """How a rank offers its tensors. See `publisher`."""
 
     copies: str | None
-    """The place that versions are copied to, `device` or `cpu`. None: they are not copied."""
+    """Destination of the copies of versions, `device` or `cpu`. None means that versions are not copied."""
     transforms: Transforms | None
     keep_plain: bool
     arena: bool
@@ -50,7 +48,7 @@ class OfferOptions:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Registration:
-    """One registration: what is on offer, and the memory that receivers read."""
+    """One registration: the offer, and the memory that receivers read."""
 
     offer: Offer
     local_version: LocalVersion
@@ -66,30 +64,31 @@ class _Registration:
 
 
 def warn_of_state_dict(name: str, params: torch.nn.Module | Mapping[str, Declarable]) -> None:
-    """Log a warning if tensors are those of `state_dict()`, which cannot be followed.
+    """Log a warning if the tensors come from `state_dict()`, because they cannot follow their module.
 
-    They are detached: the module may get other memory, and they keep the former. Nothing leads from them to the module.
+    They are detached. If the module gets other memory, they keep the old memory, and nothing leads from them to the
+    module.
     """
-    # Torch marks a state dict by `_metadata`. `keep_vars=True` leaves the parameters themselves in it.
+    # Torch marks a state dict with `_metadata`. With `keep_vars=True` it contains the parameters themselves.
     if isinstance(params, torch.nn.Module) or not hasattr(params, "_metadata"):
         return
     if not any(isinstance(value, torch.nn.Parameter) for value in params.values()):
         log.warning(
-            "the publisher of %r has the tensors of a state dict: if parameters of the module get other memory "
-            "(`.data =`, a cast, offloading), it publishes the former values; pass the module itself",
+            "the publisher of %r has the tensors of a state dict. If the module's parameters get other memory "
+            "(`.data =`, a cast, offloading), it publishes the old values. Pass the module instead",
             name,
         )
 
 
 class Registered(Closeable):
-    """The tensors of one rank, registered for receivers, and registered again by `follow` after they moved.
+    """The tensors of one rank, registered for receivers. `follow` registers them again after they moved.
 
     Attributes:
-        layout: the layout of the newest registration.
-        digest: its digest.
+        layout: layout of the newest registration.
+        digest: digest of that layout.
 
     Args:
-        params: a module or tensors by name; kept, because its tensors are looked up again.
+        params: a module or tensors by name. It is kept, because its tensors are looked up again.
         options: how they are offered.
 
     Raises:
@@ -102,18 +101,18 @@ class Registered(Closeable):
     def __init__(self, params: torch.nn.Module | Mapping[str, Declarable], options: OfferOptions) -> None:
         self._params = params
         self._options = options
-        # Connects an offer to those of the other ranks; None: `connect` was not called yet.
+        # Connects an offer to the offers of other ranks. None before `connect` was called.
         self._connect: Callable[[Offer], None] | None = None
         self._registration: _Registration | None = None
         if options.arena:
             to_arenas(params)
         self._rows = declared(params)
         self._placed = Placed(params)
-        # Before anything is registered: an offer that is refused must not have joined a fleet.
+        # Create the offer before registering, because a process with a refused offer must not join a fleet.
         self._offer: Offer | None = self._make_offer()
 
     def register(self, member: Member) -> None:
-        """Register the tensors with the transports of this process. Order: once, before anything else."""
+        """Register the tensors with the transports of this process. Call it once, before anything else."""
         self._member = member
         self._register(self.offer)
 
@@ -124,48 +123,52 @@ class Registered(Closeable):
 
     @property
     def served(self) -> LocalVersion | None:
-        """Return the memory as receivers read it: that of the tensors, or a copy. None: nothing is registered."""
+        """Return the memory that receivers read: the tensors or a copy. Return None if nothing is registered."""
         registration = self._registration
         return None if registration is None else registration.local_version
 
     @property
     def local_version(self) -> LocalVersion:
-        """Return the memory as receivers read it. Order: while the tensors are registered."""
+        """Return the memory that receivers read. Call it only while the tensors are registered."""
         return self._registered().local_version
 
     @property
     def offer(self) -> Offer:
-        """Return the rows on offer. Order: after `follow`, which raises where there is no offer."""
+        """Return the offer. Call it after `follow`, which raises if there is no offer."""
         assert self._offer is not None
         return self._offer
 
     @property
     def snapshot(self) -> VersionSnapshot | None:
-        """Return the copy that receivers read; None: they read the tensors. Order: while they are registered."""
+        """Return the copy that receivers read, or None if they read the tensors.
+
+        Call it only while they are registered.
+        """
         return self._registered().snapshot
 
     def _registered(self) -> _Registration:
-        assert self._registration is not None, "`follow` comes first"
+        assert self._registration is not None, "call `follow` first"
         return self._registration
 
     def connect(self, sync: Membership, *, rank: int) -> None:
-        """Join the exchange of the ranks, where there is one. Order: before the first version."""
+        """Join the ranks' exchange, if there is one. Call it before the first version."""
         world_size = self._options.world_size
         self._connect = lambda offer: offer.connect(sync, rank=rank, world_size=world_size)
         self._connect(self.offer)
 
     def follow(self, before_end: Callable[[], None]) -> bool:
-        """Register the tensors that the module or mapping has now, if any of them moved; return whether one did.
+        """If tensors of the module or mapping moved, register them again. Return whether any moved.
+
+        Call it while nothing reads the parameters.
 
         Args:
-            before_end: called before the former registration ends.
+            before_end: called before the old registration ends.
 
         Raises:
-            ConfigError: they have other names, dtypes or shapes; names them. The registration is as before.
-            PlanError: one cannot be declared, such as one whose memory was freed. The registration is as before.
-            Others as `publisher`: nothing is registered, and the next call tries again.
-
-        Order: while nothing reads the parameters.
+            ConfigError: names, dtypes or shapes changed. The error names the tensors. The old registration stays.
+            PlanError: a tensor cannot be declared, for example because its memory was freed. The old registration
+                stays.
+            PenstockError: other errors of `publisher`. Nothing is registered then, and the next call tries again.
         """
         registration = self._registration
         is_there = registration is not None and registration.storages.are_there()
@@ -175,13 +178,13 @@ class Registered(Closeable):
         require_same(self._rows, rows)
         regions_of(rows)  # raises for tensors without memory
         if is_there and _are_in_place(self._rows, rows):
-            # The objects differ and the memory does not, as after FSDP2 has sharded the parameters again.
+            # The objects are new but the memory is the same, as after FSDP2 sharded the parameters again.
             self._placed.refresh()
             return False
         if registration is not None:
             before_end()
             registration.close()
-        # All references to the former memory, and to the copy: a device rarely has room for two.
+        # Drop all references to the old memory and the copy, because a device rarely has memory for two.
         self._registration = registration = self._offer = None
         if self._options.arena:
             to_arenas(self._params)
@@ -208,7 +211,7 @@ class Registered(Closeable):
         with contextlib.ExitStack() as stack:
             stack.callback(offer.close)
             local_version, snapshot = self._serve(stack, offer)
-            # Here and not when a receiver first asks: engines would wait for it, and a live publish for them.
+            # Do this now and not at a receiver's first request, because engines, and a live publish, would wait for it.
             local_version.regions.warm_up()
             if self._connect is not None:
                 self._connect(offer)
@@ -223,11 +226,15 @@ class Registered(Closeable):
         )
 
     def _serve(self, stack: contextlib.ExitStack, offer: Offer) -> tuple[LocalVersion, VersionSnapshot | None]:
-        """Return the memory that readers see, registered until the stack is left: the offer's own, or a copy."""
+        """Return the memory that readers see: the offer's memory, or a copy.
+
+        It stays registered until the stack is left.
+        """
         options, links = self._options, self._member.links
         memories: tuple[Memory, ...] = (*offer.memories, *offer.filled)
         layout = layout_of(offer.rows, self._member.id, "", memories)
-        # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
+        # Use a new address for each registration, because a planner that knows the old layout must not reuse its
+        # descriptors.
         address = secrets.token_hex(8)
         if options.copies is None:
             layout = replace(layout, address=address)
@@ -253,10 +260,10 @@ class Registered(Closeable):
 
 
 def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
-    """Check that these are the same boxes of the same tensors; strides and places may differ.
+    """Check that these are the same boxes of the same tensors. Strides and addresses may differ.
 
     Raises:
-        ConfigError: names the tensors that differ.
+        ConfigError: tensors differ. The error names them.
     """
     were, are = _boxes(before), _boxes(now)
     if were == are:
@@ -264,9 +271,9 @@ def require_same(before: Iterable[ShardRow], now: Iterable[ShardRow]) -> None:
     names = sorted({box[0] for box in were ^ are})
     some = ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
     raise ConfigError(
-        f"these tensors have another dtype or shape than when the publisher was made, or are gone or new: {some}",
+        f"tensors changed their dtype or shape, disappeared or appeared since the publisher was created: {some}",
         tensor=names[0],
-        hint="close this publisher, and make a new publisher of the tensors as they are now",
+        hint="close this publisher and create a new one with the current tensors",
     )
 
 

@@ -13,22 +13,22 @@ from collections.abc import Mapping
 
 
 class PublisherState(enum.Enum):
-    """What a publisher does, and what can be read at this rank."""
+    """The state of a publisher, and of the version that can be read at this rank."""
 
     OPENING = "opening"
-    """It claims the name, or joins the epoch of rank 0."""
+    """The rank is claiming the name, or joining the epoch of rank 0."""
     IDLE = "idle"
     """No version can be read here."""
     SHOWING = "showing"
-    """A version is copied, or announced."""
+    """A version is being copied or announced."""
     WAITING = "waiting"
     """Receivers read the live parameters, and `publish` waits for them."""
     DECIDING = "deciding"
-    """Receivers read a copy, and its version is not decided yet."""
+    """Receivers read a copy, whose version is not decided yet."""
     SERVING = "serving"
     """Receivers read a copy of the newest version."""
     WITHDRAWN = "withdrawn"
-    """The newest version was withdrawn. The version before is announced, and cannot be read here."""
+    """The newest version was withdrawn. The previous version is announced, but cannot be read here."""
     CLOSED = "closed"
     """This rank has left."""
 
@@ -41,9 +41,9 @@ NEXT: Mapping[PublisherState, frozenset[PublisherState]] = {
     _S.SHOWING: frozenset({_S.WAITING, _S.DECIDING, _S.SERVING, _S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
     _S.WAITING: frozenset({_S.IDLE, _S.WITHDRAWN, _S.CLOSED}),
     _S.DECIDING: frozenset({_S.SERVING, _S.WITHDRAWN, _S.CLOSED}),
-    # To `idle` if the parameters were moved: the copy is made again.
+    # The state returns to `idle` if the parameters moved, because the copy must be made again.
     _S.SERVING: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.WITHDRAWN: frozenset({_S.SHOWING, _S.IDLE, _S.CLOSED}),
     _S.CLOSED: frozenset(),
 }
-"""The states that may follow each state."""
+"""The allowed next states for each state."""

@@ -1,12 +1,8 @@
 """Three ways to publish a version, with one interface: `show`, `wait`, `withdraw`.
 
-In: one rank and the version's number. Out: the version at the receivers, and its outcome.
-Not here: which way is chosen, and the states of the publisher (`publisher`); the rules of a version that the fleet
-commits together (`sync.commit_rules`).
-
-    Live:      receivers read the parameters; `wait` returns when they are done or late
-    Snapshot:  receivers read a copy; nobody waits for them
-    TwoPhase:  one of the above; `wait` returns when the fleet has committed or withdrawn the version
+Live:      receivers read the parameters. `wait` returns when they are done or late
+Snapshot:  receivers read a copy. Nothing waits for them
+TwoPhase:  one of the above. `wait` returns when the fleet has committed or withdrawn the version
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from penstock.sync.publish.registered import Registered
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class TrainerRank:
-    """The parts of one rank that every way to publish uses."""
+    """The parts of a rank that every strategy uses."""
 
     rank: int
     membership: Membership
@@ -45,7 +41,7 @@ class TrainerRank:
         return self.membership.stall_s
 
     def subscribers(self) -> list[str]:
-        """Return the subscribers whose reports count. Order: before the version is announced."""
+        """Return the subscribers whose reports count. Call it before the version is announced."""
         # A receiver's first report must find a version that expects it.
         members = self.membership.look(max_age_s=self.membership.timing.group_list_s)
         return [other.member for other in members if other.state.side == "subscriber"]
@@ -58,19 +54,19 @@ class TrainerRank:
         return decision
 
     def end_reads(self) -> None:
-        """End the reads of the version from this rank, and tell the fleet."""
-        # A publisher that was closed meanwhile has ended the registrations, and the reads with them.
+        """End all reads of the version from this rank, and tell the fleet."""
+        # If the publisher was closed, its registrations and reads have ended already.
         with contextlib.suppress(StaleDescriptor):
             self.registered.local_version.fence()
         self.announcements.end()
 
 
 Show = Callable[[TrainerRank, int, Mapping[str, str]], float]
-"""Lets receivers read a version with its texts, and returns the seconds of the copy."""
+"""Lets receivers read a version with its metadata, and returns the seconds of the copy."""
 
 
 class Strategy(Protocol):
-    """One way to publish a version. Its methods are called in this order, once for each version."""
+    """A way to publish a version. Its methods are called in this order, once for each version."""
 
     is_two_phase: bool
     """Whether the fleet decides about the version."""
@@ -80,16 +76,16 @@ class Strategy(Protocol):
         ...
 
     def wait(self, version: int) -> Decision:
-        """Return the outcome of the version once it is known."""
+        """Wait for the outcome of the version and return it."""
         ...
 
     def withdraw(self) -> None:
-        """End the reads of the version from this rank."""
+        """End all reads of the version from this rank."""
         ...
 
 
 class Live:
-    """Receivers read the parameters themselves, and the trainer waits for them."""
+    """A strategy in which receivers read the parameters and the trainer waits for them."""
 
     is_two_phase = False
 
@@ -103,7 +99,7 @@ class Live:
         return show_parameters(self._rank, version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Return once every subscriber that was known at the start is done, late or gone."""
+        """Wait until every subscriber that was known at the start is done, late or gone."""
         rank = self._rank
         if rank.rank != 0:
             return rank.decided(version)
@@ -116,7 +112,7 @@ class Live:
 
 
 class Snapshot:
-    """Receivers read a copy, and training goes on."""
+    """A strategy in which receivers read a copy while training continues."""
 
     is_two_phase = False
 
@@ -128,7 +124,7 @@ class Snapshot:
         return show_copy(self._rank, version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Return at once: the copy is read later, so there is nothing to decide about."""
+        """Return at once, because receivers read the copy later and there is no outcome yet."""
         return Decision(is_over=True)
 
     def withdraw(self) -> None:
@@ -137,12 +133,12 @@ class Snapshot:
 
 
 class TwoPhase:
-    """All subscribers prepare a version, and rank 0 decides whether it goes live at all of them.
+    """A strategy in which all subscribers prepare a version, and rank 0 decides whether all of them go live or none.
 
     Args:
         rank: this rank.
         show: how receivers read the version: `show_parameters` or `show_copy`.
-        terms: the terms of the decision.
+        terms: terms of the decision.
     """
 
     is_two_phase = True
@@ -153,17 +149,17 @@ class TwoPhase:
         self._terms = terms
 
     def show(self, version: int, metadata: Mapping[str, str]) -> float:
-        """See `Strategy`. A version that fails is withdrawn, so that no subscriber waits for it."""
+        """Let receivers read a version. If this fails, withdraw the version, so that no subscriber waits for it."""
         if self._rank.rank == 0:
             self._rank.progress.begin_two_phase(version, self._rank.subscribers(), self._terms)
         with self._withdrawn_on_error(version):
             return self._show(self._rank, version, metadata)
 
     def wait(self, version: int) -> Decision:
-        """Return the decision on the version, which the hub has recorded.
+        """Return the decision on the version, as the hub recorded it.
 
         Raises:
-            HubUnavailable: it is not known whether the hub recorded the commit.
+            HubUnavailable: it is unknown whether the hub recorded the commit.
             PeerLost, SourceStalled: another rank lost rank 0.
         """
         rank = self._rank
@@ -179,19 +175,19 @@ class TwoPhase:
         self._rank.end_reads()
 
     def _recorded(self, version: int, verdict: Verdict) -> FleetDecision:
-        """Return the decision that stands at the hub."""
+        """Return the decision that the hub recorded."""
         rank = self._rank
         proposal = verdict.decision(rank.announcements.epoch, version)
         try:
-            # A withdrawal needs no record: without a recorded commit no subscriber goes live. It is recorded for
-            # operators, and for subscribers that cannot reach this rank.
+            # A withdrawal needs no record, because without a recorded commit no subscriber goes live. It is recorded
+            # for operators, and for subscribers that cannot reach this rank.
             return rank_group.recorded(rank.membership, proposal, rank.stall_s if verdict.is_commit else 0.0)
         except PenstockError as error:
             if not verdict.is_commit:
                 return proposal
             name = rank.membership.name
-            message = f"it is not known whether version {version} of {name!r} is committed: {error.message}"
-            hint = "subscribers keep the version before, or learn from the hub that it is; publish the next version"
+            message = f"it is unknown whether version {version} of {name!r} is committed: {error.message}"
+            hint = "publish the next version. Until then subscribers keep the previous one, or learn from the hub"
             raise HubUnavailable(message, hint=hint) from error
 
     def _settle(self, version: int, verdict: Verdict, standing: FleetDecision) -> Decision:
@@ -207,34 +203,34 @@ class TwoPhase:
         except BaseException as error:
             if self._rank.rank == 0:
                 verdict = Verdict(is_commit=False, why=f"rank 0 failed: {str(error) or type(error).__name__}")
-                # The number is used up: a subscriber may have heard that it is withdrawn.
+                # The number is used up, because a subscriber may know that it was withdrawn.
                 self._rank.announcements.version = version
                 self._settle(version, verdict, verdict.decision(self._rank.announcements.epoch, version))
             raise
 
 
 def show_parameters(rank: TrainerRank, version: int, metadata: Mapping[str, str]) -> float:
-    """Let receivers read the parameters, and the tagged rows once they are filled."""
+    """Let receivers read the parameters, and then the tagged rows when they are filled."""
     local_version, offer = rank.registered.local_version, rank.registered.offer
     local_version.begin(version, metadata)
     local_version.ready(offer.plain_rows)
-    # A map made while the device still fills the rows calls them not ready, and receivers then request digests before
-    # every read.
+    # A map that is created while the device still fills the rows marks them as not ready. Receivers would then request
+    # digests before every read.
     local_version.settle(rank.stall_s)
     rank.announcements.begin(version)
-    # After the announcement, so that the plain rows are read while the tagged ones are quantised. Of these a reader
-    # waits for no more than its own: the device has written them when `fill` says so.
+    # Fill after the announcement, so that receivers read the plain rows while the tagged ones are quantised. A reader
+    # waits only for the tagged rows that it needs, because `fill` reports rows after the device has written them.
     ready = partial(local_version.ready, is_written=True)
     offer.fill(version, rank.announcements.epoch, ready, stall_s=rank.stall_s)
     return 0.0
 
 
 def show_copy(rank: TrainerRank, version: int, metadata: Mapping[str, str]) -> float:
-    """Copy the parameters and let receivers read the copy; return the seconds of the copy."""
+    """Copy the parameters and let receivers read the copy. Return the seconds of the copy."""
     registered, offer, epoch = rank.registered, rank.registered.offer, rank.announcements.epoch
     assert registered.snapshot is not None
-    # Host copies have the tagged rows too, so these must be complete before the copy. Otherwise they are served from
-    # the device, and receivers may read the plain rows meanwhile.
+    # A host copy contains the tagged rows too, so they must be complete before the copy. Otherwise they are served from
+    # the device, and receivers may read the plain rows first.
     if offer.is_copied:
         offer.fill(version, epoch, lambda rows: None, stall_s=rank.stall_s)
     copy_s = registered.snapshot.snapshot(

@@ -1,12 +1,8 @@
-"""A publisher's tensors under tags: quantised or cast into memory of their own, in addition to the parameters.
+"""A publisher's tensors under tags. They are quantised or cast into separate memory, in addition to the parameters.
 
-In: a rank's rows, and the tags to offer them under. Out: rows of codes and scales, filled batch after batch.
-Not here: formats (`transform`), reading other ranks' elements (`boundary_exchange`), the moment of a fill
-(`publisher`).
-
-    row [100, 300) of blocks of 128 owns [128, 384):  [128, 256) is read in place
-                                                      [256, 384) is read from a boundary buffer: [256, 300) of this
-                                                      rank, and [300, 384) of other ranks
+row [100, 300) of blocks of 128 owns [128, 384):  [128, 256) is read in place
+                                                  [256, 384) is read from a boundary buffer: [256, 300) from this
+                                                  rank, and [300, 384) from other ranks
 """
 
 from __future__ import annotations
@@ -34,11 +30,11 @@ from penstock.transform.select import reasons
 from penstock.types import I64, MIB, Box, DType
 
 Transforms = str | Mapping[str, Sequence[str]]
-"""A tag, for the weights that checkpoints store in that format; or tags, each with patterns of tensor names."""
+"""A tag, for the weights that checkpoints store in that format, or tags with patterns of tensor names for each."""
 
 BATCH_BYTES = 512 * MIB
-"""Bytes of codes that are quantised at once: 0.6 ms at 1.9 TB/s of source, so that the interpreter's tenths of a
-millisecond per batch are hidden. Source: benchmarks/results/h200_202611/transform.md."""
+"""Number of bytes of codes that are quantised at once. They take 0.6 ms at 1.9 TB/s of source, which hides the tenths
+of a millisecond of Python per batch. Source: benchmarks/results/h200_202611/transform.md."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -48,12 +44,12 @@ class Chosen:
     row: ShardRow
     form: Format
     owned: Box
-    """The blocks that this rank serves; empty: other ranks serve them."""
+    """The blocks that this rank serves. Empty if other ranks serve them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Batch:
-    """The rows that are quantised at once."""
+    """Rows that are quantised together."""
 
     rows: I64
     """Numbers of the rows that the batch completes."""
@@ -62,7 +58,7 @@ class _Batch:
     fusions: tuple[Fusion, ...]
 
     def queue(self) -> list[torch.cuda.Event]:
-        """Queue the copies and kernels on the current stream; return an event behind them for each device."""
+        """Queue the copies and kernels on the current stream. Return an event after them for each device."""
         for to, of in self.copies:
             to.copy_(of)
         for fusion in self.fusions:
@@ -72,35 +68,36 @@ class _Batch:
 
 
 def choose(transforms: Transforms, rows: Sequence[ShardRow]) -> tuple[Chosen, ...]:
-    """Choose the rows and formats to offer, by names, dtypes and shapes alone, so that all ranks choose alike.
+    """Choose the rows and formats to offer, by names, dtypes and shapes alone, so that all ranks make the same choice.
 
-    A cast applies to every tensor that matches by name and has another dtype; a block format to linear weights only
-    (`transform.select`).
+    A cast applies to every tensor that matches by name and has a different dtype. A block format applies to linear
+    weights only (`transform.select`).
 
     Raises:
-        ConfigError: an unknown tag. PlanError: a format with one scale per tensor, and this rank has only a part.
+        ConfigError: a tag is unknown.
+        PlanError: a format has one scale per tensor, but this rank has only a part of the tensor.
     """
-    # None stands for the usual tensors of the format; see `_reasons_plain`.
+    # None means the usual tensors for the format. See `_reasons_plain`.
     patterns_of = {transforms: None} if isinstance(transforms, str) else dict(transforms)
     chosen = []
     for tag, patterns in patterns_of.items():
         form = format_of(tag)
-        # Rows with a tag of the user's own are transformed already.
+        # Rows that already have a tag from the user are not transformed.
         plain = [row for row in rows if not row.form.tag]
         kept_plain = _reasons_plain(form, plain, patterns)
         for row in plain:
             if not kept_plain[row.name]:
                 shape, box = row.form.shape, row.form.box
                 if form.global_suffix and box != Box.full(shape):
-                    # The scale needs the maximum over all ranks, which this exchange of elements does not give.
-                    message = f"{tag} has one scale for the whole tensor, and this rank has only a part of it"
+                    # The scale needs the maximum over all ranks, which this exchange of elements does not provide.
+                    message = f"{tag} has one scale for the whole tensor, but this rank has only a part of it"
                     raise PlanError(message, tensor=row.name, hint="gather the tensor, or use another format")
                 chosen.append(Chosen(row=row, form=form, owned=owned(form, shape, box)))
     return tuple(chosen)
 
 
 def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[str] | None) -> dict[str, str]:
-    """Return the reason why each row is not offered in a format; an empty reason: the row is offered."""
+    """Return why each row is not offered in a format. An empty reason means that it is offered."""
     specs = [(row.name, row.form.dtype, row.form.shape) for row in rows]
     if form.scaling != "none":
         return reasons(form, specs, only=patterns or ("*.weight",))
@@ -116,23 +113,23 @@ def _reasons_plain(form: Format, rows: Sequence[ShardRow], patterns: Sequence[st
 
 
 class Transformed:
-    """The memory of the chosen rows' codes and scales, filled at each publish.
+    """The memory for the chosen rows' codes and scales, which is filled at each publish.
+
+    It keeps views of the parameters.
 
     Attributes:
         rows: codes and scales, under their tags.
-        wants: rows in the boundary buffers, for elements of other ranks.
-        nbytes: bytes of codes and scales.
-        boundary_bytes: bytes of blocks that cross the edges of this rank's shards, in the parameters' dtype.
+        wants: rows in the boundary buffers for elements from other ranks.
+        nbytes: size of codes and scales in bytes.
+        boundary_bytes: size of blocks that cross the edges of this rank's shards, in the parameters' dtype.
 
     Args:
         chosen: the result of `choose`.
-        bucket_bytes: least bytes of codes per batch.
+        bucket_bytes: minimum number of bytes of codes per batch.
 
     Raises:
-        DeviceOutOfMemory, DestinationError: there is not enough memory.
-        MissingExtra: on a device, Triton is not installed.
-
-    Ownership: holds views of the parameters.
+        DeviceOutOfMemory, DestinationError: there is too little memory.
+        MissingExtra: Triton is not installed, on a device.
     """
 
     def __init__(self, chosen: Sequence[Chosen], *, bucket_bytes: int = BATCH_BYTES) -> None:
@@ -146,7 +143,7 @@ class Transformed:
             row_of(part.name, tensor, part.shape, part.box.start, tag=choice.form.tag)
             for (choice, part), tensor in zip(parts, tensors, strict=True)
         )
-        # By identity: one row may be chosen in several formats.
+        # Use the identity as the key, because one row may be chosen in several formats.
         by_chosen: dict[int, list[tuple[Box, torch.Tensor]]] = {}
         for (choice, edge), buffer in zip(boundary, buffers, strict=True):
             by_chosen.setdefault(id(choice), []).append((edge, buffer))
@@ -156,26 +153,26 @@ class Transformed:
             job.source.device for batch in self._batches for fusion in batch.fusions for job in fusion.jobs[:1]
         }:
             if device.type == "cuda":
-                # The kernels' tables were copied on the current stream; `fill` may run on another, and would read them
-                # before they arrive.
+                # The kernels' tables were copied on the current stream. `fill` may run on another stream and would read
+                # them too early.
                 torch.cuda.synchronize(device)
 
     def fill(self, ready: Callable[[I64], None], *, stall_s: float = 30.0) -> None:
-        """Quantise the parameters' current values, layer after layer.
+        """Quantise the parameters' current values, layer by layer.
+
+        Call it after the boundary buffers were filled. It runs after the work that is queued on the current stream.
 
         Args:
-            ready: called with the numbers of rows once the device has written them.
+            ready: called with the numbers of rows when the device has written them.
 
         Raises:
             DestinationError: the device finished no batch for `stall_s`.
-
-        Order: after the boundary buffers were filled, and after the work queued on the current stream.
         """
         fill(self._batches, ready, stall_s=stall_s, work="batch of quantising")
 
 
 def required_bytes(chosen: Sequence[Chosen]) -> tuple[int, int]:
-    """Return the bytes of the codes and scales of the chosen rows, and of their boundary buffers."""
+    """Return the size of the codes and scales of the chosen rows, and of their boundary buffers, in bytes."""
     _, parts, boundary = _lay_out(chosen)
     buffers = [(choice.row.tensor.device, choice.row.tensor.dtype, edge.shape) for choice, edge in boundary]
     return _arena_bytes(_specs(parts)), _arena_bytes(buffers)
@@ -187,8 +184,8 @@ _Spec = tuple[torch.device, torch.dtype, tuple[int, ...]]
 def _lay_out(
     chosen: Sequence[Chosen],
 ) -> tuple[list[Chosen], list[tuple[Chosen, FormatOutput]], list[tuple[Chosen, Box]]]:
-    """Return the rows that own blocks, by layer; the stored parts of each; and its boundary blocks."""
-    # By layer, because receivers read in that order: the first rows to be ready are the first to be read.
+    """Return the rows that own blocks, by layer, the stored parts of each, and its boundary blocks."""
+    # Sort by layer, because receivers read in that order, so the rows that are ready first are read first.
     mine = [choice for choice in chosen if choice.owned.num_elements]
     mine = [mine[i] for i in layer_order([choice.row.name for choice in mine])[0].tolist()]
     parts = [(choice, part) for choice in mine for part in _outputs(choice, choice.owned)]
@@ -196,7 +193,7 @@ def _lay_out(
 
 
 def _outputs(choice: Chosen, box: Box) -> tuple[FormatOutput, ...]:
-    """Return the stored parts of a box of whole blocks: codes, and scales where the format has them."""
+    """Return the stored parts for a box of whole blocks: codes, and scales if the format has them."""
     return outputs(choice.form, choice.row.name, choice.row.form.dtype, choice.row.form.shape, box)
 
 
@@ -209,14 +206,14 @@ def _nbytes(spec: _Spec) -> int:
 
 
 def _arena_bytes(specs: Sequence[_Spec]) -> int:
-    """Return the bytes of the arenas for tensors."""
+    """Return the size of the arenas for tensors, in bytes."""
     devices = dict.fromkeys(device for device, _, _ in specs)
     return sum(needed_bytes(_nbytes(spec) for spec in specs if spec[0] == device) for device in devices)
 
 
 def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
-    """Allocate memory for tensors: one arena per device, which is one registration."""
-    # Placeholders, replaced below: devices take turns, and the order of `specs` must stay.
+    """Allocate memory for tensors, with one arena and therefore one registration per device."""
+    # These placeholders are replaced below. The order of `specs` must be kept while devices are handled one by one.
     tensors: list[torch.Tensor] = [torch.empty(0)] * len(specs)
     for device in dict.fromkeys(device for device, _, _ in specs):
         here = [i for i, spec in enumerate(specs) if spec[0] == device]
@@ -228,7 +225,7 @@ def _allocate(specs: Sequence[_Spec]) -> list[torch.Tensor]:
 
 
 def _inside(choice: Chosen) -> Box:
-    """Return the blocks that this rank owns and has all elements of."""
+    """Return the owned blocks of which this rank has all elements."""
     box, shape = choice.row.form.box, choice.row.form.shape
     step = alignment(choice.form, shape)
     # Round down to whole blocks, except at the end of the tensor, where the last block may be short.
@@ -238,20 +235,20 @@ def _inside(choice: Chosen) -> Box:
 
 
 def _boundary_blocks(choice: Chosen) -> tuple[Box, ...]:
-    """Return the other blocks that this rank owns, as boxes of whole blocks."""
+    """Return the other owned blocks, as boxes of whole blocks."""
     inside = _inside(choice)
     return foreign(inside, choice.owned) if inside.num_elements else (choice.owned,)
 
 
 def _wants(choice: Chosen, boundary: Iterable[tuple[Box, torch.Tensor]]) -> Iterator[ShardRow]:
-    """Yield the rows of the boundary buffers for elements that are not on this rank."""
+    """Yield the rows in the boundary buffers for elements from other ranks."""
     for edge, buffer in boundary:
         for box in foreign(choice.row.form.box, edge):
             yield row_of(choice.row.name, cut(buffer, _from(box, edge)), choice.row.form.shape, box.start)
 
 
 def _from(box: Box, outer: Box) -> Box:
-    """Return a box in the coordinates of a box around it."""
+    """Return a box in the coordinates of an enclosing box."""
     moved = (tuple(a - b for a, b in zip(end, outer.start, strict=True)) for end in (box.start, box.stop))
     return Box(start=next(moved), stop=next(moved))
 
@@ -262,7 +259,7 @@ def _batches(
     boundary: Mapping[int, Sequence[tuple[Box, torch.Tensor]]],
     bucket_bytes: int,
 ) -> Iterator[_Batch]:
-    """Cut the chosen rows, in order, into batches of about equal bytes."""
+    """Divide the chosen rows, in order, into batches of about equal size."""
     rows: list[int] = []
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     jobs: dict[tuple[str, torch.device], list[KernelJob]] = {}
@@ -274,7 +271,7 @@ def _batches(
         return _Batch(np.array(rows, np.int64), tuple(copies), fusions)
 
     for choice in mine:
-        # Codes alone; codes and scales; or those and the scale of the whole tensor.
+        # The parts are codes alone, codes and scales, or codes, scales and the scale of the whole tensor.
         count = 1 if choice.form.scaling == "none" else 3 if choice.form.global_suffix else 2
         outs = tensors[first : first + count]
         key = choice.form.tag, choice.row.tensor.device
@@ -283,7 +280,7 @@ def _batches(
             jobs.setdefault(key, []).append(_job(choice, inside, cut(choice.row.tensor, _from(inside, box)), outs))
         for edge, buffer in boundary.get(id(choice), ()):
             jobs.setdefault(key, []).append(_job(choice, edge, buffer, outs))
-            # Of a boundary block this rank copies its own elements; the exchange reads the others.
+            # This rank copies its own elements of a boundary block. The exchange reads the others.
             if common := common_box(edge, box):
                 copies.append((cut(buffer, _from(common, edge)), cut(choice.row.tensor, _from(common, box))))
         rows += range(first, first + count)
@@ -297,7 +294,7 @@ def _batches(
 
 
 def _job(choice: Chosen, box: Box, source: torch.Tensor, outs: Sequence[torch.Tensor]) -> KernelJob:
-    """Return the job that quantises a box of whole blocks into its place among this rank's codes and scales."""
+    """Return the job that quantises a box of whole blocks into its place in this rank's codes and scales."""
     whole = _outputs(choice, choice.owned)
     parts = _outputs(choice, box)
     places = tuple(cut(out, _from(part.box, all_of.box)) for out, part, all_of in zip(outs, parts, whole, strict=True))
