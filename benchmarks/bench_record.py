@@ -15,7 +15,7 @@ import time
 import numpy as np
 from benchmarks.sync_model import Served, shapes_of
 
-from penstock.sync.receive.target import wanted_of
+from penstock.sync.receive.target import requirements_for
 from penstock.types import DType, TensorTable
 
 
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     taken: list[float] = []
     for _ in range(asked.runs):
         begun_s = time.thread_time()
-        wanted = wanted_of(model, table, None, strict=True)
+        wanted = requirements_for(model, table, None, strict=True)
         taken.append(time.thread_time() - begun_s)
     print(
         f"{len(table)} tensors, {len(wanted.rows)} rows: {statistics.median(taken):.2f} s of a core "

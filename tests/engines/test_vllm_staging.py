@@ -79,13 +79,13 @@ def tokens(llm):
 def lacks_a_name(staging, true):
     some = {name: tensor for name, tensor in true.items() if "layers.1.self_attn.o_proj" not in name}
     try:
-        staging.check(wanted_of(staging, some))
+        staging.check(requirements_for(staging, some))
     except PlanError as error:
         return "layers.1.self_attn.o_proj" in str(error)
     return False
 
 
-def wanted_of(staging, weights):
+def requirements_for(staging, weights):
     values = weights.values()
     table = tabulate(list(weights), [dtype_of(t.dtype) for t in values], [tuple(t.shape) for t in values])
     global recording
@@ -103,7 +103,7 @@ if __name__ == "__main__":
     worker = llm.llm_engine.model_executor.driver_worker.worker
     staging = StagingModel(worker.get_model(), worker.vllm_config, "cpu")
     said["lacking is named"] = lacks_a_name(staging, second)
-    made = wanted_of(staging, second)
+    made = requirements_for(staging, second)
     staging.check(made)
     for name, weights in (("new", second), ("old again", first), ("new again", second)):
         fill(recording, weights, staging)

@@ -13,7 +13,7 @@ from penstock.errors import BudgetTooSmall, ConfigError, PlanError
 from penstock.sync.messages import TableReply
 from penstock.sync.publish.offer import Offer
 from penstock.sync.publish.transformed import Transformed, Transforms, choose, required_bytes
-from penstock.sync.receive.target import shown
+from penstock.sync.receive.target import select_tensors
 from penstock.sync.shards import Shard, ShardRow, declared
 from penstock.transform.formats import format_of, outputs
 from penstock.transform.quantize import dtype_of, quantise
@@ -172,19 +172,19 @@ TOLD = TableReply(
 
 
 def test_receiver_sees_offered_formats() -> None:
-    plain = shown(TOLD, None)
+    plain = select_tensors(TOLD, None)
     assert list(plain.table.names) == ["a.weight", "b.weight"]
     assert not plain.tags
-    blocks = shown(TOLD, "fp8-block128")
+    blocks = select_tensors(TOLD, "fp8-block128")
     assert dict(zip(blocks.table.names, map(str, blocks.table.dtypes), strict=True)) == {
         "b.weight": "BF16",
         "a.weight": "F8_E4M3",
         "a.weight_scale_inv": "F32",
     }
     assert set(blocks.tags) == {"a.weight", "a.weight_scale_inv"}
-    assert list(shown(TOLD, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
+    assert list(select_tensors(TOLD, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
     with pytest.raises(PlanError, match="no publisher offers tensors as mxfp8; offered are fp8-block128, nvfp4"):
-        shown(TOLD, "mxfp8")
+        select_tensors(TOLD, "mxfp8")
 
 
 class Quantised(torch.nn.Module):
@@ -195,5 +195,5 @@ class Quantised(torch.nn.Module):
 
 
 def test_quantised_model_is_shown_its_format() -> None:
-    assert set(shown(TOLD, None, Quantised()).tags.values()) == {"fp8-block128"}
-    assert not shown(TOLD, None, torch.nn.Linear(4, 4)).tags
+    assert set(select_tensors(TOLD, None, Quantised()).tags.values()) == {"fp8-block128"}
+    assert not select_tensors(TOLD, None, torch.nn.Linear(4, 4)).tags

@@ -2,10 +2,10 @@
 
 In the order of a call:
 
-- `subscribe` checks the arguments and joins; `subscriber` has the verbs; `states` its states and their transitions
-- `update` finds a planner, requests the part and retries; `sources`, `steps`, `transfer`, `packed`, `tied` read it
-- `target` is the memory to fill; `followed` notices tensors that moved; `staged` is the version once it is verified
-- `participant` checks it, votes and waits for the decision of a fleet
-- `flip` makes it live, with `hooks` of the engine and `leases` of readers; `serving` offers it to others
-- `released` frees weights while an engine sleeps; `versions` is the loop of an engine that serves
+- `subscribe` checks the arguments and joins. `subscriber` has the verbs, and `states` its states and transitions.
+- `update` finds a planner, requests the part and retries. `sources`, `steps`, `transfer`, `packed` and `tied` read it.
+- `target` is the memory to fill, `followed` notices tensors that moved, and `staged` is a verified version.
+- `participant` checks it, votes, and waits for the decision of a fleet.
+- `flip` makes it live, with `hooks` of the engine and `leases` of readers. `serving` offers it to others.
+- `released` frees weights while an engine sleeps. `versions` is the loop of an engine that serves requests.
 """

@@ -1,22 +1,19 @@
-"""The flip: the order in which a version becomes live, the same for all ways in which its bytes arrive.
+"""The flip: the steps that make a version live. Their order is the same for all ways in which the bytes arrive.
 
-In: a function that moves the bytes. Out: the version live, served to others, the engine resumed.
-Not here: reading a version (`update`), the decision of a fleet (`participant`), the copy itself (`sync.copy_plan`).
-
-     1. close to readers      leases end, and new readers wait
-     2. hook before_pause     if it raises, the engine simply goes on
-     3. withdraw              peers must not read bytes that are about to change
-     4. require in place      after the hook, which may bring back weights that were offloaded
-     5. move the bytes        staged: from the staging copy; direct: from the sources; restore: from elsewhere
-     6. install               permute, cast, and the loader's own work
-     7. live                  from here on the target has the version, whatever a hook does
-     8. hook at_commit        before requests resume: caches of the old weights must not be used with the new ones
-     9. serve to others       before the last hook, which may take long or raise
-    10. open to readers       before the last hook, which may run requests
+    1. close to readers: leases end, and new readers wait
+    2. hook before_pause: if it raises, the engine continues
+    3. withdraw: peers must not read bytes that are about to change
+    4. require in place: after the hook, which may restore offloaded weights
+    5. move the bytes: staged from the staging copy, direct from the sources, restored from elsewhere
+    6. install: permute, cast, and the loader's work
+    7. live: from here on the target has the version, whatever a hook does
+    8. hook at_commit: before requests resume, because caches of the old weights must not be used with the new ones
+    9. serve to others: before the last hook, which may take long or raise
+    10. open to readers: before the last hook, which may run requests
     11. hook after_resume
 
-Two ways out after step 2. If no byte of the target was written, the version before is served again and the engine
-resumes with it. Otherwise the target is dirty, or still released.
+A flip can fail in two ways after step 2. If no byte of the target was written, the previous version is served again and
+the engine resumes with it. Otherwise the target is dirty, or still released.
 """
 
 from __future__ import annotations
@@ -35,12 +32,13 @@ from penstock.sync.receive.update import UpdateLoop
 
 S = SubscriberState
 Pause = Callable[[int], None]
-"""Steps 1 to 4 for a version. A second call in the same flip does nothing: several attempts pause the engine once."""
+"""Executes steps 1 to 4 for a version. A second call in the same flip does nothing, so several attempts pause the
+engine once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flipped:
-    """A version after its flip, with the times of the flip."""
+    """A version after its flip, with the duration of the flip."""
 
     staged: Staged
     pause_s: float = 0.0
@@ -51,8 +49,8 @@ class FlipOrder:
     """The steps of each flip of a subscriber. One thread at a time flips.
 
     Args:
-        states, update_loop, leases, serving, hooks: of the subscriber.
-        on_live: called once the target has a new version, before the engine learns of it.
+        states, update_loop, leases, serving, hooks: parts of the subscriber.
+        on_live: called when the target has a new version, before the engine learns of it.
         report_now: reports the state to the hub soon.
     """
 
@@ -79,18 +77,18 @@ class FlipOrder:
         """Make a version live.
 
         Args:
-            move_bytes: brings the bytes to the target, and returns the version. It calls its argument before it writes
-                to the target of an engine that serves.
+            move_bytes: moves the bytes to the target and returns the version. It calls its argument before it writes to
+                the target of a serving engine.
 
         Raises:
-            Whatever `move_bytes`, the installation and hooks raise. A PenstockError says by `mutated` whether the
-                target was written to.
+            BaseException: an error of `move_bytes`, the installation or a hook. `mutated` of a PenstockError tells
+                whether the target was written to.
         """
         flip = _Flip(before=self._states.now)
         try:
             staged = move_bytes(lambda version: self._pause(flip, version))
             if staged.origin == "here":
-                # An earlier attempt of the same update may have paused the engine.
+                # An earlier attempt in the same update may have paused the engine.
                 self._go_on_with_former(flip)
                 return Flipped(staged=staged)
             self._states.enter(S.WRITING)
@@ -129,7 +127,7 @@ class FlipOrder:
             took_s=now - staged.begun,
             pause_s=now - begun,
         )
-        # An engine may bring back weights that were there before the first version.
+        # An engine may restore weights from before the first version.
         self._states.enter(S.LIVE if staged.version >= 0 else S.IDLE, live)
         if staged.origin == "sync":
             self._update_loop.note_live()
@@ -142,9 +140,9 @@ class FlipOrder:
         self._call("after_resume", staged.version)
 
     def _give_up(self, flip: _Flip, error: BaseException) -> None:
-        """Leave a flip that failed: with the version before, or with a dirty target."""
+        """End a failed flip, with the previous version or with a dirty target."""
         known = error if isinstance(error, PenstockError) else None
-        # An interrupt, or an error of other code: some bytes may have been written.
+        # After an interrupt, or an error of other code, some bytes may have been written.
         if self._states.now is S.FLIPPING and (known is None or known.mutated):
             self._states.enter(S.WRITING)
         if self._states.now is S.WRITING:
@@ -156,7 +154,7 @@ class FlipOrder:
             self._go_on_with_former(flip)
 
     def _go_on_with_former(self, flip: _Flip) -> None:
-        """Serve the version before and resume the engine, if it is paused. A staged version stays staged."""
+        """If the engine is paused, serve the previous version and resume the engine. A staged version stays staged."""
         states = self._states
         if states.now is not S.FLIPPING:
             return
@@ -175,8 +173,8 @@ class FlipOrder:
 
 @dataclass(slots=True)
 class _Flip:
-    """One flip under way."""
+    """A running flip."""
 
     before: SubscriberState
-    """The state to go back to."""
+    """The state to return to."""
     paused_at: float | None = None

@@ -1,7 +1,7 @@
 """The target of a subscriber, and whether its tensors are still where its requirements say.
 
-An engine may move its weights between two updates: it offloads them, casts them, or gives them to `spawn`. An update
-must not write to the former memory, which the engine does not read any more and may have freed.
+An engine may move its weights between two updates: it offloads them, casts them, or passes them to `spawn`. An update
+must not write to the old memory, which the engine no longer reads and may have freed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from penstock.hub.messages import layout_digest
 from penstock.sync.placed import Placed
-from penstock.sync.receive.target import Target, tensors_of, wanted_of
+from penstock.sync.receive.target import Target, tensors_of, requirements_for
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.shards import Declarable
@@ -33,16 +33,16 @@ class FollowedTarget:
         self._tensors: torch.nn.Module | Mapping[str, Declarable] = {}
         self._checkpoint = ""
         self._placed: Placed | None = None
-        # The tensors that no version fills: they may move.
+        # Tensors that no version fills. They may move.
         self._unfilled: set[str] = set()
 
     def requirements(self, table: TensorTable, tags: Mapping[str, str]) -> Requirements:
-        """Return the requirements of the tensors that the target has now. Errors as `wanted_of`."""
+        """Return the requirements of the target's current tensors. Raises the same errors as `requirements_for`."""
         checkpoint = layout_digest(table)
-        # A function is called once for each checkpoint: its tensors may have moved since.
+        # A function is called once for each checkpoint, and its tensors may have moved since.
         if isinstance(self._target, torch.nn.Module | Mapping) or self._checkpoint != checkpoint:
             self._tensors, self._checkpoint = tensors_of(self._target, table), checkpoint
-        requirements = wanted_of(self._tensors, table, self._load, strict=self._strict, tags=tags)
+        requirements = requirements_for(self._tensors, table, self._load, strict=self._strict, tags=tags)
         # A dict that was given empty gets its tensors later, and the user may replace them there.
         self._placed = Placed(self._tensors, self._target if isinstance(self._target, Mapping) else None)
         filled = requirements.storages()
@@ -54,14 +54,14 @@ class FollowedTarget:
         return requirements
 
     def moved(self) -> list[str]:
-        """Return the names of the tensors that a version fills and that are somewhere else now."""
+        """Return the names of tensors that a version fills and that moved."""
         if self._placed is None or self._placed.is_same():
             return []
         if isinstance(self._target, Mapping) and not self._target:
-            # It was given empty, and gets its tensors with the first version.
+            # The dict was given empty and gets its tensors with the first version.
             return []
         moved = [name for name in self._placed.moved() if name not in self._unfilled]
         if not moved:
-            # A table of positions, perhaps, which the model itself makes again for longer texts.
+            # This may be a table of positions, which the model recomputes for longer texts.
             self._placed.refresh()
         return moved

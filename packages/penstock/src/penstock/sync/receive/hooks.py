@@ -14,46 +14,46 @@ from typing import Literal
 from penstock.sync.check import Check
 
 Around = Literal["before_pause", "at_commit", "after_resume"]
-"""The callbacks around the moment at which a version becomes live."""
+"""The callbacks around the moment in which a version becomes live."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """The callbacks of an engine around an update; each is passed the version."""
+    """The callbacks of an engine around an update. Each receives the version."""
 
     before_read: Callable[[int, Mapping[str, str]], object] | None = None
-    """Passed the version and its metadata before a byte of it is read; it refuses the version by raising."""
+    """Called with the version and its metadata before a byte of it is read. It raises to refuse the version."""
     before_pause: Callable[[int], object] | None = None
-    """After it returns, no request may use the weights."""
+    """Called before the weights change. After it returns, no request may use the weights."""
     at_commit: Callable[[int], object] | None = None
-    """The weights are the version's: drop the prefix cache or change its key."""
+    """Called when the target has the version. Drop the prefix cache, or change its key."""
     after_resume: Callable[[int], object] | None = None
-    """Requests may go on."""
+    """Called at the end. Requests may continue."""
     check: Check | None = None
-    """Called with the version and its `StagedVersion` before the version may go live; needs mode `staged`. If it
-    raises, or returns False or a text, the version is refused: here, and with a two-phase commit in the fleet."""
+    """Called with the version and its `StagedVersion` before the version may go live. It needs mode `staged`. If it
+    raises, or returns False or a text, the version is refused: here, and with a two-phase commit in the whole fleet."""
 
     def call(self, name: Around, version: int, *, live: int, is_dirty: bool) -> None:
         """Call a callback, if there is one. Its errors get a note, as in `noted`.
 
         Args:
-            name: of the callback.
-            version: passed to it.
-            live: the version that the target has; -1: none.
+            name: name of the callback.
+            version: version to pass to it.
+            live: the version in the target, or -1.
             is_dirty: whether the target has parts of several versions.
         """
         hook: Callable[[int], object] | None = getattr(self, name)
         if hook is not None:
-            whole = f"the target has version {live}, whole" if live >= 0 else "the target was not touched"
+            whole = f"the target has all of version {live}" if live >= 0 else "the target was not touched"
             with noted(name, version, "the target has parts of several versions" if is_dirty else whole):
                 hook(version)
 
 
 @contextlib.contextmanager
 def noted(name: str, version: int, state: str) -> Iterator[None]:
-    """Add a note to an error that a callback raises in the block: which one it was, and the state of the target.
+    """Add a note to an error that a callback raises in the block. It names the callback and the state of the target.
 
-    The error keeps its class: an engine catches its own errors around an update.
+    The error keeps its class, because an engine catches its own errors around an update.
     """
     try:
         yield

@@ -1,8 +1,6 @@
-"""Leases on the live version: while a reader holds one, a flip waits.
+"""Leases on the live version. A flip waits while a reader holds a lease.
 
-In: readers, which name the version they need; the flip of an update. Out: a reader sees one version from its begin to
-its end, or an error.
-Not here: the flip itself (`flip`).
+A reader sees one version from the start to the end of its lease, or an error.
 """
 
 from __future__ import annotations
@@ -17,26 +15,26 @@ from penstock.errors import VersionNotLive
 
 
 class Leases:
-    """The leases on a subscriber's live version. Used by any number of threads.
+    """The leases on a subscriber's live version. Thread-safe.
 
     Args:
-        live: returns the live version; -1: none that may be used.
+        live: returns the live version, or -1 if no version may be used.
     """
 
     def __init__(self, live: Callable[[], int]) -> None:
         self._live = live
         self._changed = threading.Condition()
         self._numbers = itertools.count()
-        # By number: when the lease ends, whatever its reader does.
+        # For each lease number, the time at which the lease ends, whatever its reader does.
         self._ends: dict[int, float] = {}
         self._is_closed_to_readers = False
 
     @contextlib.contextmanager
     def lease(self, version: int | None, ttl_s: float) -> Iterator[int]:
-        """Lease the live version while the block runs, at most `ttl_s`; see `Subscriber.pinned`."""
+        """Lease the live version during the block, for at most `ttl_s` seconds. See `Subscriber.pinned`."""
         deadline = time.monotonic() + ttl_s
         with self._changed:
-            # A new reader must not hold up a flip that others are waiting for.
+            # A new reader must not delay a flip that others are waiting for.
             while self._is_closed_to_readers and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(left)
             live = self._live()
@@ -54,25 +52,25 @@ class Leases:
                 self._changed.notify_all()
         if not was_kept:
             raise VersionNotLive(
-                f"the lease on version {live} ended after {ttl_s:g} s, and another version was installed meanwhile",
+                f"the lease on version {live} ended after {ttl_s:g} s, and another version was installed during the block",
                 live=self._live(),
-                hint="discard what was computed; pass a longer ttl_s",
+                hint="discard the results, and pass a longer ttl_s",
             )
 
     def close_to_readers(self) -> None:
-        """Wait until no reader has a lease, or their leases have ended; new readers wait until `open_to_readers`."""
+        """Wait until no reader has a lease, or all leases have expired. New readers wait until `open_to_readers`."""
         with self._changed:
             self._is_closed_to_readers = True
             while self._ends:
                 left = max(self._ends.values()) - time.monotonic()
                 if left <= 0:
-                    # Their readers get VersionNotLive when they are done.
+                    # The readers get VersionNotLive at the end of their blocks.
                     self._ends.clear()
                     return
                 self._changed.wait(left)
 
     def open_to_readers(self) -> None:
-        """Let readers in again. Idempotent."""
+        """Admit readers again. Idempotent."""
         with self._changed:
             self._is_closed_to_readers = False
             self._changed.notify_all()

@@ -1,8 +1,4 @@
-"""The reader's side of packing: the leases of the buffers that it reads, and counts of what was packed.
-
-In: leases as sources grant them, reads as they end. Out: leases that do not lapse while a buffer is read; counts.
-Not here: which runs are packed (`plan.packing`), the reads (`sources`), the buffers (`sync.packer`).
-"""
+"""The reader's side of packing: the leases of the buffers that it reads, and counts of packed runs."""
 
 from __future__ import annotations
 
@@ -21,41 +17,41 @@ from penstock.sync.messages import PackReply
 from penstock.sync.packer import LEASE_S
 
 KEEP_S = LEASE_S / 4
-"""Interval in which a source is told that its buffers are still read."""
+"""Seconds between two reports to a source that its buffers are still being read."""
 
 
 @runtime_checkable
 class Packing(Protocol):
-    """A link to a source that packs short runs. See `LocalVersion` for both."""
+    """A link to a source that packs short runs. See `LocalVersion`."""
 
     def pack(self, strips: Strips, *, wait_s: float, release: Sequence[str]) -> PackReply:
-        """Return a buffer with these strips of the map's version, packed; first end the leases of `release`."""
+        """End the leases in `release`, and return a buffer with these strips of the map's version, packed."""
         ...
 
     def hold_packed(self, keep: Sequence[str], release: Sequence[str]) -> None:
-        """Extend leases, and end others."""
+        """Extend some leases and end others."""
         ...
 
 
 @dataclass(slots=True)
 class ShortRuns:
-    """The short runs of one source in one run of a transfer, that the rule says are to be packed."""
+    """The short runs from one source in a transfer that should be packed by the rule in `plan.packing`."""
 
     packed_bytes: int = 0
     num_runs: int = 0
-    """Runs that the packed bytes were."""
+    """Number of runs in the packed bytes."""
     num_reads: int = 0
-    """Buffers that they were read from."""
+    """Number of buffers from which they were read."""
     why: str = ""
-    """The reason why others were read where they lie."""
+    """Why other short runs were read without packing."""
 
 
 class BufferLeases(Closeable):
-    """The leases of buffers that a transfer reads now; a thread tells the sources that the buffers are still read.
+    """The leases of buffers that a transfer is reading. A thread reports to the sources that they are still being read.
 
     Args:
-        is_over: whether the transfer is over: nothing is waited for any more.
-        threads: that tell the sources; None: new ones.
+        is_over: returns whether the transfer is over, so that no thread waits any more.
+        threads: threads for these reports. None means new threads.
     """
 
     def __init__(self, is_over: Callable[[], bool], threads: KeptThreads | None) -> None:
@@ -67,10 +63,10 @@ class BufferLeases(Closeable):
         self._call: Joinable | None = None
 
     def add(self, link: Packing, lease: str) -> None:
-        """Keep a lease from now on.
+        """Renew a lease from now on.
 
         Raises:
-            DestinationError: the system allows no further thread.
+            DestinationError: no further thread can start.
         """
         with self._lock:
             self._open.setdefault(link, set()).add(lease)
@@ -78,12 +74,13 @@ class BufferLeases(Closeable):
                 self._call = start_call(self._keep, "penstock-leases", self._threads)
 
     def remove(self, link: Packing, lease: str) -> None:
-        """Keep a lease no longer."""
+        """Stop renewing a lease."""
         with self._lock:
             self._open[link].discard(lease)
 
     def _keep(self) -> None:
-        # A thread and one request at a time for each source: one that hangs must not hold up the others.
+        # Use one thread and one request at a time for each source, because a source that hangs must not delay the
+        # others.
         busy: set[Packing] = set()
         while not self._ended.wait(KEEP_S):
             with self._lock:
@@ -94,7 +91,7 @@ class BufferLeases(Closeable):
                 busy.add(link)
                 tell = partial(_tell, link, leases, busy)
                 if start_call(tell, "penstock-lease", self._threads, is_needed=False) is None:
-                    # The lease lapses only after three more turns like this one.
+                    # The lease expires only after three more turns like this one.
                     busy.discard(link)
 
     def close(self) -> None:
@@ -107,9 +104,9 @@ class BufferLeases(Closeable):
 
 
 def _tell(link: Packing, leases: tuple[str, ...], busy: set[Packing]) -> None:
-    """Tell a source that these leases are kept; then take it out of those that are being told."""
+    """Report to a source that these leases are in use. Then remove the source from the busy ones."""
     try:
-        # A source that cannot be reached is found by the read from it.
+        # The read from an unreachable source reports the failure.
         with contextlib.suppress(PenstockError):
             link.hold_packed(leases, ())
     finally:

@@ -1,11 +1,7 @@
-"""A subscriber's part in the commit of a version: its check and vote, and the wait for the fleet's decision.
+"""A subscriber's part in the commit of a version: its check and vote, and its wait for the fleet's decision.
 
-In: a staged version. Out: a report to its planner; for a version with a two-phase commit, the return of
-`await_commit` once it may go live, or the error that says why not.
-Not here: the rules and questions (`sync.commit_rules`), the flip (`subscriber`), a check's view (`sync.check`).
-
-    staged -> check -> vote: prepared, committed (of a version for itself alone), refused or failed
-    await_commit: asks rank 0 of the publishers; once that is gone or silent, proposes to the hub to withdraw
+staged -> check -> vote: prepared, committed (for a version without a two-phase commit), refused or failed
+await_commit: asks rank 0 of the publishers. If that is gone or silent, proposes to the hub to withdraw
 """
 
 from __future__ import annotations
@@ -30,16 +26,16 @@ from penstock.timing import Timing
 
 
 class Participant:
-    """A subscriber as a participant of the commits of its fleet. One thread at a time updates.
+    """A subscriber as a participant in the commits of its fleet. One thread at a time updates.
 
     Args:
         membership: the members of the sync.
-        update_loop: has received the versions, and remembers the decisions.
-        target: the subscriber's.
-        check: of `Hooks`; None: versions are not checked here.
-        check_open: raises Cancelled once the subscriber is closed.
-        stall_s: the deadline for progress.
-        timing: the waiting times.
+        update_loop: receives the versions and remembers the decisions.
+        target: target of the subscriber.
+        check: the check in `Hooks`. None means that versions are not checked here.
+        check_open: raises Cancelled when the subscriber is closed.
+        stall_s: seconds without progress after which a wait fails.
+        timing: waiting times.
     """
 
     def __init__(
@@ -67,7 +63,7 @@ class Participant:
         """Check a staged version, and report the outcome to its planner.
 
         Raises:
-            VersionRefused: it did not pass the check.
+            VersionRefused: the version did not pass the check.
         """
         if self._check is not None:
             self._run_check(staged, self._check)
@@ -105,28 +101,30 @@ class Participant:
                 by=self._membership.member.id,
                 why=why[:MAX_REASON_CHARS],
             )
-            # Here at once, whatever the fleet decides: bytes that failed a check do not go live on this replica.
+            # Record the refusal here at once. Bytes that failed a check do not go live on this replica, whatever the
+            # fleet decides.
             self._update_loop.note_decision(decision)
             raise refusal(self._membership.name, decision) from cause
 
     def require_unaltered(self, staged: Staged) -> None:
-        """Raise ConfigError if the staged bytes have changed since the check: what it kept was written to."""
+        """Raise ConfigError if the staged bytes changed after the check, because the check kept and changed them."""
         if self._check is not None and (altered := self._update_loop.altered()):
             raise ConfigError(
-                f"the staged weights of {names_text(altered)} were changed after the check of version {staged.version}",
-                hint="a check must not keep what call() returns or the module keeps of it; call update() again",
+                f"the staged weights of {names_text(altered)} changed after the check of version {staged.version}",
+                hint="keep no result of call() in the check and no state in the module, and call update() again",
             )
 
     def await_commit(self, staged: Staged, decide_by: float) -> None:
-        """Return once the fleet has decided to commit a version.
+        """Wait until the fleet has decided to commit a version.
 
         Raises:
-            VersionRefused: it was withdrawn. StaleDescriptor: later versions are decided. SourceStalled: nothing could
-                be learned; it may be called again.
+            VersionRefused: the version was withdrawn.
+            StaleDescriptor: later versions are decided.
+            SourceStalled: the decision could not be learned. This may be called again.
         """
         epoch, version = staged.epoch, staged.version
         begun = time.monotonic()
-        # Rank 0 may need as long as the stall deadline to have the decision recorded.
+        # Rank 0 may need up to the stall deadline to record the decision.
         limit_s = max(0.0, decide_by - begun) + self._stall_s
         asking = learn(begun, limit_s=limit_s, stall_s=self._stall_s)
         question = next(asking)
@@ -144,19 +142,19 @@ class Participant:
         if isinstance(decision, Undecided):
             if decision.is_past:
                 raise StaleDescriptor(
-                    f"version {version} of {name!r} is past: later versions are decided", hint="update again"
+                    f"version {version} of {name!r} is past, because later versions are decided", hint="update again"
                 )
-            message = f"the fleet's decision on version {version} of {name!r} could not be learned"
+            message = f"cannot learn the fleet's decision on version {version} of {name!r}"
             raise SourceStalled(
                 f"{message} in {time.monotonic() - begun:.1f} s: neither rank 0 nor the hub answers",
-                hint="the version before stays live; call commit() again, or update()",
+                hint="the previous version stays live, so call commit() or update() again",
             )
         self._update_loop.note_decision(decision)
         if decision.outcome == "withdrawn":
             raise refusal(name, decision)
 
     def _ask_rank_0(self, epoch: str, version: int) -> DecisionReply:
-        """Return rank 0's answer about a version, which comes as soon as there is a decision."""
+        """Return rank 0's answer about a version, which arrives when there is a decision."""
         wait_s = self._timing.decision_wait_s
         try:
             answer: Decision = self._membership.ask(
@@ -167,11 +165,11 @@ class Participant:
             return DecisionReply(at=time.monotonic(), kind="gone" if is_gone else "silent")
         except PenstockError:
             return DecisionReply(at=time.monotonic(), kind="silent")
-        # A rank 0 that does not know the version has forgotten it, among many later ones.
+        # A rank 0 that does not know the version has forgotten it after many later ones.
         return DecisionReply(at=time.monotonic(), decision=answer.fleet, kind="open" if answer.is_begun else "gone")
 
     def _ask_hub(self, epoch: str, version: int) -> DecisionReply:
-        """Propose to the hub to withdraw a version, and return the decision that it has recorded."""
+        """Propose to the hub to withdraw a version, and return the recorded decision."""
         member = self._membership.member
         why = f"subscriber {member.id[:8]} could not learn the decision from rank 0 of the publishers"
         proposal = FleetDecision(epoch=epoch, version=version, outcome="withdrawn", why=why)
@@ -182,10 +180,10 @@ class Participant:
         return DecisionReply(at=time.monotonic(), decision=answer.decision, kind="past" if answer.is_past else "silent")
 
     def terms(self, asker: str, request: PartRequest, epoch: str, version: int) -> Withdrawn | Granted:
-        """Return the terms of a version that this subscriber plans for another receiver; see `Planner`."""
+        """Return the terms of a version for which this subscriber plans for another receiver. See `Planner`."""
         known = self._update_loop.decisions.get((epoch, version))
         if known is not None and known.outcome == "withdrawn":
             return Withdrawn(version=version, epoch=epoch, decision=known)
-        # Live here, so it is committed; the values of its check are kept for others that check it.
+        # The version is live here, so it is committed. The values for its check are kept for others that check it.
         check = self._check_values[1] if request.wants_check and self._check_values[0] == version else b""
         return Granted(version=version, epoch=epoch, check=check)

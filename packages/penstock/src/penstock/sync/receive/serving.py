@@ -1,7 +1,6 @@
-"""The live version of a subscriber as a source for other members: announced, served, and withdrawn before it changes.
+"""The live version of a subscriber as a source for other members.
 
-In: the epoch and the version that is live. Out: the status and the memory that the server's threads answer from.
-Not here: the moment of a flip (`flip`), the memory itself (`target`).
+It is announced, served, and withdrawn before it changes.
 """
 
 from __future__ import annotations
@@ -15,14 +14,16 @@ from penstock.sync.receive.update import UpdateLoop
 
 
 class Serving:
-    """A subscriber's live version, served to others. One thread at a time changes it; the server's threads read.
+    """A subscriber's live version, which others may read.
+
+    One thread at a time changes it, and the server's threads read it.
 
     Attributes:
-        status: the epoch and version, and whether it can be read here.
+        status: epoch and version, and whether the version can be read here.
 
     Args:
         update_loop: has the memory.
-        serves: whether others may read it. In direct mode the memory is registered in either case.
+        serves: whether others may read it. In direct mode the memory is registered in any case.
     """
 
     def __init__(self, update_loop: UpdateLoop, *, serves: bool) -> None:
@@ -30,20 +31,24 @@ class Serving:
         self._update_loop = update_loop
         self._serves = serves
 
-    # Functions instead of values: the receive buffers are new whenever the publishers' checkpoint is another.
+    # These are methods and not values, because the receive buffers are replaced when the publishers' checkpoint
+    # changes.
 
     def layout(self) -> Layout | None:
-        """Return the layout of the target's memory; None: there was no update yet."""
+        """Return the layout of the target's memory, or None before the first update."""
         buffers = self._update_loop.buffers
         return None if buffers is None else buffers.layout
 
     def local_version(self) -> LocalVersion | None:
-        """Return the target's memory, which others read; None: it is not served, or there was no update yet."""
+        """Return the target's memory, which others read.
+
+        Return None if it is not served, or before the first update.
+        """
         buffers = self._update_loop.buffers
         return None if buffers is None else buffers.local_version
 
     def begin(self, epoch: str, version: int, metadata: Mapping[str, str]) -> None:
-        """Serve the live version to others, where this subscriber is a source."""
+        """Serve the live version to others, if this subscriber is a source."""
         local_version = self.local_version()
         if local_version is None or not self._serves or not epoch:
             return
@@ -54,8 +59,8 @@ class Serving:
         self.status.post(epoch, version, is_open=True)
 
     def withdraw(self, epoch: str, version: int) -> None:
-        """Stop serving the live version, because its memory is about to change, or has changed."""
-        # The status first: a reader that is fenced asks a planner at once, which must not send it back here.
+        """Stop serving the live version, because its memory is about to change or has changed."""
+        # Change the status first. A fenced reader asks a planner at once, which must not send it back here.
         self.status.post(epoch, version, is_open=False)
         local_version = self.local_version()
         if local_version is not None and local_version.version is not None:
@@ -64,5 +69,5 @@ class Serving:
     def require_unchanged(self) -> None:
         """Raise StaleDescriptor if the engine changed the weights in place since they were verified."""
         if not self._update_loop.is_proven():
-            message = "weights were modified after the update; this process no longer serves them"
-            raise StaleDescriptor(message, hint="pass serve=False where the engine changes weights in place")
+            message = "the weights were modified after the update, so this process no longer serves them"
+            raise StaleDescriptor(message, hint="set serve=False for an engine that changes weights in place")

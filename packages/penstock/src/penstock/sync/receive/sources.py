@@ -1,12 +1,7 @@
-"""Sources of one version, as a receiver reads them: a link to each, the reads from it, and what they took.
+"""The sources of one version, as a receiver reads them: a link to each, the reads from it, and their cost.
 
-In: the members of the sync, the sources of a part, the receiver's regions. Out: a `SourceLink` for each source, its
-digests, its bytes in the receiver's memory; a `TransferReport`.
-Not here: choosing the sources (`sync.planner`), the order of steps and comparing digests (`transfer`), the report for
-users (`sync.report`).
-
-    LinkRequests: a map of each -> SourceLink -> SourceRead: a transport for each pair of regions, digests, reads
-                                                            '-> TransferStats: bytes and seconds of each source
+LinkRequests: a map of each -> SourceLink -> SourceRead: a transport for each pair of regions, digests, reads
+                                                        '-> TransferStats: bytes and seconds for each source
 """
 
 from __future__ import annotations
@@ -42,7 +37,7 @@ T = TypeVar("T")
 
 
 class SourceLink(Protocol):
-    """A link to one source of one version, while a receiver reads from it. Used by several threads at once."""
+    """A link to one source of one version, while a receiver reads from it. Thread-safe."""
 
     @property
     def member(self) -> str:
@@ -65,23 +60,23 @@ class SourceLink(Protocol):
         ...
 
     def digests(self, strips: Strips, *, wait_s: float) -> Answer:
-        """Return the source's digests of strips of its memory, of the map's version and generation.
+        """Return the source's digests of strips in its memory, for the map's version and generation.
 
         See `LocalVersion.digests`.
 
         Raises:
-            StaleDescriptor: the source has another version now.
-            PeerLost, SourceUnavailable: the source is gone, or does not answer.
+            StaleDescriptor: the source has a different version now.
+            PeerLost, SourceUnavailable: the source is gone or does not answer.
         """
         ...
 
 
 class LocalLink:
-    """A `SourceLink` to a `LocalVersion` of this process.
+    """A `SourceLink` to a `LocalVersion` in this process.
 
     Args:
-        local_version: must have a version.
-        same_process: False reads it as if it were in another process of this host.
+        local_version: it must have a version.
+        same_process: if False, read it as if it were in another process on this host.
     """
 
     same_host = True
@@ -112,7 +107,7 @@ class LocalLink:
 _fits_local: type[SourceLink] = LocalLink
 
 
-# Each source is one round trip that mostly waits: enough threads that hundreds of sources open in a few rounds.
+# Opening a source is one round trip that mostly waits. With this many threads hundreds of sources open in a few rounds.
 _AT_ONCE = 16
 
 
@@ -121,9 +116,9 @@ class PeerLink:
 
     Args:
         membership: the sessions with members.
-        member: the member's id.
-        version_map: its map of the version to read.
-        same_host: whether it was reached at its Unix socket.
+        member: id of the member.
+        version_map: the member's map of the version to read.
+        same_host: whether the member was reached at its Unix socket.
     """
 
     same_process = False
@@ -133,7 +128,7 @@ class PeerLink:
         self.member = member
         self.map = version_map
         self.same_host = same_host
-        # Channels that no thread uses now.
+        # Channels that no thread is using.
         self._channels: list[str] = []
         self._num_channels = itertools.count()
 
@@ -152,9 +147,9 @@ class PeerLink:
         self._ask(lambda sync_client: sync_client.hold_packed(tuple(keep), tuple(release)))
 
     def _ask(self, question: Callable[[SyncClient], T]) -> T:
-        """Send a request on a connection that no other thread uses now."""
-        # An answer can wait for rows or for a buffer, and on one connection the others would wait behind it.
-        # `list.pop` and `append` are atomic, so the free list needs no lock.
+        """Send a request on a connection that no other thread is using."""
+        # An answer may wait for rows or for a buffer, and requests from other threads would wait behind it on the same
+        # connection. `list.pop` and `append` are atomic, so the free list needs no lock.
         try:
             channel = self._channels.pop()
         except IndexError:
@@ -166,9 +161,9 @@ class PeerLink:
 
 
 class SourceFailed(Exception):
-    """Failure of one source, so that the caller can go on without it; `error` is the reason."""
+    """The failure of one source. The caller can continue without it. `error` is the reason."""
 
-    # No PenstockError: it never leaves the update, which raises `error` when no source is left.
+    # This is not a PenstockError, because it never leaves the update, which raises `error` when no source is left.
 
     def __init__(self, member: str, error: PenstockError) -> None:
         super().__init__(member)
@@ -177,18 +172,18 @@ class SourceFailed(Exception):
 
 
 class LinkRequests:
-    """Requests to members for their maps of a version, answered beside other work. A context manager.
+    """Requests to members for their maps of a version, which run in parallel with other work. It is a context manager.
 
-    Leaving it gives up what was not taken: a request under way ends within `Timing.map_wait_s`, or by the stall
-    deadline where the member does not answer.
+    Leaving the block drops links that were not taken. A running request ends within `Timing.map_wait_s`, or at the
+    stall deadline if the member does not answer.
 
     Args:
         membership: the sessions with members.
-        members: their ids; may be none.
-        version: the version of the maps.
-        stall_s: how long a member may take to begin the version.
-        threads: that send the requests.
-        timing: the waiting times.
+        members: ids of the members. May be empty.
+        version: version of the maps.
+        stall_s: seconds that a member may take to begin the version.
+        threads: threads that send the requests.
+        timing: waiting times.
     """
 
     def __init__(
@@ -210,7 +205,7 @@ class LinkRequests:
         self._waiting = deque(self._links)
 
     def __enter__(self) -> Self:
-        """Send the requests. DestinationError: no thread can be started."""
+        """Send the requests. Raise DestinationError if no thread can start."""
         for number in range(min(_AT_ONCE, len(self._links))):
             self._threads.start(self._open_all, "penstock-maps", is_needed=not number)
         return self
@@ -219,10 +214,10 @@ class LinkRequests:
         self._give_up()
 
     def take(self, members: Sequence[str], version: int) -> dict[str, SourceLink]:
-        """Return links to these members, each with its map of the version; request them if others were requested.
+        """Return links to these members, each with its map of the version. Request missing maps.
 
         Raises:
-            SourceFailed: a member cannot be reached, is past the version, or did not begin it within `stall_s`.
+            SourceFailed: a member cannot be reached, is past the version, or did not begin it within `stall_s` seconds.
         """
         if version != self._version or self._links.keys() != set(members):
             self._give_up()
@@ -236,7 +231,7 @@ class LinkRequests:
             link.cancel()
 
     def _open_all(self) -> None:
-        """Open the links that no other thread opens, one after the other."""
+        """Open the links that no other thread is opening, one after the other."""
         while True:
             try:
                 link = self._links[member := self._waiting.popleft()]
@@ -246,7 +241,7 @@ class LinkRequests:
                 continue
             try:
                 link.set_result(self._open(member))
-            except Exception as error:  # noqa: BLE001 - also of a bug: the caller that takes the link raises it
+            except Exception as error:  # noqa: BLE001 - the caller that takes the link raises it
                 link.set_exception(error)
 
     def _open(self, member: str) -> SourceLink:
@@ -255,7 +250,7 @@ class LinkRequests:
         try:
             while True:
                 try:
-                    # On a channel of its own: a part requested meanwhile must not wait behind a version that has not
+                    # Use a separate channel, because a request for a part must not wait behind a version that has not
                     # begun.
                     version_map, is_on_host = self._membership.ask(
                         member,
@@ -264,11 +259,11 @@ class LinkRequests:
                     )
                     break
                 except NotFound as error:
-                    # Publisher ranks begin a version within milliseconds of each other, and this one is not there yet.
+                    # Publisher ranks begin a version within milliseconds of each other, and this one has not begun yet.
                     if self._is_over or time.monotonic() > deadline:
                         message = f"the source did not begin version {self._version} within {self._stall_s:g} s"
                         raise SourceStalled(message, uri=f"penstock:{member}") from error
-                    # A source waits before it answers so; a hub that was restarted does not.
+                    # A source waits before it gives this answer, but a restarted hub does not.
                     time.sleep(self._timing.map_pause_s)
             return PeerLink(self._membership, member, version_map, same_host=is_on_host)
         except PenstockError as error:
@@ -279,18 +274,18 @@ _fits: type[SourceLink] = PeerLink
 
 
 class SourceRead:
-    """The reads from one source during one run. Used by several threads.
+    """The reads from one source during one run. Thread-safe.
 
     Attributes:
-        path: the transports in use, `shm` or several.
-        why: the reason why no nearer transport is used.
-        short_runs: what was packed at the source, and what was not although it should have been.
+        path: transports in use, such as `shm`.
+        why: why no nearer transport is used.
+        short_runs: runs that were packed at the source, and those that should have been.
 
     Args:
         link: the link to the source.
         into: the receiver's memory.
-        leases: keeps the leases of the source's buffers; None: short runs are read where they lie.
-        timing: the waiting times.
+        leases: renews the leases of the source's buffers. None means that short runs are read without packing.
+        timing: waiting times.
     """
 
     def __init__(
@@ -307,7 +302,7 @@ class SourceRead:
         self.short_runs = ShortRuns()
         self._into = into
         self._leases = leases
-        # By the regions of both ends: transport, descriptor, and why no nearer transport is used.
+        # For each pair of regions: transport, descriptor, and why no nearer transport is used.
         self._routes: dict[tuple[int, int], tuple[Transport, Descriptor, str]] = {}
         # Guards the routes and the counts.
         self._lock = threading.Lock()
@@ -328,9 +323,9 @@ class SourceRead:
         return self.link.map.is_ready
 
     def near_device(self, step: Step) -> str | None:
-        """Return the device that reads a step from a device of this host, as far as both ends offer; None: none does.
+        """Return the device that reads a step from a device on this host, as far as both ends allow, or None.
 
-        A step's regions are nearly always on one device; the first one counts.
+        A step's regions are nearly always on one device. The first one counts.
         """
         theirs, ours, _ = step.reads[0]
         offers = self.link.map.regions[theirs], self._into.handles(ours)
@@ -338,10 +333,10 @@ class SourceRead:
         return self._into.memories[ours].device if is_near else None
 
     def ask(self, strips: Strips, *, stall_s: float, is_over: Callable[[], bool]) -> U64:
-        """Return the source's digests of its strips, once they are ready.
+        """Return the source's digests of its strips when they are ready.
 
         Raises:
-            SourceStalled: no further row of the source became ready for `stall_s`.
+            SourceStalled: no further row of the source became ready for `stall_s` seconds.
             Cancelled: the run is over.
             PenstockError: from the link.
         """
@@ -351,12 +346,12 @@ class SourceRead:
             answer = self.link.digests(strips, wait_s=min(self._wait_s, stall_s))
             if answer.digests is not None:
                 if len(answer.digests) != len(strips):
-                    message = f"the source answered with {len(answer.digests)} digests for {len(strips)} strips"
+                    message = f"the source sent {len(answer.digests)} digests for {len(strips)} strips"
                     raise SourceStalled(message, uri=self.member)
                 return answer.digests
-            # Not ready yet, which may take as long as the source makes progress.
-            # Rows anywhere count, not only those of these strips: a source that quantises layer by layer reaches the
-            # last layers long after the first.
+            # The digests are not ready yet. Wait as long as the source makes progress. Any row counts, and not only
+            # those of these strips, because a source that quantises layer by layer reaches the last layers long after
+            # the first.
             if answer.num_ready != seen:
                 seen, moved = answer.num_ready, time.monotonic()
             elif time.monotonic() - moved > stall_s:
@@ -365,24 +360,25 @@ class SourceRead:
         raise Cancelled("the run is over")
 
     def read(self, step: Step, *, stall_s: float) -> tuple[PenstockError | None, bool]:
-        """Read a step; return the first error, and whether a byte was written, once no read is under way any more."""
+        """Read a step. When no read is running any more, return the first error and whether a byte was written."""
         packed: list[tuple[int, int, Rectangles]] = []
         failed, is_touched = wait_all(self._posting(step, packed), stall_s=stall_s)
         release: list[str] = []
         for theirs, ours, rows in packed:
             for batch in batches(rows, self.link.map.pack_buffer_bytes):
-                # One buffer at a time: four steps of a source are read at once, and one that held a buffer while it
-                # waits for another could wait for itself.
+                # Use one buffer at a time. Four steps from a source are read concurrently, and a step that kept a
+                # buffer while waiting for another could wait for itself.
                 if failed is None:
                     try:
                         failed, was_touched = self._read_packed(theirs, ours, batch, release, stall_s=stall_s)
                     except PenstockError as error:
-                        # Returned, not raised: bytes of the batches before may have been written.
+                        # Return the error instead of raising it, because bytes of earlier batches may have been
+                        # written.
                         failed, was_touched = error, False
                     is_touched |= was_touched
         if release and failed is None:
-            # The last buffer; those before it were released with the request for the next. After a failure the source
-            # may hang, and a request would wait as long again: it takes its buffer back when the lease lapses.
+            # Release the last buffer. Earlier ones were released with the request for the next one. After a failure the
+            # source may hang, and a request would wait just as long, so let its lease expire.
             link = self.link
             assert isinstance(link, Packing)
             with contextlib.suppress(PenstockError):
@@ -392,12 +388,15 @@ class SourceRead:
     def _posting(
         self, step: Step, packed: list[tuple[int, int, Rectangles]]
     ) -> Iterator[tuple[Transport, PendingRead]]:
-        """Post the reads of a step, one by one as the caller iterates; add to `packed` what the source is to pack."""
+        """Post the reads of a step, one by one as the caller iterates.
+
+        Add the runs that the source should pack to `packed`.
+        """
         for theirs, ours, table in step.reads:
             transport, descriptor, _ = self._route(theirs, ours)
             into = self._into.handles(ours)[transport.name]
             rows = table
-            # In one piece where the transport can: a table of all runs takes milliseconds per GiB to make.
+            # Post one rectangle if the transport supports it, because a table of all runs takes milliseconds per GiB.
             if isinstance(transport, Striding):
                 yield transport, transport.post_rectangles(into, descriptor, rows)
                 continue
@@ -410,7 +409,7 @@ class SourceRead:
                 yield transport, transport.post_read(into, descriptor, rows.segments())
 
     def _packable(self, rows: Rectangles) -> npt.NDArray[np.bool_]:
-        """Return the mask of the rectangles that the source packs; note why it packs none that it should."""
+        """Return the mask of the rectangles that the source packs. Record why it packs none that it should."""
         offered = self.link.map.pack_buffer_bytes
         if not offered and packable(rows, PACK_BYTES // NUM_BUFFERS).any():
             self._note_unpacked(
@@ -420,21 +419,22 @@ class SourceRead:
         return packable(rows, offered if is_possible else 0)
 
     def _note_unpacked(self, why: str) -> None:
-        """Note the first reason why this source does not pack: none of its runs are packed from then on."""
+        """Record the first reason why this source does not pack. From then on none of its runs are packed."""
         with self._lock:
             self.short_runs.why = self.short_runs.why or why
 
     def _read_packed(
         self, theirs: int, ours: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> tuple[PenstockError | None, bool]:
-        """Read a batch from a buffer of the source, or where it lies if the source cannot pack it.
+        """Read a batch from a buffer of the source, or directly if the source cannot pack it.
 
         Args:
-            release: leases that the source may end; empty once they were sent. That of this buffer is added when it is
-                read.
+            release: leases that the source may end. It is empty after they were sent. This buffer's lease is added when
+                it is read.
 
         Raises:
-            PenstockError: the source gave no buffer, or one that cannot be read; nothing of the batch was written.
+            PenstockError: the source returned no buffer, or a buffer that cannot be read. Nothing of the batch was
+                written.
         """
         link, leases = self.link, self._leases
         assert isinstance(link, Packing) and leases is not None
@@ -446,7 +446,7 @@ class SourceRead:
             self._note_unpacked(reply.why)
         else:
             try:
-                # By the transport of this pair of regions, with which the reader's memory is registered.
+                # Use the transport of this pair of regions, with which the reader's memory is registered.
                 transport, descriptor, _ = self._into.links.choose(
                     {transport.name: handle}, reply.regions, same_host=link.same_host, same_process=link.same_process
                 )
@@ -454,7 +454,7 @@ class SourceRead:
             except PlanError as error:
                 self._note_unpacked(error.message)
                 release.append(reply.lease)
-        # A segment for each run only where it must be: 64 MiB are 262,144 runs of 256 bytes.
+        # Create a segment for each run only if necessary, because 64 MiB are 262,144 runs of 256 bytes.
         segments = packed_segments(batch) if lease else batch.segments()
         if lease:
             leases.add(link, lease)
@@ -475,18 +475,18 @@ class SourceRead:
     def _request_buffer(
         self, link: Packing, leases: BufferLeases, theirs: int, batch: Rectangles, release: list[str], *, stall_s: float
     ) -> PackReply:
-        """Return the source's buffer with a batch, or its reason why it cannot pack it.
+        """Return the source's buffer with a batch, or why it cannot pack it.
 
         Args:
-            release: leases that the source may end; empty once they were sent.
+            release: leases that the source may end. It is empty after they were sent.
 
         Raises:
-            SourceStalled: no further row of the source became ready for `stall_s`.
+            SourceStalled: no further row of the source became ready for `stall_s` seconds.
             Cancelled: the run is over.
             PenstockError: from the link.
         """
         if self.short_runs.why:
-            # Another read has waited for a buffer in vain: this one must not wait as long again.
+            # Another read has waited for a buffer in vain, so this one must not wait as long again.
             return PackReply(why=self.short_runs.why)
         first = sum(self.link.map.sizes[:theirs])
         strips = Strips(at=batch.src + first, run_bytes=batch.run_bytes, num_rows=batch.num_rows, pitch=batch.src_pitch)
@@ -497,12 +497,11 @@ class SourceRead:
             release.clear()
             if reply.regions is not None or reply.why:
                 return reply
-            # Neither the rows nor a buffer yet: other readers have the buffers, which is progress while they are given
-            # out.
+            # Neither the rows nor a buffer are ready. If other readers have the buffers, their use counts as progress.
             if reply.progress != seen:
                 seen, moved = reply.progress, time.monotonic()
             elif time.monotonic() - moved > stall_s and reply.is_full:
-                # The source is well: other readers keep its buffers. Run by run is slow, and needs none of them.
+                # The source works, but other readers keep its buffers. Reading run by run is slow and needs no buffer.
                 return PackReply(why=f"no buffer of the source was released for {stall_s} s")
             elif time.monotonic() - moved > stall_s:
                 message = f"no row of the source became ready for {stall_s} s, so that it packed none"
@@ -510,16 +509,16 @@ class SourceRead:
         raise Cancelled("the run is over")
 
     def _route(self, theirs: int, ours: int) -> tuple[Transport, Descriptor, str]:
-        """Return the transport and descriptor for a pair of regions, chosen at its first read."""
-        # Under the lock, so that two threads do not pin the same peer memory twice.
+        """Return the transport and descriptor for a pair of regions. The first read chooses them."""
+        # Keep the lock, so that two threads do not pin the same peer memory twice.
         with self._lock:
             route = self._routes.get((theirs, ours))
             if route is None:
                 handles = self._into.handles(ours)
                 route = self._choose(theirs, handles)
                 if route[0].name == "pinned_shm" and isinstance(route[0], Reaching):
-                    # Pinning a peer's memory can fail at first use, for example by the limit of locked memory. The
-                    # next nearest transport reads the same bytes, only slower.
+                    # Pinning a peer's memory can fail at first use, for example at the limit of locked memory. The next
+                    # nearest transport reads the same bytes more slowly.
                     try:
                         route[0].reach(handles["pinned_shm"].memory.device, route[1])
                     except DestinationError as error:
@@ -540,7 +539,7 @@ class SourceRead:
 def _posted(
     transport: Transport, into: Handle, descriptor: Descriptor, segments: Segments
 ) -> Iterator[tuple[Transport, PendingRead]]:
-    # A generator, so that `wait_all` gets the errors of posting too.
+    # This is a generator, so that `wait_all` also gets errors of posting.
     yield transport, transport.post_read(into, descriptor, segments)
 
 
@@ -550,19 +549,19 @@ class LinkReport:
 
     member: str
     path: str
-    """The transport."""
+    """Name of the transport."""
     why: str
     """The reason why no nearer transport is used."""
     nbytes: int
     wire_s: float
-    """Time during which at least one read from it was under way."""
+    """Seconds during which at least one read from the source was running."""
     ready_s: float
-    """Time from a request for digests until the answer, summed over requests."""
+    """Seconds from requests for digests until their answers, summed."""
     short_runs: ShortRuns = field(default_factory=ShortRuns)
 
     @property
     def gb_per_s(self) -> float:
-        """Return the rate while this source was read."""
+        """Return the rate in GB/s while this source was read."""
         return self.nbytes / GB / self.wire_s if self.wire_s else 0.0
 
 
@@ -571,29 +570,29 @@ class TransferReport:
     """The figures of one run of a transfer."""
 
     nbytes: int
-    """Bytes of the part."""
+    """Size of the part in bytes."""
     moved_bytes: int
-    """Bytes read: fewer where the receiver had some of them already."""
+    """Number of bytes read. It is smaller than the part if the receiver had some of them already."""
     seconds: float
     wire_s: float
-    """Time during which at least one read was under way."""
+    """Seconds during which at least one read was running."""
     ready_s: float
     digest_s: float
-    """Time of the receiver's own digests, summed over threads."""
+    """Seconds for computing digests on the receiver, summed over threads."""
     peak_bytes: int
-    """Most bytes that were being read, or read and not yet verified, at one time."""
+    """Peak number of bytes that were being read, or were read and not yet verified."""
     links: tuple[LinkReport, ...]
 
     @property
     def packed_bytes(self) -> int:
-        """Return the bytes that came from buffers into which sources packed short runs."""
+        """Return the number of bytes from buffers into which sources packed short runs."""
         return sum(link.short_runs.packed_bytes for link in self.links)
 
     def packing(self) -> tuple[str, ...]:
-        """Return lines of text about short runs from sources of other hosts: how many were packed, and why not all."""
+        """Describe the short runs from sources on other hosts: how many were packed, and why not all."""
         counts = [link.short_runs for link in self.links]
         num_runs, num_reads = sum(each.num_runs for each in counts), sum(each.num_reads for each in counts)
-        lines = [f"short runs read where they lie: {why}" for why in dict.fromkeys(each.why for each in counts) if why]
+        lines = [f"short runs read without packing: {why}" for why in dict.fromkeys(each.why for each in counts) if why]
         if num_runs:
             mean = self.packed_bytes // num_runs
             head = f"short runs packed at the sources: {self.packed_bytes} bytes in {num_runs} runs of {mean} bytes"
@@ -603,7 +602,10 @@ class TransferReport:
 
 @dataclass(slots=True)
 class _Span:
-    """Time during which at least one thread is inside: reads overlap, so a sum over threads would exceed the run."""
+    """The time during which at least one thread is inside.
+
+    Reads overlap, so a sum over threads would exceed the run.
+    """
 
     inside: int = 0
     since: float = 0.0
@@ -630,10 +632,10 @@ class _Counts:
 
 
 class TransferStats:
-    """Bytes of each source, and seconds of waiting, on the wire and in digests. Used by several threads.
+    """Bytes from each source, and seconds of waiting, reading and digesting. Thread-safe.
 
     Attributes:
-        peak_bytes: most bytes being read or not yet verified at one time; set by the run.
+        peak_bytes: peak number of bytes being read or not yet verified. The run sets it.
     """
 
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
@@ -647,8 +649,8 @@ class TransferStats:
 
     @contextlib.contextmanager
     def reading(self, member: str) -> Iterator[None]:
-        """Count the time of the body as a read from this source."""
-        # Of all sources together, and of this one.
+        """Count the time of the block as a read from this source."""
+        # These are the spans of all sources together, and of this source.
         spans = (self._wire, self._counts[member].wire)
         with self._lock:
             for span in spans:
@@ -661,22 +663,22 @@ class TransferStats:
                     span.leave(time.perf_counter())
 
     def answered(self, member: str, ready_s: float) -> None:
-        """Note the time that this source took to answer a request for digests."""
+        """Record the time that this source took to answer a request for digests."""
         with self._lock:
             self._counts[member].ready_s += ready_s
 
     def took(self, member: str, nbytes: int) -> None:
-        """Note bytes that arrived from this source."""
+        """Record bytes that arrived from this source."""
         with self._lock:
             self._counts[member].nbytes += nbytes
 
     def digested(self, seconds: float) -> None:
-        """Note the time of digesting a step here."""
+        """Record the time of digesting a step here."""
         with self._lock:
             self._digest_s += seconds
 
     def report(self, nbytes: int) -> TransferReport:
-        """Return the figures of the whole run. Order: at the end."""
+        """Return the figures of the whole run. Call it at the end."""
         links = tuple(
             LinkReport(
                 member=member,

@@ -1,9 +1,9 @@
-"""The states of a subscriber, and the one function that changes them.
+"""The states of a subscriber, and the only function that changes them.
 
     at rest:  idle | live | moved | dirty | released            closed (from every state, for good)
     busy:     receiving -> staged | prepared -> flipping -> writing -> live
 
-A busy subscriber remembers its last state at rest: this is what the target has. It goes back there if it gives up
+A busy subscriber remembers its last state at rest, which tells what the target has. It returns there if it gives up
 before `writing`. After `writing` began, only a complete version makes the target usable again.
 """
 
@@ -23,19 +23,19 @@ class SubscriberState(Enum):
     LIVE = "live"
     """The target has the live version, complete and verified."""
     MOVED = "moved"
-    """The tensors have moved since the version became live. They may have any values there."""
+    """The tensors moved after the version became live, and may have arbitrary values at their new places."""
     DIRTY = "dirty"
     """An update failed after it wrote to the target. The target has parts of several versions."""
     RELEASED = "released"
     """The weights were released, and no version is live until a restore."""
     RECEIVING = "receiving"
-    """A version is looked for, read and verified."""
+    """A version is being found, read and verified."""
     STAGED = "staged"
-    """A verified version is in the staging copy, and may become live at once."""
+    """A verified version is in the staging copy and may become live at once."""
     PREPARED = "prepared"
-    """A verified version is in the staging copy, and waits for the decision of the fleet."""
+    """A verified version is in the staging copy and waits for the decision of the fleet."""
     FLIPPING = "flipping"
-    """The engine is paused. The target still has what it had before."""
+    """The engine is paused. The target is unchanged."""
     WRITING = "writing"
     """The engine is paused, and the target may have bytes of the new version."""
     CLOSED = "closed"
@@ -49,27 +49,27 @@ NEXT: Mapping[SubscriberState, frozenset[SubscriberState]] = {
     S.LIVE: frozenset({S.RECEIVING, S.RELEASED, S.MOVED}),
     S.MOVED: frozenset({S.RECEIVING, S.RELEASED}),
     S.DIRTY: frozenset({S.RECEIVING, S.RELEASED}),
-    # Bytes from storage or from the engine itself need no pause, because the engine sleeps.
+    # Bytes from storage or from the engine need no pause, because the engine sleeps.
     S.RELEASED: frozenset({S.RECEIVING, S.WRITING}),
     S.RECEIVING: frozenset({S.STAGED, S.PREPARED, S.FLIPPING}),
     S.STAGED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.PREPARED: frozenset({S.RECEIVING, S.FLIPPING, S.RELEASED}),
     S.FLIPPING: frozenset({S.WRITING, S.STAGED, S.PREPARED}),
-    # IDLE: an engine brought back weights that were no version.
+    # IDLE follows if an engine restored weights that belong to no version.
     S.WRITING: frozenset({S.LIVE, S.IDLE, S.DIRTY}),
     S.CLOSED: frozenset(),
 }
-"""The transitions. In addition, every state leads to CLOSED, and every busy state but WRITING back to the last state at
-rest. WRITING leads back to RELEASED alone: what released memory holds is of no version anyway."""
+"""The transitions. In addition, every state leads to CLOSED, and every busy state except WRITING leads back to the last
+state at rest. WRITING leads back only to RELEASED, because released memory belongs to no version anyway."""
 
 
 class InvalidTransition(RuntimeError):
-    """A subscriber was asked for a state that its present state does not lead to. This is a bug in Penstock."""
+    """A subscriber was asked to enter a state that its current state does not lead to. This is a bug in Penstock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveVersion:
-    """The version that a target has."""
+    """The version in a target."""
 
     epoch: str = ""
     version: int = -1
@@ -81,12 +81,12 @@ class LiveVersion:
 
 
 class SubscriberStates:
-    """The state of one subscriber. Any thread reads it, and `enter` alone changes it.
+    """The state of one subscriber. Any thread may read it, and only `enter` changes it.
 
     Attributes:
-        now: the present state.
-        at_rest: the last state at rest, which says what the target has.
-        live: the version that is live, or was live before the target was released or moved.
+        now: the current state.
+        at_rest: the last state at rest, which tells what the target has.
+        live: the version that is live, or that was live before the target was released or moved.
     """
 
     def __init__(self) -> None:
@@ -97,31 +97,31 @@ class SubscriberStates:
 
     @property
     def version(self) -> int:
-        """Return the live version, or -1. Of a dirty target it is the version before."""
+        """Return the live version, or -1. For a dirty target this is the previous version."""
         return -1 if self.at_rest in (S.IDLE, S.RELEASED) else self.live.version
 
     @property
     def is_current(self) -> bool:
-        """Return whether the target has all bytes of the live version, and nothing else."""
+        """Return whether the target has all bytes of the live version and nothing else."""
         return self.at_rest is S.LIVE and self.now is not S.WRITING
 
     @property
     def damaged(self) -> SubscriberState:
-        """Return the state after a failure that left the target with any bytes."""
+        """Return the state after a failure that left the target with arbitrary bytes."""
         return S.RELEASED if self.at_rest is S.RELEASED else S.DIRTY
 
     def enter(self, state: SubscriberState, live: LiveVersion | None = None) -> None:
         """Change the state.
 
-        A closed subscriber stays closed, but `at_rest` follows: an update that was under way may still complete. MOVED
-        is found by busy subscribers too, and then changes only `at_rest`.
+        A closed subscriber stays closed, but `at_rest` is updated, because a running update may still complete. A busy
+        subscriber may find MOVED too, which then changes only `at_rest`.
 
         Args:
-            state: the new state; the present one again does nothing.
+            state: the new state. Entering the current state again has no effect.
             live: the version that is live from now on.
 
         Raises:
-            InvalidTransition: the present state does not lead there. Nothing has changed.
+            InvalidTransition: the current state does not lead there. Nothing changed.
         """
         with self._lock:
             before = self.now

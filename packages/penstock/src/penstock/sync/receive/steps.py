@@ -1,10 +1,6 @@
-"""The cut of a part into steps: reads from one source, bounded in bytes, in the order of the buckets.
+"""Divides a part into steps, which are reads from one source with a limited size, in the order of the buckets.
 
-In: a `ReceiverPlan`, the regions of both ends, a bound. Out: `Step`s, each with pieces of one window from one source,
-and windows of whole buckets.
-Not here: running the steps (`transfer`).
-
-    buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
+buckets --small ones joined--> windows --by source--> pieces of at most piece_bytes --joined--> steps
 """
 
 from __future__ import annotations
@@ -22,28 +18,28 @@ from penstock.sync.local_version import locate
 from penstock.types import I64, U64
 
 
-# `eq=False`: steps are keys of dicts, by identity, in a run and from one version to the next.
+# With `eq=False` steps can be keys of dicts by identity, within a run and from one version to the next.
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Step:
-    """Strips that are read from one source at once."""
+    """Strips that are read from one source together."""
 
     window: int
     source: int
     """Index into the part's sources."""
     nbytes: int
     rows: I64
-    """The row of the receiver's layout, for each strip."""
+    """The row in the receiver's layout for each strip."""
     theirs: Strips
     ours: Strips
     reads: tuple[tuple[int, int, Rectangles], ...]
-    """The same strips as rectangles between one source region and one receiver region, with offsets within each."""
+    """The same strips as rectangles between a source region and a receiver region, with offsets within each."""
     places: tuple[I64, ...]
     """The numbers of the strips in each entry of `reads`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StepDigests:
-    """Steps of one source whose digests are requested together."""
+    """Steps from one source whose digests are requested together."""
 
     steps: tuple[Step, ...]
     theirs: Strips
@@ -55,7 +51,7 @@ class StepDigests:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Windows:
-    """The windows and steps of a part. Window i is buckets `[bucket_first[i], bucket_first[i + 1])`."""
+    """The windows and steps of a part. Window i contains buckets `[bucket_first[i], bucket_first[i + 1])`."""
 
     bucket_first: tuple[int, ...]
     steps: tuple[Step, ...]
@@ -63,7 +59,7 @@ class Windows:
     def digest_requests(self, source: int, ask_bytes: int) -> list[StepDigests]:
         """Return a source's steps in order, grouped into requests of at most `ask_bytes`."""
         groups: list[list[Step]] = []
-        # As if a request were full: the first step opens one.
+        # Start as if a request were full, so that the first step opens one.
         taken = ask_bytes
         for step in self.steps:
             if step.source == source:
@@ -79,25 +75,26 @@ class Windows:
 
 
 def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: int, piece_bytes: int) -> Windows:
-    """Cut a checked part into windows and steps.
+    """Divide a checked part into windows and steps.
 
     Args:
-        theirs: for each source the start of each of its regions, and the end of the last.
+        part: the part.
+        theirs: for each source, the start of each of its regions and the end of the last one.
         ours: the same for the receiver.
-        window_bytes: neighbouring buckets are joined to windows of this size; a larger bucket is a window of its own.
-        piece_bytes: longer strips are cut; a step has at most twice as many bytes.
+        window_bytes: size up to which neighbouring buckets are joined to windows. A larger bucket is a separate window.
+        piece_bytes: longer strips are split. A step has at most twice as many bytes.
 
     Raises:
-        PlanError: a strip crosses the edge between two regions.
+        PlanError: a strip crosses from one region to the next.
     """
-    # A part can have millions of segments: everything here is columns, and the loop below runs once per step.
+    # A part can have millions of segments, so everything here is columns, and the loop below runs once per step.
     windows = part.windows(window_bytes)
     segment_window = np.repeat(np.arange(len(windows) - 1), np.diff(part.bucket_first[windows]))
-    # By window, then by source in the receiver's order, and within those in the part's own order.
+    # Sort by window, then by source in the receiver's order, and then in the part's order.
     order = np.lexsort((np.arange(len(segment_window)), part.turn_of(part.source), segment_window))
     table, at = _pieces(part, order, piece_bytes)
     window, source = segment_window[at], part.source[at]
-    # A step begins where the window or the source changes, and within those after every `piece_bytes`.
+    # A step begins when the window or the source changes, and otherwise after every `piece_bytes`.
     stop = np.cumsum(table.nbytes)
     fresh = np.ones(len(at), bool)
     fresh[1:] = (np.diff(window) != 0) | (np.diff(source) != 0)
@@ -114,8 +111,8 @@ def cut(part: ReceiverPlan, theirs: Sequence[I64], ours: I64, *, window_bytes: i
 
 
 def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangles, I64]:
-    """Return the segments in this order, cut to at most `piece_bytes`, and the segment of each piece."""
-    # Long runs are cut into columns, and then many rows into blocks.
+    """Return the segments in this order, split to at most `piece_bytes`, and the segment of each piece."""
+    # Split long runs into columns, and then many rows into blocks.
     run = part.run_bytes[order]
     counts = -(-run // piece_bytes)
     at = np.repeat(order, counts)
@@ -139,11 +136,11 @@ def _pieces(part: ReceiverPlan, order: I64, piece_bytes: int) -> tuple[Rectangle
 
 
 def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, ours: I64) -> Step:
-    """Return the step of these pieces, with a table for each pair of regions that they lie in."""
+    """Return the step with these pieces, and a table for each pair of regions that contains them."""
     here = Strips(at=table.dst, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.dst_pitch)
     there = Strips(at=table.src, run_bytes=table.run_bytes, num_rows=table.num_rows, pitch=table.src_pitch)
     from_region, to_region = locate(theirs, there.at, there.stop), locate(ours, here.at, here.stop)
-    # A read is between one region of each end: those are the units of registration.
+    # A read connects one region at each end, because regions are the units of registration.
     pair = from_region * len(ours) + to_region
     reads, places = [], []
     for region_pair in np.unique(pair).tolist():
@@ -173,8 +170,8 @@ def _step(window: int, source: int, rows: I64, table: Rectangles, theirs: I64, o
 
 
 def some_of(step: Step, which: I64) -> Step:
-    """Return a step of the selected strips only; `which` has their numbers, ascending."""
-    # A filter over the prepared reads, because cutting anew would cost more than reading a few unchanged strips.
+    """Return a step with only the selected strips. `which` has their numbers in ascending order."""
+    # Filter the prepared reads, because cutting again would cost more than reading a few unchanged strips.
     is_taken = np.zeros(len(step.ours), bool)
     is_taken[which] = True
     number = np.cumsum(is_taken) - 1
@@ -197,7 +194,7 @@ def some_of(step: Step, which: I64) -> Step:
 
 
 def _joined(some: Sequence[Strips]) -> Strips:
-    """Return the strips of several sequences as one, in order."""
+    """Join the strips of several sequences, in order."""
     return Strips(
         at=np.concatenate([strips.at for strips in some]),
         run_bytes=np.concatenate([strips.run_bytes for strips in some]),
@@ -207,8 +204,8 @@ def _joined(some: Sequence[Strips]) -> Strips:
 
 
 def _by_turns(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Order the steps by window; within a window the sources alternate."""
-    # Requests for digests follow this order, and the queues of sources; see `transfer`.
+    """Sort the steps by window, and alternate the sources within a window."""
+    # Requests for digests and the queues of sources follow this order. See `transfer`.
     turn: dict[tuple[int, int], int] = {}
     keys = []
     for step in steps:

@@ -1,8 +1,4 @@
-"""Creation of a subscriber: its arguments are checked before a hub is contacted.
-
-In: a live model or tensors, a name, a hub or none, options. Out: a `Subscriber` that is listed at the hub.
-Not here: what a subscriber does (`subscriber`).
-"""
+"""Creation of a subscriber, whose arguments are checked before a hub is contacted."""
 
 from __future__ import annotations
 
@@ -42,32 +38,34 @@ def subscriber(
     hooks: Hooks | None = None,
     settings: SubscriberSettings | None = None,
 ) -> Subscriber:
-    """Receive the versions published under a name into a live model; the publisher may be started later.
+    """Receive the versions that are published under a name into a live model. The publisher may start later.
 
     Args:
-        name: of the sync.
-        target: a module, whose own loader is recorded once; or tensors, DTensors or `Shard`s by the checkpoint's names,
-            each in its own layout; or a function that returns these for the published tensors, which it is passed on
-            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`); or an
-            empty dict, to which the first update adds new tensors on the CPU, all of them or none.
-        connection: hub, token, address and transports; see `publisher`.
-        mode: `staged`: versions arrive in a staging copy as large as the target, which only the flip touches. `direct`:
-            they arrive in the target itself while the engine is paused; no further memory is needed.
-        load: takes pairs (name, tensor) and fills the module; None: its `load_weights`, else its state dict's names.
-        strict: every parameter of a module, or every tensor of a dict, must be filled by published tensors. False: the
-            others keep their values.
-        transforms: the tags under which tensors are received where they are offered (`fp8-block128`); None: the one
-            that the module has codes and scales for, else the plain tensors.
-        rank: this rank of the engine and the number of them, as `(0, 8)`, only shown in `penstock status`; None: of
-            torch.distributed where it is initialised, else `(0, 1)`.
+        name: name of the sync.
+        target: a module, whose loader is recorded once. Or tensors, DTensors or `Shard`s by the checkpoint's names,
+            each with its own layout. Or a function that returns these for the published tensors, which it receives on
+            the meta device before the first update (`lambda published: {name: torch.empty_like(...), ...}`). Or an
+            empty dict, to which the first update adds new tensors on the CPU, either all or none.
+        connection: hub, token, address and transports. See `publisher`.
+        mode: `staged`: versions arrive in a staging copy as large as the target, and only the flip touches the target.
+            `direct`: versions arrive in the target itself while the engine is paused, which needs no further memory.
+        load: receives pairs (name, tensor) and fills the module. None means its `load_weights`, or the names in its
+            state dict.
+        strict: if True, published tensors must fill every parameter of a module or every tensor of a dict. If False,
+            the others keep their values.
+        transforms: tags under which tensors are received if they are offered (`fp8-block128`). None means the tag for
+            which the module has codes and scales, or plain tensors.
+        rank: rank and number of ranks of the engine, such as `(0, 8)`, which only `penstock status` shows. None means
+            those of torch.distributed if it is initialised, and otherwise `(0, 1)`.
         hooks: the engine's callbacks around a commit.
-        settings: the limit of its buffers, an arena for the target, and whether it serves other receivers
+        settings: limit of the buffers, an arena for the target, and whether it serves other receivers
             (`sync.SubscriberSettings`).
 
     Raises:
-        HubUnavailable: there is no hub. ConfigError: an argument is wrong. MissingExtra: a package for it is missing.
-        BudgetTooSmall: `settings.memory_bytes` is too little for direct mode. In staged mode the first update raises
-            this.
+        HubUnavailable: there is no hub.
+        ConfigError: an argument is wrong.
+        MissingExtra: a package for it is not installed.
+        BudgetTooSmall: `settings.memory_bytes` is too small for direct mode. In staged mode the first update raises it.
     """
     require_name("name", name)
     connection = resolve_connection(connection)
@@ -75,16 +73,16 @@ def subscriber(
         raise wrong("target", target, "a torch.nn.Module, a dict of tensors or Shards by name, or a function")
     settings = SubscriberSettings.of(settings)
     if settings.arena and not isinstance(target, torch.nn.Module | Mapping):
-        raise ConfigError("the tensors of a function are not moved into an arena", hint="place them in one there")
+        raise ConfigError("tensors from a function cannot be moved into an arena", hint="create them in an arena")
     if mode not in ("staged", "direct"):
-        raise ConfigError(f"a subscriber of {name!r} has mode {mode!r}", hint="give mode staged or direct")
+        raise ConfigError(f"mode {mode!r} of the subscriber to {name!r} is unknown", hint="give mode staged or direct")
     engine_rank, world_size = rank_of(rank)
-    # An unknown tag fails here, and not at the first update, which may be an hour later.
+    # An unknown tag fails here and not at the first update, which may be an hour later.
     for tag in (transforms,) if isinstance(transforms, str) else transforms or ():
         format_of(tag)
     budget = None if settings.memory_bytes is None else parse_bytes(settings.memory_bytes)
     if mode == "direct" and budget is not None and budget < LEAST_BYTES:
-        raise BudgetTooSmall(f"direct mode cannot work with memory_bytes={budget}", minimum_bytes=LEAST_BYTES)
+        raise BudgetTooSmall(f"memory_bytes={budget} is too small for direct mode", minimum_bytes=LEAST_BYTES)
     has_check = hooks is not None and hooks.check is not None
     if has_check and mode == "direct":
         raise ConfigError("Hooks.check needs a staging copy, which direct mode does not have", hint="use mode='staged'")
@@ -112,6 +110,6 @@ def subscriber(
             hooks=hooks or Hooks(),
             timing=DEFAULT,
         ).open()
-        # From here on `close` leaves.
+        # From here on `close` leaves the sync.
         stack.pop_all()
     return this_rank

@@ -1,15 +1,11 @@
-"""An inference rank as a subscriber: it receives version after version, each complete and verified.
-
-In: a live model or tensors, a name, a hub or none. Out: an `UpdateReport` for each update; then a source for others.
-Not here: its arguments (`subscribe`), its states (`states`), reading a version (`update`), the flip (`flip`),
-released weights (`released`), checks and the decision of a fleet (`participant`), planning (`sync.planner`).
+"""An inference rank as a subscriber. It receives version after version, each complete and verified.
 
     update() = stage(): receive, verify, check, vote -> staged or prepared
              + commit(): the fleet's decision, flip -> live
     direct:  update() = receive, whose reads are a step of the flip -> live
 
-One thread at a time updates. The server's threads read the version, the layout and the memory at any time: a version is
-withdrawn before its first byte changes, and served again after the last.
+One thread at a time updates. The server's threads may read the version, the layout and the memory at any time. A
+version is withdrawn before its first byte changes, and served again after the last.
 """
 
 from __future__ import annotations
@@ -59,12 +55,14 @@ S = SubscriberState
 
 
 class Subscriber(Closeable):
-    """A rank that receives. Made by `subscriber`; a context manager. One thread at a time updates.
+    """A rank that receives versions. `subscriber` creates it.
+
+    It is a context manager, and one thread at a time may update.
 
     Attributes:
-        name: of the sync.
+        name: name of the sync.
         member: this process in the fleet.
-        planner: plans for other receivers once this one has a version and no publisher lives.
+        planner: plans for other receivers when this rank has a version and no publisher is alive.
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class Subscriber(Closeable):
         )
 
     def open(self) -> Self:
-        """Take part in the sync: answer other members, and be listed by the hub."""
+        """Join the sync: answer other members, and be listed by the hub."""
         self.member.server.handlers["sync"] = SyncHandler(
             self._membership.key,
             self.member.check_grant,
@@ -124,49 +122,55 @@ class Subscriber(Closeable):
             planner=self.planner,
             check=self._check_proven,
         )
-        # The handler first: a publisher that learns of this subscriber from the hub may ask it at once.
+        # Set the handler first, because a publisher that learns of this subscriber from the hub may ask it at once.
         self.member.syncs.append(self._state)
         self.member.report_now()
         return self
 
     @property
     def state(self) -> SubscriberState:
-        """Return what this subscriber does now."""
+        """Return the current state of this subscriber."""
         return self._states.now
 
     @property
     def version(self) -> int:
-        """Return the live version; -1: none."""
+        """Return the live version, or -1."""
         return self._states.version
 
     @property
     def metadata(self) -> Mapping[str, str]:
-        """Return the texts that were published with the live version."""
+        """Return the metadata that was published with the live version."""
         return self._states.live.metadata
 
     @property
     def is_dirty(self) -> bool:
-        """Return whether an update failed after it wrote to the target: nothing may use it until one succeeds."""
+        """Return whether an update failed after it wrote to the target.
+
+        The target is unusable until an update succeeds.
+        """
         return self._states.at_rest is S.DIRTY
 
     @property
     def wanted(self) -> Requirements | None:
-        """Return the requirements of an update; None: not known before the first, or `prepare`."""
+        """Return the requirements of an update. They are None before the first update or `prepare`."""
         buffers = self._update_loop.buffers
         return None if buffers is None else buffers.wanted
 
     @property
     def revision(self) -> str:
-        """Return the publishers' epoch and the live version: equal revisions are equal bytes. Empty: none is live."""
+        """Return the publishers' epoch and the live version. Equal revisions mean equal bytes.
+
+        Empty if no version is live.
+        """
         return f"{self._states.live.epoch}:{self.version}" if self.version >= 0 else ""
 
     def _state(self) -> SyncState:
-        """Return the state of this subscriber for the hub's list."""
+        """Return the state of this subscriber for the hub."""
         is_open = self._serving.status.now.is_open
         is_busy = self._states.now in (S.RECEIVING, S.PREPARED, S.FLIPPING, S.WRITING)
         live = self._states.live
         standing: SyncStanding = "dirty" if self.is_dirty else "open" if is_open else "updating" if is_busy else "idle"
-        # Read once: this runs in the member's beat, while an update may replace the buffers.
+        # Read the attribute once, because this runs in the heartbeat thread while an update may replace the buffers.
         buffers = self._update_loop.buffers
         return SyncState(
             name=self.name,
@@ -178,7 +182,7 @@ class Subscriber(Closeable):
             version=self.version,
             state=standing,
             nbytes=0 if buffers is None else sum(buffers.layout.regions),
-            # The field's limit: the path names every source, and a large sync has hundreds.
+            # The field has a limit, and the path names every source, of which a large sync has hundreds.
             path=live.path[:1024],
             took_s=live.took_s,
             pause_s=live.pause_s,
@@ -188,7 +192,7 @@ class Subscriber(Closeable):
 
     @property
     def prepared(self) -> int:
-        """Return the version that is staged and waits for the fleet's decision; -1: none."""
+        """Return the staged version that waits for the fleet's decision, or -1."""
         staged = self._staged
         return staged.version if staged is not None and self._states.now is S.PREPARED else -1
 
@@ -200,33 +204,33 @@ class Subscriber(Closeable):
 
     @contextlib.contextmanager
     def pinned(self, version: int | None = None, *, ttl_s: float | None = None) -> Iterator[int]:
-        """Keep the live version while the block runs: a lease, for which a flip waits. Yields the version.
+        """Keep the live version during the block with a lease, for which a flip waits. Yields the version.
+
+        Thread-safe, but not from the hooks of an update.
 
         Args:
-            version: the version that the caller needs; None: the live one.
-            ttl_s: the lease ends after these seconds, and a flip waits no longer; None: the stall deadline.
+            version: the version that the caller needs. None means the live version.
+            ttl_s: seconds after which the lease ends and a flip waits no longer. None means the stall deadline.
 
         Raises:
-            VersionNotLive: on entering, another version is live, or none. On leaving, the lease had ended, and another
-                version was installed: what the block computed may be of both.
-
-        Order: any number of threads; not from the hooks of an update.
+            VersionNotLive: on entering, the version is not live. On leaving, the lease had ended and another version
+                was installed, so the results may belong to both.
         """
         require_seconds("ttl_s", ttl_s)
         with self._leases.lease(version, self._stall_s if ttl_s is None else ttl_s) as live:
             yield live
 
     def wait(self, version: int | None = None, timeout_s: float | None = None) -> int:
-        """Wait until a version is announced that `update` can take, and return the announced version.
+        """Wait until a version is announced that `update` can read, and return the announced version.
 
         Args:
-            version: this version or a later one; None: any that is newer than the live one.
-            timeout_s: how long to wait; None: as long as a publisher or another subscriber answers, and after that for
+            version: wait for this version or a later one. None means any version that is newer than the live one.
+            timeout_s: seconds to wait. None means as long as a publisher or another subscriber answers, and then for
                 the stall deadline.
 
         Raises:
-            SourceStalled: it was not announced in this time.
-            VersionRefused: it was withdrawn, which this subscriber had not learned yet; call again for a later version.
+            SourceStalled: no such version was announced in this time.
+            VersionRefused: the version was withdrawn. This is raised once. Call again for a later version.
             Cancelled: the subscriber was closed.
         """
         require_seconds("timeout_s", timeout_s)
@@ -237,41 +241,39 @@ class Subscriber(Closeable):
     def __iter__(self) -> Iterator[UpdateReport]:
         """Wait for each new version, make it live, and yield its report, until the subscriber is closed.
 
-        While the trainer is away, or a source is lost, the live version stays and the loop goes on waiting. A version
-        that was refused is skipped. Both are warnings in the log.
+        While the trainer is away or a source is lost, the live version stays and the loop continues to wait. A refused
+        version is skipped. The log has a warning for both. One thread at a time may iterate or update.
 
         Raises:
-            PlanError, ConfigError, DestinationError and others as `update`, which waiting would not cure; and any error
-                that left the target dirty. The loop can be entered again.
-
-        Order: like an update, one thread at a time.
+            PenstockError: errors of `update` that waiting would not cure, such as PlanError, ConfigError and
+                DestinationError, and every error that left the target dirty. The loop can be entered again.
         """
         return each_version(self, self._timing.next_update_pause_s)
 
     def prepare(self, timeout_s: float | None = None) -> bool:
-        """Do now what the first update does once, before a version is published: record, allocate, register, plan.
+        """Do the one-time work of the first update before a version is published: record, allocate, register and plan.
 
-        Call it when the subscriber is made and the engine is idle. Without it the first update takes that much longer:
-        seconds for tens of thousands of tensors. Nothing of the target changes. It does nothing if a version is live.
+        Call it when the subscriber is created and the engine is idle. Without it the first update takes seconds longer
+        for tens of thousands of tensors. The target does not change. It does nothing if a version is live. One thread
+        at a time may call this or update, and nothing else may use a module whose loader is recorded.
 
         Args:
-            timeout_s: how long to wait for all ranks of the publisher; None: the stall deadline. Each request to a
-                publisher that does not answer takes up to the stall deadline, too.
+            timeout_s: seconds to wait for all ranks of the publisher. None means the stall deadline. Each request to a
+                publisher that does not answer also takes up to the stall deadline.
 
         Returns:
-            Whether all of it is done. False: the publisher was not there in time, and the first update does the rest.
+            Whether all of it is done. If False, the publisher was not there in time, and the first update does the
+            rest.
 
         Raises:
-            ConfigError: a version is staged, whose memory this would replace.
-            PlanError and others as `update`: names, dtypes or shapes of the two sides differ, or there is no memory.
-
-        Order: like an update: one thread at a time, and nothing else uses a module whose loader is recorded.
+            ConfigError: a version is staged, and this would replace its memory.
+            PenstockError: as in `update`: names, dtypes or shapes do not match, or there is too little memory.
         """
         require_seconds("timeout_s", timeout_s)
         limit_s = self._stall_s if timeout_s is None else timeout_s
         begun = time.monotonic()
         while True:
-            # A member that is lost may come back, or another in its place: the same wait as for one that is late.
+            # A lost member may return or be replaced, so wait for it like for a member that is late.
             with self._updating, contextlib.suppress(NotFound, PeerLost, SourceStalled, StaleDescriptor):
                 self._check_open()
                 self._release.require_awake()
@@ -279,7 +281,8 @@ class Subscriber(Closeable):
                     raise ConfigError(
                         f"version {self._staged.version} of {self.name!r} is staged", hint="call commit() first"
                     )
-                # A restarted trainer may have another checkpoint: the live version is served until an update begins.
+                # A restarted trainer may have a different checkpoint. The live version is served until an update
+                # begins.
                 if self.version < 0:
                     self._update_loop.prepare()
                 return True
@@ -293,21 +296,21 @@ class Subscriber(Closeable):
         """Receive a version and make it live.
 
         Args:
-            version: exactly this version; None: the newest.
-            timeout_s: how long to wait for a version that can be read; None: the stall deadline if none is published
-                yet, and no wait if the version is past.
-            progress: see `load`; counts verified bytes.
+            version: exactly this version. None means the newest.
+            timeout_s: seconds to wait for a version that can be read. None means the stall deadline if none is
+                published yet, and no wait if the version is past.
+            progress: see `load`. It counts verified bytes.
 
         Returns:
-            A report; with 0 bytes if the newest version is live already.
+            A report, with 0 bytes if the newest version is already live.
 
         Raises:
-            PlanError: names, dtypes or shapes of the two sides differ (lists them); nothing was touched.
-            ConfigError: the version is not above the live one; or weights were moved while the update ran: nothing was
-                touched. StaleDescriptor: the version is past, and no member has it now.
-            SourceError, PeerLost, IntegrityError: no source could supply it. Staged: the version before is still live.
-                Direct: `mutated` says whether the target was touched; if so, it is dirty.
-            VersionRefused: its check failed, or the fleet withdrew it; the version before is still live.
+            PlanError: names, dtypes or shapes do not match. The error lists them. Nothing was touched.
+            ConfigError: the version is not above the live one, or weights moved during the update. Nothing was touched.
+            StaleDescriptor: the version is past, and no member has it.
+            SourceError, PeerLost, IntegrityError: no source could supply the version. In staged mode the previous
+                version is still live. In direct mode `mutated` tells whether the target was touched, and is then dirty.
+            VersionRefused: the version's check failed, or the fleet withdrew it. The previous version is still live.
         """
         require_seconds("timeout_s", timeout_s)
         with self._updating:
@@ -322,38 +325,38 @@ class Subscriber(Closeable):
                     with self._receiving():
                         return _counted(journey, self._go_live(partial(self._receive, version, timeout_s)))
                 self._stage(version, timeout_s)
-            # Outside the block: a caller's progress function that raises must not interrupt a flip.
+            # Commit outside the block, because an error in the caller's progress function must not interrupt a flip.
             return _counted(journey, self._commit(just_checked=True))
 
     @property
     def is_released(self) -> bool:
-        """Return whether the weights are released, until `restore`."""
+        """Return whether the weights are released and not yet restored."""
         return self._states.at_rest is S.RELEASED
 
     def announced(self) -> int:
-        """Return the newest version that is announced, without waiting for one; -1: none, or no planner answers."""
+        """Return the newest announced version without waiting. Return -1 if there is none, or if no planner answers."""
         newest = self._update_loop.news(-1, 0.0)
         return -1 if newest is None else newest.version
 
     def release(self, *, free: bool = True, returns: bool = False) -> int:
-        """Free the weights while the engine sleeps: until `restore`, `version` is -1 and no process reads them.
+        """Release the weights while the engine sleeps. Until `restore`, `version` is -1 and no process reads them.
 
-        Waits for readers (`pinned`). The staging memory is freed too.
+        It waits for readers (`pinned`) and also frees the staging memory. Call it when the engine is idle. One thread
+        at a time may call this or update.
 
         Args:
-            free: free the memory of the tensors that a version fills; they have other addresses afterwards. False: the
-                engine frees it by its own allocator once this returns, and has it again before `restore`.
-            returns: with `free=False`: the engine also brings the bytes back itself: digest them now, for
+            free: free the memory of the tensors that a version fills. They have different addresses afterwards. If
+                False, the engine frees it with its own allocator after this call, and allocates it again before
+                `restore`.
+            returns: with `free=False`, the engine also restores the bytes itself. Digest them now, for
                 `restore(in_place=True)`.
 
         Returns:
-            The bytes that were freed. Memory that cannot be freed stays: host memory in an arena, for example.
+            The number of freed bytes. Some memory cannot be freed, such as host memory in an arena.
 
         Raises:
-            ConfigError: they are released already; or `free`, and neither `prepare` nor an update was called yet, or
-                `returns`.
-
-        Order: when the engine is idle; like an update, one thread at a time.
+            ConfigError: the weights are already released, or `free` is set and neither `prepare` nor an update was
+                called yet, or both `free` and `returns` are set.
         """
         with self._updating:
             self._check_open()
@@ -370,17 +373,19 @@ class Subscriber(Closeable):
         stored: StoredVersion | None = None,
         in_place: bool = False,
     ) -> UpdateReport:
-        """Bring a version back into released memory, verified, and make it live.
+        """Restore a version into released memory, verify it, and make it live.
 
         Args:
-            version, timeout_s: see `update`; None: the newest that a publisher or another subscriber has.
-            stored: where a version is if no member of the sync has one. If it is the version that was released, every
-                byte is compared with the digests of then.
-            in_place: the engine brought the bytes back: compare them with the digests of `release(returns=True)`.
+            version, timeout_s: see `update`. None means the newest version of a publisher or another subscriber.
+            stored: a stored version to use if no member of the sync has one. If it is the released version, every byte
+                is compared with the digests from the release.
+            in_place: the engine restored the bytes. Compare them with the digests of `release(returns=True)`.
 
         Raises:
-            ConfigError: nothing is released. IntegrityError: bytes differ from their digests. DeviceOutOfMemory: see
-                `ReleasedMemory.take_back`. Others as `update`. After each of them `version` is still -1: call it again.
+            ConfigError: nothing is released.
+            IntegrityError: bytes differ from their digests.
+            DeviceOutOfMemory: see `ReleasedMemory.take_back`.
+            PenstockError: as in `update`. After every error `version` is still -1, and this can be called again.
         """
         with self._updating:
             self._check_open()
@@ -398,7 +403,10 @@ class Subscriber(Closeable):
     def stage(
         self, version: int | None = None, timeout_s: float | None = None, *, progress: ProgressOption = None
     ) -> int:
-        """Read and verify a version into the staging copy for `commit`; return the version. Errors as `update`."""
+        """Read and verify a version into the staging copy for `commit`, and return its number.
+
+        Raises the errors of `update`.
+        """
         require_seconds("timeout_s", timeout_s)
         if self.mode != "staged":
             raise ConfigError("stage() needs a subscriber of mode 'staged'", hint="call update()")
@@ -425,31 +433,32 @@ class Subscriber(Closeable):
     def commit(self) -> UpdateReport:
         """Make the staged version live. In a two-phase commit, wait for the fleet's decision first.
 
+        Call it soon after `stage`, because the other subscribers go live as soon as the decision is known.
+
         Raises:
             ConfigError: nothing is staged.
-            DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip; `mutated`: the
-                target is dirty, else the version before is live and the new one still staged.
-            VersionRefused: the fleet withdrew the version; the version before is still live.
-            SourceStalled: the decision could not be learned; the version before is still live. The version stays
-                staged: call this again.
-            StaleDescriptor: later versions are decided already; the version before is still live.
-
-        Order: soon after `stage`: the other subscribers go live as soon as the decision is known.
+            DestinationError, DeviceOutOfMemory: the device failed, or the driver refused the flip. With `mutated` the
+                target is dirty. Otherwise the previous version is live and the new one still staged.
+            VersionRefused: the fleet withdrew the version. The previous version is still live.
+            SourceStalled: the decision could not be learned. The previous version is live, and the new one stays
+                staged. Call this again.
+            StaleDescriptor: later versions are already decided. The previous version is still live.
         """
         with self._updating, self._journey("commit") as journey:
             report = self._commit()
-            # Its bytes and their time were counted by `stage`.
+            # `stage` has counted the bytes and their time.
             outcome = replace(update_outcome(report), phases={"install": report.install_s}, verified_bytes=0)
             journey.outcome = outcome
             return report
 
     @contextlib.contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Look for a version in the block. What was staged before is given up: the read overwrites the staging copy."""
+        """Find a version in the block. A staged version is dropped, because the read overwrites the staging copy."""
         self._check_open()
         self._staged = None
         self._states.enter(S.RECEIVING)
-        # The hub lists this subscriber as updating: others then wait for it, instead of giving the version up as lost.
+        # The hub then lists this subscriber as updating, so that others wait for it and do not treat the version as
+        # lost.
         self.member.beat_now()
         try:
             yield
@@ -478,7 +487,8 @@ class Subscriber(Closeable):
             return self._report(Flipped(staged=staged))
         if staged.decide_by is not None:
             self._await_commit(staged, staged.decide_by)
-        # The bytes that go live must be those that were verified. While this waited, a check's thread could write.
+        # The bytes that go live must be those that were verified, but during a wait a check's thread could write to
+        # them.
         if not just_checked or staged.decide_by is not None:
             try:
                 self._participant.require_unaltered(staged)
@@ -513,7 +523,7 @@ class Subscriber(Closeable):
             raise
 
     def _receive(self, version: int | None, timeout_s: float | None, pause: Pause) -> Staged:
-        """Read and verify a version; wait for one as long as `timeout_s` allows."""
+        """Read and verify a version. Wait for it as long as `timeout_s` allows."""
         require_version(version)
         grace_s = self._timing.version_grace_s
         begun = time.monotonic()
@@ -521,12 +531,12 @@ class Subscriber(Closeable):
             try:
                 return self._update_loop.receive(version, pause)
             except StaleDescriptor:
-                # No member has it at the moment: a receiver that just finished it reports within a beat, and with a
-                # timeout the caller may wait for the next version.
+                # No member has the version now. A receiver that has just finished it reports within a heartbeat, and
+                # with a timeout the caller may wait for the next version.
                 if time.monotonic() - begun > (grace_s if version is not None or timeout_s is None else timeout_s):
                     raise
             except NotFound:
-                # No publisher, or no version yet: trainer and engines start in any order.
+                # There is no publisher or no version yet, because trainer and engines may start in any order.
                 if time.monotonic() - begun > (self._stall_s if timeout_s is None else timeout_s):
                     raise
             self._check_open()
@@ -536,7 +546,7 @@ class Subscriber(Closeable):
         return self._report(self._flip.run(move_bytes))
 
     def _fill_empty(self) -> None:
-        """Put the tensors into a target that was given empty: they appear with the first version, all or none."""
+        """Add the tensors to a target that was given empty. They appear with the first version, either all or none."""
         if isinstance(self._target, MutableMapping) and not self._target and self.wanted is not None:
             self._target.update({row.name: row.tensor for row in self.wanted.rows})
 
@@ -566,7 +576,7 @@ class Subscriber(Closeable):
         )
 
     def _stop_serving(self) -> None:
-        """Withdraw the live version and report it at once: planners choose sources by the hub's list."""
+        """Withdraw the live version and report this at once, because planners choose sources from the hub's list."""
         if self.version >= 0:
             self._serving.withdraw(self._states.live.epoch, self.version)
             self.member.beat_now()
@@ -575,7 +585,7 @@ class Subscriber(Closeable):
         """Check that the target still has the received bytes, before others read it.
 
         Raises:
-            StaleDescriptor: an engine changed the weights in place; they are no longer served.
+            StaleDescriptor: the engine changed the weights in place, so they are no longer served.
         """
         try:
             self._serving.require_unchanged()
@@ -588,18 +598,18 @@ class Subscriber(Closeable):
             raise Cancelled("the subscriber was closed")
 
     def close(self) -> None:
-        """Leave. The target keeps its version. Idempotent."""
+        """Leave the sync. The target keeps its version. Idempotent."""
         if self._states.now is S.CLOSED:
             return
         self._states.enter(S.CLOSED)
-        # The memory first: its owner may free it once this returns, and no peer may read it then.
+        # Close the memory first, because its owner may free it after this call and no peer may read it then.
         self._update_loop.close()
         self.member.leave(0.0)
         self._membership.close()
 
 
 def _counted(journey: Journey, report: UpdateReport) -> UpdateReport:
-    """Set what a journey shows of an update; return its report."""
+    """Set the values that a journey shows for an update, and return the report."""
     journey.received = lambda: received(report.nbytes_by_path)
     journey.num_retries = max(0, report.attempts - 1)
     journey.outcome = update_outcome(report)

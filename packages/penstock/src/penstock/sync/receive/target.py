@@ -1,11 +1,7 @@
-"""The target of a subscriber: the tensors that it fills, as rows of the checkpoint on offer, and the memory for them.
+"""The target of a subscriber: the tensors to fill, as rows of the offered checkpoint, and the memory for them.
 
-In: a module with or without a loader, or tensors by name; the publishers' table, with tags; the requested tags.
-Out: `TensorSelection`, the checkpoint as this receiver reads it; its `Requirements`; `ReceiveBuffers`.
-Not here: recording a loader (`sync.recording`), making tagged tensors (`sync.publish.transformed`), reading a version
-(`update`).
-
-    publishers' table -> shown: plain tensors, or those of one tag -> wanted_of: rows -> ReceiveBuffers: layout, memory
+publishers' table -> select_tensors: plain tensors, or those with a tag -> requirements_for: rows -> ReceiveBuffers:
+layout, memory
 """
 
 from __future__ import annotations
@@ -39,10 +35,10 @@ from penstock.transport.choose import PeerLinks
 from penstock.types import U64, DType, TensorTable
 
 TargetFunction = Callable[[Mapping[str, torch.Tensor]], Mapping[str, Declarable]]
-"""Returns the tensors to fill; it is passed the published ones, on the meta device."""
+"""Returns the tensors to fill. It receives the published tensors on the meta device."""
 
 Target = torch.nn.Module | Mapping[str, Declarable] | TargetFunction
-"""A module whose loader is recorded, tensors by the checkpoint's names, or a function that returns these."""
+"""A module whose loader is recorded, or tensors by the checkpoint's names, or a function that returns these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +47,21 @@ class TensorSelection:
 
     table: TensorTable
     tags: Mapping[str, str]
-    """The tag of each name that has one."""
+    """The tag of each name that has a tag."""
 
 
-def shown(
+def select_tensors(
     checkpoint: TableReply, requested: str | Sequence[str] | None, model: torch.nn.Module | None = None
 ) -> TensorSelection:
-    """Return the checkpoint's table, with tensors of the requested tags in the place of their plain sources.
+    """Return the checkpoint's table, with tensors of the requested tags in place of their plain sources.
 
     Args:
         checkpoint: all tensors of the publishers.
-        requested: tags; None: those that the model has parameters for, else no tags.
+        requested: tags. None means the tags for which the model has parameters, or no tags.
         model: the module to fill.
 
     Raises:
-        PlanError: a requested tag is not offered; lists the offered ones.
+        PlanError: a requested tag is not offered. The error lists the offered ones.
     """
     tags = checkpoint.tags or ("",) * len(checkpoint.names)
     offered = tuple(dict.fromkeys(tag for tag in tags if tag))
@@ -74,16 +70,18 @@ def shown(
     else:
         chosen = (requested,) if isinstance(requested, str) else tuple(requested)
     if missing := [tag for tag in chosen if tag not in offered]:
-        message = f"no publisher offers tensors as {', '.join(missing)}; offered are {', '.join(offered) or 'none'}"
+        message = (
+            f"no publisher offers tensors as {', '.join(missing)}, only as {', '.join(offered) or 'plain tensors'}"
+        )
         raise PlanError(message, hint="pass transforms= to the publisher")
-    # The plain tensors first; codes and scales then take the place of the tensors that they were made of.
+    # Start with the plain tensors. Codes and scales then replace the tensors from which they were made.
     rows = {name: (dtype, shape, "") for name, dtype, shape, tag in _rows(checkpoint, tags) if not tag}
     for name, _, _, tag in _rows(checkpoint, tags):
         if tag in chosen:
             rows.pop(name.removesuffix(_suffix(tag)), None)
     for name, dtype, shape, tag in _rows(checkpoint, tags):
         if tag in chosen:
-            # Two of the requested tags store a tensor under one name.
+            # Two of the requested tags store a tensor under the same name.
             if name in rows:
                 raise PlanError(f"it is offered as {rows[name][2] or 'a plain tensor'} and as {tag}", tensor=name)
             rows[name] = dtype, shape, tag
@@ -96,26 +94,27 @@ def _rows(checkpoint: TableReply, tags: Sequence[str]) -> list[tuple[str, str, t
 
 
 def _suffix(tag: str) -> str:
-    """Return the suffix that a format adds to the name of its codes; a user's own tag adds none."""
+    """Return the suffix that a format adds to the name of its codes. A user's tag adds no suffix."""
     return format_of(tag).values_suffix if is_format(tag) else ""
 
 
 def _fitting(offered: Sequence[str], model: torch.nn.Module | None) -> tuple[str, ...]:
-    """Return the one offered block format that the model has codes and scales for; () where none or several fit."""
+    """Return the offered block format for which the model has codes and scales, or () if none or several fit."""
     if model is None:
         return ()
     live = live_tensors(model)
     usable = [tag for tag in offered if is_format(tag) and _has(live, format_of(tag))]
-    # Two formats may store the same dtypes: a guess could fill the model with wrong scales, so the caller must say.
+    # Two formats may store the same dtypes, and a guess could fill the model with wrong scales, so the caller must
+    # choose.
     return tuple(usable) if len(usable) == 1 else ()
 
 
 def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
-    """Return whether a parameter has the codes' dtype, with a parameter for their scales."""
-    # A cast leaves no scales to tell it by: any BF16 model would ask for `cast:BF16`.
+    """Return whether a parameter has the codes' dtype and another parameter their scales."""
+    # A cast leaves no scales by which to recognise it. Any BF16 model would request `cast:BF16`.
     if form.scaling == "none":
         return False
-    # Engines keep F4 codes as bytes: few kernels take torch's own dtype.
+    # Engines keep F4 codes as bytes, because few kernels accept torch's dtype.
     codes, scales = torch_dtype(DType.U8 if form.values is DType.F4 else form.values), torch_dtype(form.scales)
     for name, tensor in live.items():
         scale = live.get(name.removesuffix(form.values_suffix) + form.scales_suffix)
@@ -125,7 +124,7 @@ def _has(live: Mapping[str, torch.Tensor], form: Format) -> bool:
 
 
 def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[str, Declarable]:
-    """Return the module or the tensors to fill; new tensors for an empty dict, and those that a function returns.
+    """Return the module or the tensors to fill: new tensors for an empty dict, and the result of a function.
 
     Raises:
         PlanError: the function raised an error.
@@ -139,7 +138,7 @@ def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[
     return target if isinstance(target, torch.nn.Module | Mapping) else made
 
 
-def wanted_of(
+def requirements_for(
     target: torch.nn.Module | Mapping[str, Declarable],
     table: TensorTable,
     load: Load | None,
@@ -150,30 +149,31 @@ def wanted_of(
     """Return the target's requirements of the checkpoint.
 
     Args:
-        target: from `tensors_of`.
+        target: the result of `tensors_of`.
         load, strict: see `subscriber`.
         table: names, dtypes and shapes.
-        tags: the tags of the names that are read under a tag.
+        tags: the tag of each name that is read under a tag.
 
     Raises:
-        PlanError: names, dtypes or shapes do not match; see `record` and `wanted`. With `strict`, a module has
-            parameters that no tensor of the checkpoint fills; lists them. The target or the checkpoint has no tensors.
+        PlanError: names, dtypes or shapes do not match (see `record` and `wanted`). With `strict`, no tensor fills some
+            parameters of a module (the error lists them). Or the target or the checkpoint has no tensors.
     """
     if not len(table):
         raise PlanError("the publishers have no tensors")
     if isinstance(target, torch.nn.Module):
         if not live_tensors(target):
             raise _no_tensors()
-        # Loaders compare devices: the recording tensors must report the one of the model.
+        # Loaders compare devices, so the recording tensors must report the model's device.
         device = next((tensor.device for tensor in target.parameters()), torch.device("cpu"))
-        # Small objects for each tensor, all of which stay: 30,000 experts set off full collections again and again.
+        # This creates small objects for each tensor, all of which stay. 30,000 experts would trigger full garbage
+        # collections again and again.
         with paused_gc():
             recording = record(target, table, load=load, device=device)
             if strict:
                 _check(recording, target)
             requirements = wanted(target, recording, table, load=load, tags=tags).with_tied(_tied(recording, table))
         if not requirements.rows:
-            raise PlanError(f"no published tensor fills any of the module: {names_text(table.names)}")
+            raise PlanError(f"no published tensor fills a parameter of the module: {names_text(table.names)}")
         return requirements
     if not target:
         raise _no_tensors()
@@ -182,28 +182,31 @@ def wanted_of(
         published = set(table.names)
         rows = tuple(row for row in rows if row.name in published)
         if not rows:
-            raise PlanError(f"no published tensor fills any of the target: {names_text(table.names)}")
+            raise PlanError(f"no published tensor fills a tensor of the target: {names_text(table.names)}")
     return Requirements.as_declared([_tagged(row, (tags or {}).get(row.name, "")) for row in rows])
 
 
 def _tied(recording: Recording, table: TensorTable) -> Mapping[str, str]:
-    """Return the tensors that another one replaces in a tied parameter. PlanError: their dtypes or shapes differ."""
+    """Return the tensors that another tensor replaces in a tied parameter.
+
+    Raise PlanError if their dtypes or shapes differ.
+    """
     kinds = {name: (dtype, tuple(shape)) for name, dtype, shape in _columns(table)}
     for name, other in recording.repeated.items():
         if kinds[name] != kinds[other]:
             one, two = (f"{dtype} {list(shape)}" for dtype, shape in (kinds[name], kinds[other]))
-            message = f"{name} and {other} fill one tied parameter, and are published as {one} and {two}"
+            message = f"{name} and {other} fill one tied parameter, but are published as {one} and {two}"
             raise PlanError(message, hint="publish one of them, or untie the parameter")
     return recording.repeated
 
 
 def _no_tensors() -> PlanError:
-    hint = "pass an empty dict to receive new tensors, or a module or dict that has tensors"
+    hint = "pass a module or dict that has tensors, or an empty dict to receive new tensors"
     return PlanError("the target has no tensors to fill", hint=hint)
 
 
 def _new_tensors(table: TensorTable) -> dict[str, torch.Tensor]:
-    """Return new tensors on the CPU for all of a table, in one arena."""
+    """Create tensors on the CPU for a whole table, in one arena."""
     nbytes = table.nbytes.tolist()
     arena = Arena.allocate(needed_bytes(nbytes))
     flat = arena.bytes_at(0, arena.nbytes)
@@ -211,7 +214,7 @@ def _new_tensors(table: TensorTable) -> dict[str, torch.Tensor]:
 
 
 def _published(table: TensorTable) -> dict[str, torch.Tensor]:
-    """Return the tensors of a table, without memory."""
+    """Create the tensors of a table without memory."""
     return {
         name: torch.empty(torch_shape(dtype, shape), dtype=torch_dtype(dtype), device="meta")
         for name, dtype, shape in _columns(table)
@@ -223,17 +226,17 @@ def _columns(table: TensorTable) -> Iterator[tuple[str, DType, Sequence[int]]]:
 
 
 def _tagged(row: ShardRow, tag: str) -> ShardRow:
-    """Return the row with a tag, unless it has one already."""
+    """Add a tag to a row, unless the row has one already."""
     return replace(row, form=replace(row.form, tag=tag)) if tag and not row.form.tag else row
 
 
 def _check(recording: Recording, model: torch.nn.Module) -> None:
     """Raise PlanError if no published tensor fills some of the parameters."""
-    # Parameters alone: buffers such as rotary tables are computed by the model itself.
+    # Check parameters only, because the model computes buffers such as rotary tables.
     params = dict(model.named_parameters(remove_duplicate=False))
     lacking = [name for name in recording.unfilled if name in params]
     if recording.unrecorded:
-        # What passes through the loader at each update may fill these, whole or in part: that cannot be known before.
+        # Tensors that pass through the loader at each update may fill these parameters, which cannot be known before.
         fillable = recording.fillable
         lacking = [] if fillable is None else [name for name in lacking if name not in fillable]
     if not lacking:
@@ -241,31 +244,32 @@ def _check(recording: Recording, model: torch.nn.Module) -> None:
     lines = [f"{name}: {recording.unfilled[name]} of {params[name].numel()} elements" for name in lacking]
     lines = lines[:MAX_LISTED] + ([f"and {len(lines) - MAX_LISTED} more"] if len(lines) > MAX_LISTED else [])
     unused = ", ".join(recording.unused[:5])
-    hint = f"published and not used: {unused}" if unused else "pass strict=False if they are not to be published"
+    hint = f"published but not used: {unused}" if unused else "pass strict=False to leave them unfilled"
     hint = prefix_hint(lacking, recording.unused) or hint
     raise PlanError("the publishers do not fill all parameters:\n  " + "\n  ".join(lines), hint=hint)
 
 
 class ReceiveBuffers:
-    """The memory that receives versions: the target's own, and in staged mode a staging copy.
+    """The memory that receives versions: the target's memory, and in staged mode a staging copy.
 
     Attributes:
         wanted: the rows, and the steps after their arrival.
-        local_version: the target's memory, served to others once it has a version; None: it is not served.
+        local_version: the target's memory, which others read when it has a version. None if it is not served.
         layout, digest: the layout for the planner, and its digest.
-        staging_copy: the memory that a transfer reads into, in staged mode.
+        staging_copy: in staged mode, the memory that a transfer reads into.
 
     Args:
         requirements: the rows to receive.
-        member: the id of this member.
-        links: its transports.
+        member: id of this member.
+        links: the transports of this member.
         staged: whether to receive into a staging copy.
         serve: whether others may read the target between updates.
-        memory_bytes: bound of the staging copy; None: as much as it needs.
+        memory_bytes: limit of the staging copy in bytes. None means no limit.
 
     Raises:
         BudgetTooSmall: the staging copy needs more than `memory_bytes`.
-        DeviceOutOfMemory, DestinationError: there is not enough memory. ConfigError: no transport reaches the memory.
+        DeviceOutOfMemory, DestinationError: there is too little memory.
+        ConfigError: no transport reaches the memory.
     """
 
     def __init__(
@@ -282,17 +286,19 @@ class ReceiveBuffers:
         needed = sum(memory.nbytes for memory in memories)
         if staged and memory_bytes is not None and needed > memory_bytes:
             raise BudgetTooSmall(f"the staging copy of a version needs {needed} bytes", minimum_bytes=needed)
-        # Rows in scratch are staged as well: others read the version from its regions, scratch among them.
+        # Rows in scratch memory are staged as well, because others read the version from its regions, including
+        # scratch.
         self.wanted = requirements
-        # A new address for each registration: a planner that knows the old layout must not reuse its descriptors.
+        # Use a new address for each registration, because a planner that knows the old layout must not reuse its
+        # descriptors.
         self.layout: Layout = layout_of(requirements.rows, member, secrets.token_hex(8), memories)
         self.digest = self.layout.digest()
         self.memories = memories
-        # By addresses of their own, which stay with their memory when a flip exchanges that of the target.
+        # Use separate addresses, which stay with their memory when a flip exchanges the target's memory.
         aliases = aliases_of(memories) if staged else None
         registered = memories if aliases is None else aliases
-        # Staged without `serve`, the target itself is neither read nor written to by a transport: no registration, but
-        # where it will be the staging copy.
+        # In staged mode without `serve`, no transport reads or writes the target. It is then registered only if it will
+        # become the staging copy.
         self.local_version: LocalVersion | None = None
         self.staging_copy: StagingCopy | None = None
         self._spare: VersionRegions | None = None
@@ -310,16 +316,16 @@ class ReceiveBuffers:
 
     def has(self, proven: Iterable[tuple[Strips, U64]], links: PeerLinks) -> bool:
         """Return whether strips of the target's memory have these digests now."""
-        # Registered for this alone: staged and not served, the target's own memory is in no transport.
+        # Register it for this check, because in staged mode without `serve` the target's memory is not registered.
         with VersionRegions(self.memories, links) as regions:
             return all(bool((regions.digests(strips) == wanted).all()) for strips, wanted in proven)
 
     def altered(self, proven: Iterable[tuple[Strips, U64]]) -> list[str]:
         """Return the names of the tensors whose bytes in the staging copy differ from these digests now.
 
-        Order: after the work that is queued on the devices. Cost: one pass over the strips.
+        It runs after the work that is queued on the devices, and takes one pass over the strips.
         """
-        # A check may have used streams of its own, of which the digests' stream knows nothing.
+        # A check may have used other streams, which the digests' stream does not know.
         self._synchronize()
         wrong = [strips.at[self.into.digests(strips) != wanted] for strips, wanted in proven]
         if not any(map(len, wrong)):
@@ -331,7 +337,7 @@ class ReceiveBuffers:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of the staging copy and of scratch: memory in addition to the target's own."""
+        """Return the size of the staging copy and scratch in bytes, which is needed in addition to the target."""
         copied = 0 if self.staging_copy is None else self.staging_copy.regions.nbytes
         return copied + self.wanted.scratch_bytes
 
@@ -344,13 +350,13 @@ class ReceiveBuffers:
         return self.local_version.regions
 
     def install(self) -> None:
-        """Finish the update once all bytes are in the target's memory and scratch."""
-        # Bytes were written by address: without this, autograd would not notice.
+        """Finish the update when all bytes are in the target's memory and scratch."""
+        # The bytes were written by address, and without this call autograd would not notice.
         note_written(row.tensor for row in self.wanted.rows[: self.wanted.num_live])
         self.wanted.install()
         self.wanted.finish()
-        # The engine resumes on streams of its own: without this it could compute with weights that are still being
-        # permuted or cast.
+        # The engine resumes on other streams. Without this it could compute with weights that are still being permuted
+        # or cast.
         self._synchronize()
 
     def _synchronize(self) -> None:
@@ -358,7 +364,7 @@ class ReceiveBuffers:
             torch.cuda.synchronize(device)
 
     def close(self) -> None:
-        """End the registrations and free the staging copy. Idempotent."""
+        """End the registrations and release the staging copy. Idempotent."""
         for memory in (self.local_version, self.staging_copy, self._spare):
             if memory is not None:
                 memory.close()

@@ -1,10 +1,7 @@
-"""Rows of a receiver that are one memory under several names: their sources must have equal bytes, and are read once.
+"""Rows of a receiver that share memory under several names. Their sources must have equal bytes, and are read once.
 
-In: a part, and the groups of rows that share memory. Out: the part without repeated reads; before a version is read, a
-PlanError if two sources of one memory differ.
-Not here: finding the groups (`memory.targets`, `target`), reading (`transfer`).
-
-    two rows, one place: same bytes of one source -> equal      else -> digests of both sources -> equal, or PlanError
+two rows, one place: the same bytes at one source -> equal.  otherwise digests from both sources -> equal, or
+PlanError
 """
 
 from __future__ import annotations
@@ -25,12 +22,12 @@ from penstock.types import I64, U64
 
 _COLUMNS = ("row", "source", "src", "dst", "run_bytes", "num_rows", "src_pitch", "dst_pitch")
 _ANY_NBYTES = 1 << 62
-"""A limit that no source reaches. The transfer checks a part against the real sizes, which are not known here."""
+"""A limit that no source reaches. The transfer checks a part against the real sizes, which are unknown here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Reads:
-    """Strips of sources that arrive at one place each."""
+    """Strips of sources, each with the place where it arrives."""
 
     source: I64
     src: I64
@@ -45,14 +42,14 @@ class _Reads:
 
     @property
     def theirs(self) -> Strips:
-        # The pitch of a single run means nothing, and must not be below the run.
+        # The pitch of a single run has no meaning, but must not be below the run.
         pitch = np.where(self.num_rows > 1, self.src_pitch, self.run_bytes)
         return Strips(at=self.src, run_bytes=self.run_bytes, num_rows=self.num_rows, pitch=pitch)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Pair:
-    """Two rows of one memory, and their reads, cut alike."""
+    """Two rows that share memory, and their reads, cut alike."""
 
     names: tuple[str, str]
     reads: tuple[_Reads, _Reads]
@@ -62,17 +59,17 @@ class TiedRows:
     """The rows of a part that share their memory with other rows of it.
 
     Attributes:
-        part: the part, without the reads of rows that repeat another one.
-        sources: the members that all rows of the part come from.
+        part: the part, without the reads of duplicate rows.
+        sources: the members that supply all rows of the part.
 
     Args:
-        part: of the planner.
-        groups: rows of the receiver's layout that are one memory.
-        names: of the receiver's rows.
+        part: part from the planner.
+        groups: groups of rows in the receiver's layout that share memory.
+        names: names of the receiver's rows.
         into: the receiver's memory.
 
     Raises:
-        PlanError: the part does not keep to the receiver's memory.
+        PlanError: the part exceeds the receiver's memory.
     """
 
     def __init__(
@@ -95,13 +92,13 @@ class TiedRows:
         self.part = replace(part, bucket_first=count[part.bucket_first], **columns)
 
     def compare(self, links: Mapping[str, SourceLink], *, stall_s: float) -> None:
-        """Check that the sources of each memory have equal bytes. Order: before a byte of the version is read.
+        """Check that the sources for each memory have equal bytes. Call it before a byte of the version is read.
+
+        It costs nothing if both rows are the same bytes at a source. Otherwise each source digests its bytes.
 
         Raises:
-            PlanError: they differ; names both rows.
+            PlanError: the bytes differ. The error names both rows.
             SourceFailed: a source did not answer.
-
-        Cost: nothing where both rows are the same bytes of a source. Otherwise each source digests its bytes.
         """
         for pair in self._pairs:
             ours, others = pair.reads
@@ -134,13 +131,13 @@ def _reads(part: ReceiverPlan, row: int) -> _Reads:
 
 
 def _cut_alike(one: _Reads, other: _Reads) -> tuple[_Reads, _Reads]:
-    """Return the reads of two rows of one memory, cut so that each strip of one has the place of one of the other."""
+    """Return the reads of two rows that share memory, cut so that the strips of both have the same places."""
     same = len(one.dst) == len(other.dst) and all(
         (getattr(one, name) == getattr(other, name)).all() for name in ("dst", "dst_pitch", "run_bytes", "num_rows")
     )
     if same:
         return one, other
-    # Ranks may share the two tensors out differently. Runs of both are then cut wherever one of either begins or ends.
+    # Ranks may divide the two tensors differently. Cut the runs of both at every start and end of either.
     runs = [_runs(reads) for reads in (one, other)]
     edges = np.unique(np.concatenate([edge for each in runs for edge in (each.dst, each.dst + each.run_bytes)]))
     begin, nbytes = edges[:-1], np.diff(edges)
@@ -161,6 +158,6 @@ def _runs(reads: _Reads) -> _Reads:
 
 
 def _piece(runs: _Reads, at: I64, begin: I64, nbytes: I64) -> _Reads:
-    """Return pieces of runs: piece i is `nbytes[i]` from the place `begin[i]` on, in run `at[i]`."""
+    """Return pieces of runs. Piece i has `nbytes[i]` bytes from place `begin[i]` on, in run `at[i]`."""
     some = runs[at]
     return replace(some, src=some.src + begin - some.dst, dst=begin, run_bytes=nbytes)

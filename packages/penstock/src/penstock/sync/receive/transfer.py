@@ -1,24 +1,19 @@
-"""Transfer of one receiver's part of a sync from several sources at once, with verification.
-
-In: a `ReceiverPlan`, memory to read into, a link to each source. Out: every byte verified in place, or a typed error.
-Not here: executors, ticket and closing (`engine.run`), choosing sources and version (`subscriber`), cutting the part
-into steps (`steps`), the use of the bytes (`sync.recording.requirements`, `sync.copy_plan`), the planner's
-use of progress reports (`sync.publish.rank_group`).
+"""The transfer of one receiver's part of a sync from several sources at once, with verification.
 
     steps --fetch: read, at most watermark_bytes unverified--> --compute: digest, compare--> next window
           --ask: the source's digests, many steps at once-----'
 
-Sources that are devices of this host share one queue of the device that reads them, one source after the other:
-receivers that read several of them at once share their links, which then carry less. Every other source has a queue of
-its own.
+Sources that are devices on this host share one queue for each device that reads them, one source after the other.
+Receivers that read several of them at once would share links, which then carry less. Every other source has a separate
+queue.
 
-From a source that had all rows at the start, the digests of many steps are requested together (`ask`) while the steps
-are read; from any other source, the digests of each step are requested before it is read.
+If a source had all rows at the start, the digests of many steps are requested together (`ask`) while the steps are
+read. Otherwise the digests of each step are requested before it is read.
 
-With a `ChangedRanges`, only strips that changed since the last version are read. The first run of a plan reads
-everything and stores its digests; the next requests digests before it reads a step. Then the measured density and
-bandwidth decide whether to go on so, or to read everything while digests are requested. A strip that is not read is
-digested like one that was: the stored digests only decide what to skip, and are never trusted.
+With `ChangedRanges`, only strips that changed since the last version are read. The first run of a plan reads everything
+and stores its digests. The next run requests digests before it reads a step. The measured density and bandwidth then
+decide whether to continue so, or to read everything while digests are requested. A skipped strip is digested like a
+strip that was read. The stored digests only decide what to skip, and are never trusted.
 """
 
 from __future__ import annotations
@@ -58,37 +53,41 @@ from penstock.timing import DEFAULT, Timing
 from penstock.types import GB, I64, MIB, U64
 
 CUT_S = 50e-6
-"""Time to select some strips of a step: about twenty numpy calls."""
+"""Seconds for selecting some strips of a step, which takes about twenty numpy calls."""
 
 
 def require_planned(part: ReceiverPlan, links: Iterable[SourceLink]) -> None:
-    """Raise StaleDescriptor if a source has registered its memory again: its offsets are not those of the plan."""
+    """Raise StaleDescriptor if a source registered its memory again, because the plan's offsets are then invalid."""
     if moved := part.moved({link.member: link.map.address for link in links}):
         raise StaleDescriptor("the source has registered its memory again", uri=f"penstock:{moved[0]}")
 
 
 def pays(nbytes: int, changed_bytes: float, bytes_per_s: float, cost_s: float) -> bool:
-    """Return whether spending `cost_s` and reading only the changed bytes is quicker than reading all.
+    """Return whether spending `cost_s` seconds and reading only the changed bytes is faster than reading everything.
 
     Args:
-        bytes_per_s: the measured rate of the wire; 0: not known, and the answer is False.
+        nbytes: size of everything in bytes.
+        changed_bytes: expected size of the changed parts in bytes.
+        bytes_per_s: measured rate of the link. 0 means unknown, for which the result is False.
+        cost_s: seconds for finding out what changed.
     """
     return bytes_per_s > 0 and (nbytes - changed_bytes) / bytes_per_s > cost_s
 
 
 class ChangedRanges:
-    """The digests of one `Transfer`: of one plan's key, and one memory of a receiver, which a flip may exchange.
+    """The digests of one `Transfer`, for one plan and one memory of a receiver, which a flip may exchange.
 
     Attributes:
         asks_first: whether this run requests a step's digests before it reads the step.
-        density: the share of bytes in strips that changed since the version in the memory; None: not measured yet.
+        density: fraction of bytes in strips that changed since the version in the memory. None if it was not measured
+            yet.
     """
 
     def __init__(self) -> None:
         self.asks_first = False
         self.density: float | None = None
         self._digests: dict[Step, U64] = {}
-        # A read that failed midway leaves strips of two versions: the stored digests of its step are then worthless.
+        # A read that failed midway leaves strips of two versions, so the stored digests of its step are worthless.
         self._unsure: set[Step] = set()
         self._bytes_per_s = 0.0
         self._ask_s = 0.0
@@ -97,18 +96,19 @@ class ChangedRanges:
         self._why = ""
 
     def begin(self, nbytes: int) -> None:
-        """Start a run of `nbytes`, and decide whether it requests digests first."""
+        """Begin a run of `nbytes`, and decide whether it requests digests first."""
         self._changed_bytes = 0
-        # Whether the change of every step will be known; only then does this run measure the density.
+        # Whether the change of every step will be known. Only then does this run measure the density.
         self._is_whole = bool(self._digests)
         if not self._digests:
             self.asks_first = False
-            self._why = "this plan has received no version yet, or none in this memory"
+            self._why = "because no earlier version was received with this plan in this memory"
         elif self.density is None:
             self.asks_first = True
-            self._why = "the share of changed bytes is being measured"
+            self._why = "while the fraction of changed bytes is measured"
         else:
-            # By the last version's density: training steps of one run change about the same share of the weights.
+            # Use the last version's density, because training steps in one run change about the same fraction of the
+            # weights.
             self.asks_first = pays(nbytes, self.density * nbytes, self._bytes_per_s, self._ask_s)
             word = "pays" if self.asks_first else "does not pay"
             self._why = (
@@ -130,25 +130,26 @@ class ChangedRanges:
         return some_of(step, np.flatnonzero(changed))
 
     def reading(self, step: Step) -> None:
-        """Treat a step's bytes as unknown until they are verified again. Order: before the first byte is read."""
+        """Treat a step's bytes as unknown until they are verified again. Call it before the first byte is read."""
         self._unsure.add(step)
 
     def proven(self, step: Step, digests: U64) -> None:
-        """Store the digests that this receiver's memory was verified to have."""
+        """Store the digests that were verified for this receiver's memory."""
         before = self._digests.get(step)
         if before is None:
-            self._is_whole = False  # the change of this step is unknown, so this run measures no density
+            self._is_whole = False  # the change of this step is unknown, so this run cannot measure the density
         else:
             self._changed_bytes += int(step.ours.nbytes[before != digests].sum())
         self._digests[step] = digests
         self._unsure.discard(step)
 
     def ended(self, report: TransferReport, *, were_ready: bool) -> None:
-        """Note the figures of a run that completed, for the decision of the next.
+        """Record the figures of a completed run, for the decision in the next one.
 
         Args:
-            were_ready: whether all sources had all rows at the start. Else their answers took as long as they filled
-                rows, which says nothing about the time of digests.
+            report: figures of the run.
+            were_ready: whether all sources had all rows at the start. Otherwise the time includes waiting for rows, so
+                it does not measure digests.
         """
         if self._is_whole and report.nbytes:
             self.density = self._changed_bytes / report.nbytes
@@ -158,32 +159,33 @@ class ChangedRanges:
             self._ask_s = max((link.ready_s for link in report.links), default=0.0)
 
     def summary(self, report: TransferReport) -> str:
-        """Return a line of text about the last run."""
+        """Describe the last run in one line."""
         return f"delta: moved {report.moved_bytes} of {report.nbytes} bytes, {self._why}"
 
 
 LEAST_BYTES = MIB
-"""Least watermark: below it every strip would be cut to a few leaves of its digest."""
+"""Smallest watermark. Below it every strip would be split into a few leaves of its digest."""
 
 
 class Transfer:
-    """A receiver's part of a sync; `run` it for each version, as long as the plan's key is the same.
+    """A receiver's part of a sync. `run` it for each version, as long as the plan's key is the same.
 
     Attributes:
-        moved_bytes: bytes verified in this run, or the last; only grows during a run.
-        proven: strips of the receiver's memory with their verified digests, of the last run.
-        lost: the source whose failure ended the last run, so that the caller plans without it; None: no source failed.
+        moved_bytes: bytes verified in this run or the last one. It only grows during a run.
+        proven: strips in the receiver's memory with their verified digests, from the last run.
+        lost: the source whose failure ended the last run, so that the caller can plan without it. None if no source
+            failed.
 
     Args:
-        part: checked against both ends at the first run.
-        into: the receiver's memory; offsets of the part's `dst` count in it.
-        names: the names of the receiver's rows, for errors.
-        watermark_bytes: most bytes read and not yet verified.
-        stall_s: the deadline for progress.
+        part: the part. The first run checks it against both ends.
+        into: the receiver's memory. Offsets of the part's `dst` count in it.
+        names: names of the receiver's rows, for errors.
+        watermark_bytes: maximum number of bytes that are read and not yet verified.
+        stall_s: seconds without progress after which a run fails.
         trace: records spans.
-        delta: skips strips that did not change since the last version; None: everything is read.
-        threads: of the runs; None: each starts its own.
-        timing: the waiting times.
+        delta: skips strips that did not change since the last version. None means that everything is read.
+        threads: threads for the runs. None means that each run starts its own.
+        timing: waiting times.
 
     Raises:
         BudgetTooSmall: `watermark_bytes` is below `LEAST_BYTES`.
@@ -203,7 +205,7 @@ class Transfer:
         timing: Timing = DEFAULT,
     ) -> None:
         if watermark_bytes < LEAST_BYTES:
-            raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes", minimum_bytes=LEAST_BYTES)
+            raise BudgetTooSmall(f"a watermark of {watermark_bytes} bytes is too small", minimum_bytes=LEAST_BYTES)
         self.part = part
         self.into = into
         self.names = names
@@ -221,18 +223,19 @@ class Transfer:
         self.proven: list[tuple[Strips, U64]] = []
 
     def run(self, sources: Mapping[str, SourceLink]) -> TransferReport:
-        """Read the part; return once every byte is verified in place.
+        """Read the part, and return when every byte is verified in place.
+
+        After any error nothing writes to the memory any more, and `mutated` tells whether a byte of it was touched.
 
         Args:
-            sources: the part's sources by member; all of one version.
+            sources: the part's sources by member, all with one version.
 
         Raises:
             PlanError: the part does not match both ends, a source is missing, or the sources have several versions.
-            StaleDescriptor: a source changed its bytes; PeerLost, SourceUnavailable, SourceStalled: it is gone or
-                silent; IntegrityError: its bytes differ from its digests. `lost` names the source.
+            StaleDescriptor: a source changed its bytes.
+            PeerLost, SourceUnavailable, SourceStalled: a source is gone or silent.
+            IntegrityError: a source's bytes differ from its digests. For all source errors `lost` names the source.
             DestinationError: the receiver's device failed, or may still be written to.
-
-        After any error nothing writes to the memory any more, and `mutated` says if a byte of it was touched.
         """
         self.lost = None
         self.moved_bytes = 0
@@ -245,7 +248,7 @@ class Transfer:
             with run:
                 run.carry_out()
         except PenstockError as error:
-            # Not before the run is closed: until then a read that is still under way can touch the memory.
+            # Set this after the run is closed, because a running read can touch the memory until then.
             error.mutated = run.is_touched
             raise
         report = run.stats.report(self.part.nbytes)
@@ -254,29 +257,30 @@ class Transfer:
         return report
 
     def note_exchange(self) -> None:
-        """Note that `into` has other memory since the last run, and had the present one before it."""
-        # Each memory's digests are those of the version that it has, two versions before the next.
+        """Record that `into` has different memory since the last run, and that this memory was in it before."""
+        # Each memory has the digests of its version, which is two versions before the next.
         if self.delta is not None:
             self.delta, self._other_delta = self._other_delta or ChangedRanges(), self.delta
 
     def summary(self, report: TransferReport) -> str:
-        """Return a line of text about how much of the version was read; empty without a delta."""
+        """Describe in one line how much of the version was read. Empty without a delta."""
         return "" if self.delta is None else self.delta.summary(report)
 
     def _prepare(self, sources: Mapping[str, SourceLink]) -> Windows:
-        """Return the steps; they depend only on the plan and the sizes of regions, and are kept for the next run."""
+        """Return the steps. They depend only on the plan and the sizes of regions, and are kept for the next run."""
         used = np.flatnonzero(self.part.link_bytes()).tolist()
         missing = [self.part.sources[i] for i in used if self.part.sources[i] not in sources]
         if missing:
-            raise PlanError(f"{self.part.receiver}: no link to {', '.join(missing)}")
+            raise PlanError(f"{self.part.receiver} has no link to {', '.join(missing)}")
         links = [sources[self.part.sources[i]] for i in used]
         require_planned(self.part, links)
         if len({link.map.version for link in links}) > 1:
             versions = ", ".join(f"{link.member}: {link.map.version}" for link in links)
-            raise PlanError(f"{self.part.receiver}: sources of several versions: {versions}")
+            raise PlanError(f"the sources for {self.part.receiver} have different versions: {versions}")
         sizes = [sources[name].map.sizes if i in used else () for i, name in enumerate(self.part.sources)]
         if self._windows is None or sizes != self._sizes:
-            # Sizes come from other processes: a part that reaches past a region must fail here, not as a wild read.
+            # Sizes come from other processes. A part that reaches beyond a region must fail here and not as a wild
+            # read.
             self.part.check(src_nbytes=[sum(regions) for regions in sizes], dst_nbytes=self.into.nbytes)
             first = [np.cumsum([0, *regions], dtype=np.int64) for regions in sizes]
             self._windows = cut(
@@ -292,10 +296,10 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
-    """Steps that wait for their turn, and the number of those that were posted and have not arrived.
+    """Steps that wait, and the number of steps that were posted and have not arrived.
 
     Attributes:
-        turns: what bounds the reads at once, if they are of several sources; None: they are of one.
+        turns: limits concurrent reads if they come from several sources. None if they come from one source.
     """
 
     turns: threading.BoundedSemaphore | None
@@ -304,7 +308,7 @@ class _Queue:
 
 
 class _TransferRun(Run):
-    """A run of a transfer: it requests ready rows and digests, reads, verifies, and counts.
+    """A run of a transfer. It requests rows and digests, reads, verifies and counts.
 
     Attributes:
         stats: figures of the run, for its report.
@@ -323,9 +327,10 @@ class _TransferRun(Run):
         self._transfer = transfer
         self._windows = windows
         self._delta = transfer.delta
-        # From every source, also one that had all rows at the start.
+        # Ask every source first, even a source that had all rows at the start.
         self._asks_first = self._delta is not None and self._delta.asks_first
-        # Not by `self`: in a cycle the run would keep the receiver's memory until Python collects it.
+        # Do not refer to `self`, because in a cycle the run would keep the receiver's memory alive until Python
+        # collects it.
         ticket = self.ticket
         self._leases = BufferLeases(lambda: ticket.stopped, transfer.threads)
         self._reads = {
@@ -336,28 +341,28 @@ class _TransferRun(Run):
         self.stats = TransferStats(self._reads)
         num_queues = max(1, len(self._queues))
         self._ask = self.executor("ask", min(READS_AT_ONCE, max(1, len(self._reads))))
-        # No more threads than steps can be under way: a thread that has none only waits for the lock of the others.
+        # Start no more threads than there can be running steps, because an idle thread only competes for the lock.
         self._fetch = self.executor("fetch", min(READS_AT_ONCE, READS_OF_ONE * num_queues))
-        # Two, so that one can queue launches while the other waits for the device's digests.
+        # Use two threads, so that one can queue launches while the other waits for the device's digests.
         self._compute = self.executor("compute", 2)
 
-        # The lock guards what follows, and the statistics' `peak_bytes`.
+        # The lock guards the following fields, and `peak_bytes` of the statistics.
         self._lock = threading.Lock()
         self._wanted: dict[Step, U64] = {}
-        """Digests of steps that have not arrived yet."""
+        """Digests for steps that have not arrived yet."""
         self._here: set[Step] = set()
         """Steps that arrived before their digests."""
         self._skipped: set[Step] = set()
         """Steps with strips that were not read."""
         self._left = np.bincount(np.array([step.window for step in windows.steps], np.int64), minlength=len(windows))
-        """Steps of each window that are not verified yet."""
+        """Number of steps in each window that are not verified yet."""
         self._under_way_bytes = 0
         self._next_window = 0
 
     def _queued(self, steps: Sequence[Step]) -> dict[int | str, _Queue]:
-        """Return the queue of each source, and of each device of ours that reads devices of this host."""
-        # A slow source must not keep the steps of the others waiting behind its own: those of devices of this host are
-        # as fast as each other, and read one after the other.
+        """Return the queue of each source, or of each local device that reads from devices on this host."""
+        # A slow source must not delay the steps of other sources. Devices on this host are equally fast, and are read
+        # one after the other.
         queues: dict[int | str, _Queue] = {}
         part = self._transfer.part
         sources = np.array([step.source for step in steps], np.int64)
@@ -375,7 +380,7 @@ class _TransferRun(Run):
         return step.source if device is None else device
 
     def carry_out(self) -> None:
-        """Read and verify every step. Raises what stopped the run."""
+        """Read and verify every step. Raise the error that stopped the run."""
         with self._lock:
             self._advance()
             self._assign()
@@ -392,12 +397,12 @@ class _TransferRun(Run):
         with self._leases:
             self.wait()
 
-    # -- Posting. Order: the caller has the lock.
+    # -- Posting. The caller holds the lock.
 
     def _assign(self) -> None:
         """Post the reads that may start now."""
-        # Three bounds: reads per queue, so that a slow source does not take all threads; unverified bytes, which is the
-        # user's memory bound; and windows ahead, so that the first tensors are complete early.
+        # There are three limits: reads per queue, so that a slow source does not take all threads, unverified bytes,
+        # which is the user's memory limit, and windows ahead, so that the first tensors are complete early.
         items = []
         for queue in self._queues.values():
             while queue.steps and queue.num_flying < READS_OF_ONE:
@@ -423,14 +428,14 @@ class _TransferRun(Run):
             self._fetch.post(*items)
 
     def _advance(self) -> None:
-        """Pass the verified windows in order, and finish after the last."""
+        """Pass the verified windows in order. Finish after the last."""
         while self._next_window < len(self._windows) and not self._left[self._next_window]:
             self._next_window += 1
         if self._next_window == len(self._windows):
             self.ticket.finish()
 
     def _post_verification(self, step: Step) -> None:
-        """Post the verification of a step, if both its bytes and its digests have arrived; only the later posts it."""
+        """Post the verification of a step when both its bytes and its digests have arrived."""
         if step in self._here and step in self._wanted:
             self._here.remove(step)
             self._compute.post(
@@ -451,7 +456,7 @@ class _TransferRun(Run):
             self._note_digests(step, wanted)
 
     def _digests_of(self, source: SourceRead, strips: Strips) -> U64:
-        """Return the source's digests of its strips, once they are ready."""
+        """Return the source's digests of its strips, when they are ready."""
         begun = time.perf_counter()
         try:
             digests = source.ask(strips, stall_s=self.stall_s, is_over=lambda: self.ticket.stopped)
@@ -462,7 +467,7 @@ class _TransferRun(Run):
         return digests
 
     def _note_digests(self, step: Step, wanted: U64) -> None:
-        """Note the digests that the source reports for a step."""
+        """Record the digests that the source reports for a step."""
         with self._lock:
             self._wanted[step] = wanted
             self._post_verification(step)
@@ -483,13 +488,13 @@ class _TransferRun(Run):
             self._read(source, step, missing)
 
     def _read(self, source: SourceRead, step: Step, strips: Step) -> None:
-        """Read strips of a step, or all of it."""
+        """Read some strips of a step, or all of them."""
         if self._delta is not None:
             self._delta.reading(step)
         try:
             with self._turn(step), self.stats.reading(source.member):
                 failed, is_touched = source.read(strips, stall_s=self.stall_s)
-            # Also where the read failed: a partial read has written bytes.
+            # This also applies to a failed read, because a partial read has written bytes.
             if is_touched:
                 self.is_touched = True
             if failed is not None:
@@ -501,34 +506,35 @@ class _TransferRun(Run):
 
     @contextlib.contextmanager
     def _turn(self, step: Step) -> Iterator[None]:
-        """Wait for a turn to read where the queue has turns. Cancelled: the run is over."""
-        # Not before the source's rows are ready: a step that waits for them must not keep the link from another.
+        """Wait for a turn to read, if the queue has turns. Raise Cancelled if the run is over."""
+        # Take the turn only when the source's rows are ready, because a step that waits for them must not keep the
+        # link.
         turns = self._queues[self._key_of(step)].turns
         if turns is None:
             yield
             return
-        # Each read that has a turn ends by its own deadline, so this wait is bounded too.
+        # Each read that has a turn ends at its deadline, so this wait is bounded too.
         with turns:
             if self.ticket.stopped:
                 raise Cancelled("the run is over")
             yield
 
     def _arrived(self, step: Step) -> None:
-        """Note that a step's bytes have arrived, and are not verified yet."""
+        """Record that a step's bytes have arrived and are not verified yet."""
         with self._lock:
             self._queues[self._key_of(step)].num_flying -= 1
             self._here.add(step)
             self._assign()
             self._post_verification(step)
 
-    # -- compute: digests of what arrived.
+    # -- compute: digests of arrived bytes.
 
     def _verify(self, step: Step, wanted: U64) -> None:
-        """Digest a step's strips, read or skipped, and compare them with the source's digests."""
+        """Digest a step's strips, both read and skipped ones, and compare them with the source's digests."""
         digests = self._own_digests(step)
         wrong: I64 = np.flatnonzero(digests != wanted)
         if len(wrong) and step in self._skipped:
-            # The engine changed skipped strips in place since the last version: read the whole step after all.
+            # The engine changed skipped strips in place since the last version, so read the whole step.
             self._read(self._reads[step.source], step, step)
             digests = self._own_digests(step)
             wrong = np.flatnonzero(digests != wanted)
@@ -537,10 +543,10 @@ class _TransferRun(Run):
             row = int(step.rows[wrong[0]])
             names = self._transfer.names
             error = IntegrityError(
-                f"{len(wrong)} of {len(digests)} strips from {member} differ from the digests it gave",
+                f"{len(wrong)} of {len(digests)} strips from {member} differ from its digests",
                 tensor=names[row] if row < len(names) else None,
                 uri=member,
-                hint="the bytes were damaged on the way, or the source changed them without a fence",
+                hint="update again. The bytes were damaged on the way, or the source changed them without a fence",
             )
             self._note_lost(member, error)
             raise error
@@ -555,9 +561,10 @@ class _TransferRun(Run):
         return digests
 
     def _verified(self, step: Step) -> None:
-        """Note that a step's bytes match the source's digests."""
+        """Record that a step's bytes match the source's digests."""
         with self._lock:
-            # Only now, not on arrival: the watermark bounds bytes that may turn out wrong.
+            # Subtract the bytes now and not on arrival, because the watermark limits bytes that may turn out to be
+            # wrong.
             self._under_way_bytes -= step.nbytes
             self._left[step.window] -= 1
             self.ticket.moved_bytes += step.nbytes
@@ -567,9 +574,8 @@ class _TransferRun(Run):
         self.ticket.wake()
 
     def _note_lost(self, member: str, error: PenstockError) -> None:
-        """Note the first source whose failure ends the run, and add its name to the error."""
-        # After the first error the other reads are cancelled, and fail as a consequence: they say nothing about their
-        # sources.
+        """Record the first source whose failure ends the run, and add its name to the error."""
+        # After the first error the other reads are cancelled and fail. Their errors say nothing about their sources.
         if not self.ticket.stopped and not isinstance(error, Cancelled) and error.blame == "source":
             self._transfer.lost = member
             error.uri = error.uri if error.uri and member in error.uri else f"{member} {error.uri or ''}".rstrip()
@@ -582,14 +588,15 @@ class _TransferRun(Run):
 def reporting_progress(
     membership: Membership, planner: str, version: int, transfer: Transfer, threads: KeptThreads
 ) -> Iterator[None]:
-    """Report progress while the body runs, by one of `threads`; the outcome is reported by `report`."""
+    """Report progress during the block, in one of `threads`. `report` sends the outcome."""
     over = threading.Event()
 
     def work() -> None:
         while not over.wait(transfer.timing.progress_interval_s):
             report(membership, planner, RankProgress(version=version, moved_bytes=transfer.moved_bytes))
 
-    # A thread of its own: the transfer's threads wait for the wire, and a silent receiver would count as late.
+    # Use a separate thread, because the transfer's threads wait for the link, and a silent receiver would count as
+    # late.
     reporter = threads.start(work, "penstock-tell")
     assert reporter is not None
     try:
@@ -603,11 +610,11 @@ def tell_failed(membership: Membership, request: tuple[str, int] | None, error: 
     """Report a failure to the planner that was asked last, so that a publish does not wait for this receiver."""
     if request is not None:
         planner, version = request
-        # Cut to the limit of the message's field: a refused report would say nothing at all.
+        # Shorten the text to the limit of the field, because a refused report would say nothing at all.
         report(membership, planner, RankProgress(version=version, outcome="failed", why=str(error)[:1024]))
 
 
 def report(membership: Membership, planner: str, progress: RankProgress) -> None:
-    """Send a report. A planner that cannot be reached counts this receiver as late; the update goes on."""
+    """Send a report. If the planner cannot be reached it counts this receiver as late, and the update continues."""
     with contextlib.suppress(PenstockError):
         membership.ask(planner, lambda sync_client: sync_client.progress(progress), channel="progress")

@@ -1,13 +1,10 @@
-"""Update loop of a receiver: find a planner, request the part, read it from its sources, and retry after a loss.
-
-In: the members of the sync, a target, a version. Out: the version verified in memory, as `Staged`; or a typed error.
-Not here: making it live and the engine's hooks (`flip`), serving it (`serving`).
+"""The update loop of a receiver: find a planner, request the part, read it from its sources, and retry after a loss.
 
     planner: checkpoint's table (once per epoch) -> requirements -> layout -> part -> links to its sources -> transfer
        source lost: retry without it | fenced: retry with the newest version | planner lost: use the next one
 
-After a loss the plan is another, and all bytes are read again. After a fence the plan may be the same: steps that were
-verified are kept where their digests still are those of the source.
+After a loss there is a new plan, and all bytes are read again. After a fence the plan may be the same. Verified steps
+are then kept if their digests still equal the source's.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ from penstock.sync.receive.hooks import noted
 from penstock.sync.receive.sources import LinkRequests, SourceFailed, SourceLink, TransferReport
 from penstock.sync.receive.staged import Staged, UpdateOptions, nothing_read
 from penstock.sync.receive.states import SubscriberState, SubscriberStates
-from penstock.sync.receive.target import ReceiveBuffers, Target, TensorSelection, shown
+from penstock.sync.receive.target import ReceiveBuffers, Target, TensorSelection, select_tensors
 from penstock.sync.receive.tied import TiedRows
 from penstock.sync.receive.transfer import (
     ChangedRanges,
@@ -65,32 +62,35 @@ from penstock.types import U64
 log = log_named("penstock")
 
 TRIES = 8
-"""Attempts at one update: each one leaves out one more source, or is for a newer version."""
+"""Maximum number of attempts in an update. Each leaves out one more source, or reads a newer version."""
 _KEPT_DECISIONS = 64
-"""Decisions that are remembered: a version that was withdrawn is past long before it is dropped."""
+"""Number of remembered decisions. A withdrawn version is past long before its decision is dropped."""
 _LOST = (PeerLost, SourceStalled, PermissionDenied, IntegrityError)
 """Errors after which another source or planner may succeed."""
 
 
 class UpdateLoop:
-    """See the module. One thread at a time updates; the server's threads read the attributes.
+    """The update loop, as the module's docstring describes.
+
+    One thread at a time updates, and the server's threads read the attributes.
 
     Attributes:
-        buffers: the memory that receives versions; None before `prepare` and the first update, and other buffers once a
-            epoch has another checkpoint.
-        requirements: of the target; None before `prepare` and the first update, and after the target has moved. They
-            outlive `buffers`.
-        checkpoint: the checkpoint's table from the planner; None before `prepare` and the first update.
-        decisions: the decisions of the fleet that are known here, by epoch and version, the oldest first.
+        buffers: memory that receives versions. None before `prepare` and the first update. Replaced when an epoch has a
+            different checkpoint.
+        requirements: requirements of the target. None before `prepare` and the first update, and after the target
+            moved. They outlive `buffers`.
+        checkpoint: the checkpoint's table from the planner. None before `prepare` and the first update.
+        decisions: known decisions of the fleet, by epoch and version, the oldest first.
         decision: the newest of them.
 
     Args:
         membership: the members of the sync.
-        target, options: the target to fill, and how.
-        states: of the subscriber; `writing` is entered when a transfer wrote to the target itself.
-        stall_s: the deadline for progress.
-        timing: the waiting times.
-        before_free: called before the buffers' memory is unregistered, from which others may read the live version.
+        target, options: the target to fill, and the options.
+        states: states of the subscriber. `writing` is entered when a transfer wrote to the target.
+        stall_s: seconds without progress after which an update fails.
+        timing: waiting times.
+        before_free: called before the buffers' memory is unregistered, because others may be reading the live version
+            from it.
     """
 
     def __init__(
@@ -111,11 +111,11 @@ class UpdateLoop:
         self._storages = RegisteredStorages(())
         self._states = states
         self._timing = timing
-        # Whether the part was planned for memory that a source has registered again since.
+        # Whether the part was planned for memory that a source has since registered again.
         self._is_outdated = False
         self._options = options
         self._stall_s = stall_s
-        # From version to version: those of a version take milliseconds to start.
+        # Keep the threads between versions, because starting them takes milliseconds.
         self._threads = KeptThreads()
         self.buffers: ReceiveBuffers | None = None
         self.checkpoint: TableReply | None = None
@@ -123,29 +123,29 @@ class UpdateLoop:
         self.decision: FleetDecision | None = None
         # The verified strips of the live version.
         self._live_proven: list[tuple[Strips, U64]] = []
-        # The epoch and the table that `buffers` are for.
+        # The epoch and the table to which `buffers` belong.
         self._epoch = ""
         self._table: tuple[str, Mapping[str, str]] = ("", {})
         self._transfer: Transfer | None = None
-        # The rows of its part that are one memory.
+        # The rows of the part that share memory.
         self._tied: TiedRows | None = None
         self.requirements: Requirements | None = None
-        # The newest version that was announced.
+        # The newest announced version.
         self._announced = -1
-        # The planner and version of the request under way, to report a failure to.
+        # The planner and version of the running request, for reporting a failure.
         self._asking: tuple[str, int] | None = None
-        # The last warning about an attempt.
+        # The last warning about a failed attempt.
         self._told = ""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Return the verified bytes of the transfer under way, or the last, and the bytes of its part."""
+        """Return the verified bytes of the running or last transfer, and the size of its part."""
         transfer = self._transfer
         return (0, 0) if transfer is None else (transfer.moved_bytes, transfer.part.nbytes)
 
     def is_proven(self) -> bool:
-        """Return whether the memory that is served still has the bytes that were verified in it."""
-        # A reader compares with digests that this process computes of its bytes as they are: bytes that an engine
+        """Return whether the served memory still has the bytes that were verified in it."""
+        # A reader compares with digests that this process computes from its current bytes, so bytes that an engine
         # changed in place would pass that check.
         buffers = self.buffers
         local_version = None if buffers is None else buffers.local_version
@@ -156,31 +156,35 @@ class UpdateLoop:
         return all((local_version.regions.digests(strips) == wanted).all() for strips, wanted in self._live_proven)
 
     def note_decision(self, decision: FleetDecision) -> None:
-        """Remember a decision: heartbeats report the newest to the hub, and a withdrawn version is not read again."""
+        """Remember a decision. Heartbeats report the newest to the hub, and a withdrawn version is not read again."""
         self.decisions.setdefault((decision.epoch, decision.version), decision)
         while len(self.decisions) > _KEPT_DECISIONS:
             self.decisions.pop(next(iter(self.decisions)))
         self.decision = decision
 
-    def _tell_withdrawn(self, withdrawn: FleetDecision | None) -> None:
-        """Raise VersionRefused for a version that was withdrawn, once for each version."""
+    def _tell_withdrawn(self, reply: PartReply | NewsReply) -> None:
+        """Raise VersionRefused if there is nothing to read because a version was withdrawn.
+
+        Raise it once for each version.
+        """
+        withdrawn = reply.withdrawn
         if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
             raise refusal(self._membership.name, withdrawn)
 
     def note_live(self) -> None:
-        """Note that the version of the last transfer is live now."""
+        """Record that the version of the last transfer is live now."""
         self._told = ""
-        # Not the transfer's own list: a version that is only staged must not be compared with the live memory.
+        # Copy the list, because a version that is only staged must not be compared with the live memory.
         self._live_proven = [] if self._transfer is None else self._transfer.proven
 
     def altered(self) -> list[str]:
-        """Return the names of the staged tensors that have changed since they were verified; see `ReceiveBuffers`."""
+        """Return the names of staged tensors that changed since they were verified. See `ReceiveBuffers`."""
         assert self.buffers is not None and self._transfer is not None
         return self.buffers.altered(self._transfer.proven)
 
     def report(self, outcome: Literal["committed", "prepared", "refused", "failed"], why: str = "") -> None:
-        """Report the outcome of the last transfer to the planner that was asked; see `hub.messages.Progress`."""
+        """Report the outcome of the last transfer to the planner that was asked. See `sync.messages.RankProgress`."""
         if self._asking is not None and self._transfer is not None:
             planner, version = self._asking
             is_checked = outcome == "prepared" and self._options.has_check
@@ -191,11 +195,14 @@ class UpdateLoop:
             report(self._membership, planner, progress)
 
     def news(self, after: int, wait_s: float) -> NewsReply | None:
-        """Return a planner's version status, after at most `wait_s` if it is not above `after`; None: no planner."""
+        """Return a planner's version status. Wait at most `wait_s` seconds until it is above `after`.
+
+        Return None without a planner.
+        """
         for planner in self._planners():
-            # The next one may still answer: during a restart the list has planners that are gone.
+            # The next planner may still answer. During a restart the list contains planners that are gone.
             with contextlib.suppress(*_LOST, NotFound):
-                # On a channel of its own: a part requested meanwhile must not wait behind this long poll.
+                # Use a separate channel, because a request for a part must not wait behind this long poll.
                 news = self._membership.ask(
                     planner.member, lambda sync_client: sync_client.news(after, wait_s), channel="news"
                 )
@@ -204,7 +211,7 @@ class UpdateLoop:
         return None
 
     def await_version(self, version: int, timeout_s: float | None, check_open: Callable[[], None]) -> int:
-        """See `Subscriber.wait`; `check_open` is called before each request, and raises to end the wait."""
+        """See `Subscriber.wait`. `check_open` is called before each request, and raises to end the wait."""
         begun = last_answer = time.monotonic()
         after = version - 1
         while True:
@@ -212,12 +219,12 @@ class UpdateLoop:
             news = self.news(after, self._timing.news_wait_s)
             now = time.monotonic()
             if news is not None:
-                # A trainer may take hours per version: without a timeout only the silence of every planner counts.
+                # A trainer may take hours per version, so without a timeout only the silence of every planner counts.
                 last_answer = now
                 if news.version >= version:
                     return news.version
                 if news.withdrawn is not None and news.withdrawn.version >= version:
-                    # Raised once: the next call waits for a later version.
+                    # Raise this once. The next call waits for a later version.
                     after = news.withdrawn.version
                     self._tell_withdrawn(news.withdrawn)
             else:
@@ -228,15 +235,18 @@ class UpdateLoop:
                 raise SourceStalled(message)
 
     def prepare(self) -> None:
-        """Do what the first update needs once: requirements, memory, the part, kernels. Not again where it is done.
+        """Do the one-time work of the first update: requirements, memory, the part and kernels.
+
+        Skip what is done already.
 
         Raises:
-            NotFound: no publisher is known yet, or some of its ranks are missing. Others as `receive`.
+            NotFound: no publisher is known yet, or some of its ranks are missing.
+            PenstockError: other errors of `receive`.
         """
         self.follow()
         lost: dict[str, PenstockError] = {}
         while True:
-            # A trainer that was restarted is listed beside its former process, which does not answer.
+            # A restarted trainer is listed together with its old process, which does not answer.
             planner = self._choose_planner(lost)
             try:
                 buffers = self._prepare_buffers(planner)
@@ -254,15 +264,16 @@ class UpdateLoop:
         """Read and verify a version.
 
         Args:
-            version: the version to read; None: the newest.
-            pause: called with the version before the first byte of each attempt is read to its place.
+            version: the version to read. None means the newest.
+            pause: called with the version before the first byte of each attempt is read into place.
 
         Raises:
-            NotFound: nothing can be read yet. Other errors as `Subscriber.update`.
+            NotFound: nothing can be read yet.
+            PenstockError: other errors of `Subscriber.update`.
         """
         begun = time.perf_counter()
         self.follow()
-        # Without a request: the answer is known, and a planner need not be there.
+        # No request is needed, because the answer is known even without a planner.
         if version is not None and version <= self._states.version:
             epoch = self._states.live.epoch
             if self._is_live(version, epoch):
@@ -271,7 +282,7 @@ class UpdateLoop:
         try:
             return self._attempts(version, pause, begun)
         except NotFound:
-            # The caller waits and calls again: that is no failure of the version.
+            # The caller waits and calls again, so this is no failure of the version.
             raise
         except BaseException as error:
             tell_failed(self._membership, self._asking, error)
@@ -285,7 +296,7 @@ class UpdateLoop:
     ) -> Staged:
         """Try to read a version until it succeeds or `TRIES` is used up, each time without the members that failed."""
         lost: dict[str, PenstockError] = {}
-        # The epochs that a lost member may have been needed for.
+        # The epochs for which a lost member may be needed.
         damaged: set[str] = set()
         for attempt in range(1, TRIES + 1):
             planner = self._choose_planner(lost)
@@ -303,18 +314,19 @@ class UpdateLoop:
             except SourceFailed as failed:
                 member, error = failed.member, failed.error
             except _LOST as failed:
-                # Not from a source, which `_read` would have named: from the planner, about itself or about a member
-                # that it could not reach. If it cannot do without that member, it is left out too.
+                # This error does not come from a source, which `_read` would have named. It comes from the planner,
+                # about itself or about a member that it could not reach. If it cannot plan without that member, the
+                # planner is left out too.
                 about = (failed.uri or "").removeprefix(MEMBER_PREFIX)
                 is_other = failed.uri != about and about not in lost
                 member, error = about if is_other else planner.member, failed
             except (PlanError, StaleDescriptor) as failed:
-                # A trainer that was restarted is whole, whatever its former process does.
+                # A restarted trainer is complete, whatever its old process does.
                 if planner.state.epoch not in damaged:
                     raise
-                # The remaining members cannot supply the version: the reason is the member that was lost.
+                # The remaining members cannot supply the version, and the lost member is the reason.
                 raise next(reversed(lost.values())) from failed
-            # A source that fenced its version is healthy: it serves the next one, and must not be left out.
+            # A source that fenced its version is healthy and serves the next one, so it must not be left out.
             if not isinstance(error, StaleDescriptor):
                 lost[member] = error
                 damaged.add(planner.state.epoch)
@@ -323,27 +335,27 @@ class UpdateLoop:
             left_out = f" without {member[:8]}" if member in lost else ""
             text = f"update of {self._membership.name!r}: attempt {attempt} failed, reading again{left_out}: "
             text += error.summary
-            # A caller that waits for a source repeats the same attempts many times a second.
+            # A caller that waits for a source repeats the same attempt many times a second, so log each text once.
             if text != self._told:
                 log.warning("%s", text)
                 self._told = text
             time.sleep(self._timing.retry_pause_s)
         raise AssertionError("unreachable")
 
-    def _is_live(self, version: int, epoch: str) -> bool:
-        """Return whether this version is live already. ConfigError: it is not above the live version."""
-        live = self._states.version
-        if version > live:
+    def _is_live(self, reply: PartReply) -> bool:
+        """Return whether there is nothing to do. Raise ConfigError if the version is not above the live one."""
+        version = self._states.version
+        if reply.version > version:
             return False
-        if version == live:
-            # A target that is dirty or has moved may read the live version again: that is the way to repair it.
+        if reply.version == version:
+            # A dirty or moved target may read the live version again, which repairs it.
             if not self._states.is_current:
                 return False
-            # By the epoch too: the same number of another epoch has other bytes.
-            if epoch == self._states.live.epoch:
+            # Compare the epoch too, because the same version number in another epoch has different bytes.
+            if reply.epoch == self._states.live.epoch:
                 return True
-        message = f"version {version} is not above {live}, which is live"
-        hint = "versions grow, over restarts of the trainer too: number on from Publisher.latest"
+        message = f"version {reply.version} is not above {version}, which is live"
+        hint = "continue from Publisher.latest, because versions must grow even across restarts of the trainer"
         raise ConfigError(message, hint=hint)
 
     def _planners(self, *, max_age_s: float | None = None) -> list[SyncMember]:
@@ -351,18 +363,18 @@ class UpdateLoop:
         max_age_s = self._timing.member_list_s if max_age_s is None else max_age_s
         members = self._membership.look(max_age_s=max_age_s)
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
-        # After a restart the hub lists the earlier process for a while: the one that published last comes first.
+        # After a restart the hub lists the earlier process for a while, so the one that published last comes first.
         zeros.sort(key=lambda zero: (-zero.state.version, zero.since))
         having = [member for member in members if member.state.side == "subscriber" and member.state.state == "open"]
         having = [member for member in having if member.member != self._membership.member.id]
-        # The same order on every receiver: without a publisher they should all ask the same planner, whose plan then
+        # Use the same order on every receiver. Without a publisher all should ask the same planner, whose plan then
         # spreads them over the sources.
         having.sort(key=lambda receiver: (-receiver.state.version, receiver.member))
         return zeros + having
 
     def _choose_planner(self, lost: dict[str, PenstockError]) -> SyncMember:
-        # After a loss look at the hub again: a process may have been started in place of the one that was lost, and
-        # receivers that still answer know only its earlier versions.
+        # After a loss ask the hub again. A process may have replaced the lost one, and receivers that still answer know
+        # only its earlier versions.
         candidates = [member for member in self._planners(max_age_s=0.0 if lost else None) if member.member not in lost]
         if not candidates:
             if lost:
@@ -372,24 +384,25 @@ class UpdateLoop:
         return candidates[0]
 
     def _prepare_buffers(self, planner: SyncMember) -> ReceiveBuffers:
-        """Return the receive buffers for this epoch's versions; allocate new ones where its checkpoint differs."""
+        """Return the receive buffers for this epoch's versions. Allocate new ones if its checkpoint differs."""
         # An epoch's checkpoint does not change, so its table is requested once. A restarted trainer has a new epoch,
-        # usually with the same table. Then the buffers and the recording of the loader stay.
+        # usually with the same table. The buffers and the recording of the loader then stay.
         if self.requirements is not None and self._epoch == planner.state.epoch:
             if self.buffers is None:
-                # They were freed while the engine slept.
+                # The buffers were freed while the engine slept.
                 self.buffers = self._allocate(self.requirements)
             return self.buffers
         checkpoint = self._membership.ask(planner.member, lambda sync_client: sync_client.checkpoint())
-        seen = self._shown(checkpoint)
+        seen = self._selected(checkpoint)
         key = layout_digest(seen.table), seen.tags
         buffers = self.buffers
         if buffers is None or key != self._table:
             requirements = self.requirements
             if requirements is None or key != self._table:
-                # Before anything is given up: names or shapes may not match, and the live version is served on.
+                # Compute this before dropping anything, because names or shapes may not match, and then the live
+                # version is still served.
                 requirements = self._followed.requirements(seen.table, seen.tags)
-            # Free the old staging copy first: a device rarely has room for two.
+            # Free the old staging copy first, because a device rarely has memory for two.
             self._give_up_buffers()
             buffers = self._allocate(requirements)
             self.buffers, self.requirements = buffers, requirements
@@ -398,28 +411,28 @@ class UpdateLoop:
         self.checkpoint = checkpoint
         return buffers
 
-    def _shown(self, checkpoint: TableReply) -> TensorSelection:
+    def _selected(self, checkpoint: TableReply) -> TensorSelection:
         model = self._target if isinstance(self._target, torch.nn.Module) else None
-        return shown(checkpoint, self._options.transforms, model)
+        return select_tensors(checkpoint, self._options.transforms, model)
 
     def follow(self) -> list[str]:
-        """Give up what was made for tensors that have moved since; return the names of those that were replaced.
+        """If tensors moved, drop the data that was made for them. Return the names of tensors that were replaced.
 
-        The next update makes it for the tensors as they are then. Order: before anything is read.
+        The next update makes it for the new tensors. Call it before anything is read.
         """
         moved = [] if self.requirements is None else self._followed.moved()
         if moved:
             self.requirements = None
-        # Freed or moved by torch: the tensors are the same, so the requirements are too.
+        # Torch freed or moved the memory. The tensors, and so the requirements, are the same.
         if moved or (self.buffers is not None and not self._storages.are_there()):
             if self._states.at_rest is SubscriberState.LIVE:
-                # The tensors may have any values at the new places: the live version is read again.
+                # The tensors may have arbitrary values at the new places, so the live version is read again.
                 self._states.enter(SubscriberState.MOVED)
             self._give_up_buffers()
         return moved
 
     def require_in_place(self) -> None:
-        """Raise ConfigError if tensors have moved since the version was planned or staged for their memory."""
+        """Raise ConfigError if tensors moved since the version was planned or staged for their memory."""
         moved = [] if self.requirements is None else self._followed.moved()
         if not moved and self._storages.are_there():
             return
@@ -427,7 +440,7 @@ class UpdateLoop:
         raise ConfigError(
             f"{some} moved since the update began",
             tensor=moved[0] if moved else None,
-            hint="move weights before stage() or update(), not between them and the flip; then call it again",
+            hint="move weights before stage() or update() and not between them and the flip, and call it again",
         )
 
     def _give_up_buffers(self) -> None:
@@ -435,17 +448,17 @@ class UpdateLoop:
             self._before_free()
             self.buffers.close()
             self.buffers = None
-        # Its part and its stored digests are of the old buffers, which it would keep.
+        # The transfer's part and stored digests belong to the old buffers, which it would keep alive.
         self._forget_transfer()
-        # The memory that these strips lie in may be another.
+        # These strips may be in different memory now.
         self._live_proven = []
 
     def _link_requests(
         self, planner: SyncMember, version: int | None, lost: Mapping[str, PenstockError]
     ) -> LinkRequests:
-        """Return requests to the sources of the version before, sent while the part is requested.
+        """Return requests to the sources of the previous version, sent while the part is requested.
 
-        Most versions have its plan, so that these are the sources: one round trip less before the first read.
+        Most versions have the same plan and therefore these sources, which saves a round trip before the first read.
         """
         members: Sequence[str] = ()
         expected = self._announced if version is None else version
@@ -462,9 +475,10 @@ class UpdateLoop:
         lost: dict[str, PenstockError],
         *,
         is_ahead: bool = False,
-    ) -> Granted:
-        """Request this receiver's part of the version; afterwards `self._transfer` is of its key."""
-        # `have_key`: parts are megabytes, and the same for every version of a plan; the planner then sends none.
+    ) -> PartReply:
+        """Request this receiver's part of the version. Afterwards `self._transfer` has its key."""
+        # Parts have megabytes and are the same for every version of a plan. With `have_key` the planner does not send
+        # it again.
         have = self._transfer.part.key if self._transfer is not None else ""
         request = PartRequest(
             version=-1 if version is None else version,
@@ -481,16 +495,14 @@ class UpdateLoop:
             is_ahead=is_ahead,
             is_outdated=self._is_outdated,
         )
-        outcome = self._ask_part(planner, request)
-        # Layouts are megabytes too: a planner gets ours once, by its own request, and knows it by its digest then.
-        if isinstance(outcome, LayoutNeeded):
-            outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
-            if isinstance(outcome, LayoutNeeded):
-                raise NotFound("the planner asked twice for this receiver's layout")
-        # The decisions that are known here come first: a withdrawn version must not go live, whatever a planner says.
-        known = self.decisions.get((outcome.epoch, outcome.version))
-        if isinstance(outcome, Withdrawn):
-            known = outcome.decision
+        reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
+        # Layouts have megabytes too. A planner gets this receiver's layout once, on request, and knows it by its digest
+        # then.
+        if reply.needs_layout:
+            full = msgspec.structs.replace(request, layout=encode(buffers.layout))
+            reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(full))
+        # Use the decision that is known here first. A withdrawn version must not go live, whatever a planner says.
+        known = self.decisions.get((reply.epoch, reply.version), reply.refused)
         if known is not None and known.outcome == "withdrawn":
             self.note_decision(known)
             raise refusal(self._membership.name, known)
@@ -527,13 +539,13 @@ class UpdateLoop:
         attempt: int,
         pause: Callable[[int], None],
     ) -> Staged:
-        """Read the part from its sources, and report progress to the planner meanwhile."""
+        """Read the part from its sources, and report progress to the planner."""
         transfer, tied = self._transfer, self._tied
         assert transfer is not None and tied is not None
         part, requested = transfer.part, time.monotonic()
-        with reporting_progress(self._membership, planner.member, granted.version, transfer, self._threads):
-            links = requests.take(tied.sources, granted.version)
-            # Before the engine pauses: the next request gets a new plan.
+        with reporting_progress(self._membership, planner.member, reply.version, transfer, self._threads):
+            links = requests.take(tied.sources, reply.version)
+            # This happens before the engine pauses. The next request gets a new plan.
             self._is_outdated = True
             try:
                 require_planned(part, links.values())
@@ -557,16 +569,16 @@ class UpdateLoop:
             except PenstockError as error:
                 if error.mutated and not self._options.staged:
                     self._states.enter(SubscriberState.WRITING)
-                # The transfer wrote to the staging copy, which the user never sees; or the state says it, and the flip
-                # sets `mutated` in the end.
+                # The transfer wrote to the staging copy, which the user never sees. Otherwise the state knows it, and
+                # the flip sets `mutated`.
                 error.mutated = False
                 if transfer.lost is not None:
                     raise SourceFailed(transfer.lost, error) from error
                 raise
         if not self._options.staged:
             self._states.enter(SubscriberState.WRITING)
-        if granted.decide_s is None and not self._options.has_check:
-            # Before the flip: a live publish waits for the bytes alone.
+        if reply.decide_s is None and not self._options.has_check:
+            # Report before the flip, because a live publish waits only for the bytes.
             self.report("committed")
         return Staged(
             version=granted.version,
@@ -611,9 +623,9 @@ class UpdateLoop:
         return buffers
 
     def free(self) -> list[tuple[Strips, U64]]:
-        """End the registrations and free the staging memory; return the live version's strips and their digests.
+        """End the registrations and free the staging memory. Return the live version's strips and their digests.
 
-        The next update makes new ones of the same requirements.
+        The next update creates new ones from the same requirements.
         """
         proven, self._live_proven = self._live_proven, []
         self._forget_transfer()
@@ -623,16 +635,16 @@ class UpdateLoop:
         return proven
 
     def allocate_again(self, proven: list[tuple[Strips, U64]]) -> ReceiveBuffers:
-        """Return buffers for a version that comes from elsewhere, with the digests of its strips where they are known.
+        """Return buffers for a version from elsewhere, with the digests of its strips if they are known.
 
-        Order: after `free`, when the target has memory again.
+        Call it after `free`, when the target has memory again.
         """
         assert self.checkpoint is not None
         if self.follow():
-            # The strips of the digests are those of the former memory.
+            # The strips belong to the old memory.
             proven = []
         if self.requirements is None:
-            seen = self._shown(self.checkpoint)
+            seen = self._selected(self.checkpoint)
             self.requirements = self._followed.requirements(seen.table, seen.tags)
         if self.buffers is None:
             self.buffers = self._allocate(self.requirements)
@@ -640,15 +652,15 @@ class UpdateLoop:
         return self.buffers
 
     def install(self) -> None:
-        """Finish the update once all bytes are in the target's memory and scratch."""
+        """Finish the update when all bytes are in the target's memory and scratch."""
         assert self.buffers is not None
         self.buffers.install()
 
     def copy_staged(self, staged: Staged) -> None:
-        """Copy or exchange the staging copy into the target. Errors as `StagingCopy.flip`."""
+        """Copy or exchange the staging copy into the target. Raises the errors of `StagingCopy.flip`."""
         assert self.buffers is not None and self.buffers.staging_copy is not None and staged.part is not None
         if self.buffers.staging_copy.flip(staged.part, stall_s=self._stall_s) and self._transfer is not None:
-            # The staging copy has the memory, and the bytes, of the version before.
+            # The staging copy has the memory and the bytes of the previous version.
             self._transfer.note_exchange()
 
     def close(self) -> None:
@@ -660,21 +672,21 @@ class UpdateLoop:
 
 
 def _metadata_of(links: Mapping[str, SourceLink]) -> dict[str, str]:
-    """Return the metadata of a version, which all of its sources must agree on."""
+    """Return the metadata of a version. All its sources must agree on it."""
     metadata = [(member, link.map.metadata) for member, link in links.items()]
     for member, texts in metadata[1:]:
         first, expected = metadata[0]
         if texts != expected:
             names = sorted(name for name in {*texts, *expected} if texts.get(name) != expected.get(name))
             raise PlanError(
-                f"{first[:8]} and {member[:8]} published one version with different metadata: {', '.join(names)}",
-                hint="all ranks of the trainer publish a version with the same metadata",
+                f"{first[:8]} and {member[:8]} published the version with different metadata: {', '.join(names)}",
+                hint="publish a version with the same metadata on all ranks",
             )
     return metadata[0][1] if metadata else {}
 
 
 def _path_of(report: TransferReport) -> str:
-    """Return the share of bytes per transport and source as text, the largest first."""
+    """Return the share of bytes for each transport and source as text, the largest first."""
     total = max(1, sum(link.nbytes for link in report.links))
     links = sorted((link for link in report.links if link.nbytes), key=lambda link: -link.nbytes)
     return ", ".join(f"{link.nbytes / total:.0%} {link.path} <- {link.member[:8]}" for link in links)

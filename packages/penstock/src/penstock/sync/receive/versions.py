@@ -1,7 +1,4 @@
-"""The loop of an engine that serves: it waits for each new version and makes it live.
-
-Not here: waiting and updating (`subscriber`).
-"""
+"""The loop of a serving engine: it waits for each new version and makes it live."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ log = log_named("penstock")
 
 
 class Waiting(Protocol):
-    """What the loop needs of a subscriber."""
+    """The part of a subscriber that the loop needs."""
 
     name: str
 
@@ -41,11 +38,11 @@ class Waiting(Protocol):
 
 
 def each_version(subscriber: Waiting, pause_s: float) -> Iterator[UpdateReport]:
-    """Yield a report for each new version; see `Subscriber.__iter__`.
+    """Yield a report for each new version. See `Subscriber.__iter__`.
 
     Args:
         subscriber: waits and updates.
-        pause_s: pause after an update that failed.
+        pause_s: seconds to wait after an update that failed.
     """
     after, told = -1, ""
     while True:
@@ -59,10 +56,10 @@ def each_version(subscriber: Waiting, pause_s: float) -> Iterator[UpdateReport]:
             if error.mutated:
                 raise
             if isinstance(error, VersionRefused):
-                # It never goes live: without this, the loop would ask for it again at once.
+                # This version never goes live. Without this line the loop would request it again at once.
                 after = max(after, error.version)
             if error.message != told:
-                log.warning("%r serves version %s, and waits: %s", subscriber.name, subscriber.version, error.message)
+                log.warning("%r keeps version %s and waits: %s", subscriber.name, subscriber.version, error.message)
                 told = error.message
             time.sleep(pause_s)
             continue
