@@ -281,7 +281,7 @@ class TogetherRound(SyncRound):
             # One that did not prepare it, and says so, may stay behind: these are ranks of one engine, each with its
             # own part, and where a publisher died no member has those bytes. One that prepared the version may not.
             for worker, said in told.items():
-                is_left_out = said.get("error") in REFUSALS and "could not be learned" not in said["message"]
+                is_left_out = said.get("error") in REFUSALS and "cannot learn the fleet" not in said["message"]
                 if is_left_out and versions[worker] == 1:
                     versions.pop(worker)
         if len(set(versions.values())) > 1:

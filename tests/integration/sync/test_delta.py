@@ -34,9 +34,9 @@ def test_unchanged_layers_move_no_bytes(host: Host, source: str, mode: str) -> N
     for worker in (0, 1):
         said = [one[worker] for one in told]
         assert said[0]["nbytes"] == 6 * LAYER
-        assert "this plan has received no version" in said[0]["delta"]
+        assert "no earlier version was received with this plan" in said[0]["delta"]
         # The second is by another plan, where the first was made before both receivers were known.
-        found = [one for one in said if "the share of changed bytes is being measured" in one["delta"]]
+        found = [one for one in said if "the fraction of changed bytes is measured" in one["delta"]]
         assert len(found) == 1
         assert found[0]["nbytes"] == 2 * LAYER
         assert found[0]["delta"].startswith(f"delta: moved {2 * LAYER} of {6 * LAYER} bytes")

@@ -64,7 +64,7 @@ def test_raising_hook_fails_update_cleanly(given, mode: str, hook: str) -> None:
         with pytest.raises(ValueError, match=hook) as raised:
             subscriber.update()
         now = 1 if hook == "before_pause" else 2  # it was not paused, so nothing was touched
-        note = f"Hooks.{hook} raised this for version 2: the target has version {now}, whole"
+        note = f"Hooks.{hook} raised this for version 2: the target has all of version {now}"
         assert raised.value.__notes__ == [note]
         assert (subscriber.version, subscriber.is_dirty) == (now, False)
         assert torch.equal(mine, weights(now))

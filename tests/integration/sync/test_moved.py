@@ -215,7 +215,7 @@ def test_publisher_with_changed_tensors_is_refused(
     publisher = stack.enter_context(ps.publisher("moved", trained, mode=mode))
     publisher.publish(1)
     change(trained)
-    with pytest.raises(ConfigError, match="new publisher") as refused:
+    with pytest.raises(ConfigError, match="create a new one") as refused:
         publisher.publish(2)
     assert named in str(refused.value)
     assert not refused.value.mutated
@@ -422,7 +422,7 @@ def test_sender_keeps_its_publisher(stack: ExitStack) -> None:
         sources |= subscriber.update().sources.keys()
         assert bool((served["w"] == version).all())
     assert len(sources) == 1
-    with pytest.raises(ConfigError, match="new publisher"):
+    with pytest.raises(ConfigError, match="create a new one"):
         sender.publish({"w": torch.zeros(65)})
 
 
@@ -443,7 +443,7 @@ def test_publisher_given_state_dict_warns_once(
     publisher = stack.enter_context(ps.publisher("moved", given(trained), mode="snapshot"))
     publisher.publish(1)
     publisher.publish(2)
-    said = [line for line in caplog.messages if "pass the module itself" in line]
+    said = [line for line in caplog.messages if "Pass the module instead" in line]
     assert len(said) == warns
     # The reason for it: nothing in the dict shows that the module has other memory.
     fill(trained, 7)

@@ -96,7 +96,7 @@ def test_tied_module_with_different_dtypes_is_refused() -> None:
     published = {"embed.weight": weight, "head.weight": weight.bfloat16()}
     with ps.publisher("dtypes", published) as publisher, ps.subscriber("dtypes", served) as subscriber:
         publisher.publish(1)
-        with pytest.raises(ps.PlanError, match=r"fill one tied parameter, and are published as F32 .* and BF16"):
+        with pytest.raises(ps.PlanError, match=r"fill one tied parameter, but are published as F32 .* and BF16"):
             subscriber.update()
 
 

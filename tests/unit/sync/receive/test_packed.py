@@ -104,7 +104,7 @@ def test_packed_version_matches_unpacked_bitwise(links: PeerLinks) -> None:
         else:
             assert report.packed_bytes == 0
             assert report.packing() == (
-                "short runs read where they lie: the source has no memory to pack them (no publisher, an older "
+                "short runs read without packing: the source has no memory to pack them (no publisher, an older "
                 "release, or no `pack_bytes`)",
             )
     assert np.array_equal(*found)
@@ -304,7 +304,7 @@ def test_busy_buffers_fall_back_to_single_reads(http: PeerLinks, monkeypatch: py
     report = Transfer(world.part, world.receiver.regions, stall_s=1.0).run(given)
     assert np.array_equal(whole(world.receiver), expected)
     assert 0 < report.packed_bytes < world.part.nbytes
-    assert report.packing()[1:] == ("short runs read where they lie: no buffer of the source was released for 1.0 s",)
+    assert report.packing()[1:] == ("short runs read without packing: no buffer of the source was released for 1.0 s",)
     assert max(asked) - min(asked) < 3.0  # 16 batches, of which only the first waits
 
 
@@ -329,7 +329,7 @@ def test_full_device_falls_back_to_direct_reads(http: PeerLinks, monkeypatch: py
     monkeypatch.setattr(packer.Packer, "_allocate", full)
     report = world.transfer().run(world.links())
     assert np.array_equal(whole(world.receiver), expected)
-    assert report.packing() == ("short runs read where they lie: no room for 8 MiB",)
+    assert report.packing() == ("short runs read without packing: no room for 8 MiB",)
 
 
 @pytest.mark.parametrize("error", [DeviceOutOfMemory("no room for a table"), DestinationError("the device is slow")])
@@ -345,7 +345,7 @@ def test_failed_packing_falls_back_to_direct_reads(
     monkeypatch.setattr(packer, "pack_strips", fails)
     report = world.transfer().run(world.links())
     assert np.array_equal(whole(world.receiver), expected)
-    assert report.packing() == (f"short runs read where they lie: {error.message}",)
+    assert report.packing() == (f"short runs read without packing: {error.message}",)
     assert all(not buffer.is_filling for one in world.sources for buffer in buffers_of(one))
 
 

@@ -255,7 +255,7 @@ def test_unknown_decision_keeps_version_prepared(sync: MemorySync, holder: Memor
 
         holder.at["decision"] = silence
         sync.member.decide = lambda *_: silence()  # type: ignore[method-assign, assignment, return-value]
-        with pytest.raises(SourceStalled, match="could not be learned"):
+        with pytest.raises(SourceStalled, match="cannot learn the fleet"):
             subscriber.commit()
         assert (state(subscriber), subscriber.prepared, sync.value) == (S.PREPARED, 1, -1.0)
         del holder.at["decision"]
@@ -645,7 +645,7 @@ def test_stored_version_replaces_lost_members(sync: MemorySync, holder: MemoryHo
         lose_sources(holder)
         stored = {"a": torch.full((64, 8), 1.0), "b": torch.full((32,), 1.0)}
         report = subscriber.restore(stored=StoredVersion(version=1, weights=lambda: iter(stored.items())))
-        assert "outside of the sync" in report.why[0]
+        assert "outside the sync" in report.why[0]
         assert_live(sync, subscriber, 1)
 
 
@@ -656,7 +656,7 @@ def test_wrong_stored_version_stays_released(sync: MemorySync, holder: MemoryHol
         subscriber.release(free=False)
         lose_sources(holder)
         stored = {"a": torch.full((64, 8), 7.0), "b": torch.full((32,), 1.0)}
-        with pytest.raises(IntegrityError, match="not the one that was live"):
+        with pytest.raises(IntegrityError, match="differs from the version that was live"):
             subscriber.restore(stored=StoredVersion(version=1, weights=lambda: iter(stored.items())))
         assert (state(subscriber), subscriber.version) == (S.RELEASED, -1)
 

@@ -12,7 +12,7 @@ import torch
 
 from penstock.hub.messages import layout_digest
 from penstock.sync.placed import Placed
-from penstock.sync.receive.target import Target, tensors_of, requirements_for
+from penstock.sync.receive.target import Target, requirements_for, tensors_of
 from penstock.sync.recording.layout import Load
 from penstock.sync.recording.requirements import Requirements
 from penstock.sync.shards import Declarable

@@ -117,7 +117,7 @@ class ChangedRanges:
             )
 
     def lacking(self, step: Step, wanted: U64) -> Step | None:
-        """Return the strips of a step that must be read because they changed: all, some, or None for no strips."""
+        """Return the strips in a step that changed and must be read: the step, a smaller step, or None."""
         known = None if step in self._unsure else self._digests.get(step)
         if known is None:
             return step

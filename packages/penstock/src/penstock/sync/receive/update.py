@@ -359,7 +359,7 @@ class UpdateLoop:
         raise ConfigError(message, hint=hint)
 
     def _planners(self, *, max_age_s: float | None = None) -> list[SyncMember]:
-        """Return the members that may plan for us: publishers' rank 0, then receivers with the newest version."""
+        """Return the members that may plan for this receiver: a rank 0, or receivers with the newest version."""
         max_age_s = self._timing.member_list_s if max_age_s is None else max_age_s
         members = self._membership.look(max_age_s=max_age_s)
         zeros = [member for member in members if member.state.side == "publisher" and member.state.rank == 0]
