@@ -52,7 +52,7 @@ class Leases:
                 self._changed.notify_all()
         if not was_kept:
             raise VersionNotLive(
-                f"the lease on version {live} ended after {ttl_s:g} s, and another version was installed before the end",
+                f"the lease on version {live} ended after {ttl_s:g} s, and another version was installed",
                 live=self._live(),
                 hint="discard the results, and pass a longer ttl_s",
             )
