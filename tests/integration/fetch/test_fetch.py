@@ -126,7 +126,7 @@ def test_refusal_names_alternatives(host: Host, small_checkpoint: Path, expected
     host.wait_for_holdings(has_reader_of_whole_holder)
     reader.kill(signal.SIGSTOP)  # its place stays taken, and nobody gets anything from it
     refused = host.start(wait_s=5.0, environ={"PENSTOCK_STALL_S": "2.0"})
-    message = refused.say_until("failed")["message"]
+    message = refused.wait_for("failed")["message"]
     assert "this member has reached its maximum number of readers" in message and refused.process.wait(20) == 3
     assert member[:8] in message
     reader.kill(signal.SIGCONT)

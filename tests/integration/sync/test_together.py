@@ -216,9 +216,9 @@ def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     subscriber.call("stage 2")
     hub.kill(signal.SIGSTOP)
     publishers[0].kill(signal.SIGKILL)
-    said = subscriber.ask("commit")
+    said = subscriber.call("commit")
     assert said["error"] == "SourceStalled" and "cannot learn the fleet" in said["message"], said
-    after = subscriber.ask("digests")
+    after = subscriber.call("digests")
     assert (after["version"], after["prepared"]) == (1, 2)
     hub.kill(signal.SIGCONT)
     # A hub that came up meanwhile has no record, and first hears all members: the same answer until then.

@@ -229,7 +229,7 @@ def test_closed_and_silent_servers_raise_distinct_errors(tmp_path: Path, holding
 
 def test_wildcard_listen_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="other members cannot connect to this address"):
-        PeerServer(member_socket(tmp_path), allow, listen="0.0.0.0:0")
+        PeerServer.start(member_socket(tmp_path), allow, listen="0.0.0.0:0")
 
 
 def test_tcp_request_without_grant_is_refused(tmp_path: Path, holding: LocalWeights) -> None:
@@ -289,7 +289,7 @@ def test_server_listens_on_ipv6(tmp_path: Path, holding: LocalWeights) -> None:
         assert reader.lease().ttl_s > 0
     door.close()
     with pytest.raises(ConfigError, match="other members cannot connect to this address"):
-        PeerServer(member_socket(tmp_path), allow, listen="[::]:0")
+        PeerServer.start(member_socket(tmp_path), allow, listen="[::]:0")
 
 
 @pytest.mark.parametrize(
@@ -344,9 +344,9 @@ def test_interrupted_reader_releases_its_lease(door: PeerServer, holding: LocalW
 
 def test_unusable_listen_path_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot listen on"):
-        PeerServer(tmp_path / ("long" * 40) / "door.sock", allow)
+        PeerServer.start(tmp_path / ("long" * 40) / "door.sock", allow)
     with pytest.raises(ConfigError, match="cannot listen on"):
-        PeerServer(member_socket(tmp_path), allow, listen="192.0.2.1:0")
+        PeerServer.start(member_socket(tmp_path), allow, listen="192.0.2.1:0")
 
 
 def test_closed_server_keeps_no_connection_or_weights(tmp_path: Path) -> None:

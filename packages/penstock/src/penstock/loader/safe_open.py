@@ -373,7 +373,7 @@ def load_file(
     return tensors
 
 
-class _File:
+class _OpenFile:
     """An open file with its header and source, which reads rows and boxes. Its last reference closes it."""
 
     def __init__(
@@ -384,7 +384,7 @@ class _File:
         self.header = header
         self.device = device
         self._mapping = mapping
-        # In file order.
+        # The rows are in file order.
         self.table: TensorTable = header.tensors
         self._rows = {name: row for row, name in enumerate(self.table.names)}
 
@@ -397,30 +397,30 @@ class _File:
         *,
         mapped: bool,
         storage_options: Mapping[str, str] | None,
-    ) -> None:
-        self.device = device
-        self._mapping: MappedFile | None = None
-        # Ctrl-C takes effect at once here, because a library opens remote files and may take until its deadlines.
-        with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
-            source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
-            self.source: Source = source
-            if isinstance(source, ReadAhead):
-                # The engine makes the same number of reads for a whole file.
-                settings = replace(settings, fetch_threads=source.num_reads)
-            self._reader = FileReader(source, device, settings)
-            # Bypass the read-ahead, which would take the header for the beginning of a run.
-            file = source.source if isinstance(source, ReadAhead) else source
-            self.header: Header = read_header(timed(file, path, settings))
-        # The rows are in file order.
-        self.table: TensorTable = self.header.tensors
-        self._rows = {name: row for row, name in enumerate(self.table.names)}
-        if mapped and device.type == "cpu" and isinstance(self.source, FileSource):
-            self._mapping = MappedFile(local_path(path), state=self.source.state)
+    ) -> _OpenFile:
+        """Open a file and read its header; errors as `safe_open`."""
+        with ExitStack() as opened:
+            # Ctrl-C takes effect at once here, because a library opens remote files and may take until its deadlines.
+            with interrupts.allow_interrupts() if is_remote(path) else nullcontext():
+                source = _open_source(path, settings, storage_options, can_map=mapped and device.type == "cpu")
+                opened.callback(source.close)
+                if isinstance(source, ReadAhead):
+                    # The engine makes the same number of reads for a whole file.
+                    settings = replace(settings, fetch_threads=source.num_reads)
+                reader = FileReader(source, device, settings)
+                opened.callback(reader.close)
+                # Bypass the read-ahead, which would take the header for the beginning of a run.
+                file = source.source if isinstance(source, ReadAhead) else source
+                header = read_header(timed(file, path, settings))
+            mapping = None
+            if mapped and device.type == "cpu" and isinstance(source, FileSource):
+                mapping = MappedFile.open(local_path(path), state=source.state)
+            opened.pop_all()
+        return cls(source, reader, header, device, mapping)
 
     def __del__(self) -> None:
-        # The constructor may have failed before it set the attribute. Ctrl-C is delayed, because between two of these
-        # calls it would leave the source open.
-        if hasattr(self, "_reader") and not lifecycle.is_ending():
+        # Postponed: Ctrl-C between two of these calls would leave the source open.
+        if hasattr(self, "_mapping") and not lifecycle.is_ending():
             with interrupts.defer_in_finalizer():
                 self.close()
 
@@ -552,7 +552,7 @@ class _File:
 def _open_source(path: str, settings: Settings, storage_options: Mapping[str, str] | None, *, can_map: bool) -> Source:
     """Open a file. Use read-ahead if each read is a round trip to a server."""
     if not is_remote(path) and network_file_system(local_path(path)):
-        file = NetworkFile(local_path(path))
+        file = NetworkFile.open(local_path(path))
         # A file in the page cache is as fast as a local file, and mapping it costs nothing.
         if not (can_map and file.is_cached()):
             return ReadAhead(

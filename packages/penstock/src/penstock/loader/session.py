@@ -431,7 +431,9 @@ class LoadSession(Closeable):
 
     def open_mappings(self) -> TensorMappings:
         """Map the files. The session closes them."""
-        self._mappings = TensorMappings([source for source in self.weights.sources if isinstance(source, FileSource)])
+        self._mappings = TensorMappings.open(
+            [source for source in self.weights.sources if isinstance(source, FileSource)]
+        )
         return self._mappings
 
     def begin(

@@ -240,15 +240,25 @@ class TensorMappings:
         SourceError: a file cannot be opened.
     """
 
-    def __init__(self, sources: Sequence[FileSource]) -> None:
-        # Compare `state`, because the path may lead to a different file from the one whose header was read.
-        self._files: list[MappedFile] = []
-        try:
-            for source in sources:
-                self._files.append(MappedFile(local_path(source.uri), state=source.state))
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, files: Sequence[MappedFile]) -> None:
+        self._files = files
+
+    @classmethod
+    def open(cls, sources: Sequence[FileSource]) -> TensorMappings:
+        """Map local files. Each is mapped only if it is still the file that the source opened.
+
+        Raises:
+            SourceChanged: a file was replaced after its source was opened.
+            SourceError: a file cannot be opened.
+        """
+        with ExitStack() as opened:
+            # Compare `state`, because the path may lead to a different file from the one whose header was read.
+            files = [
+                opened.enter_context(closing(MappedFile.open(local_path(source.uri), state=source.state)))
+                for source in sources
+            ]
+            opened.pop_all()
+        return cls(files)
 
     def are_ready(self) -> bool:
         """Return whether all files are in the page cache already."""

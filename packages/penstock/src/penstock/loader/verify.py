@@ -357,7 +357,7 @@ class _SidecarFile:
         self._storage_options = storage_options
 
     def require_regular(self) -> None:
-        """Raise ConfigError if something that is not a regular file has one of the two names."""
+        """Raise ConfigError if the manifest or its signature exists and is not a regular file."""
         for file in () if is_remote(self._uri) else (self._uri, f"{self._uri}.sig"):
             path = local_path(file)
             # A rename would replace a device, a pipe or a socket with a file. Root can do that to /dev/full.

@@ -118,20 +118,13 @@ class _Leased:
 
 
 class PeerServer:
-    """The server of one member. The constructor starts it. Thread-safe.
-
-    Args:
-        path: path of the Unix socket. Its directory must be private to the user.
-        check_grant: validates a grant.
-        listen: `host:port` or `[v6]:port` for other hosts. Port 0 means any free port. None means this host only.
-        tls: TLS context of the listening TCP socket. None means no TLS.
-        max_bytes_per_s: limit for all readers together. 0 means no limit.
+    """The server of one member. Its methods may be called from any thread.
 
     Attributes:
-        addresses: URLs where other members reach this member.
-        handlers: handlers for the paths `/v1/NAME`, by name.
+        addresses: URLs at which other members reach this one.
+        handlers: handlers of the paths `/v1/NAME`, by name.
         recall: see `Recall`.
-        recheck: digests a chunk again and returns whether it changed.
+        recheck: digests a chunk again, and returns True if it changed.
         phases: answers requests for the phases of this process.
     """
 
@@ -331,9 +324,9 @@ class PeerServer:
         return Lease(lease=new_lease, ttl_s=LEASE_TTL_S, max_bytes_per_s=self.share())
 
     def share(self) -> int:
-        """Return the current limit for each reader in bytes per second. 0 means no limit.
+        """Return the current limit for each reader in bytes per second, so that the total stays within its limit.
 
-        The limits of all readers add up to the total.
+        0 means none.
         """
         with self._lock:
             return self._max_bytes_per_s // max(1, sum(not leased.attached for leased in self._leases.values()))

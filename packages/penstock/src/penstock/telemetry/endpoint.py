@@ -53,10 +53,15 @@ class MetricsEndpoint(Closeable):
         self._fault = ""
         self._pid = os.getpid()
         self._phases = PhasesHandler(lambda boot: boot)
+
+    @classmethod
+    def start(cls, address: MetricsAddress, token_file: Path) -> MetricsEndpoint:
+        """Listen on the first free port of the address, and serve. Raises the errors of `serve_metrics`."""
         # Read the file now, because a file without a token should fail at the start and not at each scrape.
         read_tokens(token_file)
         endpoint = cls(token_file, start_recording())
         refusal: Exception | None = None
+        bound = None
         # The processes on a host, such as the ranks of an engine, share one setting. Each of them takes the next free
         # port.
         for port in range(address.first_port, address.last_port + 1):
@@ -201,7 +206,7 @@ def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
         if _endpoint is not None and _endpoint.is_ours:
             hint = "a process has one endpoint, so close the existing one first"
             raise ConfigError(f"this process already serves its metrics at {_endpoint.url}", hint=hint)
-        _endpoint = MetricsEndpoint(address, token_file)
+        _endpoint = MetricsEndpoint.start(address, token_file)
         log.info("metrics at %s", _endpoint.url)
         return _endpoint
 

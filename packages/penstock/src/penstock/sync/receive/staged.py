@@ -74,6 +74,6 @@ class UpdateOptions:
         return WATERMARK_BYTES if self.staged or self.memory_bytes is None else self.memory_bytes
 
 
-def nothing_read(reply: PartReply, begun: float, attempt: int) -> Staged:
+def nothing_read(version: int, epoch: str, begun: float, attempt: int) -> Staged:
     """Return the live version, from which nothing was read."""
-    return Staged(version=reply.version, epoch=reply.epoch, origin="here", begun=begun, attempts=attempt, sources={})
+    return Staged(version=version, epoch=epoch, origin="here", begun=begun, attempts=attempt, sources={})

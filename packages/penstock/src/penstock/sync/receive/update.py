@@ -162,12 +162,8 @@ class UpdateLoop:
             self.decisions.pop(next(iter(self.decisions)))
         self.decision = decision
 
-    def _tell_withdrawn(self, reply: PartReply | NewsReply) -> None:
-        """Raise VersionRefused if there is nothing to read because a version was withdrawn.
-
-        Raise it once for each version.
-        """
-        withdrawn = reply.withdrawn
+    def _tell_withdrawn(self, withdrawn: FleetDecision | None) -> None:
+        """Raise VersionRefused for a withdrawn version, but only once for each version."""
         if withdrawn is not None and (withdrawn.epoch, withdrawn.version) not in self.decisions:
             self.note_decision(withdrawn)
             raise refusal(self._membership.name, withdrawn)
@@ -342,19 +338,19 @@ class UpdateLoop:
             time.sleep(self._timing.retry_pause_s)
         raise AssertionError("unreachable")
 
-    def _is_live(self, reply: PartReply) -> bool:
-        """Return whether there is nothing to do. Raise ConfigError if the version is not above the live one."""
-        version = self._states.version
-        if reply.version > version:
+    def _is_live(self, version: int, epoch: str) -> bool:
+        """Return whether this version is already live. Raise ConfigError if it is not above the live version."""
+        live = self._states.version
+        if version > live:
             return False
-        if reply.version == version:
+        if version == live:
             # A dirty or moved target may read the live version again, which repairs it.
             if not self._states.is_current:
                 return False
             # Compare the epoch too, because the same version number in another epoch has different bytes.
-            if reply.epoch == self._states.live.epoch:
+            if epoch == self._states.live.epoch:
                 return True
-        message = f"version {reply.version} is not above {version}, which is live"
+        message = f"version {version} is not above {live}, which is live"
         hint = "continue from Publisher.latest, because versions must grow even across restarts of the trainer"
         raise ConfigError(message, hint=hint)
 
@@ -475,7 +471,7 @@ class UpdateLoop:
         lost: dict[str, PenstockError],
         *,
         is_ahead: bool = False,
-    ) -> PartReply:
+    ) -> Granted:
         """Request this receiver's part of the version. Afterwards `self._transfer` has its key."""
         # Parts have megabytes and are the same for every version of a plan. With `have_key` the planner does not send
         # it again.
@@ -495,14 +491,17 @@ class UpdateLoop:
             is_ahead=is_ahead,
             is_outdated=self._is_outdated,
         )
-        reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(request))
+        outcome = self._ask_part(planner, request)
         # Layouts have megabytes too. A planner gets this receiver's layout once, on request, and knows it by its digest
         # then.
-        if reply.needs_layout:
-            full = msgspec.structs.replace(request, layout=encode(buffers.layout))
-            reply = self._membership.ask(planner.member, lambda sync_client: sync_client.part(full))
-        # Use the decision that is known here first. A withdrawn version must not go live, whatever a planner says.
-        known = self.decisions.get((reply.epoch, reply.version), reply.refused)
+        if isinstance(outcome, LayoutNeeded):
+            outcome = self._ask_part(planner, msgspec.structs.replace(request, layout=encode(buffers.layout)))
+            if isinstance(outcome, LayoutNeeded):
+                raise NotFound("the planner asked twice for this receiver's layout")
+        # The decisions that are known here come first: a withdrawn version must not go live, whatever a planner says.
+        known = self.decisions.get((outcome.epoch, outcome.version))
+        if isinstance(outcome, Withdrawn):
+            known = outcome.decision
         if known is not None and known.outcome == "withdrawn":
             self.note_decision(known)
             raise refusal(self._membership.name, known)
@@ -543,8 +542,8 @@ class UpdateLoop:
         transfer, tied = self._transfer, self._tied
         assert transfer is not None and tied is not None
         part, requested = transfer.part, time.monotonic()
-        with reporting_progress(self._membership, planner.member, reply.version, transfer, self._threads):
-            links = requests.take(tied.sources, reply.version)
+        with reporting_progress(self._membership, planner.member, granted.version, transfer, self._threads):
+            links = requests.take(tied.sources, granted.version)
             # This happens before the engine pauses. The next request gets a new plan.
             self._is_outdated = True
             try:
@@ -577,7 +576,7 @@ class UpdateLoop:
                 raise
         if not self._options.staged:
             self._states.enter(SubscriberState.WRITING)
-        if reply.decide_s is None and not self._options.has_check:
+        if granted.decide_s is None and not self._options.has_check:
             # Report before the flip, because a live publish waits only for the bytes.
             self.report("committed")
         return Staged(
