@@ -1,8 +1,4 @@
-"""The client of another member's server: get a lease, the memory map, the tensor table and the log of verified chunks.
-
-In: an `Upstream` from the hub. Out: a `Lease`, a `HoldingMap`, `LogReply`s; typed errors.
-Not here: the server (`server`), reading the bytes (`transport`), the choice of chunks (`fetcher.choice`).
-"""
+"""The client for another member's server. It gets leases, memory maps, tensor tables and logs of verified chunks."""
 
 from __future__ import annotations
 
@@ -52,15 +48,18 @@ T = TypeVar("T")
 
 
 class PeerClient(Closeable):
-    """A client of one peer's server for one key. A context manager; one thread uses it, any thread may interrupt it.
+    """A client for one peer's server and one key. One thread uses it, and any thread may interrupt it.
+
+    It is a context manager.
 
     Args:
-        upstream: the peer, and the grant to send.
+        upstream: the peer, with the grant to send.
         member: id of this process's member.
         key: key of the weights to read.
-        same_host: True if the peer reports the same host; only then its Unix sockets are tried.
-        stall_s: deadline of every answer.
-        trust: TLS context to check the peer's certificate and present ours; None: the system's defaults.
+        same_host: whether the peer reports the same host. Only then are its Unix sockets tried.
+        stall_s: deadline for every answer in seconds.
+        trust: TLS context that checks the peer's certificate and presents this member's. None means the system's
+            defaults.
     """
 
     def __init__(
@@ -73,8 +72,8 @@ class PeerClient(Closeable):
         stall_s: float,
         trust: ssl.SSLContext | None = None,
     ) -> None:
-        # Of credentials it sends the grant, then the secret id of the lease, and never the hub's token: a member
-        # announces its own addresses, so it could use a token that is sent there.
+        # The client sends the grant and then the secret id of the lease, but never the hub's token. A member announces
+        # its addresses itself, so a malicious member could otherwise collect tokens.
         self.upstream = upstream
         self._member = member
         self._key = key
@@ -90,7 +89,7 @@ class PeerClient(Closeable):
         self._address: PeerAddress | None = None
 
     def _open(self) -> ControlConnection:
-        """Return a connection to the first of the member's addresses that this process can use."""
+        """Return a connection to the first address of the member that this process can use."""
         why: list[str] = []
         for url in self.upstream.doors:
             address = parse_peer_url(url)
@@ -99,20 +98,20 @@ class PeerClient(Closeable):
             elif address.path and not self._same_host:
                 why.append(f"{url} is on another host")
             elif address.path and (fault := private_socket_fault(address.path)):
-                # Containers of one host may have separate /tmp directories, or another user may own the socket.
+                # Containers on one host may have separate /tmp directories, or another user may own the socket.
                 why.append(f"{url}: {fault}")
             else:
                 self._address = address
                 return ControlConnection(self._connect_to(address), address.host or "localhost")
-        message = f"no address of the member can be reached from this process: {'; '.join(why)}"
-        hint = "if the member is on another host, give it --listen, or ConnectionSettings(listen=HOST:PORT)"
+        message = f"cannot connect to any address of the member: {'; '.join(why)}"
+        hint = "start a member on another host with --listen or ConnectionSettings(listen=HOST:PORT)"
         raise PeerLost(message, uri=self._uri(), hint=hint)
 
     @property
     def is_on_host(self) -> bool:
-        """Return whether the peer was reached at its Unix socket: it then shares memory with this process.
+        """Return whether the last request went to the peer's Unix socket.
 
-        Order: after a request.
+        The peer then shares memory with this process.
         """
         return self._address is not None and bool(self._address.path)
 
@@ -125,31 +124,33 @@ class PeerClient(Closeable):
         connect = over_tcp(address.host, address.port, self._trust or ssl.create_default_context())
 
         def connect_to_certificate(timeout_s: float) -> socket.socket:
-            """Connect, and require the certificate by which the hub knows the member, if the hub knows one."""
+            """Connect, and check that the certificate names the member as the hub knows it, if the hub knows a name."""
             sock = connect(timeout_s)
             assert isinstance(sock, ssl.SSLSocket)
             shown, names = certificate_names(sock.getpeercert() or {}), self.upstream.certificate
-            # Any member of the fleet has a certificate that our CA signed: the name tells which one answers.
+            # Every member of the fleet has a certificate from the same authority, so the name tells which member
+            # answers.
             if names and shown != names:
                 sock.close()
                 message = f"the peer's certificate names {shown}, but the hub knows the member as {names}"
-                # An OSError, as every failure to connect: `_send` maps it, and the next source is tried.
+                # PermissionError is an OSError like every failure to connect. `_send` maps it, and the next source is
+                # tried.
                 raise PermissionError(message)
             return sock
 
         return connect_to_certificate
 
     def check_data_ports(self, regions: Iterable[Mapping[str, bytes]]) -> None:
-        """Check that the data ports in a map have the same address as the member's server.
+        """Check that the data ports in a map belong to the address of the member's server.
 
         Raises:
-            FormatError: a data port has another address, or is malformed.
+            FormatError: a data port has a different address or is malformed.
         """
-        # Without the check, a malicious descriptor could make this process send a request to any address.
+        # Without this check a malicious descriptor could make this process send a request to any address.
         assert self._address is not None
         hosts = {self._address.host}
         if self._address.path:
-            # Connected by Unix socket, so the peer is a process of this user on this host.
+            # The connection uses a Unix socket, so the peer is a process of this user on this host.
             addresses = (parse_peer_url(url) for url in self.upstream.doors)
             hosts = {"", *LOOPBACK, *(address.host for address in addresses if address is not None)}
         for offered in regions:
@@ -157,20 +158,23 @@ class PeerClient(Closeable):
                 address = data_port(offered["http"])
                 if ("" if address.path else address.host) not in hosts:
                     where = address.path or f"{address.host}:{address.port}"
-                    message = f"its map names a data port at {where}, which is not the address of its server"
-                    raise FormatError(message, uri=self._uri(), hint="a member must listen at one address for both")
+                    message = f"the member's map has a data port at {where}, which is not the address of its server"
+                    raise FormatError(
+                        message, uri=self._uri(), hint="let the member listen at one address for both ports"
+                    )
 
     def lease(self, *, attach: bool = False) -> Lease:
-        """Get a lease to read; with `attach`, to map the memory itself, which a weight cache does not free meanwhile.
+        """Get a lease for reading, or with `attach` for mapping the memory, which a weight cache then does not release.
 
         Raises:
-            SourceBusy: all readers' places are taken.
-            PermissionDenied: the grant was refused, or (`attach`) the member is not a weight cache.
+            SourceBusy: the member has reached its maximum number of readers.
+            PermissionDenied: the grant was refused, or with `attach` the member is not a weight cache.
             NotFound: the member does not hold the key.
-            PeerLost: the member cannot be reached. SourceStalled: it does not answer in time.
-            PlanError: it speaks another major version of the protocol.
+            PeerLost: the member cannot be reached.
+            SourceStalled: the member does not answer in time.
+            PlanError: the member speaks another major version of the protocol.
         """
-        # The grant is good for one lease: a repeated request needs a new one of the hub.
+        # A grant is valid for one lease. A repeated request needs a new grant from the hub.
         body = msgspec.msgpack.encode(
             LeaseRequest(member=self._member, key=self._key, grant=self.upstream.grant, attach=attach)
         )
@@ -178,11 +182,13 @@ class PeerClient(Closeable):
         return lease
 
     def _decode(self, raw: bytes, kind: type[T]) -> T:
-        """Decode an answer; PlanError if the peer speaks another major version of the protocol.
+        """Decode an answer.
 
-        Raises one of `MALFORMED` for an answer that is none.
+        Raises:
+            PlanError: the peer speaks another major version of the protocol. A malformed answer raises one of
+                `MALFORMED`.
         """
-        # The version alone first: a peer of another version may answer with fields that do not decode here.
+        # Decode the version first, because a peer with another version may send fields that do not decode here.
         if kind is Lease or kind is MemberSession:
             theirs = msgspec.msgpack.decode(raw, type=AnnouncedVersion).protocol
             if theirs and (fault := version_fault(theirs, f"member {self.upstream.member[:8]}", "this process")):
@@ -200,33 +206,34 @@ class PeerClient(Closeable):
         return self._ask("GET", f"{self._path()}/table", TableMessage)
 
     def log(self, after: int, wait_s: float) -> LogReply:
-        """Return the chunks verified since serial `after`, waiting at most `wait_s` for news; renew the lease.
+        """Renew the lease and return the chunks that were verified since serial `after`.
 
-        Raises PeerLost after `interrupt`, which may come just before this.
+        Waits at most `wait_s` for news. Raises PeerLost after `interrupt`, even if that was called just before this
+        method.
         """
-        # In this order, and `interrupt` in the other: the wait at the peer is either not begun or cut off.
+        # `interrupt` uses the opposite order, so the request either has not begun or is aborted.
         self._is_asking = True
         if self._is_interrupted:
             raise PeerLost("the connection to the member's server was interrupted", uri=self._uri())
         return self._ask("GET", f"{self._path()}/log?after={after}&wait_ms={int(wait_s * 1000)}", LogReply)
 
     def recheck(self, chunk: int) -> None:
-        """Ask the peer to digest a chunk that differs here; return if the chunk is right there.
+        """Ask the peer to digest a chunk again that differs here. Return if the peer's chunk is right.
 
         Raises:
-            SourceBusy: the chunk is wrong there, too; the peer no longer serves that memory.
+            SourceBusy: the peer's chunk is wrong too, and the peer stopped serving that memory.
         """
         code, raw = self._send("POST", f"{self._path()}/doubt?chunk={chunk}", None)
         if code != 204:
             raise refusal_of(self._uri(), code, raw)
 
     def _path(self) -> str:
-        """Return the path of our lease at the server."""
+        """Return the path of this client's lease at the server."""
         assert self._lease is not None
         return f"/v1/leases/{self._lease.lease}"
 
     def _ask(self, verb: str, path: str, kind: type[T], body: bytes | None = None) -> T:
-        """Send a request and return the decoded answer, or raise the typed error of a refusal."""
+        """Send a request and return the decoded answer, or raise the error of a refusal."""
         code, raw = self._send(verb, path, body)
         if code == 200:
             try:
@@ -236,7 +243,7 @@ class PeerClient(Closeable):
         raise refusal_of(self._uri(), code, raw)
 
     def _send(self, verb: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Send a request on the one connection, which is opened first if it is not; return status and body."""
+        """Send a request on the connection, which is opened if necessary. Return the status and the body."""
         if self._connection is None:
             self._connection = self._open()
         try:
@@ -256,10 +263,10 @@ class PeerClient(Closeable):
         return MEMBER_PREFIX + self.upstream.member
 
     def interrupt(self) -> None:
-        """Abort a request of another thread, which raises PeerLost there; the release in `close` is not aborted."""
+        """Abort a request in another thread, which raises PeerLost there. The release in `close` is not aborted."""
         self._is_interrupted = True
         with self._ending:
-            # A connection without a request is left for the release, which would have to open another.
+            # Keep an idle connection, because the release would otherwise have to open a new one.
             if self._is_asking and self._connection is not None and not self._is_ending:
                 self._connection.interrupt()
 
@@ -271,17 +278,17 @@ class PeerClient(Closeable):
         self._lease = None
         if connection is not None:
             if lease is not None and not self._release(connection, lease):
-                # One retry, which opens a new socket: the present one may have been interrupted after its last request.
-                # After that the lease expires at the peer.
+                # Retry once with a new socket, because the current one may have been interrupted after its last
+                # request. If this fails too, the lease expires at the peer.
                 self._release(connection, lease)
             connection.close()
 
     def _release(self, connection: ControlConnection, lease: Lease) -> bool:
-        """Send the release of a lease; return False if a retry may help."""
+        """Send the release of a lease. Return False if a retry may help."""
         try:
             connection.request("DELETE", f"/v1/leases/{lease.lease}", timeout_s=self._stall_s)
         except TimeoutError:
-            # A retry would wait as long again for a peer that does not answer.
+            # A peer that does not answer would make a retry wait just as long.
             return True
         except OSError:
             return False
@@ -289,12 +296,12 @@ class PeerClient(Closeable):
 
 
 def refusal_of(uri: str, code: int, raw: bytes) -> PenstockError:
-    """Return the error that a member's answer of another status than 200 stands for.
+    """Return the error for a member's answer with a status other than 200.
 
     Args:
-        uri: the member that answered, unless the answer names another one.
-        code: the status.
-        raw: the body.
+        uri: the member that answered. It is ignored if the answer names another member.
+        code: HTTP status.
+        raw: body of the answer.
     """
     try:
         fault = msgspec.msgpack.decode(raw, type=MemberFault)

@@ -1,11 +1,8 @@
-"""A member: one process life in a fleet, with its registration at the hub, its server, transports and weights.
+"""A member is one run of a process in a fleet, with its registration at the hub, its server, transports and weights.
 
-In: a hub, local weights. Out: heartbeats; upstreams, claims and clients of peers for a fetch; a clean leave.
-Not here: the API for users (`fetcher.join`), filling weights (`fetcher.run`).
-
-Threads: the caller's; those of the server, which check grants and chunks that readers report; one for heartbeats, which
-also checks a chunk of all weights each time. `_lock` guards the table of weights. The state at the hub is soft: every
-heartbeat reports all of it, so that a hub that has restarted, or has forgotten this member, is complete after one.
+The caller's thread uses it. The server's threads check grants, and chunks that readers report. A heartbeat thread also
+checks one chunk of all weights each time. `_lock` guards the table of weights. The state at the hub is soft: every
+heartbeat reports all of it, so a hub that restarted or forgot this member is complete after one heartbeat.
 """
 
 from __future__ import annotations
@@ -80,33 +77,34 @@ from penstock.waits import start_thread
 log = log_named("penstock.fleet")
 T = TypeVar("T")
 LEAVE_S = 2.0
-"""Time for each of the last messages of a member that leaves: a hub that does not answer forgets it after its TTL."""
+"""Seconds for each of the last messages of a member that leaves. A hub that does not answer forgets the member after
+its TTL."""
 AWAY_BEAT_S, AWAY_TTL_S = 2.0, 10.0
-"""Heartbeats of a member that no hub has welcomed yet, as of a hub by default."""
+"""Interval and TTL of heartbeats before a hub has answered. They equal the defaults of a hub."""
 JOIN_AGAIN_S = 0.1
-"""Pause before the next attempt to reach this host's own hub."""
+"""Pause before the next attempt to reach this host's hub."""
 
 
 class Member:
-    """A process life in the fleet, made by `join`. A context manager: its exit leaves the fleet.
+    """A run of a process in the fleet, created by `join`. Leaving its `with` block leaves the fleet.
 
     Args:
-        hub: client of the hub, for this member alone.
+        hub: client of the hub. Only this member uses it.
         links: the transports of this process.
         server: the server that readers connect to.
         host: id of this host.
-        rack: name of the rack; see `ConnectionSettings`.
-        trust: checks the certificates of other members; None: they have none.
+        rack: name of the rack. See `ConnectionSettings`.
+        trust: TLS context that checks the certificates of other members. None means that they have none.
         num_links: number of network links of this host.
-        min_bytes_per_s: do not use upstreams that are slower; 0: no minimum.
+        min_gb_per_s: upstreams that are slower are not used. 0 means no minimum.
         stall_s: seconds without progress after which an operation fails.
 
     Attributes:
-        away: why this member has not joined yet; None: it has.
-        syncs: functions that return the sync states to report with each heartbeat.
-        hub_is_away: True if the last heartbeat was not answered; requests that are optional need not wait for the hub.
-        on_damaged: called with weights whose verified bytes changed in memory, and the error, once they are no longer
-            served.
+        away: why this member has not joined yet. None means that it has joined.
+        syncs: functions that return the sync states for each heartbeat.
+        hub_is_away: whether the last heartbeat got no answer. Optional requests need not wait for the hub then.
+        on_damaged: called with weights whose verified bytes changed in memory, and with the error, after they are no
+            longer served.
         welcome: the hub's answer to the registration.
     """
 
@@ -130,7 +128,7 @@ class Member:
         self.links = links
         self.server = server
         self.trust = trust
-        # Closes the server, the transports and the hub's client.
+        # This stack closes the server, the transports and the hub's client.
         self._opened = contextlib.ExitStack()
         self._pid = os.getpid()
         self._hub = hub
@@ -145,13 +143,14 @@ class Member:
         self._lock = threading.Lock()
         self._chance = random.Random(self.id)
         self._beat_now = threading.Event()
-        # Re-entrant: a heartbeat may find that this member must register again, with a heartbeat of its own.
+        # The lock is re-entrant, because a heartbeat may find that this member must register again, which sends a
+        # heartbeat.
         self._reporting = threading.RLock()
         self._closing = threading.Event()
         self._grants: GrantChecker | None = None
         self._grant_key = b""
         self._record = boot_record()
-        # Times of the last heartbeat, and of the last request that stood for one.
+        # Times of the last heartbeat, and of the last request that replaced a heartbeat.
         self._beaten_s = self._reported_s = 0.0
         self._beats = threading.Thread(target=self._beat, name="penstock-beat", daemon=True)
         self._hello = Hello(
@@ -175,19 +174,20 @@ class Member:
         join_s: float | None = None,
         needs_hub: bool = True,
     ) -> Member:
-        """Open the transports and the server, register at the hub, and begin to send heartbeats.
+        """Open the transports and the server, register at the hub, and start sending heartbeats.
 
         Args:
-            hub: closed by the member, and by this method if it fails.
-            connection: rack, transports, `data_port`, and `listen`, which requires a hub that authenticates members by
-                tokens or certificates.
-            max_bytes_per_s: limit for all readers of this member together; 0: no limit.
-            min_bytes_per_s, stall_s: see `Member`.
-            join_s: how long to wait for a hub that does not answer; None: the client's own deadline.
-            needs_hub: if False, a hub that is given and does not answer is no error: the heartbeats join once it does.
+            hub: client of the hub. The member closes it, and so does this method if it fails.
+            connection: rack, transports, `data_port` and `listen`. `listen` requires a hub that authenticates members
+                by tokens or certificates.
+            max_bytes_per_s: limit for all readers of this member together. 0 means no limit.
+            min_gb_per_s, stall_s: see `Member`.
+            join_s: seconds to wait for a hub that does not answer. None means the deadline of the client.
+            needs_hub: if False, a hub that is given but does not answer is no error. A later heartbeat joins it.
 
         Raises:
-            ConfigError: the address or the port cannot be used. HubUnavailable: the hub does not answer.
+            ConfigError: the address or the port cannot be used.
+            HubUnavailable: the hub does not answer.
         """
         listen = connection.listen
         with contextlib.ExitStack() as opened:
@@ -198,19 +198,20 @@ class Member:
             trust = None if tls is None else tls.asking
             if listen is not None and not hub.has_token and tls is None:
                 _check_loopback(listen)
-            # The data port of the transport `http` is on the same host address.
+            # The data port of the `http` transport is at the same host address.
             data_address = None if listen is None else f"{listen.rpartition(':')[0]}:{connection.data_port}"
             serving = None if tls is None or listen is None else tls.serving
             links = opened.enter_context(
                 open_links(only=connection.transports, listen=data_address, tls=serving, trust=trust)
             )
-            # Without the transport others would read by another one, or not at all, though the port was opened for it.
+            # If this transport failed to start, readers would use a different one or none, although the port was opened
+            # for it.
             if connection.data_port and "http" in (connection.transports or ("http",)) and "http" in links.refused:
                 hint = "give another data_port, or 0 for any free one"
                 raise ConfigError(links.refused["http"], hint=hint)
             server = PeerServer.start(
                 runtime_dir.path / SOCKET_NAME,
-                # The member is made below. Nobody knows the address before it has registered.
+                # The member is created below. Nobody knows the address before it has registered.
                 lambda request: member.check_grant(request),
                 listen=listen,
                 tls=None if tls is None else tls.serving,
@@ -232,20 +233,21 @@ class Member:
         return member
 
     def _begin(self, opened: contextlib.ExitStack, join_s: float | None, *, needs_hub: bool) -> None:
-        """Register at the hub and start the heartbeats; afterwards this member closes what was `opened`."""
+        """Register at the hub and start the heartbeats. From then on this member closes the resources in `opened`."""
         self.server.recheck = self.recheck
         self.server.phases = PhasesHandler(self._replica)
-        # After all that readers need: they may come as soon as the hub knows the addresses.
+        # Register last, because readers may connect as soon as the hub knows the addresses.
         self.welcome = self._register(join_s, needs_hub=needs_hub)
-        # Its hello is the first sign of life: a fleet that starts asks its hub enough in that moment.
+        # The registration counts as the first heartbeat, because many members of a starting fleet ask the hub at this
+        # moment.
         self._beaten_s = self._reported_s = time.monotonic()
-        # Last: the thread uses all of the above.
+        # Start the thread last, because it uses everything above.
         start_thread(self._beats)
         self._opened = opened.pop_all()
         watch(self)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of this member for metrics; called by the thread of a scrape."""
+        """Yield the values of this member for metrics. The thread of a scrape calls this."""
         if self._closing.is_set():
             return
         yield "penstock_members", ("away",), self.hub_is_away
@@ -262,11 +264,13 @@ class Member:
             yield "penstock_sync_dirty", (shown.name,), shown.state == "dirty"
 
     def _register(self, join_s: float | None, *, needs_hub: bool) -> Welcome:
-        """Register at the hub. Retry if it is this host's own: its process may have stopped, and another takes over.
+        """Register at the hub.
 
-        A hub that is away is noted, unless it is needed: each heartbeat registers again.
+        Retry if it is this host's hub, because its process may have stopped and another takes over.
+
+        If the hub is away and not needed, remember that. Each heartbeat then tries to register.
         """
-        # This host's own hub is always there: this process may just have begun to host it, on a busy host slowly.
+        # This host's hub always exists. This process may just have started it, which takes time on a busy host.
         timeout_s = None if self._hub.is_local else join_s
         deadline = time.monotonic() + self._stall_s
         while True:
@@ -276,8 +280,11 @@ class Member:
                 if not self._hub.is_local and not needs_hub:
                     self.away, self.hub_is_away = error, True
                     without_frames(error)
-                    log.warning("not in the fleet yet, storage is read where there is a fallback: %s", error)
-                    # Grants of nobody, until a hub says whose it signs: no reader gets in.
+                    log.warning(
+                        "the hub is away, so this process reads from its fallback and joins the fleet later: %s",
+                        error,
+                    )
+                    # Accept no grant until a hub sends the key with which it signs them.
                     self._grants = GrantChecker(GrantSigner(os.urandom(32)).public_key, self.id)
                     return Welcome(ttl_s=AWAY_TTL_S, beat_s=AWAY_BEAT_S, grant_key=b"")
                 if not self._hub.is_local or time.monotonic() >= deadline:
@@ -288,19 +295,19 @@ class Member:
         """Register at the hub, and trust the key with which it signs grants."""
         welcome = self._hub.hello(self._hello, timeout_s=timeout_s)
         if self.away is not None:
-            log.warning("member %s has joined the fleet, whose hub was away when it started", self.id)
+            log.warning("member %s has joined the fleet, because its hub answers now", self.id)
             self.away = None
         if welcome.grant_key != self._grant_key:
             self._grant_key = welcome.grant_key
             if self._grants is None:
                 self._grants = GrantChecker(welcome.grant_key, self.id)
             else:
-                # Not a new checker: another thread may be reporting the present epoch to the new hub right now.
+                # Keep the checker, because another thread may be reporting the current epoch to the new hub right now.
                 self._grants.trust(welcome.grant_key)
         return welcome
 
     def check_grant(self, request: LeaseRequest) -> str:
-        """Validate and consume a grant; return the reader's caller, see `Grant.caller`.
+        """Validate and consume a grant. Return the reader's caller. See `Grant.caller`.
 
         Raises:
             GrantRefused: the hub did not sign it for this reader and this key.
@@ -309,31 +316,34 @@ class Member:
         return self._grants.check(request.grant, key=request.key, reader=request.member)
 
     def show(self, weights: LocalWeights, *, report: bool = True) -> None:
-        """Register weights with the transports, let others read them, and report them to the hub at once.
+        """Register weights with the transports, let other members read them, and report them to the hub at once.
 
-        `report=False`: the caller's next request reports them, as `upstreams` does.
+        With `report=False` the caller's next request reports them, as `upstreams` does.
         """
         weights.register(self.links)
         with self._lock:
             before = self._weights.get(weights.key)
             self._weights[weights.key] = weights
         self.server.show(weights)
-        # The same key was served from other memory, which must not be read any more.
+        # The same key was served from different memory, which must not be read any more.
         if before is not None and before is not weights:
             before.close()
-        # Readers look for sources now: the next regular heartbeat may be a second away.
+        # Readers are looking for sources, and the next regular heartbeat may be a second away.
         if report:
             self.beat_now()
 
     def announce(self, weights: LocalWeights) -> None:
-        """Report weights that are in another tier to the hub; the server brings them back when a reader asks."""
+        """Report weights in another tier to the hub. When a reader asks for them, the server loads them back."""
         with self._lock:
             self._weights[weights.key] = weights
         self.beat_now()
 
     def hide(self, weights: LocalWeights, drain_s: float) -> None:
-        """Stop serving weights: refuse new readers, wait for present ones at most `drain_s`, end the registrations."""
-        # The hub first: it stops to name this member while readers that are here finish.
+        """Stop serving weights.
+
+        Refuse new readers, wait at most `drain_s` seconds for current ones, and end the registrations.
+        """
+        # Tell the hub first, so that it stops naming this member while the current readers finish.
         weights.set_state("draining")
         self.beat_now()
         self.server.drain(weights.key, drain_s)
@@ -354,17 +364,17 @@ class Member:
         return self._hub
 
     def beat_now(self) -> None:
-        """Send the next heartbeat now; do not wait for it."""
+        """Send the next heartbeat now, without waiting for it."""
         self._beat_now.set()
 
     def report_now(self) -> None:
-        """Send a heartbeat and wait for the answer; without an answer, the next heartbeat reports the change."""
+        """Send a heartbeat and wait for the answer. If there is none, the next heartbeat reports the change."""
         with contextlib.suppress(PenstockError):
             self._report()
 
     def _report(self, within_s: float | None = None) -> None:
-        """Send a heartbeat, and keep an operator's order to drain this member, for a hub that loses its memory."""
-        # One at a time: an older state that arrives after a newer one would replace it, such as the member's failure.
+        """Send a heartbeat. Remember an operator's order to drain this member, in case the hub loses its memory."""
+        # Send one heartbeat at a time. Otherwise an older state could arrive after a newer one and replace it.
         if not self._reporting.acquire(timeout=-1 if within_s is None else within_s):
             raise HubUnavailable("the hub has not answered the heartbeat before this one")
         try:
@@ -373,21 +383,22 @@ class Member:
             self._reporting.release()
 
     def _until_beat_s(self) -> float:
-        """Return the time until the next heartbeat is due; 0 or less: now."""
-        # A slow hub gets fewer heartbeats, but at least two before it would forget this member.
+        """Return the seconds until the next heartbeat is due. If it is due now, return 0 or less."""
+        # A slow hub gets fewer heartbeats, but at least two within the time after which it would forget this member.
         interval_s = max(self.welcome.beat_s, min(self._hub.rest_s, self.welcome.ttl_s / 4))
-        # A request puts it off once: it has one key, and the hub forgets others that no heartbeat renews.
+        # A request postpones the heartbeat only once. The request renews one key, and the hub forgets the other keys
+        # without a heartbeat.
         return min(self._reported_s, self._beaten_s + interval_s) + interval_s - time.monotonic()
 
     def _beat(self) -> None:
-        """Send heartbeats until `leave`, and do what has to be done regularly: the body of the thread."""
+        """Send heartbeats until `leave`, and do regular work. This is the body of the thread."""
         while not self._closing.is_set():
             while (left_s := self._until_beat_s()) > 0 and not self._beat_now.wait(left_s):
                 pass
             self._beat_now.clear()
             if self._closing.is_set():
                 return
-            # Before the heartbeat, which reports weights that turn out to be damaged.
+            # Check before the heartbeat, which reports weights that are damaged.
             self._spot_check()
             self.links.sweep()
             self.server.expire()
@@ -397,29 +408,30 @@ class Member:
                 self.hub_is_away = False
             except PenstockError as error:
                 if not self.hub_is_away and isinstance(error, ConfigError):
-                    # It answers, and will not take this member back: a hub of another major version, say.
+                    # The hub answers but does not accept this member, for example because it has another major version.
                     log.error("the hub refuses member %s: %s", self.id, error)
                 self.hub_is_away = True
-                # Without the hub, known upstreams stay usable; the next heartbeat reports the whole state again.
+                # Known upstreams stay usable without the hub. The next heartbeat reports the whole state again.
                 self._closing.wait(min(1.0, self.welcome.beat_s))
 
     def _spot_check(self) -> None:
-        """Digest one chunk of all served weights again, and stop serving weights that changed in memory."""
+        """Digest one chunk of each served model again, and stop serving weights that changed in memory."""
         for weights in self.weights:
             chunk = weights.spot_check(self._chance)
             if chunk is not None:
                 self._give_up(weights, chunk)
 
     def recheck(self, weights: LocalWeights, chunk: int) -> bool:
-        """Digest a chunk that a reader reported as wrong; return True if it is, and stop serving the weights then."""
-        # A report is only a reason to check: a reader may lie, or have bad memory itself. Without reports damage would
-        # be found late: heartbeats check a chunk each, so a certain one of 3,800 (60 GB) after up to two hours.
+        """Digest a chunk that a reader reported as wrong. If it is wrong, stop serving the weights and return True."""
+        # A report is only a reason to check, because a reader may lie or have defective memory. Without reports damage
+        # would be found late. Each heartbeat checks one chunk, so a given chunk out of 3,800 (60 GB) may wait two
+        # hours.
         if weights.damage is None and 0 <= chunk < weights.layout.chunks.num_chunks and weights.has_changed(chunk):
             self._give_up(weights, chunk)
         return weights.damage is not None
 
     def _give_up(self, weights: LocalWeights, chunk: int) -> None:
-        """Stop serving damaged weights: no new leases, stale descriptors. The heartbeats report them and the reason."""
+        """Stop serving damaged weights: refuse leases and make descriptors stale. The heartbeats report the damage."""
         with self._lock:
             if self._weights.get(weights.key) is not weights or weights.damage is not None:
                 return
@@ -428,20 +440,21 @@ class Member:
             registry.add("penstock_verification_failures", ("serve",))
         self.server.hide(weights.key)
         if weights.state != "filling":
-            # Not while a fetch still writes into them: it fails at its end, and stops serving them itself.
+            # Do not close weights while a fetch still writes into them. The fetch fails at its end and then stops
+            # serving them.
             weights.close()
         log.error("member %s no longer serves %s: %s", self.id, weights.identity.model, error)
         self.on_damaged(weights, error)
         self.beat_now()
 
     def check(self) -> None:
-        """Raise IntegrityError if bytes of served weights changed in memory after they were verified."""
+        """Raise IntegrityError if bytes of served weights changed in memory after their verification."""
         for weights in self.weights:
             if weights.damage is not None:
                 raise weights.damage
 
     def _state(self) -> Beat:
-        """Return the whole state of this member, as every heartbeat reports it."""
+        """Return the whole state of this member for a heartbeat."""
         epoch = self._epoch()
         syncs = (msgspec.structs.replace(state(), grant_epoch=epoch) for state in self.syncs)
         holdings = tuple(map(self._status, self.weights))
@@ -454,7 +467,7 @@ class Member:
         )
 
     def _boot(self) -> Boot | None:
-        """Return the state of this process's start for the hub. The phases stay in the process."""
+        """Return the state of this process's start for the hub, without its phases."""
         boot = self._record.snapshot()
         return None if boot is None else msgspec.structs.replace(boot, phases=(), error=None)
 
@@ -464,16 +477,19 @@ class Member:
         return Replica(**fields, member=self.id, name=self._hello.name, host=self.host)
 
     def _epoch(self) -> int:
-        """Return the epoch that grants to read this member must name now."""
+        """Return the current epoch, which grants for this member must contain."""
         assert self._grants is not None
         return self._grants.epoch()
 
     def _status(self, weights: LocalWeights) -> HoldingState:
-        """Return the state of weights to report to the hub."""
+        """Return the state of weights for the hub."""
         return msgspec.structs.replace(weights.status(), grant_epoch=self._epoch())
 
     def _call_hub(self, call: Callable[[], T]) -> T:
-        """Call the hub; if it does not know this member (it restarted, or we were silent), register and call again."""
+        """Call the hub.
+
+        If it does not know this member, because it restarted or this member was silent, register and call again.
+        """
         try:
             return call()
         except UnknownMember:
@@ -483,7 +499,7 @@ class Member:
             return call()
 
     def upstreams(self, weights: LocalWeights, *, can_read_storage: bool, is_first: bool = False) -> UpstreamsReply:
-        """Return the upstreams to read from; with the first answer to a fetch also chunks to read from storage.
+        """Return the upstreams to read from. The first answer to a fetch may also contain chunks to read from storage.
 
         Raises HubUnavailable if the hub does not answer.
         """
@@ -493,8 +509,8 @@ class Member:
         )
         reply = self._call_hub(lambda: self._hub.upstreams(request))
         if is_first:
-            # It reported the new weights: a heartbeat now would say little more, and when 1,000 members start
-            # together, their heartbeats were a quarter of the requests in the second in which most of them do.
+            # The request reported the new weights, so a heartbeat now would add little. When 1,000 members start
+            # together, heartbeats were a quarter of the requests in the busiest second.
             self._reported_s = time.monotonic()
         return reply
 
@@ -504,7 +520,7 @@ class Member:
         return self._call_hub(lambda: self._hub.upstreams(request, within_s=within_s))
 
     def claim(self, weights: LocalWeights, *, ask: bool = True) -> ClaimReply:
-        """Claim chunks to read from storage; with `ask=False` only return claims. Raises HubUnavailable."""
+        """Claim chunks to read from storage. With `ask=False` only return claims. Raises HubUnavailable."""
         request = ClaimRequest(member=self.id, holding=self._status(weights), ask=ask)
         return self._call_hub(lambda: self._hub.claim(request))
 
@@ -514,18 +530,18 @@ class Member:
         return self._call_hub(lambda: self._hub.sync(request))
 
     def decide(self, name: str, decision: FleetDecision) -> DecideReply:
-        """Propose a decision on a version of a sync, and return the one that stands; an empty outcome only asks.
+        """Propose a decision on a version of a sync, and return the valid decision. An empty outcome only asks for it.
 
         Raises:
-            HubUnavailable: the hub did not answer; whether it has the proposal is not known.
+            HubUnavailable: the hub did not answer. It may or may not have received the proposal.
         """
         request = DecideRequest(member=self.id, name=name, decision=decision)
         return self._call_hub(lambda: self._hub.decide(request))
 
     def complain(self, of: str, key: str, error: PenstockError) -> bool:
-        """Report to the hub that a source could not be used; return False if the hub does not answer or refuses it.
+        """Report an unusable source to the hub. Return False if the hub does not answer or refuses the report.
 
-        Not for a source that is only full (`SourceBusy`): the hub would no longer count its chunks.
+        Do not report a source that is only full (`SourceBusy`), because the hub would no longer count its chunks.
         """
         fault = "unreachable"
         for kind, word in _FAULTS:
@@ -540,7 +556,7 @@ class Member:
         return False
 
     def peer(self, upstream: Upstream, key: str, *, stall_s: float | None = None) -> PeerClient:
-        """Return a client of another member for a key; `stall_s`: a deadline other than this member's."""
+        """Return a client for another member and a key. `stall_s` replaces this member's deadline."""
         return PeerClient(
             upstream,
             member=self.id,
@@ -552,37 +568,39 @@ class Member:
 
     @property
     def min_bytes_per_s(self) -> int:
-        """Pace in bytes/s below which an upstream is not used; 0: no minimum."""
+        """Return the rate in bytes per second below which an upstream is not used. 0 means no minimum."""
         return self._min_bytes_per_s
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Grant no new leases, wait for readers at most `drain_s`, sign off from the hub, and end. Idempotent.
+        """Refuse new leases, wait at most `drain_s` seconds for readers, sign off from the hub, and end. Idempotent.
 
-        Does nothing in a forked child, whose parent is the member, and while the interpreter ends.
+        Does nothing in a forked child, because the parent is the member, and nothing while the interpreter shuts down.
         """
         if self._pid != os.getpid() or is_ending() or self._closing.is_set():
             return
-        # All at once, then one by one: readers of the last weights must not begin while those of the first finish.
+        # Refuse leases for all weights first. Otherwise readers of the last weights would begin while those of the
+        # first finish.
         for weights in self.weights:
             weights.set_state("draining")
         self.beat_now()
         deadline = time.monotonic() + drain_s
         for weights in self.weights:
             self.hide(weights, max(0.0, deadline - time.monotonic()))
-        # The hub remembers why; the next regular heartbeat would come after this member has left.
+        # Send the recent failures now, because this member leaves before the next regular heartbeat. The hub remembers
+        # them.
         if recent_failures() and not self.hub_is_away:
             with contextlib.suppress(PenstockError):
                 self._report(LEAVE_S)
         self._closing.set()
         self._beat_now.set()
         self._beats.join(LEAVE_S)
-        # After the last heartbeat, which would register this member again. One that is still under way waits for a hub
-        # that does not answer.
+        # Sign off after the last heartbeat, because a later heartbeat would register this member again. A heartbeat
+        # that is still running waits for a hub that does not answer.
         if not self._beats.is_alive() and self.away is None:
             with contextlib.suppress(PenstockError):
                 self._hub.leave(self.id, within_s=LEAVE_S)
         self._opened.close()
-        # With the hub's client closed, a heartbeat under way has ended.
+        # The hub's client is closed, so a running heartbeat has ended.
         self._beats.join()
 
     def __enter__(self) -> Member:
@@ -593,7 +611,7 @@ class Member:
 
 
 def _report_of(failure: JourneyFailure) -> FailureReport:
-    """Return a failure as a heartbeat has it."""
+    """Convert a failure to the form in a heartbeat."""
     return FailureReport(
         age_s=time.monotonic() - failure.at,
         verb=failure.kind,
@@ -606,13 +624,13 @@ def _report_of(failure: JourneyFailure) -> FailureReport:
 
 
 def _check_loopback(listen: str) -> None:
-    """Check that the address is a loopback one: a hub without authentication gives grants to any process.
+    """Check that the address is a loopback address, because a hub without authentication gives grants to any process.
 
     Raises:
-        ConfigError: other hosts could reach it.
+        ConfigError: other hosts could reach the address.
     """
     if host_and_port(listen)[0] not in LOOPBACK:
-        message = f"cannot listen on {listen}: without a token the member would be open to other hosts"
+        message = f"cannot listen on {listen} without a token, because other hosts could read from the member"
         raise ConfigError(message, hint="give a token or certificates, or listen on 127.0.0.1")
 
 
@@ -625,7 +643,7 @@ _FAULTS: tuple[tuple[type[PenstockError], str], ...] = (
 
 
 _LOOK_S = 0.2
-"""Length of one wait: Python runs signal handlers of the main thread only between waits."""
+"""Seconds of one wait. Python runs signal handlers in the main thread only between waits."""
 
 
 def until_stopped(
@@ -634,19 +652,19 @@ def until_stopped(
     timeout_s: float | None = None,
     ready: Callable[[], None] | None = None,
 ) -> bool:
-    """Wait until `stopped` is set, by any thread or by a signal; return False if `timeout_s` passed first.
+    """Wait until any thread or a signal sets `stopped`. Return False if `timeout_s` passed first.
+
+    Call it in the main thread to handle signals. The previous signal handlers are restored at the end.
 
     Args:
         stopped: ends the wait.
-        check: called several times a second; an error that it raises ends the wait, too.
-        timeout_s: limit of the wait; None: no limit.
-        ready: called once, when a signal ends the wait and no longer the process.
-
-    Order: handles signals in the main thread only; restores the previous handlers before it returns.
+        check: called several times a second. An error that it raises also ends the wait.
+        timeout_s: maximum wait in seconds. None means no limit.
+        ready: called once, when signals end the wait and no longer the process.
     """
     before: dict[int, Any] = {}
 
-    # It only sets the event: a handler runs between any two steps of the main thread, which may hold a lock.
+    # The handler only sets the event, because it runs between any two steps of the main thread, which may hold a lock.
     def stop(number: int, frame: FrameType | None) -> None:
         stopped.set()
 

@@ -1,10 +1,7 @@
-"""The metrics of a process that moves weights: their table, and the objects that they are read from.
+"""The metrics of a process that moves weights: their table and their values.
 
-In: journeys as they end, members and weight caches while they live. Out: Prometheus' text format.
-Not here: the endpoint (`endpoint`), what a journey counts (`journey`), the hub's metrics (`hub.metrics`).
-
-Nothing is counted per chunk: sums come from the reports of finished journeys, and the rest is read from the objects of
-running ones when Prometheus asks. prometheus-client is imported only by a process that serves metrics.
+Nothing is counted per chunk. Sums come from the reports of finished journeys. The other values are read from running
+journeys and living objects when Prometheus asks. Only a process that serves metrics imports prometheus-client.
 """
 
 from __future__ import annotations
@@ -28,151 +25,151 @@ if TYPE_CHECKING:
 JOURNEYS = ("load", "fetch", "publish", "update", "stage", "commit", "convert", "attach")
 RESULTS = ("ok", "failed", "cancelled")
 MAX_MODELS = 100
-"""Different values of the label `model` in one process; later models share `other`. Names may be made by a program, and
-each is a time series for ever."""
+"""Maximum number of values of the label `model` in one process. Later models share the value `other`. A program may
+generate names, and every name would create a time series for ever."""
 
-# From 10 ms, a small model that another process of the host has, to 20 minutes, a large one from an object store.
+# From 10 ms for a small model in another process on the host, to 20 minutes for a large model in an object store.
 _JOURNEY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
-# A staged update pauses the engine for milliseconds, a direct one for as long as its bytes take.
+# A staged update pauses the engine for milliseconds. A direct update pauses it until all bytes arrived.
 _PAUSE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric: a row of the table."""
+    """A metric, which is a row in the table."""
 
     name: str
-    """Without the `_total` that the text format adds to counters."""
+    """Name without the `_total` that the text format adds to counters."""
     kind: Literal["counter", "gauge", "histogram"]
     labels: tuple[str, ...] = ()
     about: str
     buckets: tuple[float, ...] = ()
     takes_least: bool = False
-    """Where several objects of the process state a value, the least counts, and not the sum."""
+    """If several objects in the process report a value, show the smallest instead of the sum."""
 
 
 METRICS = (
     Metric(name="penstock_info", kind="gauge", labels=("version",), about="1, for the version of Penstock."),
     Metric(name="penstock_journeys", kind="counter", labels=("journey", "result"), about="Journeys that ended."),
-    Metric(name="penstock_journeys_running", kind="gauge", labels=("journey",), about="Journeys that run."),
+    Metric(name="penstock_journeys_running", kind="gauge", labels=("journey",), about="Running journeys."),
     Metric(
         name="penstock_journey_seconds",
         kind="histogram",
         labels=("journey", "model"),
-        about="Wall time of journeys that succeeded.",
+        about="Wall time of successful journeys.",
         buckets=_JOURNEY_S,
     ),
     Metric(
         name="penstock_phase_seconds",
         kind="counter",
         labels=("journey", "phase"),
-        about="Wall time of journeys that succeeded, by phase.",
+        about="Wall time of successful journeys, by phase.",
     ),
     Metric(
         name="penstock_errors",
         kind="counter",
         labels=("journey", "error"),
-        about="Journeys that failed, by the class of the error.",
+        about="Failed journeys, by the class of the error.",
     ),
     Metric(
         name="penstock_received_bytes",
         kind="counter",
         labels=("journey", "model", "source", "path"),
-        about="Bytes that came, by source (storage, cache or peer) and path. Running journeys are included.",
+        about="Bytes received, by source (storage, cache or peer) and path. Includes running journeys.",
     ),
     Metric(
         name="penstock_served_bytes",
         kind="counter",
-        about="Bytes sent to peers over http. Peers read by shm, cuda_ipc and nixl without this process.",
+        about="Bytes sent to peers over http. Peers that use shm, cuda_ipc or nixl read without this process.",
     ),
     Metric(
         name="penstock_verified_bytes",
         kind="counter",
         labels=("journey", "model"),
-        about="Bytes of journeys that succeeded that were compared with digests.",
+        about="Bytes that successful journeys compared with digests.",
     ),
     Metric(
         name="penstock_verification_failures",
         kind="counter",
         labels=("journey",),
-        about="Bytes that differed from their digest: chunks of a fetch, journeys that failed with IntegrityError, "
-        "and (journey serve) served weights that changed in memory.",
+        about="Digest mismatches: chunks of a fetch, journeys that failed with IntegrityError, "
+        "and served weights that changed in memory (journey serve).",
     ),
     Metric(
         name="penstock_retries",
         kind="counter",
         labels=("journey",),
-        about="Sources that failed and were replaced, attempts of an update after the first, lost workers.",
+        about="Replaced sources, repeated attempts of an update, and lost workers.",
     ),
-    Metric(name="penstock_storage_retries", kind="counter", about="Requests to storage that failed and were repeated."),
+    Metric(name="penstock_storage_retries", kind="counter", about="Failed requests to storage that were repeated."),
     Metric(
         name="penstock_cache_chunks",
         kind="counter",
         labels=("result",),
-        about="Chunks of remote objects: hit (on the disk), miss, rotten (on the disk, damaged or misplaced).",
+        about="Chunks of remote objects: hit (on disk), miss, rotten (damaged or misplaced on disk).",
     ),
     Metric(
         name="penstock_cache_missed_bytes",
         kind="counter",
-        about="Bytes that the cache read from its sources, in whole chunks.",
+        about="Bytes that the local cache read from its sources, in whole chunks.",
     ),
     Metric(
         name="penstock_pause_seconds",
         kind="histogram",
         labels=("model",),
-        about="Time that an engine was paused for an update.",
+        about="Time for which an engine was paused by an update.",
         buckets=_PAUSE_S,
     ),
     Metric(
         name="penstock_publish_subscribers",
         kind="counter",
         labels=("model", "result"),
-        about="Subscribers of live publishes: committed, late or failed.",
+        about="Subscribers to live publishes: committed, late or failed.",
     ),
     Metric(
         name="penstock_sync_version",
         kind="gauge",
         labels=("model", "side"),
-        about="The version that a publisher shows, or a subscriber has live; -1: none yet.",
+        about="Version that a publisher offers or that is live in a subscriber, or -1.",
         takes_least=True,
     ),
     Metric(
         name="penstock_sync_dirty",
         kind="gauge",
         labels=("model",),
-        about="Subscribers whose weights are of no version, because an update failed in the middle.",
+        about="Subscribers with mixed weights after an update failed halfway.",
     ),
     Metric(
         name="penstock_members",
         kind="gauge",
         labels=("hub",),
-        about="Members in this process, by whether the hub answered their last heartbeat: reachable or away.",
+        about="Members in this process whose last heartbeat the hub answered (reachable) or not (away).",
     ),
     Metric(
         name="penstock_held_bytes",
         kind="gauge",
         labels=("model", "tier", "state"),
-        about="Verified bytes of weights that members of this process hold, by tier: gpu, host, disk.",
+        about="Verified bytes of weights that members in this process hold, by tier: gpu, host, disk.",
     ),
-    Metric(name="penstock_readers", kind="gauge", labels=("model",), about="Peers that read these weights now."),
+    Metric(name="penstock_readers", kind="gauge", labels=("model",), about="Peers that are reading these weights."),
     Metric(
         name="penstock_tier_used_bytes",
         kind="gauge",
         labels=("tier",),
-        about="Memory that a weight cache's models take.",
+        about="Memory that the models of a weight cache use.",
     ),
     Metric(
         name="penstock_tier_limit_bytes",
         kind="gauge",
         labels=("tier",),
-        about="Limit of that memory, where it has one.",
+        about="Limit of the tier's memory, if it has one.",
     ),
     Metric(name="penstock_tier_models", kind="gauge", labels=("tier",), about="Models of a weight cache in a tier."),
     Metric(
         name="penstock_tier_requests",
         kind="counter",
         labels=("result",),
-        about="Requests for a weight cache's models: hit (they were in memory) or miss (they were brought back).",
+        about="Requests for a weight cache's models: hit (in memory) or miss (had to be loaded back).",
     ),
     Metric(
         name="penstock_tier_moved_bytes",
@@ -184,23 +181,24 @@ METRICS = (
 
 Attribute = str | bool | int | float
 Received = Mapping[tuple[str, str], int]
-"""(source, path) -> bytes; the source is `storage`, `cache` or `peer`, the path is a transport or a way to read."""
+"""Maps (source, path) to bytes. The source is `storage`, `cache` or `peer`. The path is a transport or a way to
+read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The part of a journey's report that metrics and its span show."""
+    """The part of a journey's report that its metrics and its span contain."""
 
     nbytes: int
     phases: Mapping[str, float] = field(default_factory=dict)
     verified_bytes: int = 0
     path: str = ""
-    """The paths with their bytes, for people."""
+    """Text for people that lists the paths with their bytes."""
     pause_s: float | None = None
     subscribers: Mapping[str, int] = field(default_factory=dict)
-    """Of a publish: result -> number of subscribers."""
+    """For a publish, the number of subscribers for each result."""
     attributes: Mapping[str, Attribute] = field(default_factory=dict)
-    """More attributes of the span."""
+    """Additional attributes for the span."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,13 +208,13 @@ class Ended:
     result: str
     """One of `RESULTS`."""
     error: str
-    """The class of the error of one that failed; else empty."""
+    """Class name of the error of a failed journey. Empty for other journeys."""
     seconds: float
     received: Received
 
 
 class Running(Protocol):
-    """A journey from its start to its end; see `journey.Journey`."""
+    """A journey from its start to its end. See `journey.Journey`."""
 
     kind: str
     model: str
@@ -228,30 +226,30 @@ class Running(Protocol):
 
 
 Sample = tuple[str, tuple[str, ...], float]
-"""Name of a metric, values of its labels, value."""
+"""Name of a metric, values of its labels, and value."""
 
 
 class Watched(Protocol):
-    """A living object with values for metrics."""
+    """An object that provides values for metrics."""
 
     def samples(self) -> Iterable[Sample]:
-        """Return its values now; called by the thread of a scrape."""
+        """Return the current values. The thread of a scrape calls this."""
         ...
 
 
-# By id and weak: an object that its owner drops has no metrics any more. Not a WeakSet: a scrape's thread goes through
-# it while others add to it, and a copy of a dict's values is one step.
+# The references are weak, so that metrics of a dropped object disappear. This is a dict and not a WeakSet, because
+# other threads add objects during a scrape, and copying a dict's values is atomic.
 _watched: dict[int, weakref.ref[Watched]] = {}
 
 
 def watch(living: Watched) -> None:
-    """Include an object's values in the metrics of this process while it lives."""
+    """Add an object's values to the metrics of this process as long as it is alive."""
     number = id(living)
     _watched[number] = weakref.ref(living, lambda _: _watched.pop(number, None))
 
 
 class Registry:
-    """The metrics of this process since it was made. Any thread."""
+    """The metrics of this process since this object was created. Thread-safe."""
 
     def __init__(self) -> None:
         try:
@@ -259,10 +257,10 @@ class Registry:
         except ImportError as error:
             raise MissingExtra("metrics need prometheus-client", hint=install_hint("metrics")) from error
         self.pid = os.getpid()
-        # Not the library's own registry, which belongs to the application: engines serve theirs.
+        # Do not use the library's default registry. It belongs to the application, and engines serve it.
         self._registry = prometheus_client.CollectorRegistry()
         self._lock = threading.Lock()
-        # Those that run, and those that ended and are not counted yet.
+        # Running journeys, and finished ones that are not counted yet.
         self._journeys: set[Running] = set()
         self._models: set[str] = set()
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {("penstock_info", (own_version(),)): 1}
@@ -273,7 +271,7 @@ class Registry:
             for metric in METRICS
             if metric.kind == "histogram"
         }
-        # From the start and not from the first event: Prometheus takes a counter that appears with 1 for no increase.
+        # Create the counters now, because Prometheus sees no increase when a counter first appears with 1.
         for journey in JOURNEYS:
             for result in RESULTS:
                 self._sums["penstock_journeys", (journey, result)] = 0
@@ -287,12 +285,13 @@ class Registry:
         """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
-        # Around all of it: a journey that ends in a finalizer, which may run here, must not take the library's locks.
+        # Hold the lock all the time, because a journey may end in a finalizer here and must not take the library's
+        # locks.
         with self._lock:
             return bytes(generate_latest(self._registry))
 
     def add(self, name: str, labels: tuple[str, ...], amount: float = 1) -> None:
-        """Add to a counter. Not for finalizers."""
+        """Add to a counter. Finalizers must not call this."""
         with self._lock:
             self._add(name, labels, amount)
 
@@ -304,11 +303,11 @@ class Registry:
         self._journeys.add(journey)
 
     def end(self, journey: Running, ended: Ended) -> None:
-        """Count a journey that ended, and what it moved until then."""
-        # One step, after which no scrape asks the journey for its bytes: they are counted once.
+        """Count a finished journey and the bytes that it moved."""
+        # This assignment is atomic. After it no scrape asks the journey for its bytes, so they are counted once.
         journey.ended = ended
-        # Without waiting: the garbage collector may drop a stream, and so end it, in a thread that has the lock.
-        # The thread that has it, or the next one, counts this journey too.
+        # Do not wait for the lock, because the garbage collector may end a stream in a thread that holds it. That
+        # thread, or the next one, counts this journey too.
         if self._lock.acquire(blocking=False):
             try:
                 self._count_ended()
@@ -316,7 +315,7 @@ class Registry:
                 self._lock.release()
 
     def _count_ended(self) -> None:
-        """Move journeys that ended to the sums. The caller holds the lock."""
+        """Add finished journeys to the sums. The caller holds the lock."""
         for journey in list(self._journeys):
             if journey.ended is not None:
                 self._journeys.discard(journey)
@@ -341,7 +340,7 @@ class Registry:
             self._histograms["penstock_pause_seconds"].labels(model).observe(outcome.pause_s)
 
     def _add_outcome(self, kind: str, model: str, outcome: Outcome) -> None:
-        """Count what the report of a journey that succeeded says."""
+        """Count the data from the report of a successful journey."""
         for phase, phase_s in outcome.phases.items():
             self._add("penstock_phase_seconds", (kind, phase), phase_s)
         if outcome.verified_bytes:
@@ -350,7 +349,7 @@ class Registry:
             self._add("penstock_publish_subscribers", (model, result), count)
 
     def _model(self, name: str) -> str:
-        """Return the value of the label for a model."""
+        """Return the label value for a model."""
         if name not in self._models and len(self._models) >= MAX_MODELS:
             return "other"
         self._models.add(name)
@@ -363,7 +362,7 @@ class Registry:
             yield (journey.kind, self._model(journey.model), source, path), nbytes
 
     def values(self) -> dict[str, dict[tuple[str, ...], float]]:
-        """Return the values of all metrics but histograms now, by name and labels. The caller holds the lock."""
+        """Return the current values of all metrics except histograms, by name and labels. The caller holds the lock."""
         values: dict[str, dict[tuple[str, ...], float]] = {metric.name: {} for metric in METRICS}
 
         def count(name: str, labels: tuple[str, ...], value: float) -> None:
@@ -375,7 +374,7 @@ class Registry:
         for kind in JOURNEYS:
             count("penstock_journeys_running", (kind,), 0)
         for journey in list(self._journeys):
-            # One that ends meanwhile shows what it has by now; it is in the sums of the next scrape.
+            # A journey that ends during this loop shows its current bytes. The next scrape includes it in the sums.
             received = journey.received() if journey.ended is None else journey.ended.received
             count("penstock_journeys_running", (journey.kind,), 1)
             for labels, nbytes in self._received(journey, received):
@@ -395,7 +394,7 @@ class Registry:
 
 
 def _process_samples() -> Iterator[Sample]:
-    """Yield the counts that storage and transports keep of this process."""
+    """Yield the counters that storage and transports keep for this process."""
     yield "penstock_served_bytes", (), served_bytes.value
     yield "penstock_storage_retries", (), retried_requests.value
     totals = cache_totals()
@@ -406,7 +405,7 @@ def _process_samples() -> Iterator[Sample]:
 
 
 class _Collector:
-    """The values of a registry as families of prometheus-client."""
+    """Provides the values of a registry as families of prometheus-client."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -416,7 +415,7 @@ class _Collector:
         return iter(())
 
     def collect(self) -> Iterator[Family]:
-        """Yield a family for each metric but histograms."""
+        """Yield a family for each metric except histograms."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         values = self._registry.values()
@@ -435,16 +434,19 @@ _registry: Registry | None = None
 
 
 def start_recording() -> Registry:
-    """Return the registry of this process. The first call creates it. Raises MissingExtra without prometheus-client."""
+    """Return the registry of this process, and create it at the first call.
+
+    Raise MissingExtra without prometheus-client.
+    """
     global _registry
     with _starting:
-        # In a forked child a new one: the lock of the parent's may have been held by a thread that is not here.
+        # A forked child needs a new registry, because a thread that exists only in the parent may hold the old lock.
         if _registry is None or _registry.pid != os.getpid():
             _registry = Registry()
         return _registry
 
 
 def recording() -> Registry | None:
-    """Return the registry of this process; None: it serves no metrics, so nothing is counted."""
+    """Return the registry of this process, or None if it serves no metrics and counts nothing."""
     registry = _registry
     return registry if registry is not None and registry.pid == os.getpid() else None

@@ -1,11 +1,7 @@
-"""The memory of a target while its engine sleeps, and versions that come back from outside of the sync.
+"""The memory of a target while its engine sleeps, and versions that are restored from outside the sync.
 
-In: a target with its requirements. Out: freed storages, and later the same tensors with memory again; a version's
-tensors from storage, a weight cache or a fleet, in the rows that the sync would fill.
-Not here: the lock of updates (`subscriber`), the order of a flip (`flip`).
-
-    storages of filled tensors --free--> no memory --take_back--> memory with any values
-    tensors that no version fills, in these storages: kept on the host meanwhile
+storages of filled tensors --free--> no memory --take_back--> memory with arbitrary values
+tensors in these storages that no version fills: copied to the host until then
 """
 
 from __future__ import annotations
@@ -54,15 +50,15 @@ _LISTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredVersion:
-    """A version outside of the sync, for `Subscriber.restore`."""
+    """A version outside the sync, for `Subscriber.restore`."""
 
     version: int
     weights: str | Callable[[], Iterable[tuple[str, torch.Tensor]]]
-    """A URI as `penstock.stream` takes it; or a function that returns pairs of name and tensor under the checkpoint's
-    names, as of a weight cache (`attach`) or a fleet (`join`)."""
+    """A URI as for `penstock.stream`, or a function that returns pairs of name and tensor with the checkpoint's names,
+    for example from a weight cache (`attach`) or a fleet (`join`)."""
 
     def tensors(self, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors; those of a URI on a device."""
+        """Yield the tensors. Tensors from a URI are on a device."""
         if isinstance(self.weights, str):
             with stream(self.weights, device) as tensors:
                 yield from tensors
@@ -71,29 +67,29 @@ class StoredVersion:
 
 
 class ReleasedMemory:
-    """The storages of a target that were freed.
+    """The freed storages of a target.
 
     Attributes:
-        freed_bytes: bytes that were freed.
-        kept_bytes: bytes of tensors that a version fills and whose memory cannot be freed: host memory that others may
-            map, and storages with bytes that are not the target's.
+        freed_bytes: number of freed bytes.
+        kept_bytes: size of filled tensors whose memory cannot be freed: host memory that others may map, and storages
+            that also contain bytes outside the target.
 
     Args:
-        target: the subscriber's.
-        requirements: of the target.
+        target: target of the subscriber.
+        requirements: requirements of the target.
     """
 
     def __init__(self, target: Target, requirements: Requirements) -> None:
         filled, others = _sorted_out(target, requirements)
         self._kept_tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        # Of a storage that torch cannot resize: its addresses stay.
+        # Storages that torch cannot resize. Their addresses stay.
         self._remappable: list[DeviceMemory] = []
         self.freed_bytes = self.kept_bytes = 0
         for storage, mine in filled.values():
             nbytes = storage.nbytes()
             beside = others.get(storage.data_ptr(), [])
-            # A storage may have bytes of tensors that are not the target's, which no version fills; an arena has gaps.
+            # A storage may contain tensors outside the target, which no version fills. An arena has gaps.
             covered = sum(tensor.numel() * tensor.itemsize + ALIGN_BYTES for tensor in (*mine, *beside))
             remappable = memory_of(storage.data_ptr())
             if not (storage.resizable() or remappable) or covered < nbytes:
@@ -110,14 +106,14 @@ class ReleasedMemory:
         for storage, _ in self._storages:
             storage.resize_(0)
         if self._remappable or any(storage.device.type == "cuda" for storage, _ in self._storages):
-            # To the device, not only to torch's cache: the memory is for another process.
+            # Return the memory to the device and not only to torch's cache, because another process needs it.
             torch.cuda.empty_cache()
 
     def take_back(self) -> None:
         """Allocate the storages again. Idempotent.
 
         Raises:
-            DeviceOutOfMemory, DestinationError: there is not enough memory; call it again when there is.
+            DeviceOutOfMemory, DestinationError: there is too little memory. Call it again when there is enough.
         """
         for memory in self._remappable:
             try:
@@ -131,22 +127,26 @@ class ReleasedMemory:
             try:
                 storage.resize_(nbytes)
             except torch.OutOfMemoryError as error:
-                message = f"{storage.device} has no room for {nbytes} bytes of released weights"
-                raise DeviceOutOfMemory(message, mutated=True, hint="free memory there, and restore again") from error
+                message = f"{storage.device} has too little memory for {nbytes} bytes of released weights"
+                raise DeviceOutOfMemory(
+                    message, mutated=True, hint="free memory on the device, and restore again"
+                ) from error
             except RuntimeError as error:
-                # Torch's allocator of host memory has no error of its own.
-                raise DestinationError(f"no host memory for {nbytes} bytes: {error}", mutated=True) from error
+                # Torch's allocator for host memory has no separate error class.
+                raise DestinationError(
+                    f"cannot allocate {nbytes} bytes of host memory: {error}", mutated=True
+                ) from error
         with writing(tensor for tensor, _ in self._kept_tensors):
             for tensor, value in self._kept_tensors:
                 tensor.copy_(value)
 
 
 def _renew(memory: DeviceMemory) -> None:
-    """Have physical memory behind the addresses again."""
+    """Map new physical memory at the same addresses."""
     try:
         memory.renew()
     except DeviceOutOfMemory:
-        # What torch has kept of freed tensors is of use here too.
+        # The memory that torch caches for freed tensors is useful here too.
         torch.cuda.empty_cache()
         memory.renew()
 
@@ -161,7 +161,7 @@ def _sorted_out(
 
     def note(tensor: torch.Tensor, *, is_filled: bool) -> None:
         storage = tensor.untyped_storage()
-        # Tied tensors have one memory under several names.
+        # Tied tensors share memory under several names.
         key = storage.data_ptr(), int(tensor.storage_offset()), tensor.numel()
         if tensor.numel() and key not in seen:
             seen.add(key)
@@ -172,7 +172,7 @@ def _sorted_out(
 
     if isinstance(target, torch.nn.Module):
         for name, tensor in named_tensors(target):
-            # Buffers that are not persistent are in no checkpoint, and no loader fills them.
+            # Buffers that are not persistent are in no checkpoint, so no loader fills them.
             note(tensor, is_filled=name is not None and name not in requirements.unfilled)
     for row in requirements.rows:
         note(row.tensor, is_filled=True)
@@ -181,27 +181,28 @@ def _sorted_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleasedVersion:
-    """The version that was live when a subscriber released its weights, and what it takes to bring one back."""
+    """The version that was live when a subscriber released its weights, and the data needed to restore it."""
 
     name: str
-    """Of the sync."""
+    """Name of the sync."""
     epoch: str
     version: int
     proven: list[tuple[Strips, U64]]
-    """Its strips with their verified digests."""
+    """Strips of the version with their verified digests."""
     memory: ReleasedMemory | None
-    """None: the engine frees the memory, and has it again before a restore."""
+    """The freed memory. None if the engine frees the memory, and allocates it again before a restore."""
     digests: MemoryDigests | None
-    """Of the memory, where the engine brings the bytes back itself."""
+    """Digests of the memory, if the engine restores the bytes itself."""
 
     def read_stored(
         self, update_loop: UpdateLoop, stored: StoredVersion, links: PeerLinks, error: PenstockError
     ) -> Staged:
-        """Fill the target from a stored version, and verify it if it is the version that was released.
+        """Fill the target from a stored version, and verify it if it is the released version.
 
         Args:
-            update_loop: of the subscriber; its buffers were freed.
+            update_loop: update loop of the subscriber. Its buffers were freed.
             links: the transports of this process.
+            stored: the stored version.
             error: why no member of the sync supplied a version.
         """
         begun = time.perf_counter()
@@ -214,12 +215,13 @@ class ReleasedVersion:
         nbytes = fill(requirements, stored.tensors(device))
         read = time.perf_counter()
         if is_same and not buffers.has(self.proven, links):
-            message = f"the stored version {stored.version} of {self.name!r} is not the one that was live"
-            raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored there")
+            message = f"the stored version {stored.version} of {self.name!r} differs from the version that was live"
+            raise IntegrityError(message, mutated=True, hint="give the number of the version that is stored")
         buffers.install()
         return Staged(
             version=stored.version,
-            # Without the epoch it is not served to others: nothing proves that these bytes are the trainer's.
+            # Without the epoch the version is not served to others, because nothing proves that the bytes are the
+            # trainer's.
             epoch=self.epoch if is_same else "",
             origin="restore",
             begun=begun,
@@ -230,30 +232,32 @@ class ReleasedVersion:
             install_s=time.perf_counter() - read,
             path=stored.weights if isinstance(stored.weights, str) else "given tensors",
             sources={},
-            why=(f"version {stored.version} was read from outside of the sync: {error.message}",),
+            why=(f"version {stored.version} was read from outside the sync: {error.message}",),
         )
 
     def take_in_place(self, update_loop: UpdateLoop) -> Staged:
-        """Verify the bytes that the engine brought back itself."""
+        """Verify the bytes that the engine restored itself."""
         begun = time.perf_counter()
         if self.digests is None:
-            raise ConfigError("the memory was not digested", hint="call release(free=False, returns=True)")
+            raise ConfigError("there are no digests of the memory", hint="call release(free=False, returns=True) first")
         if not self.digests.is_same():
-            message = f"the engine did not bring version {self.version} of {self.name!r} back as it was"
-            raise IntegrityError(message, mutated=True, hint="call restore(): the version comes from the sync")
+            message = f"the engine restored version {self.version} of {self.name!r} with different bytes"
+            raise IntegrityError(message, mutated=True, hint="call restore(), which reads the version from the sync")
         if update_loop.checkpoint is not None:
             update_loop.allocate_again(self.proven)
         return Staged(version=self.version, epoch=self.epoch, origin="restore", begun=begun, attempts=1, sources={})
 
 
 class Release:
-    """The weights of a subscriber while its engine sleeps: released, and restored. One thread at a time uses it.
+    """The weights of a subscriber while its engine sleeps. They are released and restored.
+
+    One thread at a time uses it.
 
     Args:
-        name: of the sync.
-        target, states, update_loop, leases, serving: of the subscriber.
+        name: name of the sync.
+        target, states, update_loop, leases, serving: parts of the subscriber.
         links: the transports of this process.
-        timing: the waiting times.
+        timing: waiting times.
     """
 
     def __init__(
@@ -287,10 +291,10 @@ class Release:
         """See `Subscriber.release`."""
         states, loop = self._states, self._update_loop
         if states.at_rest is SubscriberState.RELEASED:
-            raise ConfigError(f"the weights of {self._name!r} are released already", hint="call restore()")
+            raise ConfigError(f"the weights of {self._name!r} are already released", hint="call restore()")
         if free and loop.requirements is None:
             raise ConfigError(
-                f"no version of {self._name!r} was received yet: the tensors that a version fills are unknown",
+                f"the tensors that a version of {self._name!r} fills are unknown before the first version",
                 hint="call prepare() or update() first, or release(free=False)",
             )
         target = self._target if isinstance(self._target, torch.nn.Module | Mapping) else None
@@ -302,7 +306,7 @@ class Release:
             epoch, version = states.live.epoch, states.version
             self._serving.withdraw(epoch, version)
             states.enter(SubscriberState.RELEASED)
-            # Before the memory goes: a registration of memory that is unmapped cannot be ended.
+            # End the registrations before freeing, because a registration of unmapped memory cannot be ended.
             proven = loop.free()
             memory = ReleasedMemory(self._target, loop.requirements) if free and loop.requirements else None
             self._released = ReleasedVersion(
@@ -314,16 +318,16 @@ class Release:
 
     def _require_returnable(self, target: torch.nn.Module | Mapping[str, object] | None, *, free: bool) -> None:
         if free:
-            message = f"the weights of {self._name!r} are to be freed here, so that no engine can bring them back"
+            message = f"with free=True no engine can restore the weights of {self._name!r}"
             raise ConfigError(message, hint="call release(free=False, returns=True)")
         if target is None:
             raise ConfigError(
-                f"the target of {self._name!r} is a function, whose tensors are not digested",
+                f"the target of {self._name!r} is a function, and its tensors cannot be digested",
                 hint="pass the tensors to subscriber(), or call release() without returns",
             )
         if self._states.at_rest is SubscriberState.DIRTY:
             raise ConfigError(
-                f"the target of {self._name!r} has parts of several versions, which are not worth bringing back",
+                f"the target of {self._name!r} has parts of several versions, so it cannot be restored",
                 hint="call release() without returns, or update() first",
             )
 
@@ -339,9 +343,9 @@ class Release:
         """See `Subscriber.restore`.
 
         Args:
-            stored, timeout_s, in_place: of the caller.
+            stored, timeout_s, in_place: arguments of the caller.
             update: receives a version and makes it live, with this timeout.
-            flip: makes the version live that its argument brings to the target.
+            flip: makes a version live. Its argument moves the bytes to the target.
         """
         released = self._released
         if released is None or self._states.at_rest is not SubscriberState.RELEASED:
@@ -350,7 +354,7 @@ class Release:
             return flip(lambda: released.take_in_place(self._update_loop))
         if released.memory is not None:
             released.memory.take_back()
-        # A member that has the version answers at once: waiting is for callers without another source.
+        # A member with the version answers at once. Only callers without another source wait.
         limit_s = self._timing.version_grace_s if stored is not None and timeout_s is None else timeout_s
         try:
             return update(limit_s)
@@ -359,25 +363,25 @@ class Release:
                 if isinstance(error, NotFound | PeerLost | StaleDescriptor):
                     error.hint = "start a publisher, or a subscriber that has a version, or pass stored=StoredVersion()"
                 raise
-            # A version that is staged and not decided is given up.
+            # A staged version without a decision is dropped.
             self._states.enter(SubscriberState.RELEASED)
             cause = error
             return flip(lambda: released.read_stored(self._update_loop, stored, self._links, cause))
 
 
 def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Copy a checkpoint's tensors into the rows that a sync would fill; return the bytes.
+    """Copy a checkpoint's tensors into the rows that a sync would fill. Return the number of bytes.
+
+    Call `Requirements.install` and `finish` afterwards, as after an update.
 
     Raises:
-        PlanError: a tensor is missing, or has another dtype or shape than the publishers', or two that fill one tied
+        PlanError: a tensor is missing, differs from the publishers' in dtype or shape, or two tensors for one tied
             tensor differ.
-
-    Order: `Requirements.install` and `finish` follow, as after an update.
     """
     rows: dict[str, list[int]] = {}
     for number, row in enumerate(requirements.rows):
         rows.setdefault(row.name, []).append(number)
-    # The memory of each row: tied rows have one, of which a stored version may have some names or all.
+    # Map each row to its memory. Tied rows share it, and a stored version may have some or all of their names.
     home = {number: group[0] for group in requirements.tied for number in group}
     filled: dict[int, str] = {}
     nbytes = 0
@@ -406,20 +410,20 @@ def fill(requirements: Requirements, tensors: Iterable[tuple[str, torch.Tensor]]
 
 
 def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one dtype and shape have the same bits."""
+    """Return whether two tensors with equal dtype and shape have the same bits."""
     flat = [each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other.to(tensor.device))]
     return torch.equal(*flat)
 
 
 def _part(row: ShardRow, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a checkpoint's tensor that a row has."""
+    """Return the part of a checkpoint's tensor for a row."""
     form = row.form
     wanted = torch_dtype(form.dtype), torch_shape(form.dtype, form.shape)
     if (tensor.dtype, tuple(tensor.shape)) != wanted:
         stored = f"{tensor.dtype} {list(tensor.shape)}"
         message = f"stored as {stored}, published as {wanted[0]} {list(wanted[1])}"
         raise PlanError(message, tensor=row.name, mutated=True)
-    # Boxes count elements, and torch counts two of F4 as one.
+    # Boxes count elements, but torch counts two elements of F4 as one.
     if form.dtype is DType.F4 and form.box != Box.full(form.shape):
-        raise PlanError("a part of a tensor of F4 cannot be restored from storage", tensor=row.name, mutated=True)
+        raise PlanError("cannot restore a part of an F4 tensor from storage", tensor=row.name, mutated=True)
     return tensor if form.dtype is DType.F4 else cut(tensor, form.box)
