@@ -183,7 +183,7 @@ def test_receiver_sees_offered_formats() -> None:
     }
     assert set(blocks.tags) == {"a.weight", "a.weight_scale_inv"}
     assert list(select_tensors(TOLD, ["nvfp4"]).table.names) == ["b.weight", "a.weight_packed", "a.weight_scale"]
-    with pytest.raises(PlanError, match="no publisher offers tensors as mxfp8; offered are fp8-block128, nvfp4"):
+    with pytest.raises(PlanError, match="no publisher offers tensors as mxfp8, only as fp8-block128, nvfp4"):
         select_tensors(TOLD, "mxfp8")
 
 

@@ -126,7 +126,9 @@ def test_random_version_sequence_is_received_correctly(changing_world: World) ->
 def test_missing_base_reads_everything(changing_world: World) -> None:
     kept = ChangedRanges()
     assert ran(changing_world, changing_world.transfer(delta=kept)) == changing_world.part.nbytes
-    assert "no earlier version was received with this plan" in kept.summary(changing_world.transfer().run(changing_world.links()))
+    assert "no earlier version was received with this plan" in kept.summary(
+        changing_world.transfer().run(changing_world.links())
+    )
     show(changing_world, 2, [])
     assert ran(changing_world, changing_world.transfer(delta=ChangedRanges())) == changing_world.part.nbytes, (
         "another plan's take has no base"
