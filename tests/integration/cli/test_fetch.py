@@ -275,4 +275,4 @@ def test_interrupt_reports_destination_state(when, llama, tmp_path, capsys, monk
     assert command("llama", "--to", out, "--fallback", llama) == 130
     said = capsys.readouterr().err
     assert said.startswith("penstock: interrupted; ") and f"penstock fetch llama --to {out}" in said
-    assert (f"{out} is as it was" if when == "before" else f"{out} is complete") in said
+    assert (f"{out} is unchanged" if when == "before" else f"{out} is complete") in said

@@ -93,7 +93,7 @@ def test_s3_pairs_are_copied_and_verified(
     assert contents(second) == {"model.joblib": b"no weights"}
     lines = done.stdout.splitlines()
     assert f"{source}/ -> {first}: 8 files" in lines[0] and "; verified: " in lines[0]
-    assert "NOT verified: no file of safetensors" in lines[1]
+    assert "NOT verified: there are no safetensors files" in lines[1]
     # Once more over what is there, as after a restart of the pod.
     assert run(fork_server, ["storage-initializer", source, str(first)]).returncode == 0
     assert contents(first) == contents(model)

@@ -49,17 +49,17 @@ def test_member_below_rate_floor_is_skipped(host: Host, small_checkpoint: Path, 
         host.start(at_once, fallback=str(small_checkpoint), join={"min_bytes_per_s": 10**15}), expected_tensors
     )
     assert report["storage_bytes"] > 0
-    assert any("below the floor" in fault for fault in report["faults"]), report["faults"]
+    assert any("below the minimum" in fault for fault in report["faults"]), report["faults"]
     stall = {"PENSTOCK_STALL_S": "2"}
     alone = host.start(at_once, join={"min_bytes_per_s": 10**15}, environ=stall).wait_for("failed")
-    assert "below the floor" in alone["message"] and not alone["num_tensors"]
+    assert "below the minimum" in alone["message"] and not alone["num_tensors"]
 
 
 def test_only_holder_must_meet_rate_floor(host: Host, small_checkpoint: Path, expected_tensors) -> None:
     capped = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": 2 << 20})
     assert_fetched(capped, expected_tensors)
     reader = host.start(join={"min_bytes_per_s": 50_000_000}, environ={"PENSTOCK_STALL_S": "3"}).wait_for("failed")
-    assert "below the floor" in reader["message"] and not reader["num_tensors"]
+    assert "below the minimum" in reader["message"] and not reader["num_tensors"]
     report = assert_fetched(
         host.start(fallback=str(small_checkpoint), join={"min_bytes_per_s": 50_000_000}), expected_tensors
     )

@@ -120,7 +120,7 @@ def test_holder_with_wrong_digests_is_left_by_readers(
         found: dict[str, torch.Tensor] = {}
         report = reader.fetch(found, fallback=checkpoint_with_manifest)
         assert_same(found, expected_tensors)
-        assert any("are not the manifest's" in fault for fault in report.faults), report.faults
+        assert any("differ from the manifest's" in fault for fault in report.faults), report.faults
         late = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=LIAR)))
         weights: dict[str, torch.Tensor] = {}
         late.fetch(weights, fallback=checkpoint_with_manifest)

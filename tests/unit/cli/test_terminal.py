@@ -90,7 +90,7 @@ def test_fields_are_aligned(capsys) -> None:
 @pytest.mark.parametrize(
     ("python", "shell"),
     [
-        ("give fallback= to read storage", "give --fallback to read storage"),
+        ("pass fallback= to read storage", "pass --fallback to read storage"),
         ("give memory_bytes >= 438272", "give --memory-bytes >= 438272"),
         ("memory_bytes=400 holds 1 buffer", "--memory-bytes 400 holds 1 buffer"),
         ("verify=True, but no manifest at llama", "--verify, but no manifest at llama"),

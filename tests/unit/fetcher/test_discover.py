@@ -9,12 +9,13 @@ import pytest
 from penstock.config import Settings
 from penstock.errors import NotFound
 from penstock.fetcher import discover
-from penstock.fetcher.discover import ASK_S, Discovery
+from penstock.fetcher.discover import REQUEST_PAUSE_S, Discovery
 from penstock.hub.messages import HoldingState, Identity
 
 
 @pytest.mark.parametrize(
-    ("rest_s", "wait_s", "pause_s"), [(0.0, 30.0, ASK_S), (2.0, 30.0, 2.0), (5.0, 16.0, 2.0), (5.0, 0.8, ASK_S)]
+    ("rest_s", "wait_s", "pause_s"),
+    [(0.0, 30.0, REQUEST_PAUSE_S), (2.0, 30.0, 2.0), (5.0, 16.0, 2.0), (5.0, 0.8, REQUEST_PAUSE_S)],
 )
 def test_slow_hub_is_polled_less_often(
     rest_s: float, wait_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch

@@ -279,7 +279,7 @@ def test_fetch_passes_through_its_states() -> None:
     assert fetch.run.state is FetchState.NEW and not fetch.holders and not fetch.num_first
     with fetch.run:
         fetch.run.start()
-        with pytest.raises(RuntimeError, match="started once"):
+        with pytest.raises(RuntimeError, match="started only once"):
             fetch.run.start()
         fetch.run.run()
         assert fetch.run.state is FetchState.MOVING and fetch.num_first == 1
@@ -301,7 +301,7 @@ def test_fetch_without_sources_requests_no_byte() -> None:
 def test_closed_fetch_does_not_start() -> None:
     fetch = Fetch({"A": "gives"})
     fetch.run.close()
-    with pytest.raises(RuntimeError, match="started once"):
+    with pytest.raises(RuntimeError, match="started only once"):
         fetch.run.start()
     assert fetch.run.state is FetchState.CLOSED and not fetch.holders
 
@@ -344,7 +344,7 @@ def test_failed_only_source_is_named_in_error(how: str) -> None:
         fetch.finish()
     named = {
         "is lost": "its process ended",
-        "stalls": "it gave less than",
+        "stalls": "it sent less than",
         "lies": "differs from its digest",
         "full": "all places are taken",
         "refuses": "the grant is not valid",

@@ -1,10 +1,7 @@
-"""The assignment of a fetch: which chunks are on their way, and which upstream is read for which chunks next.
+"""Assigns the missing chunks of a fetch to upstreams and to storage.
 
-In: the hub's answers, the chunks that upstreams have, the ends of reads. Out: chunks to read from each upstream or from
-storage; upstreams to leave; the parents to report.
-Not here: the order of upstreams and their chunks (`choice`), the reads (`run`), requests to the hub (`hub_poller`).
-
-Every method takes the lock. Threads of the hub, of claims and of reads call them.
+`choice` ranks the upstreams and picks their chunks, `run` does the reads, and `hub_poller` talks to the hub. Every
+method takes the lock, because the threads for the hub, for claims and for reads all call this object.
 """
 
 from __future__ import annotations
@@ -29,27 +26,27 @@ from penstock.timing import Timing
 from penstock.types import I64
 
 READS_OF_ONE = 3
-"""Concurrent reads of one upstream: its link has work while one read ends and the next is posted."""
+"""Number of concurrent reads from one upstream. Its link stays busy while one read ends and the next is posted."""
 
 MakeReader = Callable[[Upstream, tuple[int, ...]], UpstreamReader]
-"""Starts to follow an upstream that has these ranks."""
+"""Creates a reader that follows an upstream with these ranks."""
 Read = tuple[UpstreamReader, I64]
-"""An upstream, and the chunks to read from it."""
+"""An upstream and the chunks to read from it."""
 
 
 class Assignment:
-    """The chunks of a fetch that are read, and its upstreams.
+    """The chunks of a fetch that are being read, and the upstreams they are read from.
 
     Args:
         weights: the weights to fill.
         make_reader: see `MakeReader`.
-        can_read_storage: whether chunks can be read from storage, too.
-        stall_s: the longest pause before a failed upstream is tried again.
+        can_read_storage: whether chunks can also be read from storage.
+        stall_s: the longest pause before a failed upstream is tried again, in seconds.
         timing: waiting times.
-        provenance: gets the faults of upstreams.
+        provenance: receives the faults of upstreams.
 
     Attributes:
-        can_read_storage: see above; becomes False once storage failed.
+        can_read_storage: see above. It becomes False after storage failed.
     """
 
     def __init__(
@@ -75,11 +72,11 @@ class Assignment:
         self._is_closed = False
         self._failed_since_progress: set[str] = set()
         self._reported: set[str] = set()
-        """Those of them that the hub took a complaint of: it no longer counts what they have."""
+        """Failed members about which the hub accepted a complaint. It no longer counts their chunks."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock of the assignment: no chunk changes hands inside."""
+        """Hold the lock, so that no chunk is assigned or released inside."""
         with self._lock:
             yield
 
@@ -90,15 +87,17 @@ class Assignment:
 
     @property
     def has_sources(self) -> bool:
-        """Return whether there is an upstream, or was one since the last progress."""
+        """Return whether there is an upstream, or one failed since the last progress."""
         return bool(self._choice.readers or self._failed_since_progress)
 
     # -- Upstreams.
 
     def follow(self, reply: UpstreamsReply) -> float:
-        """Start readers for new upstreams and rank all by the hub's orders; those no longer named are ranked last.
+        """Start readers for new upstreams and rank all upstreams in the hub's order.
 
-        Returns the seconds until a parent that is full may be tried again; inf if none is full.
+        Upstreams that the hub no longer names come last.
+
+        Returns the seconds until a full parent may be tried again, or inf if no parent is full.
         """
         now = time.monotonic()
         with self._lock:
@@ -117,18 +116,19 @@ class Assignment:
                 if reader.is_connected:
                     self._retries.note_place(reader.upstream.member)
                 if reader.is_parent:
-                    # It may have been a spare, which nothing is asked of.
+                    # It may have been a spare until now, and spares are not asked for news.
                     reader.request_news()
             parents = self._parents(reply, now)
             if reply.is_placed:
-                # Else the relay, which keeps parents, would hang all that came at one moment below the same holder.
+                # Report parents only when the hub has placed this member. The relay keeps reported parents, so it would
+                # put all members that start at the same moment below the same holder.
                 self._weights.parent, self._weights.second_parent = (*parents, "", "")[:2]
             return min((full_s for name in parents if (full_s := self._retries.full_s(name, now))), default=math.inf)
 
     def _parents(self, reply: UpstreamsReply, now: float) -> list[str]:
-        """Return the first member of each of the hub's orders that did not fail, and is not full for long."""
-        # Also if it is full now: the hub keeps a reported parent, so it would keep the next member, further away, for
-        # good, though the place of the first one is free again a moment later.
+        """Return, for each of the hub's orders, the first member that did not fail and is not full for long."""
+        # Report the first member even if it is full now. The hub keeps a reported parent, so reporting the next member
+        # would make this process read from further away for good, although the first one soon has a free place.
         names = [upstream.member for upstream in reply.upstreams]
         orders = reply.orders or (tuple(range(len(names))),)
         may_be = {name for name in names if self._retries.may_be_parent(name, now)}
@@ -136,12 +136,12 @@ class Assignment:
         return [name for name in firsts if name is not None]
 
     def pop_unneeded(self) -> list[UpstreamReader]:
-        """Remove and return upstreams whose places other members need more."""
+        """Remove and return upstreams that other members need more."""
         with self._lock:
             return self._choice.pop_unneeded()
 
     def pop_failed(self) -> list[UpstreamReader]:
-        """Remove and return upstreams that failed or are full, and note when they may be tried again."""
+        """Remove and return upstreams that failed or are full. Note when each may be tried again."""
         now = time.monotonic()
         with self._lock:
             failed = [reader for reader in self._choice.readers if reader.error is not None and not reader.num_flying]
@@ -149,8 +149,9 @@ class Assignment:
                 self._choice.readers.remove(reader)
                 member = reader.upstream.member
                 assert reader.error is not None
-                # A full holder is not a fault. When it was complained of, the hub discounted its chunks and assigned
-                # them to be read from storage again: eight cold starters read storage 3.3 to 5.9 times.
+                # A full holder is not a fault. When members complained about full holders, the hub discounted their
+                # chunks and assigned these to be read from storage again, so eight cold starters read storage 3.3 to
+                # 5.9 times.
                 if isinstance(reader.error, SourceBusy):
                     self._retries.note_full(member, now)
                     self._provenance.full[member] = str(reader.error)
@@ -162,7 +163,7 @@ class Assignment:
         return failed
 
     def close(self) -> list[UpstreamReader]:
-        """Start no more readers, and take no more chunks. Remove and return the upstreams."""
+        """Start no more readers and assign no more chunks. Remove and return the upstreams."""
         with self._lock:
             self._is_closed = True
             readers, self._choice.readers = self._choice.readers, []
@@ -171,16 +172,16 @@ class Assignment:
     # -- Chunks.
 
     def is_idle(self) -> bool:
-        """Return True if nothing is read and no upstream has a chunk for us now; the hub is then polled sooner."""
+        """Return True if nothing is being read and no upstream has a chunk for us. The hub is then polled sooner."""
         with self._lock:
             return self._choice.is_idle()
 
     def next_reads(self, post: Callable[[list[Read]], None], *, is_storage_read: bool) -> tuple[float, bool]:
-        """Take chunks for every upstream with a free slot, and post their reads.
+        """Assign chunks to every upstream with a free slot, and post their reads.
 
         Args:
-            post: begins these reads; called at most once, with the lock held, and not after `close`.
-            is_storage_read: whether storage is being read, so that reads of few chunks should wait for more.
+            post: begins these reads. It is called at most once, with the lock held, and never after `close`.
+            is_storage_read: whether storage is being read. If so, reads of few chunks wait for more.
 
         Returns:
             Seconds until the next round, and whether an upstream failed, so that the hub should be asked.
@@ -210,19 +211,19 @@ class Assignment:
         return pause_s, has_failed
 
     def _should_gather(self, reader: UpstreamReader, num_chunks: int) -> bool:
-        """Return True if a read of so few chunks should wait for more, while storage is read."""
+        """Return True if this read should wait for more chunks while storage is being read."""
         return num_chunks < reader.step_chunks and time.monotonic() - reader.last_read < self._timing.gather_s
 
     def missing(self, at_most: int) -> I64:
-        """Return chunks that are neither here nor on their way."""
+        """Return missing chunks that are not being read."""
         with self._lock:
             return np.flatnonzero(~self._weights.have & ~self._flying)[:at_most]
 
     def claim(self, chunks: I64, post: Callable[[I64], None]) -> bool:
-        """Take those of these chunks that are missing, and have them read from storage; return False if none is.
+        """Assign the given chunks that are missing to storage. Return False if none is missing.
 
         Args:
-            post: begins to read these chunks; called with the lock held, and not after `close`.
+            post: begins to read these chunks. It is called with the lock held, and never after `close`.
         """
         with self._lock:
             free = chunks[~self._weights.have[chunks] & ~self._flying[chunks]]
@@ -234,32 +235,35 @@ class Assignment:
         return True
 
     def release(self, chunks: I64) -> None:
-        """Make chunks available for assignment again after a failed read."""
+        """Make chunks available again after a failed read."""
         with self._lock:
             self._clear(chunks)
 
     def _clear(self, chunks: I64) -> None:
-        """Clear the flags of chunks that are no longer under way. The caller holds the lock."""
+        """Clear the flags of chunks that are no longer being read. The caller holds the lock."""
         self._flying[chunks] = self._claimed[chunks] = False
         self._weights.claims = to_ranges(np.flatnonzero(self._claimed))
 
-    # -- Progress, and who failed since.
+    # -- Progress, and failures since then.
 
     def note_verified(self, chunks: I64) -> None:
-        """Note that these chunks are here. Upstreams that failed before may cost one stall again. Order: in `held`."""
+        """Note that these chunks are verified. Call it inside `held`.
+
+        Upstreams that failed before may cost one stall again.
+        """
         self._clear(chunks)
         self._failed_since_progress.clear()
         self._reported.clear()
 
     def note_read_end(self, reader: UpstreamReader) -> None:
-        """Note the end of a read, and whether its upstream failed."""
+        """Note the end of a read and whether its upstream failed."""
         with self._lock:
             reader.num_flying -= 1
             if reader.error is not None:
                 self._failed_since_progress.add(reader.upstream.member)
 
     def note_reported(self, member: str) -> None:
-        """Note that the hub took a complaint of a failed upstream."""
+        """Note that the hub accepted a complaint about a failed upstream."""
         with self._lock:
             self._reported.add(member)
 
@@ -268,5 +272,5 @@ class Assignment:
         return reader.upstream.member in self._failed_since_progress
 
     def has_unreported_failure(self) -> bool:
-        """Return whether an upstream failed since the last verified byte, and the hub does not know it."""
+        """Return whether an upstream failed since the last verified byte and the hub does not know."""
         return bool(self._failed_since_progress - self._reported)

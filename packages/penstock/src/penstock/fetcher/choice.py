@@ -1,8 +1,7 @@
-"""The choice of the chunks that a fetch reads from each upstream, by the hub's orders and by what is missing.
+"""Chooses the chunks that a fetch reads from each upstream, from the hub's orders and the missing chunks.
 
-In: the hub's answers, readers that know what their upstreams have. Out: the chunks to read from each now; upstreams to
-ask for news, and to leave.
-Not here: threads, locks and reads (`run`), one upstream's log and pace (`upstream`), the orders (`plan.relay`).
+It also tells which upstreams to ask for news and which to leave. Threads, locks and reads are in `run`, the state of
+one upstream is in `upstream`, and the hub makes the orders in `plan.relay`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from penstock.types import I64
 
 
 def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-    """Return member -> its position in the hub's order of each tree of chunks, or in its one order for all."""
+    """Return the position of each member in the hub's order for each tree of chunks, or in the single order."""
     orders = reply.orders or (tuple(range(len(reply.upstreams))),)
     return {
         upstream.member: tuple(order.index(i) if i in order else UNNAMED for order in orders)
@@ -27,11 +26,12 @@ def ranks_of(reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
 
 
 class ChunkChoice:
-    """The upstreams of a fetch, and the chunks that it has and reads. The owner's lock guards it.
+    """The upstreams of a fetch, and the chunks that are here or being read. The owner's lock guards it.
 
     Attributes:
         readers: the upstreams in use, those with the best ranks first.
-        num_trees: orders of the hub: two trees of the even and the odd chunks, or one order for all.
+        num_trees: number of orders from the hub. Two mean a tree for the even and one for the odd chunks. One covers
+            all chunks.
 
     Args:
         have: per chunk, True if it is here. The owner changes this array and the next.
@@ -46,7 +46,7 @@ class ChunkChoice:
         self._is_placed = False
 
     def ranks(self, reply: UpstreamsReply) -> dict[str, tuple[int, ...]]:
-        """Return member -> its rank in each tree, after an answer of the hub, which may change the number of trees."""
+        """Return the ranks of each member after an answer from the hub, which may change the number of trees."""
         if reply.is_placed or not self._is_placed:
             self._is_placed = reply.is_placed
             self.num_trees = max(1, len(reply.orders))
@@ -54,54 +54,55 @@ class ChunkChoice:
         return self._ranks_with(reply.upstreams)
 
     def _ranks_with(self, upstreams: Sequence[Upstream]) -> dict[str, tuple[int, ...]]:
-        """Return the present ranks, and ranks behind them for new upstreams."""
-        # A hub that restarted names any holders until it knows the fleet again. With these in front, a fetch of two
-        # trees would read all chunks from one member, and leave its parents.
+        """Return the present ranks, with new upstreams behind them."""
+        # A restarted hub names arbitrary holders until it knows the fleet again. If they were ranked first, a fetch
+        # with two trees would leave its parents and read all chunks from one member.
         ranks = {reader.upstream.member: reader.ranks for reader in self.readers}
-        behind = 1 + max((rank for own in ranks.values() for rank in own if rank != UNNAMED), default=-1)
+        behind = 1 + max((rank for by_tree in ranks.values() for rank in by_tree if rank != UNNAMED), default=-1)
         new = (upstream.member for upstream in upstreams if upstream.member not in ranks)
         return ranks | {member: (behind + i,) * self.num_trees for i, member in enumerate(new)}
 
     def rank(self, ranks: dict[str, tuple[int, ...]]) -> None:
-        """Give the readers these ranks; those without one come last."""
-        # In one order that is the last choice; of trees it only gives what it has, and is not waited for.
+        """Set the ranks of the readers. Readers without a rank come last."""
+        # With one order the last rank still means a last resort. With trees, such an upstream only adds the chunks it
+        # has, and no other upstream waits for it.
         last = (len(ranks),) if self.num_trees == 1 else (UNNAMED,) * self.num_trees
         for reader in self.readers:
             reader.ranks = ranks.get(reader.upstream.member, last)
         self.readers.sort(key=lambda reader: min(reader.ranks))
 
     def is_idle(self) -> bool:
-        """Return True if nothing is read, and no upstream has a chunk for us now."""
+        """Return True if nothing is being read and no upstream has a chunk for us."""
         return not (self._flying.any() or any((reader.has & ~self._have).any() for reader in self.readers))
 
     def next_chunks(self, reader: UpstreamReader) -> I64:
-        """Return the chunks to read from an upstream now: missing ones that no earlier upstream will provide."""
+        """Return the chunks to read from an upstream now: missing chunks that no earlier upstream will provide."""
         free = {tree for tree in range(self.num_trees) if self.may_read(reader, tree)}
         chunks: I64 = np.flatnonzero(self._wanted(reader, free))[: reader.step_chunks]
-        # The pace of a parent is known from its own tree.
+        # The pace of a parent is known from its own tree, so it is not probed.
         if len(chunks) or len(free) == self.num_trees or (self.num_trees > 1 and reader.is_parent):
             return chunks
         others: I64 = np.flatnonzero(self._wanted(reader, set(range(self.num_trees))))[: reader.step_chunks]
         return others[-1:] if len(others) and reader.should_probe() else others[:0]
 
     def may_read(self, reader: UpstreamReader, tree: int) -> bool:
-        """Return True if no earlier upstream has, or will have, the chunks of a tree about as soon."""
+        """Return True if no earlier upstream can provide a tree's chunks about as soon."""
         return all(reader.is_much_faster_than(other) for other in self._earlier(reader, tree))
 
     def wants_news(self, reader: UpstreamReader) -> bool:
-        """Return True if few chunks are known that only this upstream should give: learn of more in time."""
-        # An upstream that the hub does not name for a tree comes behind all others, and is not asked for news before
-        # all of those stall: it may then be the only one left.
+        """Return True if few chunks are known that only this upstream should provide, so its log is read soon."""
+        # An upstream that the hub does not name for a tree ranks behind all others there. It is asked for news only
+        # when all of those stall, since it may then be the only one left.
         own = {tree for tree in range(self.num_trees) if not self._earlier(reader, tree)}
         return bool(own) and int(self._wanted(reader, own).sum()) < reader.step_chunks
 
     def _earlier(self, reader: UpstreamReader, tree: int) -> list[UpstreamReader]:
-        """Return the upstreams before this one in a tree's order that have, or will have, its chunks."""
+        """Return the upstreams with a better rank in a tree that have, or will have, its chunks."""
         rank = reader.ranks[tree]
         return [other for other in self.readers if other.ranks[tree] < rank and other.holds_back(tree)]
 
     def _wanted(self, reader: UpstreamReader, trees: Collection[int]) -> Bools:
-        """Return the chunks of these trees that an upstream has, and that are neither here nor on their way."""
+        """Return the missing chunks of these trees that an upstream has and nobody reads yet."""
         wanted = reader.has & ~self._have & ~self._flying
         if len(trees) < self.num_trees:
             for tree in set(range(self.num_trees)).difference(trees):
@@ -109,11 +110,11 @@ class ChunkChoice:
         return wanted
 
     def pop_unneeded(self) -> list[UpstreamReader]:
-        """Remove and return upstreams that take a reader's place for nothing, once the parents of all trees give."""
-        # In one order they stay, in case that all others fail while the hub is away. With trees a member has two
-        # children on other hosts. Those that read it while the fleet was smaller, and those that only measure whether
-        # it is faster than their parent, would take its children's places.
-        if self.num_trees == 1 or not all(self._has_giving_parent(tree) for tree in range(self.num_trees)):
+        """Remove and return upstreams that need no reader's place once every tree has a working parent."""
+        # With one order they stay, in case all others fail while the hub is away. With trees a member has two children
+        # on other hosts. Readers from the time when the fleet was smaller, and readers that only measure whether it is
+        # faster than their parent, would take the places of these children.
+        if self.num_trees == 1 or not all(self._has_working_parent(tree) for tree in range(self.num_trees)):
             return []
         unneeded = [
             reader
@@ -123,11 +124,11 @@ class ChunkChoice:
         self.readers = [reader for reader in self.readers if reader not in unneeded]
         return unneeded
 
-    def _has_giving_parent(self, tree: int) -> bool:
-        """Return True if the first upstream of a tree is connected, and gives chunks of it."""
+    def _has_working_parent(self, tree: int) -> bool:
+        """Return True if the first upstream of a tree is connected and sends its chunks."""
         first = min(self.readers, key=lambda reader: reader.ranks[tree], default=None)
         return first is not None and first.is_connected and first.holds_back(tree)
 
     def _is_slow_spare(self, reader: UpstreamReader) -> bool:
-        """Return True if an upstream is known not to be much faster than those before it, which all give."""
+        """Return True if an upstream was measured and is not much faster than those before it, which all send."""
         return reader.is_measured and not any(self.may_read(reader, tree) for tree in range(self.num_trees))

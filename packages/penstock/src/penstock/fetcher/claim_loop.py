@@ -1,9 +1,7 @@
-"""The thread of a fetch that claims chunks at the hub, and has them read from storage.
+"""The thread of a fetch that claims chunks at the hub and has them read from storage.
 
-In: the hub's claims. Out: chunks read from storage, not yet verified.
-Not here: the reads (`storage_reader`), the state of the hub (`hub_poller`).
-
-Without the hub, chunks are read without a claim once nothing feeds the fetch any more.
+`storage_reader` does the reads and `hub_poller` keeps the state of the hub. Without the hub, chunks are read without a
+claim after the fetch has received nothing for some time.
 """
 
 from __future__ import annotations
@@ -29,24 +27,24 @@ from penstock.timing import Timing
 from penstock.types import I64
 
 ALONE_CHUNKS = 16
-"""Chunks read at once without a claim: 256 MiB, so that the hub is soon tried again."""
+"""Number of chunks read without a claim before the hub is tried again (256 MiB)."""
 
 
 class ClaimLoop:
     """Claims chunks and reads them from storage, until all are here or storage fails.
 
     Args:
-        member: this process's member.
+        member: the member of this process.
         weights: the weights to fill.
-        assignment: gives out the chunks.
+        assignment: tracks which chunks are missing.
         hub: the state of the hub, and the first claim.
         storage: reads chunks.
-        reads: the executor of reads of storage.
-        ticket: fails with an error of storage if there is no upstream.
-        provenance: gets the faults of storage.
-        starved: seconds without anything that feeds the fetch; `run` looks at it.
+        reads: the executor of storage reads.
+        ticket: fails with storage's error if there is no upstream.
+        provenance: receives the faults of storage.
+        starved: measures the time in which nothing feeds the fetch. `run` updates it.
         before_read: called before a byte is requested.
-        add_received: takes chunks whose bytes are in place.
+        add_received: receives chunks whose bytes are in place.
         stall_s: seconds without progress after which the fetch fails.
         timing: waiting times.
     """
@@ -86,9 +84,9 @@ class ClaimLoop:
         self._path = f"storage {storage.uri}"
 
     def run(self) -> None:
-        """Claim and read until all chunks are here: the body of the thread."""
-        # The first answer has the first claim. Otherwise each of 1,000 members that start together would send two
-        # requests at once; and a member sends one claim at a time.
+        """Claim and read until all chunks are here. This is the body of the thread."""
+        # The hub's first answer contains the first claim. Otherwise each of 1,000 members that start together would
+        # send two requests at once, while a member should send one claim at a time.
         while not (self._hub.answered.wait(self._timing.fetch_turn_s) or self.should_skip_claims()):
             pass
         first = self._hub.pop_first_claim()
@@ -110,10 +108,10 @@ class ClaimLoop:
                 self._hub.note_failure(error)
                 wait_s = 0.0 if self._hub.state is HubState.REFUSES else wait_s
             self._closing.wait(wait_s if ranges else max(wait_s, self._hub.rest_s))
-        self._give_claim_back()
+        self._return_claim()
 
-    def _give_claim_back(self) -> None:
-        """After storage failed, give the claim back, so that others read its chunks."""
+    def _return_claim(self) -> None:
+        """Return the claim after storage failed, so that other members read its chunks."""
         while not self._assignment.can_read_storage and not self._closing.is_set():
             try:
                 self._member.claim(self._weights, ask=False)
@@ -122,13 +120,13 @@ class ClaimLoop:
                 self._closing.wait(self._timing.hub_retry_s)
 
     def should_skip_claims(self) -> bool:
-        """Return True if storage must be read without a claim: the hub refused us, or no byte came for too long.
+        """Return True if storage must be read without a claim, because the hub refused us or no byte arrives.
 
-        In the second case the hub is unreachable, or members that have the missing chunks live but send nothing.
+        In the second case the hub is unreachable, or members with the missing chunks are alive but send nothing.
         """
         state = self._hub.state
-        # Later than `read_stall_s`, after which a holder that gives nothing is reported: the hub then gives claims on
-        # what only that holder has, and the starters read storage once together instead of once each.
+        # Wait longer than `read_stall_s`, after which a silent holder is reported. The hub then grants claims on the
+        # chunks that only this holder has, so the starting members read storage once together instead of once each.
         patience_s = self._stall_s / 2 if state is HubState.AWAY else 0.75 * self._stall_s
         must_skip = state is HubState.REFUSES or self._starved.seconds > patience_s
         if must_skip and self._hub.become(HubState.UNUSED):
@@ -136,13 +134,13 @@ class ClaimLoop:
         return self._hub.state is HubState.UNUSED
 
     def _read(self, ranges: Ranges) -> bool:
-        """Start reading claimed chunks, and wait until the next claim should be made.
+        """Start reading claimed chunks, and wait until it is time for the next claim.
 
         Returns False if none of the chunks is missing any more.
         """
         if not self._assignment.claim(np.concatenate([np.arange(*span) for span in ranges]), self._post):
             return False
-        # No deadline here: storage has its own, and its end sets the event.
+        # No deadline is needed here, because storage has its own and its end sets the event.
         while not (self._wanted.wait(self._stall_s) or self._closing.is_set()):
             pass
         return True
@@ -154,33 +152,33 @@ class ClaimLoop:
         self._reads.post(Item(first, f"storage {first}", nbytes, start=partial(self._read_storage, chunks)))
 
     def _read_storage(self, chunks: I64) -> None:
-        """Read claimed chunks from storage, and pass on those that are complete: a work item."""
-        left = set(chunks.tolist())
-        # Once for each claim: a second time would end the wait for the next claim's reads, which has begun by then.
-        has_asked = threading.Event()
+        """Read claimed chunks from storage, and pass on the complete ones. This is a work item."""
+        unread = set(chunks.tolist())
+        # Set `_wanted` once for each claim. A second time could end the wait for the next claim, which has begun by
+        # then.
+        is_near_end = threading.Event()
 
         def near_end() -> None:
-            has_asked.set()
+            is_near_end.set()
             self._wanted.set()
 
         self._before_read()
         try:
-            for some in self._storage.read(chunks, near_end):
-                left -= set(some.tolist())
-                self._add_received(ReceivedChunks(chunks=some, wanted=None, path=self._path, upstream_reader=None))
+            for complete in self._storage.read(chunks, near_end):
+                unread -= set(complete.tolist())
+                self._add_received(ReceivedChunks(chunks=complete, wanted=None, path=self._path, upstream_reader=None))
                 if self._ticket.done:
                     break
         except PenstockError as error:
             if error.blame != "source":
                 raise
-            self.fail(error, np.array(sorted(left), np.int64))
-        if not has_asked.is_set():
+            self.fail(error, np.array(sorted(unread), np.int64))
+        if not is_near_end.is_set():
             self._wanted.set()
 
     def fail(self, error: PenstockError, chunks: I64) -> None:
-        """Stop reading storage, and free these chunks. The fetch fails unless it has an upstream to continue with."""
+        """Stop reading storage for good and free these chunks. The fetch fails if it has no upstream left."""
         self._provenance.faults.append(f"storage: {error}")
-        # For good: storage is not tried again.
         self._assignment.can_read_storage = False
         if not self._assignment.readers:
             self._ticket.fail(error)
@@ -188,6 +186,6 @@ class ClaimLoop:
         self._ticket.wake()
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         self._closing.set()
         self._wanted.set()

@@ -1,8 +1,6 @@
-"""Discovery: determine the tensors to fetch, from the fallback's headers or from members, and their destination.
+"""Finds the tensors to fetch, from the fallback's headers or from members, and their destination.
 
-In: a target, and optionally a fallback. Out: a `FetchTarget`: identity, layout, destination rows or a request for new
-memory, and a session that reads storage.
-Not here: fetching it (`run`), the API for users (`join`).
+The result is a `FetchTarget`. `run` fetches it, and `join` is the API for users.
 """
 
 from __future__ import annotations
@@ -56,31 +54,31 @@ _log = log_named("penstock.fetch")
 T = TypeVar("T")
 Target = torch.nn.Module | MutableMapping[str, torch.Tensor]
 
-LEAST_ASK_S = 0.5
-"""Shortest timeout of a request to the hub: with `wait_s=0` a hub that is up must still have time to answer."""
-TOLD_S = 2.0
-"""A wait that takes longer than this is logged."""
-ASK_S = 0.2
-"""Shortest pause between two requests to the hub while no member holds the model."""
+MIN_TIMEOUT_S = 0.5
+"""Shortest timeout of a request to the hub, in seconds. Even with `timeout_s=0` a working hub needs time to answer."""
+LOG_AFTER_S = 2.0
+"""A wait longer than this is logged, in seconds."""
+REQUEST_PAUSE_S = 0.2
+"""Shortest pause between two requests to the hub while no member holds the model, in seconds."""
 
 
 class PlacedTarget(dict[str, torch.Tensor], ABC):
-    """An empty target that places its new tensors in memory of its own choice.
+    """An empty target that decides where its new tensors are placed.
 
     Attributes:
-        arenas: the arenas that the tensors lie in, if any.
+        arenas: the arenas that contain the tensors, if any.
     """
 
     arenas: Sequence[Arena] = ()
 
     @abstractmethod
     def place(self, layout: WeightLayout) -> list[torch.Tensor]:
-        """Return the memory of each row of the layout's table: its bytes, flat uint8, aligned to its elements."""
+        """Return the memory for each row of the layout's table, as flat uint8 aligned to its elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class FetchTarget:
-    """The tensors to fetch and their destination: `rows`, or new memory if `rows` is None."""
+    """The tensors to fetch and their destination, which is `rows` or new memory if `rows` is None."""
 
     identity: Identity
     layout: WeightLayout
@@ -92,19 +90,19 @@ class FetchTarget:
     def allocate(
         self, target: Target, max_readers: int, is_over: Callable[[], bool]
     ) -> tuple[LocalWeights, Callable[[], list[torch.Tensor]] | None]:
-        """Return the local weights to fill; also a function that makes their tensors, if their memory is new.
+        """Return the local weights to fill, and a function that makes their tensors if the memory is new.
 
-        New memory is where a `PlacedTarget` places it, else one arena: one registration for all of it.
+        A `PlacedTarget` places new memory itself. Otherwise it is one arena, which needs only one registration.
 
         Raises:
-            PlanError: torch cannot hold a dtype or shape; nothing was allocated.
-            BudgetTooSmall, DestinationError, DeviceOutOfMemory: there is no room.
+            PlanError: torch cannot hold a dtype or shape. Nothing was allocated.
+            BudgetTooSmall, DestinationError, DeviceOutOfMemory: the memory is too small.
         """
         if self.rows is not None:
             weights = LocalWeights(self.identity, self.layout, self.rows, leaves=self.leaves, max_readers=max_readers)
             return weights, None
         table = self.layout.table
-        # Here, since the tensors are made after the fetch has begun.
+        # Check dtypes and shapes now, because the tensors are made after the fetch has begun.
         for dtype, shape in set(zip(table.dtypes, table.shapes, strict=True)):
             torch_dtype(dtype)
             torch_shape(dtype, shape)
@@ -116,7 +114,8 @@ class FetchTarget:
         else:
             nbytes = table.nbytes.tolist()
             arena = Arena.allocate(needed_bytes(nbytes), self.device)
-            # A thread touches the pages in advance: a page fault in the middle of a read stops its thread.
+            # A thread touches the pages in advance, because a page fault in the middle of a read stops the reading
+            # thread.
             arena.warm(is_over)
             offsets = arena.place(nbytes)
             with paused_gc():
@@ -140,13 +139,13 @@ class FetchTarget:
 
 
 class Discovery:
-    """The discovery of one fetch: its tensors, from the fallback's headers or from members.
+    """Finds the tensors of one fetch, from the fallback's headers or from members.
 
     Args:
-        identity: the caller's identity; fields that the fallback or the fleet knows may be empty.
-        member: this process's member.
-        settings: deadlines, and settings of reading storage.
-        on_wait: called before each pause with what this waits for.
+        identity: the caller's identity. Fields that the fallback or the fleet knows may be empty.
+        member: the member of this process.
+        settings: deadlines, and settings for reading storage.
+        on_wait: called before each pause with the reason for it.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, on_wait: Callable[[str], None]) -> None:
@@ -164,13 +163,13 @@ class Discovery:
         wait_s: float | None,
         stack: ExitStack,
     ) -> FetchTarget:
-        """Return the tensors to fetch; see `Fleet.fetch` for arguments and errors.
+        """Return the tensors to fetch. See `Fleet.fetch` for arguments and errors.
 
         Ownership: a session that this opens is closed with `stack`.
         """
-        is_given = isinstance(target, torch.nn.Module) or len(target) > 0
-        tensors = targets_of(target, written=True) if is_given else {}
-        if is_given and not tensors:
+        has_tensors = isinstance(target, torch.nn.Module) or len(target) > 0
+        tensors = targets_of(target, written=True) if has_tensors else {}
+        if has_tensors and not tensors:
             hint = "pass an empty dict to receive new tensors, or a module that has tensors"
             raise PlanError("the target has no tensors to fill", hint=hint)
         if tensors:
@@ -180,23 +179,23 @@ class Discovery:
         if fallback is not None:
             options = ReadOptions(device=device, settings=ReadSettings(storage_options=storage_options))
             session = stack.enter_context(LoadSession(fallback, options, self._settings, in_group=True, journey=""))
-            return self._stored(session, tensors, is_given)
+            return self._stored(session, tensors, has_tensors)
         wait_s = self._settings.stall_s if wait_s is None else wait_s
-        if is_given:
+        if has_tensors:
             require_whole(tensors, "fetch")
-            # Tied tensors are one row of the layout, so their sources are equal.
+            # Tied tensors share one row of the layout, so they must be tied in the target too.
             tied_targets(list(tensors), list(tensors.values()))
             layout, rows = layout_of_tensors(tensors)
             identity = msgspec.structs.replace(self._identity, layout=layout.digest)
             identity = self._state_of(identity, {"revision"}, wait_s).identity
             return FetchTarget(identity=identity, layout=layout, rows=rows, device=device)
         state = self._state_of(self._identity, {"revision", "layout"}, wait_s)
-        return FetchTarget(identity=state.identity, layout=self._ask_layout(state, device, wait_s), device=device)
+        return FetchTarget(identity=state.identity, layout=self._layout_of(state, device, wait_s), device=device)
 
-    def _stored(self, session: LoadSession, tensors: Mapping[str, torch.Tensor], is_given: bool) -> FetchTarget:
-        """Return the tensors of the fallback, or those of them that the target has."""
+    def _stored(self, session: LoadSession, tensors: Mapping[str, torch.Tensor], has_tensors: bool) -> FetchTarget:
+        """Return the tensors of the fallback, or only those that the target has."""
         table, rows = session.table(), None
-        if is_given:
+        if has_tensors:
             lines = match_targets(session, tensors, None, True, whole="fetch").lines()
             table = lines.table
             rows = dict(zip(table.names, lines.tensors, strict=True))
@@ -211,12 +210,12 @@ class Discovery:
             if requested.startswith("w1-"):
                 if not revision.startswith(requested):
                     raise IntegrityError(f"storage has revision {revision}, not {requested}", uri=session.weights.uri)
-                # A prefix, perhaps: members compare whole revisions.
+                # The request may be a prefix, but members compare whole revisions.
                 requested = ""
-            # Tied targets: this process has a subset of the tensors, whose root is another one.
+            # With tied targets this process has fewer tensors, so their root differs.
             if len(layout.table) < len(manifest.tensors):
                 revision = root_revision(layout.table, manifest.leaf_bytes, leaves)
-        # Without a manifest the files' root is not known before all of them are read, unless members have read them.
+        # Without a manifest the root is known only after all files were read, unless members have read them.
         elif requested.startswith("w1-") and self._have_read(layout, revision, requested):
             requested = ""
         flat = None
@@ -232,9 +231,9 @@ class Discovery:
         )
 
     def _state_of(self, identity: Identity, open_fields: set[str], wait_s: float) -> HoldingState:
-        """Return the state of a member whose identity equals ours, except for open fields; wait for a first holder."""
+        """Return the state of a member whose identity equals ours except for open fields. Wait for the first holder."""
         unknown = {name for name in open_fields if not getattr(identity, name)}
-        return self._patiently(
+        return self._retry_until(
             "a holder",
             lambda left_s: self._state_now(identity, unknown, f" after {wait_s} s", within_s=left_s),
             wait_s,
@@ -245,96 +244,100 @@ class Discovery:
     def _state_now(
         self, identity: Identity, unknown: set[str], since: str = "", *, within_s: float | None = None
     ) -> HoldingState:
-        """Return the state of the holder with the most chunks now; fields in `unknown` may differ.
+        """Return the state of the holder with the most chunks now. Fields in `unknown` may differ.
 
-        Raises NotFound if there is none; `since` completes its message.
+        Raises NotFound if there is no holder. `since` completes its message.
         """
         best: HoldingState | None = None
-        others: dict[str, str] = {}
+        mismatches: dict[str, str] = {}
         for member in self._member.hub.status(identity.model, within_s=within_s).members:
             for state in member.holdings:
                 if member.member == self._member.id:
                     continue
                 differ = {k: v for k, v in identity.differences(state.identity).items() if k not in unknown}
                 if "revision" in differ:
-                    # A member that read files without a manifest has their `w1-` root only at its end, beside the
-                    # `h1-` revision of its identity.
+                    # A member that read files without a manifest knows their `w1-` root only at the end. Its identity
+                    # keeps an `h1-` revision.
                     differ["revision"] = identity.revision, state.revision or state.identity.revision
                     if identity.revision.startswith(("w1-", "h1-")) and state.is_of(identity.revision):
                         del differ["revision"]
                 if differ:
                     words = (f"{name} {theirs!r}, not {mine!r}" for name, (mine, theirs) in differ.items())
-                    others[member.member[:8]] = ", ".join(words)
+                    mismatches[member.member[:8]] = ", ".join(words)
                 elif best is None or _num_have(state) > _num_have(best):
                     best = state
         if best is not None:
             return best
-        seen = "".join(f"; member {name} has {words}" for name, words in list(others.items())[:4])
-        # Whoever is told of an identity must also be told what differs in it.
-        message = f"no member holds {identity.model!r}{since}{', or not the same weights' if seen else ''}{seen}"
-        raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or give fallback= to read storage")
+        seen = "".join(f"; member {name} has {words}" for name, words in list(mismatches.items())[:4])
+        # Name the differences, because the caller cannot find a mismatch of identities otherwise.
+        message = f"no member holds {identity.model!r}{' with the same identity' if seen else ''}{since}{seen}"
+        raise NotFound(message, hint=f"run `{why_command(identity.model)}`, or pass fallback= to read storage")
 
     def _have_read(self, layout: WeightLayout, revision: str, requested: str) -> bool:
-        """Return True if members read the same files, which have no manifest, and got the requested revision."""
+        """Return True if members read the same files without a manifest and got the requested revision."""
         same = msgspec.structs.replace(self._identity, revision=revision, layout=layout.digest)
-        # Without a holder, or without the hub, the files are read and compared like any others.
+        # Without a holder or a hub, the files are read and compared as usual.
         with contextlib.suppress(SourceError, HubUnavailable):
             if self._member.away is not None:
                 return False
             return self._state_now(same, set()).is_of(requested)
         return False
 
-    def _ask_layout(self, state: HoldingState, device: torch.device, wait_s: float) -> WeightLayout:
-        """Return the layout of a key from a member that holds it; wait for a member that has a free reader's place."""
-        return self._patiently(
+    def _layout_of(self, state: HoldingState, device: torch.device, wait_s: float) -> WeightLayout:
+        """Return the layout of a key from a member that holds it. Wait for a member with a free reader's place."""
+        return self._retry_until(
             "a free holder",
-            lambda left_s: self._ask_layout_now(state, device, left_s),
+            lambda left_s: self._layout_now(state, device, left_s),
             wait_s,
             SourceError,
             PeerLost,
             HubUnavailable,
         )
 
-    def _patiently(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
-        """Call `ask` with the seconds left until it returns; raise errors of these kinds only after `wait_s`."""
+    def _retry_until(self, what: str, ask: Callable[[float], T], wait_s: float, *passing: type[PenstockError]) -> T:
+        """Call `ask` with the seconds left until it returns. Raise errors of these kinds only after `wait_s`."""
         begun = time.monotonic()
-        is_told = False
+        is_logged = False
         while True:
             waited_s = time.monotonic() - begun
             try:
-                return ask(max(LEAST_ASK_S, wait_s - waited_s))
+                return ask(max(MIN_TIMEOUT_S, wait_s - waited_s))
             except passing as error:
                 if (waited_s := time.monotonic() - begun) >= wait_s:
                     raise
-                # Once: progress is shown on a terminal only, and nobody knows what a silent process waits for.
-                if not is_told and waited_s >= min(TOLD_S, wait_s / 2):
-                    is_told = True
-                    why = error.message if isinstance(error, HubUnavailable) else "there is none, and no fallback="
+                # Log it once. Progress is shown on terminals only, so a waiting process would otherwise be silent.
+                if not is_logged and waited_s >= min(LOG_AFTER_S, wait_s / 2):
+                    is_logged = True
+                    why = (
+                        error.message
+                        if isinstance(error, HubUnavailable)
+                        else "no member holds it and fallback= is not set"
+                    )
                     _log.warning("waiting for %s of %s, at most %g s: %s", what, self._identity.model, wait_s, why)
             self._on_wait(f"waiting for {what}, {waited_s:.0f} of {wait_s:.0f} s")
-            # Longer for a slow hub: each of these answers costs it the time of all members of the fleet.
-            time.sleep(max(ASK_S, min(self._member.hub.rest_s, wait_s / 8)))
+            # Pause longer for a slow hub, because each answer lists all members of the fleet.
+            time.sleep(max(REQUEST_PAUSE_S, min(self._member.hub.rest_s, wait_s / 8)))
 
-    def _ask_layout_now(self, state: HoldingState, device: torch.device, within_s: float) -> WeightLayout:
-        """Return the layout from the first upstream that answers; raise the last one's error if none does."""
+    def _layout_now(self, state: HoldingState, device: torch.device, within_s: float) -> WeightLayout:
+        """Return the layout from the first upstream that answers, or raise the last error."""
         empty = HoldingState(key=state.key, identity=state.identity, num_chunks=0, nbytes=0)
         reply = self._member.find_holders(empty, within_s=within_s)
         last: PenstockError = NotFound(
-            f"no member holds {state.identity.model!r} any more", hint="fetch again, or give fallback= to read storage"
+            f"no member holds {state.identity.model!r} any more", hint="fetch again, or pass fallback= to read storage"
         )
         for upstream in reply.upstreams:
             try:
-                # A quarter of the stall: a slow member must not use up the time, since others know the layout too.
+                # Wait a quarter of the stall, so that a slow member leaves time for others that know the layout too.
                 with self._member.peer(upstream, state.key, stall_s=self._settings.stall_s / 4) as peer:
                     peer.lease()
                     layout = from_message(peer.table())
-                    # The table comes from a peer, the layout's digest from the hub: a peer may lie about its table.
+                    # The digest of the layout comes from the hub, so it detects a wrong table from the peer.
                     if layout.digest != state.identity.layout:
                         fault = f"the member's tensor table has layout {layout.digest}, not {state.identity.layout}"
                         raise FormatError(fault, uri=f"penstock:{upstream.member}")
                     if device.type == "cuda" and peer.is_on_host:
-                        # The fetch will most likely read this member. Mapping 60 GB takes 10 ms, and needs no memory of
-                        # ours: it goes on while that is allocated. Its error says nothing of the layout.
+                        # The fetch will most likely read this member. Mapping 60 GB takes 10 ms and can overlap the
+                        # allocation. An error here does not affect the layout.
                         with contextlib.suppress(PenstockError):
                             _in_background(partial(self._member.links.reach_device, str(device), peer.map().regions))
                     return layout
@@ -344,7 +347,10 @@ class Discovery:
 
 
 def _in_background(work: Callable[[], None]) -> None:
-    """Do work in a thread that nothing waits for, which only saves time: its errors are raised where it is needed."""
+    """Do optional work in a background thread, to save time later.
+
+    Its errors are raised when the work is really needed.
+    """
 
     def attempt() -> None:
         with contextlib.suppress(PenstockError):

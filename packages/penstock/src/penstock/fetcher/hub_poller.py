@@ -1,9 +1,7 @@
-"""The thread of a fetch that asks the hub for upstreams, and what is known of the hub.
+"""The thread of a fetch that asks the hub for upstreams and keeps the state of the hub.
 
-In: a member, the assignment. Out: upstreams in the assignment, the first claim, the state of the hub.
-Not here: claims (`claim_loop`), the hub's requests (`peer.member`).
-
-Known upstreams stay in use while the hub is away: running transfers do not need it.
+`claim_loop` makes claims, and `peer.member` sends the requests. Known upstreams stay in use while the hub is away,
+because running transfers do not need it.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ from penstock.timing import Timing
 
 
 class HubState(Enum):
-    """What a fetch knows of the hub, and so whether it reads storage by claims."""
+    """The state of the hub as a fetch knows it. It decides whether storage is read with claims."""
 
     UNKNOWN = auto()
-    """It was not asked yet."""
+    """The hub was not asked yet."""
     ANSWERS = auto()
     AWAY = auto()
     """The last request failed. Claims are still tried."""
     REFUSES = auto()
-    """It refused this member. Retrying cannot change that, so storage is about to be read without claims."""
+    """The hub refused this member. Retrying cannot change that, so storage will be read without claims."""
     UNUSED = auto()
     """Storage is read without claims, until the hub names upstreams again."""
 
@@ -42,29 +40,29 @@ _NEXT = {
     HubState.ANSWERS: {HubState.AWAY, HubState.REFUSES, HubState.UNUSED},
     HubState.AWAY: {HubState.ANSWERS, HubState.REFUSES, HubState.UNUSED},
     HubState.REFUSES: {HubState.ANSWERS, HubState.AWAY, HubState.UNUSED},
-    # Another failure changes nothing: only an answer ends it.
+    # Only an answer ends this state.
     HubState.UNUSED: {HubState.ANSWERS},
 }
-"""The states that may follow each state. Others are ignored."""
+"""The states that may follow each state. Other changes are ignored."""
 
 
 class HubPoller:
     """Asks for upstreams until it is closed.
 
     Args:
-        member: this process's member.
+        member: the member of this process.
         weights: the weights to fill.
-        assignment: gets the upstreams.
-        ticket: fails if the hub refuses a fetch that has nothing else.
-        provenance: gets the reason if storage is read without claims.
+        assignment: receives the upstreams.
+        ticket: fails if the hub refuses a fetch that has no other source.
+        provenance: receives the reason if storage is read without claims.
         stall_s: seconds without progress after which the fetch fails.
         timing: waiting times.
-        away: why the member has not joined; storage is then read without claims from the start.
+        away: why the member has not joined. If given, storage is read without claims from the start.
 
     Attributes:
-        state: changed by `become` only.
+        state: changed only by `become`.
         answer: the hub's last answer or failure, in words.
-        answered: set after the first request; it has the first claim.
+        answered: set after the first request, whose answer contains the first claim.
         wanted: set to ask the hub soon.
     """
 
@@ -99,7 +97,7 @@ class HubPoller:
             provenance.read_without_hub(away.message)
 
     def become(self, state: HubState) -> bool:
-        """Change the state. Return False and change nothing if `state` cannot follow the present one."""
+        """Change the state. Return False without a change if `state` cannot follow the present one."""
         with self._changing:
             if state not in _NEXT[self.state]:
                 return False
@@ -107,7 +105,7 @@ class HubPoller:
             return True
 
     def run(self) -> None:
-        """Ask for upstreams again and again: the body of the thread."""
+        """Ask for upstreams repeatedly. This is the body of the thread."""
         while not self._closing.is_set():
             self.wanted.clear()
             self.drop_failed()
@@ -115,13 +113,13 @@ class HubPoller:
             self.answered.set()
             self._closing.wait(self.rest_s)
             if full_s < wait_s:
-                # With a new grant: the holder has used up the present one, though it refused.
+                # Ask for a new grant, because the holder invalidates a grant even when it refuses.
                 self.wanted.wait(full_s)
             elif not self.wanted.wait(rest_s := max(wait_s / 4, self._timing.hub_pause_s)):
                 self.wait_while_fed(wait_s - rest_s)
 
     def _ask(self) -> tuple[float, float]:
-        """Ask once; return the seconds until the next request, and until a full parent may be tried again."""
+        """Ask once. Return the seconds until the next request and until a full parent may be tried again."""
         is_first = not self.answered.is_set()
         try:
             reply = self._member.upstreams(
@@ -132,16 +130,16 @@ class HubPoller:
             self.become(HubState.ANSWERS)
             self._note_storage_readers(reply)
             if not self._assignment.can_read_storage:
-                self.answer = f"named {len(reply.upstreams)} members to take from"
+                self.answer = f"named {len(reply.upstreams)} members to read from"
             return reply.ask_again_s, self._assignment.follow(reply)
         except PenstockError as error:
             self.note_failure(error)
             return self._timing.hub_retry_s, math.inf
 
     def wait_while_fed(self, wait_s: float) -> None:
-        """Wait until the hub is wanted, or no upstream has a chunk for us; at most `wait_s`."""
-        # Not looked at once only: of members that start together the first ones know few of the others, and have read
-        # all that these have long before the next request.
+        """Wait at most `wait_s` until the hub is wanted or no upstream has a chunk for us."""
+        # Check repeatedly. When members start together, the first ones know few of the others and read all chunks of
+        # these long before the next request.
         until = time.monotonic() + wait_s
         while not self._assignment.is_idle() and (left_s := until - time.monotonic()) > 0:
             if self.wanted.wait(min(self._timing.fetch_turn_s, left_s)):
@@ -149,7 +147,10 @@ class HubPoller:
 
     @property
     def rest_s(self) -> float:
-        """Pause before the next request to a slow hub; well below `stall_s`, so that a stall is noticed in time."""
+        """Pause before the next request to a slow hub, in seconds.
+
+        It is well below `stall_s`, so that a stall is noticed in time.
+        """
         return min(self._member.hub.rest_s, self._stall_s / 8)
 
     def note_failure(self, error: PenstockError) -> None:
@@ -161,7 +162,10 @@ class HubPoller:
             self._ticket.fail(error)
 
     def drop_failed(self) -> None:
-        """Drop upstreams that failed or are full, to be tried again later; complain to the hub about failed ones."""
+        """Drop upstreams that failed or are full. They are tried again later.
+
+        Complain to the hub about the failed ones.
+        """
         for reader in self._assignment.pop_failed():
             assert reader.error is not None
             member = reader.upstream.member
@@ -171,22 +175,25 @@ class HubPoller:
             reader.close()
 
     def _note_storage_readers(self, reply: UpstreamsReply) -> None:
-        """Record whether other members read storage and make progress; waiting for their chunks is then no stall."""
+        """Record whether other members are making progress reading storage.
+
+        Waiting for their chunks is then not a stall.
+        """
         is_alive = 0 <= reply.reader_silent_s < self._stall_s / 2
         valid_s = 2 * max(reply.ask_again_s, 1.0) + self._timing.hub_word_s
         self._others_read_until = time.monotonic() + valid_s if is_alive else 0.0
 
     def do_others_read(self) -> bool:
-        """Return whether other members read the missing chunks from storage, by the hub's last word."""
+        """Return whether other members are reading the missing chunks from storage, by the hub's last answer."""
         return time.monotonic() < self._others_read_until
 
     def pop_first_claim(self) -> ClaimReply | None:
-        """Return the claim that came with the first answer, once."""
+        """Return the claim from the first answer, once."""
         first, self._first_claim = self._first_claim, None
         return first
 
     def close(self) -> None:
-        """Let the thread end, and every wait for this object."""
+        """End the thread and all waits for this object."""
         self._closing.set()
         self.wanted.set()
         self.answered.set()

@@ -1,7 +1,6 @@
 """The public API of the fleet: `join` it, then `fetch`, `offer`, `serve` and `leave`.
 
-In: a model's name, a hub or none, targets. Out: filled targets and a `FetchReport`; then this process is a source.
-Not here: the running fetch (`run`), the hub's side (`hub.app`), keeping weights for engines (`cache.weight_cache`).
+`run` executes a fetch, `hub.app` is the hub's side, and `cache.weight_cache` keeps weights for engines.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from penstock.config import ConnectionSettings, Settings, parse_bytes
 from penstock.digest.leaf import revision as root_revision
 from penstock.engine.trace import Trace, open_trace
 from penstock.errors import ConfigError, HubUnavailable, IntegrityError, PenstockError
-from penstock.fetcher.discover import LEAST_ASK_S, Discovery, Target
+from penstock.fetcher.discover import MIN_TIMEOUT_S, Discovery, Target
 from penstock.fetcher.report import FetchReport, Provenance, outcome_of, report_of
 from penstock.fetcher.run import FetchRun
 from penstock.fetcher.storage_reader import StorageReader
@@ -47,9 +46,9 @@ _log = log_named("penstock.fetch")
 
 
 class Fleet:
-    """This process as a member of the fleet. A context manager: its exit drains the readers and leaves the fleet.
+    """This process as a member of the fleet, created by `join`. Only one thread at a time may call its methods.
 
-    Made by `join`. Only one thread at a time may call its methods.
+    As a context manager it drains the readers and leaves the fleet on exit.
     """
 
     def __init__(self, identity: Identity, member: Member, settings: Settings, *, max_readers: int) -> None:
@@ -71,28 +70,28 @@ class Fleet:
         trace: str | os.PathLike[str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
-        """Fill `target` from members that hold the model, and from storage with what no member has or reads.
+        """Fill `target` from members that hold the model. Read from storage only what no member has or reads.
 
         Args:
-            target: a module or a dict of tensors, filled in place; or an empty dict, filled with new tensors at the
-                end, all or none.
-            fallback: URI of the model in storage; None: read from members only.
+            target: a module or a dict of tensors that is filled in place. An empty dict receives new tensors at the
+                end, either all or none.
+            fallback: URI of the model in storage. None means to read from members only.
             device: device of new tensors.
             storage_options: see `load`.
-            timeout_s: how long to wait for a first holder where there is no fallback; None: the stall deadline.
-            trace: where to save a Chrome trace.
-            progress: see `load`; of verified bytes.
+            timeout_s: seconds to wait for a first holder if there is no fallback. None means the stall deadline.
+            trace: file for a Chrome trace.
+            progress: see `load`. It shows verified bytes.
 
         Returns:
-            A report of the sources that were used. From then on, until `leave`, this process is a source.
+            A report of the sources that were used. From now until `leave`, this process is a source.
 
         Raises:
             NotFound: no member holds the model and there is no fallback.
             HubUnavailable: the hub does not answer and there is no fallback.
-            PlanError: the target's tensors are not those of the fallback.
-            SourceError, IntegrityError: see `FetchRun.run`; `mutated` is True if a given target was written to.
+            PlanError: the target's tensors differ from those of the fallback.
+            SourceError, IntegrityError: see `FetchRun.run`. `mutated` is True if the caller's target was written to.
 
-        Ownership: the caller owns the tensors, and must not change them while this process serves them: see `fence`.
+        Ownership: the caller owns the tensors, and must not change them while this process serves them. See `fence`.
         """
         record = open_trace(trace)
         require_seconds("timeout_s", timeout_s)
@@ -110,8 +109,8 @@ class Fleet:
             phases.enter("allocate")
             weights, make_tensors = target_weights.allocate(target, self._max_readers, is_over.is_set)
             phases.enter("register")
-            # Shown before the first chunk is here: other members read each chunk as soon as it is verified. The hub
-            # knows it from the first request for upstreams.
+            # Serve the weights before the first chunk arrives, because other members read each chunk as soon as it is
+            # verified. The hub learns of the weights from the first request for upstreams.
             self.member.show(weights, report=False)
             storage = (
                 StorageReader(target_weights.session, target_weights.layout, weights.rows)
@@ -123,7 +122,7 @@ class Fleet:
                 provenance, new_tensors = self._fill(weights, storage, phases, record, journey, make_tensors)
             weights.set_state("whole")
             self.member.beat_now()
-            # Only now: an empty target gets all tensors or none.
+            # Fill an empty target only now, so that it gets all tensors or none.
             if make_tensors is not None:
                 assert isinstance(target, MutableMapping)
                 target.update(zip(weights.layout.table.names, new_tensors, strict=True))
@@ -146,10 +145,11 @@ class Fleet:
         journey: Journey,
         make_tensors: Callable[[], list[torch.Tensor]] | None,
     ) -> tuple[Provenance, list[torch.Tensor]]:
-        """Run the fetch into weights that other members can read already; stop serving them if it fails.
+        """Run the fetch into weights that other members can already read. Stop serving them if it fails.
 
         Args:
-            make_tensors: makes the tensors of new memory, which are returned, too; None: it is the caller's own.
+            make_tensors: makes the tensors of new memory, which are also returned. None means that the caller owns the
+                memory.
 
         Raises the errors of `fetch`, with `mutated` set if the caller's own memory was written to.
         """
@@ -167,7 +167,7 @@ class Fleet:
         try:
             with running:
                 running.start()
-                # Now, while the hub and the upstreams are waited for: 1,800 tensors take 4 to 9 ms.
+                # Make the tensors while the hub and the upstreams connect. 1,800 tensors take 4 to 9 ms.
                 if make_tensors is not None:
                     with paused_gc():
                         tensors = make_tensors()
@@ -175,21 +175,21 @@ class Fleet:
             phases.enter("commit")
             if weights.damage is not None:
                 raise weights.damage
-            # With a manifest every chunk was compared with it already.
+            # With a manifest every chunk was already compared with it.
             if not weights.has_manifest:
                 weights.check_revision(self.identity.revision)
                 if storage is not None and storage.nbytes:
                     storage.check_unchanged()
         except BaseException as error:
-            # Members that read our chunks already must not wait for the ones that never come.
+            # Members that read our chunks must not wait for chunks that will never arrive.
             self.member.hide(weights, 0.0)
             if isinstance(error, PenstockError) and make_tensors is None:
-                # Storage writes to the target before it passes chunks on.
+                # Storage writes to the target before it passes on chunks.
                 is_touched = running.is_touched or (storage is not None and storage.is_touched)
                 error.mutated = error.mutated or is_touched
             raise
         finally:
-            # Chunks are written by address, which torch does not see; new tensors nobody has yet.
+            # torch does not notice writes by address. Nobody has the new tensors yet.
             if make_tensors is None and (running.is_touched or (storage is not None and storage.is_touched)):
                 note_written(weights.rows)
             journey.num_wrong = running.provenance.num_wrong
@@ -197,18 +197,18 @@ class Fleet:
         return provenance, tensors
 
     def offer(self, tensors: torch.nn.Module | Mapping[str, torch.Tensor], *, revision: str | None = None) -> str:
-        """Digest weights that this process has already, then let other members read them.
+        """Digest weights that this process already has, then let other members read them.
 
-        The hub knows them when this returns; if it does not answer, from the first heartbeat that it answers.
+        The hub knows about them when this returns. If it does not answer, it learns of them from the next heartbeat.
 
         Args:
-            tensors: contiguous, on one device; they must not change until `fence` or `leave`.
-            revision: name of the revision; None: the root of their digests.
+            tensors: contiguous tensors on one device. They must not change until `fence` or `leave`.
+            revision: name of the revision. None means the root of their digests.
 
         Returns:
             The key under which members find them.
         """
-        # First without its revision, which is the root of the digests that are made here; the key depends on it.
+        # Digest without a revision first, because the revision is the root of these digests and the key depends on it.
         layout, rows = layout_of_tensors(targets_of(tensors, whole=True))
         chunks = np.arange(layout.chunks.num_chunks)
         draft = LocalWeights(self.identity, layout, rows)
@@ -222,26 +222,26 @@ class Fleet:
         weights.path = "offered"
         weights.set_state("whole")
         self.member.show(weights)
-        # The caller may tell a reader next, which would find no source while the heartbeat is under way.
+        # The caller may start a reader next, which would find no source before the heartbeat is sent.
         self.member.report_now()
         return weights.key
 
     def fence(self) -> None:
-        """Stop serving before the weights change: grant no new leases and make the readers' descriptors stale."""
+        """Stop serving before the weights change. Grant no new leases and make the readers' descriptors stale."""
         for weights in self.member.weights:
             self.member.hide(weights, 0.0)
 
     def serve(self, *, timeout_s: float | None = None) -> None:
-        """Serve as a source until `leave`, SIGTERM or SIGINT; then drain the readers and leave.
+        """Serve as a source until `leave`, SIGTERM or SIGINT. Then drain the readers and leave.
 
         Args:
-            timeout_s: return after this long and stay a member; None: no limit.
+            timeout_s: return after this many seconds and stay a member. None means no limit.
 
         Raises:
-            IntegrityError: see `check`; this process has left the fleet.
+            IntegrityError: see `check`. This process has left the fleet.
         """
         require_seconds("timeout_s", timeout_s)
-        # `check` raises for damaged weights: nothing else would end a process that only serves.
+        # `check` raises for damaged weights. Nothing else would end a process that only serves.
         try:
             if until_stopped(self._left, self.check, timeout_s):
                 self.leave()
@@ -252,16 +252,16 @@ class Fleet:
     def check(self) -> None:
         """Raise an error if served weights changed in memory after they were verified. Costs microseconds.
 
-        One chunk is digested again with every heartbeat. Weights that differ are no longer served from that moment;
-        fetch them again, or call `fence` before an intended change.
+        One chunk is digested again with every heartbeat. Weights that differ are no longer served. Fetch them again, or
+        call `fence` before an intended change.
 
         Raises:
-            IntegrityError: a chunk changed in memory; names the chunk and the model.
+            IntegrityError: a chunk changed in memory. The message names the chunk and the model.
         """
         self.member.check()
 
     def leave(self, drain_s: float = 10.0) -> None:
-        """Grant no new leases, wait for readers at most `drain_s`, and sign off from the hub. Idempotent."""
+        """Grant no new leases, wait at most `drain_s` for readers, and sign off from the hub. Idempotent."""
         require_seconds("drain_s", drain_s)
         self._left.set()
         self.member.leave(drain_s)
@@ -272,25 +272,27 @@ class Fleet:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error at once: readers find other sources, and the caller waits for the error.
+        # Leave at once after an error. Readers find other sources, and the caller waits for the error.
         self.leave(10.0 if kind is None else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """The properties by which weights of one model and revision differ. Members exchange weights only if all are equal.
+    """The properties in which weights of one model and revision may differ.
+
+    Members exchange weights only if all are equal.
 
     Attributes:
-        dtype: the dtype of the weights, by any name that all members use.
+        dtype: the dtype of the weights, under any name that all members use.
         quantization: the quantisation config, or a digest of it.
         parallel: parallel coordinates of this process, e.g. `{"tp": "1/4", "pp": "0/1"}`.
         role: `target`, `draft`, `lora:NAME`, ...
-        post_processing: the engine's changes to the weights after loading; empty: none.
-        engine: name and version of engine and kernels, where `post_processing` depends on them.
-        device_capability: the device's compute capability, where `post_processing` depends on it.
+        post_processing: the engine's changes to the weights after loading. Empty means no changes.
+        engine: name and version of engine and kernels, if `post_processing` depends on them.
+        device_capability: the device's compute capability, if `post_processing` depends on it.
 
     Raises:
-        ConfigError: a field is of the wrong type.
+        ConfigError: a field has the wrong type.
     """
 
     dtype: str = ""
@@ -303,28 +305,28 @@ class Variant:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "role", "post_processing", "engine", "device_capability"):
-            require_type(name, getattr(self, name), str, "a str that is equal at all members")
+            require_type(name, getattr(self, name), str, "a str that all members share")
         require_type("quantization", self.quantization, (str, Mapping), "the quantisation config, or its digest")
         require_text_map("parallel", self.parallel, 'coordinates: {"tp": "1/4"}')
         self.quantization_digest()
 
     def quantization_digest(self) -> str:
-        """Return `quantization` if it is a text, else a digest of it: a config may have hundreds of entries.
+        """Return `quantization` if it is a str, otherwise a digest of the config.
 
         Raises:
-            ConfigError: it holds a value that JSON does not have.
+            ConfigError: it contains a value that JSON cannot represent.
         """
         if isinstance(self.quantization, str):
             return self.quantization
         try:
             ordered = msgspec.json.encode(self.quantization, order="deterministic")
         except (TypeError, msgspec.MsgspecError) as error:
-            hint = "give plain values of JSON, or a digest of your own"
+            hint = "pass plain JSON values, or your own digest"
             raise ConfigError(f"quantization cannot be digested: {error}", hint=hint) from error
         return str(blake3(ordered).hexdigest(length=16))
 
     def identity(self, model: str, revision: str) -> Identity:
-        """Return the identity by which the hub compares members; its layout is not known yet."""
+        """Return the identity by which the hub compares members. Its layout is not known yet."""
         return Identity(
             model=model,
             revision=revision,
@@ -354,26 +356,26 @@ def join(
 ) -> Fleet:
     """Join the fleet that exchanges `model`.
 
-    If a hub is given and does not answer, a warning says so, and this process goes on without it: a fetch with a
-    `fallback` reads storage, other fetches raise HubUnavailable, and the member joins once the hub answers.
+    If the given hub does not answer, this logs a warning and continues without it. A fetch with a `fallback` then reads
+    storage, other fetches raise HubUnavailable, and the member joins once the hub answers.
 
     Args:
-        model: the name that all members use for it.
-        connection: hub, token, `listen`, rack, transports and stall deadline; a str is the hub's address; None:
-            `PENSTOCK_HUB`, else the hub of this host. See `ConnectionSettings`.
-        revision: exchange only this revision, named by its `w1-` root, a prefix of the root, or a name of your own;
-            empty: the fallback's revision, or the one that the fleet has.
-        variant: the other properties that must be equal at all members: dtype, quantisation, parallel coordinates, and
-            more; None: the defaults of `Variant`.
-        max_readers: concurrent readers of this member; further ones are sent to other members.
-        max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`; 0: no limit.
-        min_bytes_per_s: do not use members below this rate, e.g. `"1G"`, and report them as slow; 0: no minimum.
-        memory_bytes: limit of host staging memory when storage is read.
-        timeout_s: how long to wait for a hub that is given and does not answer; None: 10 s, as for every request.
+        model: the name that all members use for the model.
+        connection: hub, token, `listen`, rack, transports and stall deadline. A str is the hub's address. None means
+            `PENSTOCK_HUB`, or the hub of this host if that is unset. See `ConnectionSettings`.
+        revision: exchange only this revision, given as its `w1-` root, a prefix of the root, or your own name. Empty
+            means the fallback's revision, or the revision that the fleet has.
+        variant: the other properties that must be equal at all members, such as dtype, quantisation and parallel
+            coordinates. None means the defaults of `Variant`.
+        max_readers: number of concurrent readers of this member. Further readers are sent to other members.
+        max_bytes_per_s: limit for all readers of this member together, e.g. `"2G"`. 0 means no limit.
+        min_bytes_per_s: do not use members below this rate, e.g. `"1G"`, and report them as slow. 0 means no minimum.
+        memory_bytes: limit of host staging memory for storage reads.
+        timeout_s: seconds to wait for a given hub that does not answer. None means 10 s, as for every request.
         needs_hub: whether a hub that does not answer is an error.
 
     Raises:
-        HubUnavailable: no hub answers, and `needs_hub`; or this host's own cannot be hosted.
+        HubUnavailable: no hub answers and `needs_hub` is set, or this host's own hub cannot start.
         ConfigError: an argument is wrong. MissingExtra: a package is missing.
     """
     require_type("needs_hub", needs_hub, bool, "True or False")
@@ -394,7 +396,7 @@ def join(
         max_bytes_per_s=parse_bytes(max_bytes_per_s),
         min_bytes_per_s=parse_bytes(min_bytes_per_s),
         stall_s=settings.stall_s,
-        join_s=None if timeout_s is None else max(LEAST_ASK_S, timeout_s),
+        join_s=None if timeout_s is None else max(MIN_TIMEOUT_S, timeout_s),
         needs_hub=needs_hub,
     )
     return Fleet(identity, member, settings, max_readers=max_readers)
@@ -412,12 +414,11 @@ def join_or_warn(
 ) -> Fleet | None:
     """Join a fleet. If its hub is not available, warn that `place` is read from storage instead, and return None.
 
-    A slow start is better than none. Only a hub that is away leads to storage: a hub that refuses the caller is an
-    error.
+    Only an unavailable hub leads to storage. A hub that refuses the caller is an error.
 
     Args:
         place: URI of the model in storage, for the warning.
-        log: Receives the warning.
+        log: receives the warning.
         connection, max_bytes_per_s, memory_bytes, needs_hub: see `join`.
 
     Raises:

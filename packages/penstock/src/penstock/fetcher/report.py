@@ -1,9 +1,6 @@
-"""The report of a fetch: bytes by source with the reasons, seconds by phase, and the digests compared with.
+"""The report of a fetch: bytes by source with reasons, seconds by phase, and how the bytes were verified.
 
-In: verified bytes with their source, and faults; then the filled weights. Out: a frozen value, and a summary in words.
-Not here: the fetch (`run`), progress while it runs (`penstock status`).
-
-`Provenance` collects while the fetch runs; `FetchReport` is what the user gets of it.
+`Provenance` collects the facts while the fetch runs, and `FetchReport` is what the user gets.
 """
 
 from __future__ import annotations
@@ -23,36 +20,36 @@ NO_MEMBER = "no member had these chunks or was reading them"
 
 
 def why_command(model: str) -> str:
-    """Return the command that explains what keeps the members of a model apart."""
+    """Return the command that explains why the members of a model cannot exchange weights."""
     return f"penstock why {shlex.quote(model)}"
 
 
 @dataclass(slots=True)
 class Provenance:
-    """A record of the sources of one fetch's bytes."""
+    """The sources of one fetch's bytes, and its faults."""
 
     model: str
     nbytes_by_path: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
-    """Upstreams that failed, with the reason."""
+    """Upstreams that failed, with the reasons."""
     full: dict[str, str] = field(default_factory=dict)
-    """Member -> its refusal when all its readers' places were taken; reported only if the fetch fails."""
+    """Refusal of each member that had no free reader's place. Reported only if the fetch fails."""
     why: dict[str, str] = field(default_factory=dict)
-    """Path -> reason for it: why no nearer transport, why storage, or that it is the nearest."""
+    """Reason for each path: why no nearer transport or storage was used, or that it is the nearest."""
     why_storage: str = NO_MEMBER
     num_wrong: int = 0
-    """Times that received chunks differed from their digests."""
+    """Number of times that received chunks differed from their digests."""
 
     def add_bytes(self, path: str, nbytes: int) -> None:
-        """Add verified bytes of a path."""
+        """Add verified bytes from a path."""
         self.nbytes_by_path[path] = self.nbytes_by_path.get(path, 0) + nbytes
         if path.startswith("storage "):
             self.why[path] = self.why_storage
 
     def received(self) -> dict[tuple[str, str], int]:
-        """Return the verified bytes so far, by source and path; for metrics, from any thread."""
+        """Return the verified bytes so far by source and path, for metrics. Any thread may call it."""
         received: dict[tuple[str, str], int] = {}
-        # A copy: the fetch adds paths meanwhile.
+        # Copy, because the fetch adds paths at the same time.
         for path, nbytes in list(self.nbytes_by_path.items()):
             name = path.partition(" ")[0]
             key = ("storage", "fallback") if name == "storage" else ("peer", name)
@@ -60,7 +57,7 @@ class Provenance:
         return received
 
     def read_without_claim(self, hub_says: str) -> None:
-        """Record that storage is read without a claim, because the hub refused or did not answer."""
+        """Record that storage is read without a claim because the hub refused or did not answer."""
         self.faults.append(f"hub: {hub_says}; storage is read without a claim")
         self.why_storage = f"read without a claim, the hub: {hub_says}"
 
@@ -70,21 +67,21 @@ class Provenance:
         self.why_storage = f"no hub answered: {hub_says}"
 
     def stall_error(self, kind: type[SourceError], what: str, hub_says: str) -> SourceError:
-        """Return the error for a fetch without progress; its message names the sources that were tried."""
+        """Return the error for a fetch without progress. Its message names the sources that were tried."""
         full = [f"{member[:8]}: {refusal}" for member, refusal in self.full.items()]
-        # The last ones: a fetch of hours may have met dozens of faults.
+        # Name only the last ones, because a fetch of hours may have met dozens of faults.
         tried = "; ".join((self.faults + full)[-4:]) or "no member has them"
-        hint = f"run `{why_command(self.model)}` to see what each holder lacks, or give fallback= to read storage"
+        hint = f"run `{why_command(self.model)}` to see what each holder lacks, or pass fallback= to read storage"
         return kind(f"{what}: {tried}; {hub_says}", hint=hint)
 
     def shares(self) -> str:
-        """Return the paths with their shares: `75% shm <- MEMBER, 25% storage URI`."""
+        """Return the paths with their shares, such as `75% shm <- MEMBER, 25% storage URI`."""
         total = max(1, sum(self.nbytes_by_path.values()))
         ordered = sorted(self.nbytes_by_path.items(), key=lambda item: -item[1])
         return ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in ordered)
 
     def reasons(self) -> str:
-        """Return the reasons for the paths that were used, each reason once."""
+        """Return the reasons for the paths that were used. Each reason appears once."""
         used = (f"{path.partition(' ')[0]}: {why}" for path, why in self.why.items() if path in self.nbytes_by_path)
         return "; ".join(dict.fromkeys(used))
 
@@ -96,30 +93,31 @@ class FetchReport(Summarised):
     model: str
     key: str
     revision: str
-    """`w1-`: the root of all digests that were compared or made."""
+    """Root of all digests that were compared or computed, with the prefix `w1-`."""
     num_tensors: int
     nbytes: int
     storage_bytes: int
     """Bytes of weights that this process requested from storage."""
     header_bytes: int
-    """Bytes that it requested from storage to learn names and shapes of the weights; 0 without a fallback.
+    """Bytes that it requested from storage to learn names and shapes of the weights. 0 without a fallback.
 
-    16 KiB of each file (or the whole file if it is shorter), or the header if that is longer; index and manifest whole.
-    Every member with a fallback reads them: they determine the key, and so the members that it may read from.
+    For each file it reads 16 KiB (or the whole file if it is shorter), or the header if that is longer. It reads the
+    index and the manifest whole. Every member with a fallback does so, because these bytes determine the key and so the
+    members to read from.
     """
     wall_s: float
     phases: Mapping[str, float]
-    """Seconds of `discover`, `allocate`, `register`, `move`, `commit`; they sum to `wall_s`."""
+    """Seconds in `discover`, `allocate`, `register`, `move` and `commit`. They sum to `wall_s`."""
     nbytes_by_path: Mapping[str, int]
-    """Path (`cuda_ipc <- MEMBER`, `storage URI`) -> verified bytes that came by it."""
+    """Verified bytes for each path, such as `cuda_ipc <- MEMBER` or `storage URI`."""
     why: Mapping[str, str]
-    """Path -> reason for it: why no nearer transport, why storage, or that it is the nearest."""
+    """Reason for each path: why no nearer transport or storage was used, or that it is the nearest."""
     faults: tuple[str, ...]
-    """Sources that failed during the fetch, with the reason."""
+    """Sources that failed during the fetch, with the reasons."""
     verified: bool
-    """Whether every byte was compared with a digest that was there before this process read the byte."""
+    """Whether every byte was compared with a digest that existed before this process read the byte."""
     verified_against: str
-    """Whose digests the bytes were compared with; or that there was nothing to compare with."""
+    """Where the digests for the comparison are from, or that there were none."""
 
     @property
     def gb_per_s(self) -> float:
@@ -127,7 +125,7 @@ class FetchReport(Summarised):
         return self.nbytes / GB / self.wall_s if self.wall_s else 0.0
 
     def summary(self) -> str:
-        """Return a summary of a few lines for people."""
+        """Return a readable summary of a few lines."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.phases.items())
         paths = [
             f"{bytes_text(nbytes)} by {path} (because {self.why[path]})" for path, nbytes in self.nbytes_by_path.items()
@@ -143,8 +141,8 @@ class FetchReport(Summarised):
 
 
 def outcome_of(report: FetchReport) -> Outcome:
-    """Return what metrics and spans show of a fetch."""
-    # Bytes from storage count as verified only if something was there to compare them with.
+    """Return the outcome of a fetch for metrics and spans."""
+    # Bytes from storage count as verified only if they could be compared with something.
     hashed = (
         0
         if report.verified
@@ -183,14 +181,14 @@ def report_of(
 
 
 def _verified(weights: LocalWeights, provenance: Provenance) -> tuple[bool, str]:
-    """Return whether every byte was compared with a digest, and whose digests these were."""
+    """Return whether every byte was compared with a digest, and where these digests are from."""
     if weights.has_manifest:
         return True, "the manifest's digests"
-    # All digests together had to give this root: see `check_revision`.
+    # All digests together had to give this root. See `check_revision`.
     if weights.identity.revision.startswith("w1-"):
         return True, f"the revision asked for, {weights.identity.revision[:19]}"
     first = "digests made by the member that read the bytes first"
-    # Bytes that this process read from storage: their digests were made here, of what arrived.
+    # This process computed the digests of the bytes that it read from storage.
     hashed = sum(nbytes for path, nbytes in provenance.nbytes_by_path.items() if path.startswith("storage "))
     if not hashed:
         return True, first

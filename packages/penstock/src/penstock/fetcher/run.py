@@ -1,15 +1,14 @@
-"""A running fetch: read chunks from upstreams and claimed chunks from storage; verify each, then serve it to others.
-
-In: a member, registered weights to fill, perhaps a reader of storage. Out: complete weights and their provenance.
-Not here: executors, ticket and closing (`engine.run`), the choice of upstreams (`plan.relay`, at the hub) and of chunks
-to read from each (`assignment`), requests to the hub (`hub_poller`, `claim_loop`), the API for callers (`join`).
+"""A running fetch: reads chunks from upstreams and from storage, verifies them, and serves them to others.
 
     hub --upstreams--> hub_poller --> assignment --> fetch: read chunks --> compute: digest, compare --> holding.gain
      '----claims-----> claim_loop --> fetch: read storage ----------------^
 
-The caller's thread does not only wait, as in other journeys: every `Timing.fetch_turn_s` it assigns missing chunks to
-upstreams, since the end of a pause (a limit, a probe) wakes no thread. So `run` has a loop of its own, around the
-ticket's clock.
+Executors, ticket and closing are in `engine.run`. The hub chooses upstreams in `plan.relay`, and `assignment` chooses
+the chunks to read from each. `join` is the API for callers.
+
+`run` has its own loop around the ticket's clock. The caller's thread does not only wait, as it does in other journeys.
+Every `Timing.fetch_turn_s` it assigns missing chunks to upstreams, because the end of a pause (a limit, a probe) wakes
+no thread.
 """
 
 from __future__ import annotations
@@ -50,23 +49,24 @@ from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
 
 READS_AT_ONCE = 6
-"""Concurrent reads of all upstreams together."""
+"""Number of concurrent reads from all upstreams together."""
 PARTS_AT_ONCE = 2
-"""Claims read from storage at once: the next begins when little of the last is left; see `storage_reader.LITTLE`."""
+"""Number of claims read from storage at once. The next one begins when little of the last is unread. See
+`storage_reader.LITTLE`."""
 NUM_VERIFYING = 2
 
 
 class FetchState(Enum):
-    """The state of a fetch. Whether it succeeded is in its ticket."""
+    """The state of a fetch. Its ticket says whether it succeeded."""
 
     NEW = auto()
-    """It has no threads yet."""
+    """The fetch has no threads yet."""
     STARTED = auto()
-    """It asks the hub and connects to upstreams. No byte was requested."""
+    """The fetch asks the hub and connects to upstreams. No byte was requested."""
     MOVING = auto()
     """Bytes were requested."""
     CLOSED = auto()
-    """Nothing writes to the weights any more, or will."""
+    """Nothing writes to the weights from now on."""
 
 
 _NEXT = {
@@ -75,27 +75,27 @@ _NEXT = {
     FetchState.MOVING: {FetchState.CLOSED},
     FetchState.CLOSED: set[FetchState](),
 }
-"""The states that may follow each state. Others are ignored."""
+"""The states that may follow each state. Other changes are ignored."""
 
 
 class FetchRun(Run):
-    """A running fetch. A context manager: its exit ends every thread, and nothing writes to the weights afterwards.
+    """A running fetch. As a context manager it ends every thread on exit, and nothing writes to the weights afterwards.
 
     Attributes:
-        state: changed by `_become` only.
-        provenance: the source of every byte, and the faults met.
-        hub: what is known of the hub.
+        state: changed only by `_become`.
+        provenance: the source of every byte, and the faults so far.
+        hub: what is known about the hub.
 
     Args:
-        member: this process's member.
-        weights: the weights to fill; registered, in the state `filling`.
-        storage: reads chunks that no member has; None: read from peers only.
+        member: the member of this process.
+        weights: the weights to fill, registered and in the state `filling`.
+        storage: reads chunks that no member has. None means to read from peers only.
         stall_s: seconds without progress after which the fetch fails.
         trace: receives spans.
         on_first: called once, just before the first byte is requested.
-        away: why the member has not joined; storage is then read without claims from the start.
+        away: why the member has not joined. If given, storage is read without claims from the start.
         timing: waiting times.
-        make_reader: follows an upstream; None: by requests to it.
+        make_reader: creates the reader that follows an upstream. None means a reader that sends requests to the peer.
     """
 
     def __init__(
@@ -123,14 +123,14 @@ class FetchRun(Run):
         self._threads: list[threading.Thread] = []
         self._begun = time.monotonic()
         self._on_first = on_first
-        # Two clocks beside the ticket's. The first stands still while something feeds the fetch, and says when to read
-        # storage without a claim; the second does not stand still, and is reported to the hub.
+        # Keep two clocks in addition to the ticket's. The first pauses while something feeds the fetch, and decides
+        # when to read storage without a claim. The second never pauses, and is reported to the hub.
         self._starved = StallTimer()
         self._no_progress = StallTimer()
 
         self._assignment = Assignment(
             weights,
-            # Not a method: the two objects would keep each other, and the weights, until the cyclic collector runs.
+            # A bound method would form a cycle that keeps the weights alive until the cyclic collector runs.
             make_reader or partial(_follow, member, weights, self.ticket, timing),
             can_read_storage=storage is not None,
             stall_s=stall_s,
@@ -165,7 +165,7 @@ class FetchRun(Run):
                 timing=timing,
             )
 
-        # The lock guards what follows.
+        # The lock guards the attributes below.
         self._lock = threading.Lock()
         self.state = FetchState.NEW
         self._received: deque[ReceivedChunks] = deque()
@@ -173,7 +173,7 @@ class FetchRun(Run):
         self._read_bytes = 0
 
     def _become(self, state: FetchState) -> bool:
-        """Change the state. Return False and change nothing if `state` cannot follow the present one."""
+        """Change the state. Return False without a change if `state` cannot follow the present one."""
         with self._lock:
             if state not in _NEXT[self.state]:
                 return False
@@ -181,9 +181,9 @@ class FetchRun(Run):
             return True
 
     def start(self) -> None:
-        """Begin to ask the hub for upstreams, to connect to them, and to read."""
+        """Start to ask the hub for upstreams, connect to them, and read."""
         if not self._become(FetchState.STARTED):
-            raise RuntimeError("a fetch is started once")
+            raise RuntimeError("a fetch can be started only once")
         if self._weights.is_whole:
             self.ticket.finish()
         self._start(self.hub.run, "penstock-flight")
@@ -191,10 +191,10 @@ class FetchRun(Run):
             self._start(self._claims.run, "penstock-claims")
 
     def run(self) -> Provenance:
-        """Return once every chunk is verified. Order: after `start`.
+        """Wait until every chunk is verified. Call it after `start`.
 
         Raises:
-            SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or none sent a byte.
+            SourceUnavailable, SourceStalled: for `stall_s`, no source had the missing chunks, or no source sent a byte.
             IntegrityError: holders state different digests, or a verified chunk changed in our memory.
             PenstockError: storage's own errors.
         """
@@ -205,8 +205,7 @@ class FetchRun(Run):
                     self.ticket.changed.wait(pause_s)
             if self._weights.damage is not None:
                 self.ticket.fail(self._weights.damage)
-            self._look_at_reads()
-            # Other members need their places more.
+            self._check_reads()
             for reader in self._assignment.pop_unneeded():
                 reader.close()
             if self.ticket.look() > self.stall_s:
@@ -220,13 +219,13 @@ class FetchRun(Run):
     def _start(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=guarded, args=(self.ticket, target), name=name, daemon=True)
         start_thread(thread)
-        # Once it runs: `close` joins only threads that were started.
+        # Add it after the start, because `close` joins only threads that were started.
         self._threads.append(thread)
 
     # -- Progress and deadlines.
 
     def received_bytes(self) -> int:
-        """Return the bytes received so far, including unfinished reads; the number only grows."""
+        """Return the bytes received so far, including those of unfinished reads. The number only grows."""
         with self._lock:
             nbytes = self._read_bytes + sum(read.received_bytes for read in self._reading)
         return nbytes + (self._storage.received_bytes if self._storage is not None else 0)
@@ -234,32 +233,33 @@ class FetchRun(Run):
     def _is_feeding(self) -> bool:
         """Return True while the lack of received bytes is not a stall of the fetch.
 
-        That is so while storage is read, bytes are verified, or the missing chunks are being read from storage by other
-        members; and while the hub is merely slow.
+        This is so while storage is read, while bytes are verified, while other members read the missing chunks from
+        storage, and while the hub is merely slow.
         """
-        # A slow hub: on a host of two cores 64 starting processes kept it from answering for more than half a stall,
-        # and those that then read storage without a claim made it slower still.
+        # On a host with two cores, 64 starting processes kept the hub from answering for more than half a stall.
+        # Processes that then read storage without a claim made it even slower.
         if (
             self._storage_reads.is_busy()
             or self._verifying.is_busy()
             or (self._storage is not None and self._member.hub.is_busy)
         ):
             return True
-        given = self._assignment
-        return self.hub.do_others_read() and not given.has_unreported_failure() and given.is_idle()
+        if not self.hub.do_others_read() or self._assignment.has_unreported_failure():
+            return False
+        return self._assignment.is_idle()
 
     def is_busy(self) -> bool:
-        """Return True if an operation is under way that has its own deadline.
+        """Return True if an operation with its own deadline is running.
 
-        A read of an upstream that failed since the last verified byte does not count: an upstream may cost this fetch
-        one stall, not one for each retry.
+        A read from an upstream that failed since the last verified byte does not count. An upstream may cost this fetch
+        one stall, but not one stall for each retry.
         """
         with self._lock:
             is_new = any(not self._assignment.has_failed(read.upstream_reader) for read in self._reading)
         return is_new or self._is_feeding()
 
-    def _look_at_reads(self) -> None:
-        """Measure the time without bytes, and end reads that receive less than `LEAST_BYTES` within their deadline."""
+    def _check_reads(self) -> None:
+        """Measure the time without bytes. Stop reads that receive less than `LEAST_BYTES` within their deadline."""
         moved, received = self.ticket.moved_bytes, self.received_bytes()
         self._starved.look(moved, received, is_paused=self._is_feeding)
         self._weights.silent_s = self._no_progress.look(moved, received)
@@ -270,27 +270,30 @@ class FetchRun(Run):
                 reading.setdefault(read.upstream_reader, []).append(read)
         for reader, reads in reading.items():
             if reader.is_silent(sum(read.received_bytes for read in reads), self.read_stall_s, is_read=bool(reads)):
-                message = f"it gave less than {LEAST_BYTES} bytes for {self.read_stall_s:g} s"
+                message = f"it sent less than {LEAST_BYTES} bytes in {self.read_stall_s:g} s"
                 error = SourceStalled(message, uri=f"penstock:{reader.upstream.member}")
                 for read in reads:
                     read.stop(error)
 
     @property
     def read_stall_s(self) -> float:
-        """Seconds to wait for an upstream that sends nothing: half a stall if storage can be read instead."""
+        """Seconds to wait for an upstream that sends nothing. It is half a stall if storage can be read instead."""
         return self.stall_s / 2 if self._assignment.can_read_storage else self.stall_s
 
     # -- Reads.
 
     def assign(self) -> float:
-        """Post reads for every upstream with a free slot and missing chunks; return seconds until the next round."""
+        """Post reads for every upstream with a free slot and missing chunks.
+
+        Return the seconds until the next round.
+        """
         pause_s, has_failed = self._assignment.next_reads(
             self._post_reads, is_storage_read=self._storage_reads.is_busy()
         )
         if has_failed:
             self.hub.wanted.set()
         if pause_s < self._timing.fetch_turn_s:
-            # For `run` to look again when it is time, if another thread called.
+            # Wake `run`, so that it assigns again in time if another thread made this call.
             self.ticket.wake()
         return pause_s
 
@@ -298,7 +301,7 @@ class FetchRun(Run):
         self._peer_reads.post(*(ReadFromUpstream(self, reader, chunks) for reader, chunks in reads))
 
     def note_first_read(self) -> None:
-        """Call `on_first`, at the first call only: a byte is about to be requested."""
+        """Call `on_first` at the first call only, when a byte is about to be requested."""
         if self.state is FetchState.STARTED and self._become(FetchState.MOVING):
             self._on_first()
 
@@ -307,17 +310,20 @@ class FetchRun(Run):
         return int(self._weights.layout.chunks.nbytes[chunks].sum())
 
     def stated_digests(self, chunks: I64) -> U64:
-        """Return the leaf digests of chunks that an upstream has: all sources state the same, see `UpstreamReader`."""
+        """Return the leaf digests of chunks that an upstream has.
+
+        All sources state the same ones, see `UpstreamReader`.
+        """
         digests: U64 = self._weights.leaves[self._weights.layout.chunks.leaves_of(chunks)]
         return digests
 
     def begin_read(self, read: ReadFromUpstream) -> None:
-        """Register a read of an upstream that begins now."""
+        """Register a read from an upstream that begins now."""
         with self._lock:
             self._reading.add(read)
 
     def end_read(self, read: ReadFromUpstream) -> None:
-        """Unregister a read of an upstream that ended or never began."""
+        """Unregister a read from an upstream that ended or never began."""
         with self._lock:
             if read in self._reading:
                 self._reading.discard(read)
@@ -325,23 +331,23 @@ class FetchRun(Run):
         self._assignment.note_read_end(read.upstream_reader)
 
     def release_chunks(self, chunks: I64) -> None:
-        """Make chunks available for assignment again after a failed read."""
+        """Make chunks available again after a failed read."""
         self._assignment.release(chunks)
         self.ticket.wake()
 
     # -- Verification.
 
     def add_received(self, arrival: ReceivedChunks) -> None:
-        """Queue chunks whose bytes are in place, to be verified."""
+        """Queue chunks for verification. Their bytes are in place."""
         with self._lock:
             self._received.append(arrival)
         self._verifying.post(VerifyReceived(self, int(arrival.chunks[0])))
 
     def verify(self) -> int:
-        """Digest and compare a batch of received chunks, and let others read them; return the verified bytes."""
+        """Verify a batch of received chunks and let others read them. Return the number of verified bytes."""
         with self._lock:
             batch = next_batch(self._received, NUM_VERIFYING)
-        # None is left where an earlier work item verified these chunks in its batch.
+        # An earlier work item may have verified these chunks in its batch.
         if not batch:
             return 0
         good = []
@@ -356,7 +362,7 @@ class FetchRun(Run):
         return sum(nbytes for _, nbytes in good)
 
     def _note(self, good: Sequence[tuple[ReceivedChunks, int]]) -> None:
-        """Account for verified chunks: progress, provenance and pace."""
+        """Record verified chunks in progress, provenance and pace."""
         weights = self._weights
         with self._assignment.held():
             for entry, nbytes in good:
@@ -369,7 +375,7 @@ class FetchRun(Run):
             weights.path, weights.why = self.provenance.shares(), self.provenance.reasons()
 
     def _refuse(self, arrival: ReceivedChunks, wrong: int) -> None:
-        """Reject chunks with a wrong digest: they are read again, and the source is not used any more."""
+        """Reject chunks with a wrong digest. They are read again, and their source is not used any more."""
         message = f"chunk {wrong} differs from its digest"
         self.provenance.num_wrong += 1
         reader = arrival.upstream_reader
@@ -387,21 +393,21 @@ class FetchRun(Run):
         self._become(FetchState.CLOSED)
         if not self.ticket.done:
             self.ticket.cancel()
-        # Answers of the hub must not start readers from now on.
+        # From now on an answer from the hub starts no reader.
         readers = self._assignment.close()
         self.hub.close()
         if self._claims is not None:
             self._claims.close()
         with self._lock:
             reading = list(self._reading)
-        # Else the executors would wait for reads of peers until these time out.
+        # Stop the reads, or the executors would wait until they time out.
         for read in reading:
             read.stop(Cancelled("the fetch is over"))
         super().close()
         for thread in self._threads:
-            # Bounded: the thread may be waiting for the hub. It touches no weights.
+            # The wait is bounded because the thread may be waiting for the hub. It does not touch the weights.
             thread.join(timeout=self._timing.fetch_end_s)
-        # It has methods of this object: the two would keep each other, and the weights.
+        # Break the cycle, because the claim loop has bound methods of this object, which has the weights.
         self._claims = None
         for reader in readers:
             reader.close()
@@ -417,7 +423,7 @@ def _follow(
     upstream: Upstream,
     ranks: tuple[int, ...],
 ) -> UpstreamReader:
-    """Start to follow an upstream; see `MakeReader`."""
+    """Start to follow an upstream. See `MakeReader`."""
     reader = UpstreamReader(
         member.peer(upstream, weights.key),
         ranks,
@@ -434,7 +440,7 @@ def _follow(
 class ReadFromUpstream:
     """A work item that reads chunks from an upstream's memory into ours.
 
-    A class, for the reads that it posted: they are measured and may be stopped while it runs.
+    It is a class because its posted reads are measured, and may be stopped, while it runs.
     """
 
     __slots__ = ("_chunks", "_fetch", "_posted", "name", "nbytes", "priority", "upstream_reader")
@@ -450,25 +456,25 @@ class ReadFromUpstream:
 
     @property
     def received_bytes(self) -> int:
-        """Bytes received so far, verified or not."""
+        """Number of bytes received so far, verified or not."""
         return sum(read.moved_bytes for read in self._posted)
 
     def stop(self, error: PenstockError) -> None:
-        """End the read early if its transport supports that; nothing is written once this item has ended."""
-        # A copy: the item's own thread may be posting.
+        """Stop the read early if its transport supports that. Nothing is written after this item has ended."""
+        # Copy, because the item's own thread may be posting.
         for read in list(self._posted):
             if isinstance(read, Stoppable):
                 read.fail(error)
 
     def start(self) -> None:
-        """Read the chunks. A failure ends the use of this upstream, not the fetch."""
+        """Read the chunks. A failure ends the use of this upstream but not the fetch."""
         reader, fetch, begun = self.upstream_reader, self._fetch, time.monotonic()
         fetch.begin_read(self)
         try:
             self._read()
         except (Cancelled, DestinationError):
             raise
-        # Also PlanError, where no transport connects the two memories: other upstreams may work.
+        # This includes PlanError if no transport connects the two memories, because other upstreams may work.
         except PenstockError as error:
             reader.fail(error)
             fetch.release_chunks(self._chunks)
@@ -476,7 +482,7 @@ class ReadFromUpstream:
             return
         reader.note_read(self._chunks, self.nbytes, time.monotonic() - begun)
         fetch.end_read(self)
-        # The next read starts before these bytes are verified, so that the link stays busy.
+        # Start the next read before these bytes are verified, so that the link stays busy.
         fetch.assign()
         wanted = fetch.stated_digests(self._chunks)
         fetch.add_received(ReceivedChunks(chunks=self._chunks, wanted=wanted, path=reader.path, upstream_reader=reader))
@@ -499,15 +505,15 @@ class ReadFromUpstream:
             yield transport, read
 
     def finish(self) -> None:
-        """See `WorkItem.finish`: `start` has passed the chunks on."""
+        """Do nothing, because `start` has passed on the chunks. See `WorkItem.finish`."""
 
     def abandon(self) -> None:
-        """Unregister the read: the fetch has ended."""
+        """Unregister the read, because the fetch has ended."""
         self._fetch.end_read(self)
 
 
 class VerifyReceived:
-    """A work item that verifies a batch of received chunks; which ones, and so its bytes, are decided when it runs."""
+    """A work item that verifies a batch of received chunks. The batch is chosen when the item runs."""
 
     __slots__ = ("_fetch", "name", "nbytes", "priority")
 
@@ -518,11 +524,11 @@ class VerifyReceived:
         self._fetch = fetch
 
     def start(self) -> None:
-        """Verify; see `FetchRun.verify`."""
+        """Verify a batch. See `FetchRun.verify`."""
         self.nbytes = self._fetch.verify()
 
     def finish(self) -> None:
-        """See `WorkItem.finish`: `start` has accounted for the chunks."""
+        """Do nothing, because `start` has recorded the chunks. See `WorkItem.finish`."""
 
     def abandon(self) -> None:
-        """See `WorkItem.abandon`: it holds nothing."""
+        """Do nothing, because the item holds nothing. See `WorkItem.abandon`."""

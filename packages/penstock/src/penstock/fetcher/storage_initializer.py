@@ -1,9 +1,9 @@
-"""Storage initializer: a model's files in a directory before an engine starts, from a fleet or from storage.
-
-In: a URI and a directory, as KServe gives them to an init container. Out: all files of the model there, verified.
-Not here: the command (`cli.initialize`), fetching (`fetcher.to_files`), copying (`storage.download`).
+"""Storage initializer: puts a model's files in a directory before an engine starts, from a fleet or from storage.
 
     SRC --list--> files --hub: fetch the weights; else copy--> DEST/.penstock.partial --verify, rename--> DEST
+
+KServe passes a URI and a directory to an init container. `cli.initialize` is the command, `fetcher.to_files` fetches,
+and `storage.download` copies.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ if TYPE_CHECKING:
     from penstock.fetcher.report import FetchReport
 
 FLEET_PREFIX = "penstock+"
-"""Stands before a URI that another storage initializer of the cluster would claim too: `penstock+s3://bucket/model`."""
+"""Prefix for URIs that another storage initializer in the cluster would also claim, as in
+`penstock+s3://bucket/model`."""
 PARTIAL = ".penstock.partial"
-"""Name of the directory in the destination that files are written to before they are renamed."""
+"""Name of the directory inside the destination where files are written before they are renamed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitializeReport(Summarised):
-    """The outcome of one `initialize`."""
+    """The outcome of `initialize`."""
 
     uri: str
     destination: str
     num_files: int
     nbytes: int
-    """Bytes of all files."""
+    """Total size of the files in bytes."""
     wall_s: float
     nbytes_by_path: Mapping[str, int]
-    """Path (`shm <- MEMBER`, `storage URI`) -> bytes that came by it."""
+    """Bytes received by each path, such as `shm <- MEMBER` or `storage URI`."""
     verified: bool
     why: str
-    """What the weights were compared with, or why with nothing."""
+    """What the weights were compared with, or why there was nothing to compare with."""
     faults: tuple[str, ...]
-    """Sources that failed on the way, with the reason."""
+    """Sources that failed, with the reasons."""
 
     def summary(self) -> str:
-        """Return a line for people."""
+        """Return a readable line."""
         size = f"{self.num_files} files, {bytes_text(self.nbytes)} in {self.wall_s:.1f} s"
         total = max(1, sum(self.nbytes_by_path.values()))
         paths = ", ".join(f"{nbytes / total:.0%} {path}" for path, nbytes in self.nbytes_by_path.items())
@@ -78,22 +79,23 @@ def initialize(
 ) -> InitializeReport:
     """Put all files of a model into a directory, and verify its weights.
 
-    With a hub (`connection`, `PENSTOCK_HUB`) the weights come from members of the fleet, and from storage what none of
-    them has; the other files come from storage. If the hub does not answer, a warning says so and storage is read.
+    With a hub (`connection`, `PENSTOCK_HUB`) the weights are fetched from members of the fleet, and from storage if no
+    member has them. The other files are copied from storage. If the hub does not answer, this logs a warning and copies
+    everything from storage.
 
     Args:
-        uri: a directory, prefix or file as `load` takes it, files of any format; `penstock+` may stand before it. The
-            model's name in the fleet is its last part.
-        destination: a directory, which may exist. Files of the same names are replaced.
-        connection: the hub, or its address; see `penstock.join`.
+        uri: a directory, prefix or file as for `load`, with files of any format. It may start with `penstock+`. Its
+            last part is the model's name in the fleet.
+        destination: a directory, which may exist. Files with the same names are replaced.
+        connection: the hub, or its address. See `penstock.join`.
 
     Raises:
-        ConfigError: the destination has weights that are not the model's, or is the source; nothing was changed.
-        IntegrityError: weights differ from the manifest; the destination has none of the files.
+        ConfigError: the destination has weights that are not the model's, or is the source. Nothing was changed.
+        IntegrityError: weights differ from the manifest. The destination has none of the files.
         DiskFull, DestinationError: the destination cannot be written, or another process writes to it.
         SourceError, FormatError: the storage failed, or the weights are malformed.
 
-    Cost: disk space for the files once; verifying without a fleet reads the weights once more, from the page cache.
+    Cost: disk space for the files once. Verifying without a fleet reads the weights once more, from the page cache.
     """
     from penstock.hub.client import resolve_connection
 
@@ -102,26 +104,26 @@ def initialize(
     settings, connection = Settings.read(), resolve_connection(connection)
     target = OutputPlace.at(destination).path
     partial = target / PARTIAL
-    # Once, for all files: a branch that moves meanwhile must not be mixed of two commits.
+    # Pin the revision once for all files, so that a moving branch cannot mix files from two commits.
     place = pinned(texts_of(uri)[0], settings=settings)
     with typed(target):
         require_apart([place], target, replace=True)
     files = _files(place, settings)
-    # After an error the destination is as it was.
+    # An error leaves the destination unchanged.
     with new_directory(target), DestinationClaim.open(target, partial):
         try:
             with typed(target):
-                # What a container that was killed has left: the next attempt starts again.
+                # Remove the leftovers of a killed container, because this attempt starts again.
                 clear(partial)
             weights = {name for name in files if _is_weights(name)}
             if not any(name.endswith(SUFFIX) for name in weights):
-                # Of GGUF: a fetch would write its blocks as safetensors. The files are copied as they are.
+                # These are GGUF files. A fetch would write their blocks as safetensors, so copy the files as they are.
                 weights = set()
             fetched = None
             if connection.hub is not None and weights:
                 fetched = _from_fleet(model_name(uri), place, partial, connection)
             if fetched is None:
-                # Before the work. A fleet's files may have other names: those are known once they are there.
+                # Check before the work. Files from a fleet may have other names, which are checked when they exist.
                 _require_no_others(target, [name for name in files if _is_weights(name)])
             copied = [name for name in files if fetched is None or name not in weights]
             paths = {} if fetched is None else dict(fetched.nbytes_by_path)
@@ -154,18 +156,19 @@ def initialize(
 def copy_other_files(
     place: str, target: Path, extra: Mapping[str, bytes], storage_options: Mapping[str, str] | None = None
 ) -> None:
-    """Put all files of a model but its weights into a directory: configuration, tokenizer, index.
+    """Put all files of a model except its weights into a directory: configuration, tokenizer, index.
 
-    Processes may do so at the same time: each file appears complete, in place of the one before.
+    Several processes may do so at the same time. Each file appears complete and replaces the previous one.
 
     Args:
         place: a pinned URI.
-        target: a directory, made if it is not there.
+        target: a directory, created if it does not exist.
         extra: content of further files by name, written last.
         storage_options: see `penstock.load`.
 
     Raises:
-        NotFound, SourceError: as their names say. DiskFull, DestinationError: the directory cannot be written.
+        NotFound, SourceError: storage does not have the files, or failed.
+        DiskFull, DestinationError: the directory cannot be written.
     """
     settings = Settings.read()
     files = _files(place, settings, storage_options)
@@ -186,7 +189,7 @@ def copy_other_files(
 
 
 _BULK = (SUFFIX, ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", SIDECAR)
-"""Endings of weights in any format, and of the manifest, which describes weights that are not there."""
+"""Endings of weight files in any format. It includes the manifest, because it describes weights that are not copied."""
 
 
 def _is_bulk(name: str) -> bool:
@@ -194,22 +197,22 @@ def _is_bulk(name: str) -> bool:
 
 
 def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the files of a model by their names below `place`, those of directories below it too."""
+    """Return the files of a model by their names relative to `place`, including those in subdirectories."""
     listed = list_files(place, settings=settings, storage_options=storage_options)
     if listed == [place]:
         name = display(place).rpartition("/")[2]
         return {name: place, **_manifest_of(name, place, settings)}
     if place.startswith(("http://", "https://")):
-        # No listing, so no directories below it: `list_files` knows the files by their published names.
+        # HTTP has no listing of directories, so `list_files` finds the files by their published names.
         return {file.removeprefix(directory_prefix(place)): file for file in listed}
     root = listed[0].rpartition("/")[0]
     if not is_remote(place):
-        # All of them, as the cluster's own initializers copy. A link that leads above itself is followed once.
+        # Copy all files, as the cluster's own initializers do. A link to a parent directory is followed once.
         found, left_out = walk(root, follow_links=True, max_below=None)
-        # A folder that is left out was walked by another name. Anything else is missing from the copy.
+        # A skipped directory was already walked under another name. Anything else would be missing from the copy.
         for path, why in left_out.items():
             if not os.path.isdir(path) or not os.access(path, os.R_OK | os.X_OK):
-                raise SourceUnavailable(why, uri=path, hint="remove it, or repair it")
+                raise SourceUnavailable(why, uri=path, hint="remove it or repair it")
         return found
     return {
         file.removeprefix(f"{root}/"): file
@@ -218,7 +221,7 @@ def _files(place: str, settings: Settings, storage_options: Mapping[str, str] | 
 
 
 def _manifest_of(name: str, file: str, settings: Settings) -> dict[str, str]:
-    """Return the manifest beside a single file of weights, by its name; nothing if there is none."""
+    """Return the manifest next to a single weight file by its name, or an empty dict if there is no manifest."""
     if not name.endswith(SUFFIX) or display(file) != file:
         return {}
     manifest = f"{file}.{SIDECAR}"
@@ -226,13 +229,13 @@ def _manifest_of(name: str, file: str, settings: Settings) -> dict[str, str]:
 
 
 def _is_weights(name: str) -> bool:
-    """Return whether a fetch writes this file: a shard, the index, or the manifest of the set."""
+    """Return whether a fetch writes this file, as a shard, the index, or the manifest of the set."""
     return "/" not in name and name.endswith((SUFFIX, INDEX_SUFFIX, SIDECAR))
 
 
 def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSettings) -> FetchReport | None:
-    """Fetch the weights into the partial directory. None: no hub answers."""
-    # On first use: both import torch, which a copy of files does not need.
+    """Fetch the weights into the partial directory. Return None if no hub answers."""
+    # Import on first use, because both import torch, which copying files does not need.
     from penstock.fetcher.join import join_or_warn
     from penstock.fetcher.to_files import fetch_to_files
 
@@ -250,16 +253,18 @@ def _from_fleet(model: str, place: str, partial: Path, connection: ConnectionSet
 
 
 def _verify(directory: Path, weights: Collection[str], compared: Collection[str]) -> tuple[bool, str]:
-    """Compare the copied weights with their manifest; return whether they are verified, and by what.
+    """Compare the copied weights with their manifest.
+
+    Return whether they are verified, and what they were compared with.
 
     Args:
-        compared: files whose SHA-256 was the storage's when they were copied.
+        compared: files whose SHA-256 matched the storage's when they were copied.
     """
     from penstock.loader.verify import verify
 
     if not weights:
-        return False, "no file of safetensors"
-    # A single file has a manifest of its own, a directory has one for all files.
+        return False, "there are no safetensors files"
+    # A single file has its own manifest. A directory has one manifest for all files.
     own = [name for name in weights if f"{name}.{SIDECAR}" in weights]
     verdict = verify(str(directory / own[0] if own else directory))
     shards = {name for name in weights if name.endswith(SUFFIX)}
@@ -269,14 +274,14 @@ def _verify(directory: Path, weights: Collection[str], compared: Collection[str]
 
 
 def _require_no_others(target: Path, names: Collection[str]) -> None:
-    """Raise ConfigError if the destination has weights under other names than these."""
+    """Raise ConfigError if the destination has weights with other names."""
     if others := {path.name for path in target.iterdir() if _is_weights(path.name)} - set(names):
         message = f"the destination has other weights: {', '.join(sorted(others)[:3])}"
-        raise ConfigError(message, uri=str(target), hint="remove them, or give an empty directory")
+        raise ConfigError(message, uri=str(target), hint="remove them, or pass an empty directory")
 
 
 def _publish(partial: Path, target: Path) -> tuple[int, int]:
-    """Rename all files into the target, those that make weights readable last; return their number and bytes."""
+    """Rename all files into the target, with index and manifest last. Return their number and total bytes."""
     names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
     _require_no_others(target, names)
     nbytes = sum((partial / name).stat().st_size for name in names)

@@ -1,8 +1,4 @@
-"""Read claimed chunks from storage, each byte once, directly into the destination tensors.
-
-In: an open session of the loader, and chunk numbers. Out: bytes in the destination tensors, not yet verified.
-Not here: the choice of chunks (`run`, by the hub's claims), the reads themselves (`engine`).
-"""
+"""Reads claimed chunks from storage, each byte once, directly into the destination tensors. It does not verify them."""
 
 from __future__ import annotations
 
@@ -22,31 +18,31 @@ from penstock.storage import Counting
 from penstock.types import I64, DType, TensorTable
 
 AT_ONCE = 4
-"""Least number of chunks passed on together, 64 MiB: members read the first chunks of slow storage while the rest is
-read."""
+"""Minimum number of chunks passed on together (64 MiB). Members read the first chunks from slow storage while the rest
+is still being read."""
 HAND_ON_S = 1.0
-"""Chunks that waited this long are passed on even if fewer than `AT_ONCE` are ready, so slow storage shows progress."""
+"""Chunks that waited this many seconds are passed on even if fewer than `AT_ONCE` are ready, so that slow storage shows
+progress."""
 GATHER_S = 0.1
-"""Shortest time between two batches: each is digested, reported and read by others, in Python that the reading threads
-wait for, so fast storage passes on a whole claim at once. A chunk is delayed by this once on its way to all members.
-Two cold starters took 1.35 times a split read with this, 1.49 with 25 ms.
-Source: benchmarks/results/h200x2_202611/fetch.md.
-"""
+"""Shortest time between two batches, in seconds. Each batch is digested, reported and read by others in Python, which
+delays the reading threads, so fast storage passes on a whole claim at once. This delays a chunk once on its way to all
+members. Two cold starters took 1.35 times a split read with this value, and 1.49 times with 25 ms. Source:
+benchmarks/results/h200x2_202611/fetch.md."""
 LITTLE = 0.5
-"""Fraction of a claim left to be read when the next is begun: fast storage would be idle while the next is requested,
-planned and begun."""
+"""Fraction of a claim that is unread when the next one begins. Otherwise fast storage would be idle while the next
+claim is requested, planned and started."""
 
 
 class StorageReader:
     """The storage reads of one fetch.
 
     Args:
-        session: session of the weight set; closed by this object.
+        session: session of the weight set. `close` closes it.
         layout: layout whose table has the files and offsets of that weight set.
-        rows: flat uint8, the destination of each row of the layout.
+        rows: the destination for each row of the layout, as flat uint8.
 
     Attributes:
-        nbytes: bytes of the reads that are complete so far.
+        nbytes: bytes of the complete reads so far.
         is_touched: whether a byte of the destination may have been written.
     """
 
@@ -65,23 +61,23 @@ class StorageReader:
 
     @property
     def received_bytes(self) -> int:
-        """Return a progress counter: it grows with every byte received, but is not the sum of the bytes."""
-        # Sources that count report bytes before a read is complete; the runs report complete reads, some twice.
+        """Return a progress counter. It grows with every byte received, but it is not their sum."""
+        # `Counting` sources report bytes before a read is complete. The runs report complete reads, some of them again.
         counted = sum(one.received_bytes for one in self._session.weights.sources if isinstance(one, Counting))
         with self._lock:
             return counted + self._moved_bytes + sum(run.ticket.moved_bytes for run in self._runs)
 
     def read(self, chunks: I64, near_end: Callable[[], None]) -> Iterator[I64]:
-        """Read these chunks into their rows; yield chunks as soon as their bytes are complete.
+        """Read these chunks into their rows. Yield chunks as soon as their bytes are complete.
 
         Args:
-            near_end: called once, when at most `LITTLE` of the bytes is left to be read.
+            near_end: called once, when at most the fraction `LITTLE` of the bytes is unread.
 
-        Raises the loader's errors. Closing the iterator early ends the reading.
+        Raises the loader's errors. Closing the iterator early stops the reads.
         """
         pieces, owner = self._layout.chunks.pieces_apart(chunks)
         table, count = self._layout.table, len(pieces.row)
-        # To the loader each piece is a tensor of bytes with a number for a name.
+        # For the loader, each piece is a tensor of bytes whose name is a number.
         wanted = TensorTable(
             names=tuple(map(str, range(count))),
             dtypes=(DType.U8,) * count,
@@ -90,26 +86,26 @@ class StorageReader:
             offset=table.offset[pieces.row] + pieces.start,
             nbytes=pieces.nbytes,
         )
-        # In the order of the files, for reads that follow each other.
+        # Sort by file and offset, so that reads are sequential.
         order = np.lexsort((wanted.offset, wanted.file_index))
         wanted = wanted.take(order.tolist())
         columns = (pieces.row[order].tolist(), pieces.start[order].tolist(), pieces.nbytes[order].tolist())
         flat = [self._rows[row][start : start + nbytes] for row, start, nbytes in zip(*columns, strict=True)]
         left = np.bincount(owner, minlength=len(chunks))
         sizes, total = wanted.nbytes.tolist(), int(wanted.nbytes.sum())
-        left_bytes, is_told = total, False
+        left_bytes, is_near_end = total, False
         ready: list[int] = []
         passed_on, run = time.monotonic(), self._begin(wanted, flat)
         try:
             for slab in run.slabs():
                 left_bytes -= sizes[slab]
-                if not is_told and left_bytes <= LITTLE * total:
-                    is_told = True
+                if not is_near_end and left_bytes <= LITTLE * total:
+                    is_near_end = True
                     near_end()
-                of = int(owner[order[slab]])
-                left[of] -= 1
-                if left[of] == 0:
-                    ready.append(of)
+                chunk = int(owner[order[slab]])
+                left[chunk] -= 1
+                if left[chunk] == 0:
+                    ready.append(chunk)
                 waited_s = time.monotonic() - passed_on
                 if ready and waited_s > (GATHER_S if len(ready) >= AT_ONCE else HAND_ON_S):
                     yield chunks[ready]
@@ -117,8 +113,8 @@ class StorageReader:
             if ready:
                 yield chunks[ready]
         except PenstockError as error:
-            # Two claims may be read at once, over one staging pool. Closing the failed run makes the other fail, too,
-            # so the first error is the cause.
+            # Two claims may be read at once with one staging pool. Closing the failed run makes the other fail too, so
+            # the first error is the cause.
             self._error = self._error or error
             raise self._error from None
         finally:
@@ -126,7 +122,7 @@ class StorageReader:
                 self.nbytes += sum(run.paths.values())
                 self._runs.remove(run)
                 self._moved_bytes += run.ticket.moved_bytes
-            # First the end of its reads: one that is under way may be the first to write.
+            # Close the run before asking, because a read that is still running may be the first to write.
             run.close()
             self.is_touched |= run.is_touched
 
@@ -134,7 +130,7 @@ class StorageReader:
         """Start a run of the loader that reads these rows into these tensors."""
         session = self._session
         with self._lock:
-            # Once, at the first claim: most fetches read nothing from storage, and need no staging buffers.
+            # Warm the staging buffers at the first claim only, because most fetches read nothing from storage.
             if not self._is_warm:
                 self._is_warm = True
                 session.intake.warm(self.uri)
@@ -144,7 +140,7 @@ class StorageReader:
             return run
 
     def check_unchanged(self) -> None:
-        """Raise an error if the files changed during the fetch; see `LoadSession.check_unchanged`."""
+        """Raise an error if the files changed during the fetch. See `LoadSession.check_unchanged`."""
         self._session.check_unchanged()
 
     def close(self) -> None:

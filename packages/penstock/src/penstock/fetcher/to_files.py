@@ -1,7 +1,7 @@
-"""The implementation of `penstock fetch`: fetch a model from the fleet into files, or to a device as a test.
+"""The implementation of `penstock fetch`: fetches a model from the fleet into files, or to a device as a test.
 
-In: a model's name. Out: a directory of shards with index and manifest, which appears only when complete; a report.
-Not here: fetching (`join`), the format (`storage.safetensors`).
+The output is a directory of shards with index and manifest, which appears only when complete. `join` does the fetch,
+and `storage.safetensors` has the format.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from penstock.storage.write import typed
 from penstock.types import GB, Manifest, TensorTable
 
 SHARD_BYTES = 5 * GB
-"""Largest shard, except for a single larger tensor. Source: the default of transformers' `save_pretrained`."""
+"""Size limit of a shard in bytes. Only a single larger tensor exceeds it. Source: the default of transformers'
+`save_pretrained`."""
 
 _TOKEN = "fetch-"
-"""Begins the token of a staging directory; see `OutputPlace.staging`."""
+"""Prefix for the token of a staging directory. See `OutputPlace.staging`."""
 
 _EXPLAIN_S = 2.0
-"""Longest wait for the hub's word on why storage was read: the fetch is done."""
+"""Longest wait for the hub's explanation of why storage was read, in seconds. The fetch is already done."""
 
 
 def fetch_to_files(
@@ -58,31 +59,31 @@ def fetch_to_files(
 
     Args:
         fleet: a member, from `join`.
-        to: a directory that does not exist or is empty; it appears complete, with its manifest. None: write nothing.
-        device: destination of the fetch; must be the host if `to` is given.
+        to: a directory that does not exist or is empty. It appears complete, with its manifest. None writes nothing.
+        device: destination of the fetch. It must be the host if `to` is given.
         fallback, timeout_s, progress: see `Fleet.fetch`.
-        replace: a weight set at `to` stays until the new one is complete, which takes its place; then it is removed.
+        replace: replace an existing weight set at `to` once the new one is complete.
 
     Returns:
-        The fetch's report; with `to`, `phases` has `write` too.
+        The fetch's report. With `to`, `phases` also has `write`.
 
     Raises:
-        ConfigError: the directory exists and is not empty, has the fallback in it, or has files that Penstock did not
-            write; nothing was fetched.
-        DiskFull, DestinationError: the directory cannot be written, or another process writes to it; nothing remains.
+        ConfigError: the directory exists and is not empty, contains the fallback, or has files that Penstock did not
+            write. Nothing was fetched.
+        DiskFull, DestinationError: the directory cannot be written, or another process writes to it. Nothing remains.
         PenstockError: see `Fleet.fetch`.
 
-    Cost: with `to`, no memory that cannot be reclaimed: bytes are received into the files' own pages.
+    Cost: with `to`, only reclaimable memory, because bytes are received into the pages of the files.
     """
     if to is None:
         return fleet.fetch({}, fallback=fallback, device=device, timeout_s=timeout_s, progress=progress)
-    # Checked before anything is fetched, and again when the directory is renamed to this name.
+    # Check before anything is fetched. The check is repeated when the directory is renamed.
     place = OutputPlace.at(to)
     sources = [] if fallback is None else texts_of(fallback)
     place.require_free(replace=replace, sources=sources)
-    # Of earlier calls that were killed.
+    # Remove the directories of earlier calls that were killed.
     remove_dead(place, _TOKEN)
-    # On the same file system as the target, so that one rename publishes it.
+    # Stage on the same file system as the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
     with DestinationClaim.open(place.path, staging):
         files = _Files(staging)
@@ -109,13 +110,13 @@ def fetch_model(
     timeout_s: float | None = None,
     replace: bool = False,
 ) -> FetchReport:
-    """Join the fleet of a model, and fetch it as `fetch_to_files` does; if no hub answers, read the fallback.
+    """Join the fleet of a model and fetch it as `fetch_to_files` does. If no hub answers, read the fallback.
 
     Args:
         model, connection, revision: see `penstock.join`.
         to, device, replace: see `fetch_to_files`.
-        fallback: URI of the model in storage; None: a hub that does not answer is an error.
-        timeout_s: how long to wait for the hub, and for a first holder.
+        fallback: URI of the model in storage. With None, a hub that does not answer is an error.
+        timeout_s: seconds to wait for the hub, and for a first holder.
 
     Raises:
         HubUnavailable: no hub answers, and there is no fallback. Others as `penstock.join` and `fetch_to_files`.
@@ -124,18 +125,20 @@ def fetch_model(
     try:
         return _fetch_model(model, connection, revision, fallback, timeout_s, to=to, device=device, replace=replace)
     except KeyboardInterrupt as interrupt:
-        # The fetch may be published, and its readers waited for.
+        # The interrupt may arrive after the fetch is published, during the wait for readers.
         if to is not None and _directory_at(to) != before:
-            interrupt.add_note(f"{to} is complete, and only this process's readers were waited for. To do it again:")
+            interrupt.add_note(f"{to} is complete. Penstock only waited for readers of this process. To fetch again:")
         else:
-            state = "nothing was written" if to is None else f"{to} is as it was, since files appear there all at once"
-            interrupt.add_note(f"the fetch of {model} had not ended; {state}. To begin again:")
+            state = (
+                "nothing was written" if to is None else f"{to} is unchanged, because all files appear there at once"
+            )
+            interrupt.add_note(f"the fetch of {model} was not complete; {state}. To start it again:")
         raise
 
 
 def _directory_at(path: str | os.PathLike[str]) -> int | None:
-    """Return the inode of what is at a path; None: nothing is there."""
-    # Whatever else is wrong with the path, the work itself says.
+    """Return the inode at a path, or None if nothing is there."""
+    # The fetch itself reports any other problem with the path.
     with contextlib.suppress(OSError):
         return os.stat(path).st_ino
     return None
@@ -152,8 +155,8 @@ def _fetch_model(
     device: str | int | torch.device,
     replace: bool,
 ) -> FetchReport:
-    """Fetch as `fetch_model`, without a word about an interrupt."""
-    # Without a fallback nothing can be done without the hub, and the error of joining says best what is wrong with it.
+    """Fetch as `fetch_model`, without notes about an interrupt."""
+    # Without a fallback the hub is needed, and the error from joining says best what is wrong with it.
     needs_hub = fallback is None
     with join(model, connection=connection, revision=revision, timeout_s=timeout_s, needs_hub=needs_hub) as fleet:
         report = fetch_to_files(fleet, to=to, device=device, fallback=fallback, timeout_s=timeout_s, replace=replace)
@@ -161,12 +164,12 @@ def _fetch_model(
 
 
 def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
-    """Say in a report of storage alone which member has the whole model under another key, and what differs."""
-    # Only then: the hub's answer has all members of the model, and a fetch of peers needs no explanation.
+    """Add to the report of a fetch from storage which member has the whole model under another key, and why."""
+    # Ask only in this case, because the answer lists all members of the model.
     mine = next((weights.identity for weights in fleet.member.weights if weights.key == report.key), None)
     if mine is None or set(report.why.values()) != {NO_MEMBER}:
         return report
-    # The fetch is done: no hub's fault may spoil it.
+    # The fetch is done, so an error from the hub must not spoil it.
     with contextlib.suppress(SourceError):
         for member in fleet.member.hub.status(report.model, within_s=_EXPLAIN_S).members:
             whole = [state.identity for state in member.holdings if state.state == "whole"]
@@ -176,13 +179,13 @@ def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
             words = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in differences.items()]
             why = f"member {member.member[:8]} is whole under another key: {', '.join(words)}"
             if "revision" in differences and mine.revision.startswith("h1-"):
-                why += "; storage has no manifest, so its revision is not that of digests: `penstock manifest`"
+                why += "; storage has no manifest, so its revision is not a root of digests: run `penstock manifest`"
             return dataclasses.replace(report, why=dict.fromkeys(report.why, why))
     return report
 
 
 class _Files(PlacedTarget):
-    """A target whose tensors are mappings of the output files, so that the kernel writes them as they arrive."""
+    """A target whose tensors are mappings of the output files, so that the kernel writes the bytes as they arrive."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()
@@ -190,7 +193,7 @@ class _Files(PlacedTarget):
         self._output: OutputSet | None = None
 
     def place(self, layout: WeightLayout) -> list[torch.Tensor]:
-        """Create the files at full size and map them; see `PlacedTarget`. Raises DiskFull, DestinationError."""
+        """Create the files at full size and map them. See `PlacedTarget`. Raises DiskFull, DestinationError."""
         placed, body_nbytes = _places(layout.table)
         output = self._output = OutputSet(self._directory, placed, body_nbytes, {"format": "pt"}, stem=layout.stem)
         output.create()
@@ -201,10 +204,10 @@ class _Files(PlacedTarget):
         return [whole[file][start : start + nbytes] for file, start, nbytes in runs]
 
     def publish(self, target: Path, weights: LocalWeights, replace: bool) -> None:
-        """Publish the files at `target`, with index and manifest."""
+        """Publish the files at `target` with index and manifest."""
         assert self._output is not None
-        # Names, shapes and offsets are read back from the files; the digests are those of the fetch, which has verified
-        # the same pages.
+        # Read names, shapes and offsets back from the files. The digests are from the fetch, which verified the same
+        # pages.
         with open_weights(
             [str(self._directory / name) for name in self._output.names], settings=Settings.read()
         ) as written:
@@ -219,7 +222,7 @@ class _Files(PlacedTarget):
 
 
 def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
-    """Place the rows in files of at most `SHARD_BYTES`, widest elements first; also return the bytes of each file."""
+    """Place the rows in files of at most `SHARD_BYTES`, widest elements first. Also return the size of each file."""
     nbytes = table.nbytes.tolist()
     file_index, offset = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
     bodies = [0]
@@ -229,7 +232,8 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
         file_index[row] = len(bodies) - 1
         bodies[-1] += length
     filled = [0] * len(bodies)
-    # Widest first: each tensor then starts at a multiple of its elements' size, as readers that map the file need.
+    # With the widest elements first, each tensor starts at a multiple of its element size, as readers that map the file
+    # require.
     for row in sorted(range(len(table)), key=lambda row: -table.dtypes[row].bits):
         offset[row] = filled[file_index[row]]
         filled[file_index[row]] += nbytes[row]
@@ -237,7 +241,7 @@ def _places(table: TensorTable) -> tuple[TensorTable, list[int]]:
 
 
 def _mapped(path: Path) -> torch.Tensor:
-    """Return a file's bytes as a tensor over a shared mapping."""
+    """Return a file's bytes as a tensor with a shared mapping."""
     with typed(path), open(path, "r+b") as file:
         return torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8))
 

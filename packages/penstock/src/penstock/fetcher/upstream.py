@@ -1,10 +1,8 @@
-"""An upstream of a fetch: its lease, map and log, followed by a thread, and the chunks that can be read from it now.
+"""An upstream of a fetch. A thread follows its log, so that its available chunks are known.
 
-In: a `PeerClient`. Out: its chunks and their leaf digests, transports and segments; the reason if it failed.
-Not here: the choice of chunks to read from it (`choice`).
-
-The thread records digests in the weights, writes `has`, then wakes the fetch, whose threads read both and note finished
-reads. Values that both sides write are single attributes: a stale one changes the choice of a source, never the bytes.
+`choice` decides which of its chunks are read. The thread records digests in the weights, sets `has`, then wakes the
+fetch, whose threads read both and note finished reads. Values that both sides write are single attributes. A stale
+value changes the choice of a source but never the bytes.
 """
 
 from __future__ import annotations
@@ -38,30 +36,32 @@ from penstock.types import GB, I64, U64
 from penstock.waits import start_thread
 
 UNNAMED = 1 << 16
-"""Rank of an upstream in an order of the hub that it is not in."""
+"""Rank of an upstream in an order that does not contain it."""
 PATIENCE_S = 0.5
-"""After this long without new chunks and without bytes, an upstream no longer holds back those after it."""
+"""After this many seconds without new chunks and without bytes, later upstreams no longer wait for an upstream."""
 STEP_S = 0.02
-"""Target duration of one read: short compared with a stall, long compared with the cost of a read (0.1 ms)."""
+"""Target duration of one read, in seconds: short compared with a stall, long compared with the cost of a read (0.1
+ms)."""
 MAPPED_STEP_CHUNKS = 32
-"""Size of the first reads from mapped memory, 512 MiB: `STEP_S` of PCIe. Growing from one chunk took 10 ms of Python;
-starting larger delays the first news for the next member of a chain."""
+"""Size of the first reads from mapped memory (512 MiB), which is `STEP_S` of PCIe. Growing from one chunk took 10 ms of
+Python. Larger first reads would delay the first news for the next member in a chain."""
 MAX_STEP_CHUNKS = 128
-"""2 GiB. A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source: docs/design/fetch.md."""
+"""Maximum size of a read (2 GiB). A read costs 1 to 2 ms of Python, the time of 0.6 GB over NVLink. Source:
+docs/design/fetch.md."""
 _FIRST_S = 5.0
-"""Longest wait for the first read under a limit. Reason: a chunk of 16 MiB takes it at 3 MB/s. A slower reader should
-rather exceed the limit once than seem to stall."""
+"""Longest wait for the first read under a limit, in seconds. A chunk of 16 MiB takes this long at 3 MB/s. A slower
+reader should exceed the limit once rather than seem to stall."""
 LIMITED_STEP_S = 0.1
-"""Duration of one read of an upstream that limits its readers: its bytes arrive evenly, not in bursts."""
+"""Duration of one read from an upstream that limits its readers, in seconds, so that its bytes arrive evenly."""
 JUDGED_AFTER_S = 1.0
-"""Time of reading before an upstream's pace is compared with the floor: the first reads set up links."""
+"""Seconds of reading before an upstream's pace is compared with the minimum. The first reads set up links."""
 PROBE_S = 1.0
-"""Interval at which a later upstream is read for one chunk, to measure its pace; and time before an earlier one is
-compared with it. Of two trees the upstream after a parent is connected to for that alone, after twice this time, and
-left at once if it is not much faster."""
+"""Interval in seconds at which a later upstream is read for one chunk, to measure its pace. It is also the time before
+an earlier upstream is compared with it. With two trees, the upstream after a parent is connected for this measurement
+only, after twice this time, and is left at once if it is not much faster."""
 MUCH_FASTER = 4.0
-"""A later upstream is used together with an earlier one once it is this many times as fast: well above the difference
-of two upstreams that share a link."""
+"""A later upstream is used together with an earlier one if it is this many times as fast. The factor is well above the
+difference between two upstreams that share a link."""
 
 Read = tuple[Transport, Handle, Descriptor, Segments]
 """One read to post: the transport, our memory, the peer's memory, and the segments."""
@@ -71,17 +71,16 @@ class UpstreamReader:
     """The state of an upstream, kept up to date by a thread that follows its log.
 
     Attributes:
-        ranks: its position in the hub's order of each tree of chunks; 0 is the parent. Without trees it is one order.
+        ranks: its position in the hub's order for each tree of chunks, or in the single order. 0 is the parent.
         has: per chunk, True if it can be read from this upstream.
-        num_flying: reads under way.
-        last_read: when the last read ended.
-        fault: the reason why it is no longer used; "" while it is used.
-        is_too_slow: True if its pace is that reason.
+        num_flying: number of running reads.
+        last_read: time when the last read ended.
+        is_too_slow: True if it is no longer used because of its pace.
         path: transport and member, for reports.
-        why: path -> why no nearer transport, and why it is compressed or not.
+        why: for each path, why no nearer transport was chosen, and why it compresses or not.
 
     Args:
-        min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less; 0: no minimum.
+        min_bytes_per_s: stop using the upstream if it is slower, or limits its readers to less. 0 means no minimum.
         timing: waiting times.
     """
 
@@ -117,7 +116,7 @@ class UpstreamReader:
         self._read_s = 0.0
         self._read_until = 0.0
         self._followed_at = self._probed_at = time.monotonic()
-        # Per tree: one whose parent stalls gives nothing of it, though it goes on giving chunks of the other.
+        # Kept per tree, because an upstream whose parent stalls in one tree still sends chunks of the other.
         self._alive_at = [self._probed_at] * NUM_TREES
         self._recent_pace = _Pace(self._probed_at)
         self._silence = StallTimer()
@@ -136,28 +135,29 @@ class UpstreamReader:
 
     @property
     def fault(self) -> str:
-        """Return the reason why the upstream is no longer used; empty: it is used."""
+        """Return the reason why the upstream is no longer used, or "" while it is used."""
         return self.error.message if self.error is not None else ""
 
     @property
     def is_parent(self) -> bool:
-        """Return whether it is the first one to read from, of all chunks or of a tree of them."""
+        """Return whether it is the first choice for all chunks or for a tree of them."""
         return 0 in self.ranks
 
     @property
     def is_measured(self) -> bool:
-        """Return whether it was read, or was connected for long enough to be read once if it had a missing chunk."""
+        """Return whether it was read, or was connected long enough for one read if it had a missing chunk."""
         return self.is_connected and (self.moved_bytes > 0 or time.monotonic() - self._followed_at >= PROBE_S)
 
     @property
     def is_connected(self) -> bool:
-        """Return whether it has given a lease and its memory can be read."""
+        """Return whether it granted a lease and its memory can be read."""
         return self._generation >= 0
 
     def holds_back(self, tree: int) -> bool:
-        """Return whether later upstreams should not be read for a tree's chunks that this one has or will have.
+        """Return whether later upstreams should wait because this one has or will have a tree's chunks.
 
-        One that the hub does not name for a tree is no reason to wait there: its own chunks of it may come from here.
+        An upstream that the hub does not name for a tree is not waited for there. It may get its own chunks of that
+        tree from us.
         """
         if self.error is not None or self.ranks[tree] == UNNAMED:
             return False
@@ -166,19 +166,20 @@ class UpstreamReader:
 
     @property
     def pace(self) -> float:
-        """Return bytes per second while it is read; 0: not known yet."""
+        """Return bytes per second of reading, or 0 if not known yet."""
         read = self.moved_bytes / self._read_s if self._read_s else 0.0
         return min(read, self._max_bytes_per_s) if self._max_bytes_per_s else read
 
     def is_much_faster_than(self, other: UpstreamReader) -> bool:
-        """Return True if waiting for an earlier upstream wastes time, because it provides far less than this one."""
+        """Return True if the earlier upstream `other` provides far less, so that waiting for it wastes time."""
         now = time.monotonic()
-        # Not before its bytes could have come: one tree's parent gives while the other's chunks are some hops away.
+        # Give its bytes time to arrive. The chunks of one tree may be some hops away while the other tree already
+        # sends.
         is_new = now - other._followed_at < PROBE_S
         return not is_new and self.pace > MUCH_FASTER * other._recent_pace.value(now)
 
     def should_probe(self) -> bool:
-        """Return True at most once in `PROBE_S`: time to read one chunk out of turn and measure the pace."""
+        """Return True at most once in `PROBE_S`, when it is time to read one chunk out of turn to measure the pace."""
         now = time.monotonic()
         if now - self._probed_at < PROBE_S:
             return False
@@ -186,7 +187,7 @@ class UpstreamReader:
         return True
 
     def note_transport_used(self, transport: Transport, source: Descriptor) -> None:
-        """Record a finished read's transport: one that compresses says only now whether it compressed these bytes."""
+        """Record a finished read's transport. Only now does it say whether it compressed these bytes."""
         if isinstance(transport, Coding):
             name, why = transport.way(source)
             self._set_path(name, "; ".join(filter(None, (self._why_no_nearer, why))))
@@ -196,11 +197,11 @@ class UpstreamReader:
         self.why[self.path] = why
 
     def request_news(self) -> None:
-        """Send the next log request now: more chunks are wanted than are known."""
+        """Send the next log request now, because more chunks are wanted than are known."""
         self._news_wanted.set()
 
     def renew(self, upstream: Upstream) -> None:
-        """Use a newer grant of the hub: a spare may connect later than the 30 to 45 s for which a grant is good."""
+        """Use a newer grant from the hub. Grants are valid for 30 to 45 s, and a spare may connect later."""
         if not self.is_connected:
             self.upstream = self.peer.upstream = upstream
 
@@ -210,7 +211,7 @@ class UpstreamReader:
         self._news_wanted.clear()
 
     def _wait_until_needed(self) -> None:
-        """Wait until a lease may be needed. A parent's is needed now; see `Timing.spare_pause_s` and `PROBE_S`."""
+        """Wait until a lease may be needed. A parent needs it now. See `Timing.spare_pause_s` and `PROBE_S`."""
         begun = time.monotonic()
         while not (self.is_parent or self._closing.is_set() or self._news_wanted.wait(self._timing.spare_pause_s)):
             if len(self.ranks) == 1 or (1 in self.ranks and time.monotonic() - begun >= 2 * PROBE_S):
@@ -225,18 +226,18 @@ class UpstreamReader:
         ]
 
     def note_read(self, chunks: I64, nbytes: int, seconds: float) -> None:
-        """Record a finished read; its pace determines the size of the next one."""
+        """Record a finished read. Its pace determines the size of the next one."""
         self.last_read = now = time.monotonic()
         self._note_alive(chunks)
         self.moved_bytes += nbytes
         self._recent_pace.add(now, nbytes)
-        # Reads overlap: time that an earlier one has counted is not counted again.
+        # Reads overlap. Time counted for an earlier read is not counted again.
         self._read_s += now - max(now - seconds, self._read_until)
         self._read_until = now
         if self._read_s > JUDGED_AFTER_S:
-            self._check_floor(self.moved_bytes / self._read_s, "gives")
+            self._check_minimum(self.moved_bytes / self._read_s, "sends")
         if seconds < STEP_S:
-            # Faster growth only after a read that was about as large as allowed: a small one says little of the rate.
+            # Grow faster only after a read of about the allowed size, because a small read says little about the rate.
             is_full = 2 * nbytes >= self.step_chunks * self._weights.layout.chunks.chunk_bytes
             more = 8 if is_full and seconds < STEP_S / 8 else 2
             self.step_chunks = min(more * self.step_chunks, MAX_STEP_CHUNKS)
@@ -248,57 +249,58 @@ class UpstreamReader:
 
     def charge(self, nbytes: int) -> None:
         """Count a read that begins now against the holder's limit."""
-        # The holder relies on its readers to keep to the limit: reads are one-sided, so it cannot slow them down.
-        # A read counts when it begins, because several are under way at once.
+        # The holder cannot slow down one-sided reads, so it relies on its readers to respect the limit. A read counts
+        # when it begins, because several run at once.
         if self._max_bytes_per_s:
             self.not_before = max(self.not_before, time.monotonic()) + nbytes / self._max_bytes_per_s
 
     def _note_alive(self, chunks: I64) -> None:
-        """Record that it gave, or now has, these chunks."""
+        """Record that it sent, or now has, these chunks."""
         now = time.monotonic()
         for tree in set((chunks % NUM_TREES).tolist()):
             self._alive_at[tree] = now
 
     def is_silent(self, received_bytes: int, stall_s: float, *, is_read: bool) -> bool:
-        """Return True if the reads under way received less than `LEAST_BYTES` within `stall_s`."""
-        # All reads of this upstream together, because they may share a connection.
+        """Return True if the running reads received less than `LEAST_BYTES` within `stall_s`."""
+        # Judge all reads from this upstream together, because they may share a connection.
         if not is_read:
             self._silence.begin()
             return False
         return self._silence.look(self.moved_bytes, received_bytes) > stall_s
 
-    def _check_floor(self, bytes_per_s: float, how: str) -> None:
+    def _check_minimum(self, bytes_per_s: float, how: str) -> None:
         """Stop using the upstream if it is slower than the caller's minimum."""
-        # The only holder is no exception: the fetch then reads storage, or fails.
-        floor = self._min_bytes_per_s
-        if bytes_per_s < floor:
+        # This applies to the only holder too. The fetch then reads storage, or fails.
+        minimum = self._min_bytes_per_s
+        if bytes_per_s < minimum:
             self.is_too_slow = True
-            message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the floor of {floor / GB:.3f}"
+            message = f"{self.path or 'it'} {how} {bytes_per_s / GB:.3f} GB/s, below the minimum of {minimum / GB:.3f}"
             why = why_command(self._weights.identity.model)
             hint = f"run `{why}` to see why no nearer transport was chosen, or lower min_bytes_per_s"
             self.fail(SourceStalled(message, hint=hint))
 
     def _apply_limit(self, max_bytes_per_s: int) -> None:
-        """Apply the holder's limit for this reader, in bytes/s; 0: no limit."""
+        """Apply the holder's limit for this reader, in bytes/s. 0 means no limit."""
         if max_bytes_per_s and not self.not_before:
-            # A read begins once the limit allows all of its bytes. The first one waits as long as the largest takes.
+            # A read begins once the limit allows all of its bytes. The first read waits as long as the largest read
+            # takes.
             chunk_s = self._weights.layout.chunks.chunk_bytes / max_bytes_per_s
             first_s = min(_FIRST_S, max(LIMITED_STEP_S, chunk_s))
             self.not_before = time.monotonic() + first_s
         self._max_bytes_per_s = max_bytes_per_s
         if max_bytes_per_s:
-            self._check_floor(max_bytes_per_s, "gives at most")
+            self._check_minimum(max_bytes_per_s, "sends at most")
 
     def note_wrong_chunk(self, chunk: int) -> None:
-        """Remember a wrong chunk. When this reader ends, the holder digests it again."""
-        # The hub does not trust one reader's word about another member's bytes. The holder stops serving damaged
-        # weights itself, and that protects the other readers.
+        """Remember a wrong chunk. When this reader ends, it asks the holder to digest the chunk again."""
+        # The hub does not trust one reader's report about another member's bytes. The holder stops serving damaged
+        # weights itself, which protects the other readers.
         self._suspect_chunk = chunk
 
     def fail(self, error: PenstockError) -> None:
-        """Stop using the upstream; keep the first error, without its traceback."""
-        # The traceback's frames refer to this object, and this to the destination memory: one dead upstream would keep
-        # all weights of a finished fetch alive until Python's cyclic collector runs.
+        """Stop using the upstream. Keep the first error without its traceback."""
+        # The frames of the traceback refer to this object and so to the destination memory. One dead upstream would
+        # keep all weights of a finished fetch alive until Python's cyclic collector runs.
         if self.error is None:
             self.error = without_frames(error)
         self._closing.set()
@@ -306,7 +308,7 @@ class UpstreamReader:
         self._ticket.wake()
 
     def close(self) -> None:
-        """Stop following the log; the thread releases the lease. Waits for the thread `Timing.fetch_end_s` at most."""
+        """Stop following the log. The thread releases the lease. Wait for it at most `Timing.fetch_end_s`."""
         self._closing.set()
         self._news_wanted.set()
         # A log request may be waiting at the peer for news.
@@ -314,7 +316,7 @@ class UpstreamReader:
         self.thread.join(timeout=self._timing.fetch_end_s)
 
     def _follow(self) -> None:
-        """Get a lease, connect, and follow the log: the body of the thread."""
+        """Get a lease, connect, and follow the log. This is the body of the thread."""
         self._wait_until_needed()
         if self._closing.is_set():
             return
@@ -328,11 +330,11 @@ class UpstreamReader:
                     self._read_log(peer)
                 finally:
                     if self._suspect_chunk is not None:
-                        # An error is expected: SourceBusy says that the holder found the damage and stopped serving.
+                        # An error is expected. SourceBusy says that the holder found the damage and stopped serving.
                         with contextlib.suppress(PenstockError):
                             peer.recheck(self._suspect_chunk)
         except PenstockError as error:
-            # An error while it is closed is the interrupted request.
+            # While this reader is closing, the error is only the interrupted request.
             if not self._closing.is_set():
                 self.fail(error)
 
@@ -340,16 +342,17 @@ class UpstreamReader:
         """Check the peer's map against our layout, and choose a transport for each pair of regions.
 
         Raises:
-            PlanError: the peer's chunks differ, or no transport reaches it. FormatError: the map does not fit.
+            PlanError: the peer's chunks differ, or no transport reaches it.
+            FormatError: the map does not fit.
         """
         chunks, ours = self._weights.layout.chunks, self._weights.place
         theirs_are = (peer_map.leaf_bytes, peer_map.chunk_bytes, peer_map.num_chunks)
         if theirs_are != (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks):
             expected = (chunks.leaf_bytes, chunks.chunk_bytes, chunks.num_chunks)
             message = f"(leaf_bytes, chunk_bytes, num_chunks) are {theirs_are} at the peer and {expected} here"
-            raise PlanError(message, hint="members must run releases with the same chunk size")
-        room = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in peer_map.regions]
-        region, offset = locate_rows(self._weights.layout, peer_map, room)
+            raise PlanError(message, hint="run releases with the same chunk size at all members")
+        capacities = [min((decode(raw).nbytes for raw in offered.values()), default=0) for offered in peer_map.regions]
+        region, offset = locate_rows(self._weights.layout, peer_map, capacities)
         self._row_region = region
         self._row_offset = offset
         has_bytes = ours.row_region >= 0
@@ -359,14 +362,14 @@ class UpstreamReader:
             transport, descriptor, why = self._links.choose(
                 handles, peer_map.regions[theirs], same_host=self.peer.is_on_host, same_process=False
             )
-            # Mapped ahead of the first read, whose time would otherwise be that of the mapping.
+            # Map before the first read, so that its time is not the time of the mapping.
             if isinstance(transport, Reaching):
                 transport.reach(handles[transport.name].memory.device, descriptor)
                 self.step_chunks = self.step_chunks if self._max_bytes_per_s else MAPPED_STEP_CHUNKS
             self._transports[theirs, mine] = transport, handles[transport.name], descriptor
             self._why_no_nearer = why
             self._set_path(transport.name, why)
-        # In this order: another thread reads the time once it sees that this upstream is connected.
+        # Keep this order, because another thread reads the time once it sees that this upstream is connected.
         self._followed_at = time.monotonic()
         self._generation = peer_map.generation
 
@@ -385,7 +388,7 @@ class UpstreamReader:
                 self._alive_at = [time.monotonic()] * NUM_TREES
             self._note_alive(chunks)
             if reply.state != "filling" and reply.serial == serial:
-                # Nothing more will come; only the lease is renewed.
+                # The peer has no further news. Only renew the lease.
                 self._closing.wait(self._timing.log_wait_s)
             elif len(chunks):
                 self._closing.wait(self._timing.log_gather_s)
@@ -396,27 +399,29 @@ class UpstreamReader:
         """Check and record chunks that the peer has verified, with their digests."""
         table = self._weights.layout.chunks
         if chunks.max() >= table.num_chunks:
-            raise FormatError("its log names a chunk past the end", uri=f"penstock:{self.upstream.member}")
+            raise FormatError("its log names a chunk that does not exist", uri=f"penstock:{self.upstream.member}")
         if len(leaves) != table.leaf_counts(chunks).sum():
-            raise FormatError("its log's leaves do not fit its chunks", uri=f"penstock:{self.upstream.member}")
-        # Before a byte is read: digests that contradict the manifest prove a damaged or lying member.
+            raise FormatError(
+                "its log has the wrong number of leaf digests for its chunks", uri=f"penstock:{self.upstream.member}"
+            )
+        # Check before a byte is read. Digests that contradict the manifest prove that the member is damaged or lying.
         clash = self._weights.contradicting_chunks(chunks, leaves)
         if len(clash):
-            message = f"its digests of chunk {int(clash[0])} are not the manifest's"
+            message = f"its digests of chunk {int(clash[0])} differ from the manifest's"
             raise IntegrityError(message, uri=f"penstock:{self.upstream.member}")
         try:
             self._weights.record_digests(chunks, leaves, f"member {self.upstream.member}")
         except IntegrityError as error:
             self._ticket.fail(error)
             raise
-        # Last: another thread reads the digests of chunks that it sees in `has`. They are now those in our weights: of
-        # the manifest, or recorded from the first source that stated them.
+        # Keep this last, because another thread reads the digests of chunks that it sees in `has`. By now our weights
+        # have them, from the manifest or from the first source that stated them.
         self.has[chunks] = True
         self._ticket.wake()
 
 
 class _Pace:
-    """A moving average of bytes per second of wall time, over the last one to two `PROBE_S`."""
+    """A moving average in bytes per second of wall time, over the last one to two `PROBE_S`."""
 
     def __init__(self, now: float) -> None:
         self._since = now
@@ -435,7 +440,7 @@ class _Pace:
 
     def _turn(self, now: float) -> None:
         """Begin a new interval if the present one is over."""
-        # Computed once: another thread may change `_since` between check and use.
+        # Compute it once, because another thread may change `_since` between check and use.
         passed_s = now - self._since
         if passed_s >= PROBE_S:
             self._before = self._nbytes / passed_s

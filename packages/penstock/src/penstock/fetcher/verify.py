@@ -1,7 +1,6 @@
-"""Verify received chunks: digest them together, compare, and mark the right ones as verified.
+"""Verifies received chunks: digests them together, compares the digests, and marks correct chunks as verified.
 
-In: received chunks, from upstreams and from storage. Out: the wrong chunks of each batch; the others can be served.
-Not here: reading chunks, and the reaction to wrong ones (`run`).
+`run` reads the chunks and reacts to wrong ones.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from penstock.peer.local_weights import LocalWeights
 from penstock.types import I64, U64
 
 MAX_CHUNKS = 128
-"""Most chunks digested at once: 2 GiB, a millisecond of a device, 0.2 s of a processor core."""
+"""Maximum number of chunks digested at once (2 GiB). It takes a device a millisecond and a CPU core 0.2 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -26,13 +25,16 @@ class ReceivedChunks:
 
     chunks: I64
     wanted: U64 | None
-    """Their digests as the upstream stated them; None: read from storage."""
+    """Their digests as the upstream stated them. None means that the chunks were read from storage."""
     path: str
     upstream_reader: UpstreamReader | None
 
 
 def next_batch(waiting: deque[ReceivedChunks], num_threads: int) -> list[ReceivedChunks]:
-    """Remove and return one thread's share of the waiting chunks, oldest first; at least one entry if any waits."""
+    """Remove and return one thread's share of the waiting chunks, oldest first.
+
+    Return at least one entry if any waits.
+    """
     share, batch, count = -(-len(waiting) // num_threads), list[ReceivedChunks](), 0
     while waiting and len(batch) < share and (not batch or count + len(waiting[0].chunks) <= MAX_CHUNKS):
         batch.append(waiting.popleft())
@@ -41,29 +43,30 @@ def next_batch(waiting: deque[ReceivedChunks], num_threads: int) -> list[Receive
 
 
 def verify(weights: LocalWeights, batch: Sequence[ReceivedChunks]) -> list[tuple[ReceivedChunks, I64]]:
-    """Digest a batch and compare; mark entries without a wrong chunk as verified.
+    """Digest a batch and compare the digests. Mark entries without a wrong chunk as verified.
 
     Returns:
-        Each entry with its wrong chunks; an empty array if all are right.
+        Each entry with its wrong chunks, which is an empty array if all are right.
 
     Raises:
         IntegrityError: storage and a member state different digests.
     """
     table = weights.layout.chunks
     chunks = np.concatenate([entry.chunks for entry in batch])
-    # One call for the batch: on a device each call is a kernel launch and a wait.
+    # Make one call for the batch, because on a device each call is a kernel launch and a wait.
     digests, at, compared = weights.digest(chunks), 0, []
     for entry in batch:
         stop = at + int(table.leaf_counts(entry.chunks).sum())
         mine, wanted, at = digests[at:stop], entry.wanted, stop
-        # Chunks of storage are compared with the manifest; without one the first digests are those of this read.
+        # Compare chunks from storage with the manifest. Without a manifest, the digests of this read become the
+        # reference.
         if wanted is None and weights.has_manifest:
             wanted = weights.leaves[table.leaves_of(entry.chunks)]
         wrong = weights.differing_chunks(entry.chunks, mine, wanted) if wanted is not None else entry.chunks[:0]
         if wanted is None:
             weights.record_digests(entry.chunks, mine, "storage, as it was read here")
         compared.append((entry, mine, wrong))
-    # An entry with a wrong chunk is dropped whole: its source is not trusted any more.
+    # Drop the whole entry if a chunk is wrong, because its source is not trusted any more.
     good = [(entry.chunks, mine) for entry, mine, wrong in compared if not len(wrong)]
     if good:
         weights.mark_verified(*(np.concatenate(column) for column in zip(*good, strict=True)))
