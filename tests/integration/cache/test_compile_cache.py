@@ -245,7 +245,7 @@ def test_full_disk_does_not_fail_start(homes: Homes, monkeypatch: pytest.MonkeyP
     homes.enter("second")
     monkeypatch.setattr("penstock.storage.output.free_bytes", lambda path: 3)
     restored = homes.restore()
-    assert not restored.is_found and "no room" in restored.why and read(restored.directory) == {}
+    assert not restored.is_found and "not enough disk space" in restored.why and read(restored.directory) == {}
 
 
 def test_bundle_added_later_is_found(homes: Homes) -> None:
