@@ -99,9 +99,9 @@ def test_wrong_hub_options_are_explained(tokens, tmp_path, penstock: Run) -> Non
         (["--listen", "0.0.0.0:0"], "strangers"),
         (["--listen", "127.0.0.1:0"], "--token-file"),
         (["--listen", "nowhere"], "cannot listen"),
-        (["--cert", "c.pem"], "come together"),
+        (["--cert", "c.pem"], "requires its key"),
         (["--token-file", str(tmp_path / "none")], "cannot be read"),
-        (["--redis", "http://x"], "not an address of Redis"),
+        (["--redis", "http://x"], "not a valid address for Redis"),
     ):
         done = penstock("hub", *arguments)
         assert done.returncode == 2 and word in done.stderr, done.stderr
@@ -169,4 +169,7 @@ def test_hub_stopped_during_request_logs_no_traceback(tmp_path) -> None:
 def test_public_address_without_tokens_is_refused() -> None:
     done = subprocess.run([*PENSTOCK, "hub", "--listen", "127.0.0.1:7070"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "open to strangers" in done.stderr and "only processes of this user" not in done.stderr
+    assert (
+        "other users of this host, could use the hub" in done.stderr
+        and "only processes of this user" not in done.stderr
+    )

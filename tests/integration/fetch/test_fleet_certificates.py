@@ -62,7 +62,7 @@ def test_member_requires_its_own_certificate(hub: str, authority: Authority) -> 
                 lambda: thief.hello(Hello(member=member.member, host="h", doors=("unix:///d",))),
                 lambda: thief.leave(member.member),
             ):
-                with pytest.raises(PermissionDenied, match="another certificate"):
+                with pytest.raises(PermissionDenied, match="a different certificate"):
                     speak()
         with HubClient.connect(hub, ca_file=ca_file, certificate=renewed, life=life) as same:
             same.beat(member.member, Beat())

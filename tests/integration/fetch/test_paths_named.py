@@ -74,5 +74,5 @@ def test_every_path_has_a_reason(runtime, tmp_path: Path) -> None:
         assert first.member.id[:8] in table
 
         lines = said("why", "m")
-        assert f"its bytes came by: 100% {to_peer} (http: " in lines
+        assert f"path of its bytes: 100% {to_peer} (http: " in lines
         assert "the identities differ: dtype: '' is not 'other'" in lines or "dtype: 'other' is not ''" in lines

@@ -274,7 +274,7 @@ def test_page_shows_fleet_state(
         # A member is killed: first it is silent, then it is gone.
         killed = fourth.wait_for("fetched") and fourth.events["joined"]["member"]
         fourth.kill()
-        wait_until(lambda: "has not been heard of" in text(browser, "problems"), "the page says that it is silent")
+        wait_until(lambda: "has sent no heartbeat" in text(browser, "problems"), "the page says that it is silent")
         wait_until(lambda: killed not in {member["member"] for member in status()["members"]}, "the hub forgets it")
         wait_until(lambda: not any(row[0].startswith(killed[:8]) for row in rows(browser)), "the page does, too")
         assert tiles(browser)["Members"] == str(len(status()["members"])) == "5"
@@ -397,7 +397,7 @@ def test_operator_drains_member_on_page(directory: Directory, hub: HubThread, br
     wait_until(lambda: drain() == ("token:", "a new driver"), "the hub has the order")
     wait_until(lambda: any(row[3] == "draining 100 %" for row in rows(browser)), "the page shows it")
     wait_until(lambda: "is draining: a new driver" in text(browser, "problems"), "and the reason")
-    assert f"Undo the draining of {names[0][:8]} gpu-000:0" in buttons()
+    assert f"Undo the drain of {names[0][:8]} gpu-000:0" in buttons()
     for name in (*names, reader):
         beat_again(directory, name)
     assert sources() and names[0] not in sources()

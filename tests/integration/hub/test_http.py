@@ -184,7 +184,7 @@ def test_limited_token_sees_only_its_models(serve, guarded) -> None:
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "127.0.0.1:0", "[::1]:0", "localhost:0"])
 def test_public_address_needs_a_guard(listen, guarded) -> None:
-    with pytest.raises(ConfigError, match="strangers"):
+    with pytest.raises(ConfigError, match="unauthenticated"):
         bind(listen, Auth())
     if listen == "0.0.0.0:0":
         bind(listen, guarded).close()

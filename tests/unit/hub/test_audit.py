@@ -74,7 +74,7 @@ def test_files_are_private_and_limited_in_size(log, tmp_path, monkeypatch) -> No
 
 
 def test_unwritable_audit_file_raises_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="cannot write the audit log"):
         audit.audit_handler(tmp_path / "none" / "audit.log")
 
 

@@ -241,7 +241,7 @@ def test_chunks_held_by_members_are_not_claimed(bench, hub) -> None:
     bench.beat(hub, "a", key_state(((0, 90),)))
     assert bench.claim(hub, "b", key_state()).ranges == ((90, 100),)
     reply = bench.claim(hub, "b", key_state(claims=((90, 100),)))
-    assert reply.ranges == () and "every chunk" in reply.why
+    assert reply.ranges == () and "every missing chunk" in reply.why
 
 
 def test_repeated_claim_gets_same_answer(bench, hub) -> None:
@@ -623,18 +623,18 @@ def test_why_names_differences_and_complainers(bench, hub) -> None:
     bench.beat(hub, "q", key_state(WHOLE, identity=other, max_readers=1, num_readers=1))
     complain(hub, "a", "w", "stalled")
     assert hub.why(WhyRequest(model="none")).lines == (
-        "no member has or fetches none, and none publishes or receives it: no member knows this name. "
-        "`penstock status` lists the names in use; if it is right, the first fetch with a fallback reads storage",
+        "no member has, fetches, publishes or receives none. "
+        "`penstock status` lists the names in use. If it is right, a first fetch with a fallback reads storage",
     )
     assert any("no member is fetching" in line for line in hub.why(WhyRequest(model="llama")).lines)
     hub.upstreams(UpstreamsRequest(member="a", holding=key_state(path="shm <- w")))
     text = "\n".join(hub.why(WhyRequest(model="llama")).lines)
-    assert "a is filling with 0 of 100 chunks and reads from w; its bytes came by: shm <- w" in text
+    assert "a is filling with 0 of 100 chunks and reads from w; path of its bytes: shm <- w" in text
     assert "a complains: stalled" in text
-    assert "cuts the weights into 50 chunks, not 100" in text
+    assert "divides the weights into 50 chunks and not 100" in text
     assert "quantization: empty is not fp8; parallel: {} is not {'tp': '0/2'}" in text
-    assert hub.why(WhyRequest(model="llama", member="w")).lines == ("w is whole: it needs no upstream",)
-    assert "neither has nor fetches" in hub.why(WhyRequest(model="llama", member="zz")).lines[0]
+    assert hub.why(WhyRequest(model="llama", member="w")).lines == ("w is whole and needs no upstream",)
+    assert "does not have or fetch" in hub.why(WhyRequest(model="llama", member="zz")).lines[0]
     asked = hub.why(WhyRequest(model="llama", identity=other)).lines
     assert "q is whole: the identities are equal, it can be read" in asked
     assert sum("the identities differ" in line for line in asked) == 3
@@ -655,7 +655,7 @@ def test_why_limits_number_of_lines(bench, hub, monkeypatch) -> None:
 
     monkeypatch.setattr(explain, "_between", count)
     lines = hub.why(WhyRequest(model="llama")).lines
-    assert len(lines) == 201 and lines[-1] == "... and more lines: name a member"
+    assert len(lines) == 201 and lines[-1] == "... and more lines. Name a member to see fewer."
     assert made <= 201
 
 

@@ -1,9 +1,7 @@
-"""The directory service of a fleet: its state, its server, its client.
+"""The directory service of a fleet: its state, its server and its client.
 
-State: `directory` over a `store`, with `claims`, `complaints`, `conversions`, `failures`, `grants`, `limits` (the
-share of each caller), `snapshot`, `explain`. Server: `app`, `routes`, `server`, `connection`, `auth`, `audit`,
-`metrics`, `page`. Client: `client`, `job_reporter`. `local_hub` is hosted by a member. Values: `messages`,
-`address`.
+`directory` has the hub's logic on a `store`. `app` serves it over HTTP, with `auth` and `page`. `client` sends the
+requests. `local_hub` is the hub of one host, which a member hosts. `messages` are the values that they exchange.
 """
 
 from penstock.exports import MODULES, lazily

@@ -1,8 +1,4 @@
-"""Addresses of members' servers: validation, and a safe way to connect to a Unix socket.
-
-In: a string that another member chose. Out: its parts, or the reason for refusing it; a connected socket.
-Not here: the requests that go there (`peer.client`), the addresses that a member has (`peer.server`).
-"""
+"""Addresses of members' servers: validation, and a safe way to connect to a Unix socket."""
 
 from __future__ import annotations
 
@@ -16,8 +12,8 @@ PEER_URL_PATTERN = (
     r"^(?:unix://(/[!-~]{1,106})"
     r"|http(s?)://(?:\[([0-9A-Fa-f:.]{2,45})\]|([A-Za-z0-9_.-]{1,253})):([0-9]{1,5}))\Z"
 )
-"""`unix:///path`, `http://host:port` or `https://[v6]:port`, without anything behind it. A Unix path has at most 107
-bytes. Source: unix(7)."""
+"""`unix:///path`, `http://host:port` or `https://[v6]:port`, with nothing after it. A Unix path has at most 107 bytes.
+Source: unix(7)."""
 _PEER_URL = re.compile(PEER_URL_PATTERN)
 
 
@@ -32,8 +28,8 @@ class PeerAddress:
 
 
 def parse_peer_url(url: str) -> PeerAddress | None:
-    """Return the parts of a member's address, or None if it is not a valid one."""
-    # Not by urlsplit, which lets through users, queries and spaces: another member chose this string.
+    """Return the parts of a member's address, or None if the address is not valid."""
+    # Do not use urlsplit, because it accepts users, queries and spaces. Another member chose this string.
     match = _PEER_URL.fullmatch(url)
     if match is None:
         return None
@@ -47,9 +43,10 @@ def connect_peer_socket(path: str, timeout_s: float) -> socket.socket:
     """Connect to a Unix socket that passed `private_socket_fault`.
 
     Raises:
-        PermissionError: another user's process listens there; nothing was sent. OSError: no process listens there.
+        PermissionError: a process of another user listens on the socket. Nothing was sent.
+        OSError: no process listens on the socket.
     """
-    # Again, though it passed when it was chosen: it may have been replaced since.
+    # Check again, because the socket may have been replaced since it was chosen.
     if fault := private_socket_fault(path):
         raise PermissionError(fault)
     return connect_unix(path, timeout_s)

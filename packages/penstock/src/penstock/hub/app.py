@@ -1,12 +1,8 @@
 """The hub over HTTP: its operations, a `Directory` as an ASGI app, and the OpenAPI document.
 
-In: a directory, the authentication. Out: the app, with metrics and health.
-Not here: the app itself, and the answers to errors (`routes`), sockets and threads (`server`), the answers
-(`directory`), the caller's side (`client`).
-
-`OPERATIONS` is the one list of what the hub answers: the app makes its routes of it, and the document its paths. Bodies
-are JSON of `messages`, decoded by msgspec: bounded, typed, unknown fields ignored. An answer that is not 2xx has a
-`Fault` as its body.
+`OPERATIONS` is the single list of the hub's requests. The app creates its routes from it, and the document its paths.
+Bodies are JSON encodings of `messages`. msgspec decodes them with bounds and types, and ignores unknown fields. The
+body of an answer with an error status is a `Fault`.
 """
 
 from __future__ import annotations
@@ -71,29 +67,30 @@ if TYPE_CHECKING:
 
 
 MAX_BODY_BYTES = 8 * MIB
-"""A beat of 1,024 holdings with some hundred ranges each; decoding it takes some tens of milliseconds."""
+"""Enough for a heartbeat with 1,024 holdings of some hundred ranges each. Decoding it takes some tens of
+milliseconds."""
 BODY_S = 20.0
-"""A body that takes longer to arrive is refused."""
+"""Seconds for a body to arrive. A slower one is refused."""
 _ANNOUNCED = msgspec.json.Decoder(AnnouncedVersion)
 _log = log_named("penstock.hub")
 audit = log_named("penstock.audit")
 
 FAULTS = {
     400: "the caller speaks another major version of the protocol",
-    401: "no token, or not one of this hub's",
-    403: "not for this caller, or another process's member",
+    401: "the token is missing, or this hub does not accept it",
+    403: "the caller has no right to this, or the member belongs to another process",
     409: "the holding contradicts itself",
-    410: "the member is not known: register it again (hello)",
+    410: "the hub does not know the member, which must register again (hello)",
     413: "the body is too large",
-    422: "the body or a parameter is not what the schema says",
-    429: "this caller asks for that too often",
+    422: "the body or a parameter does not match the schema",
+    429: "this caller sends too many of these requests",
     503: "the hub's store does not answer",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubOperation:
-    """An operation of the hub: its method and path, its message types, and the function that answers."""
+    """An operation of the hub, with its method, path, message types and the function that answers it."""
 
     name: str
     method: str
@@ -102,21 +99,21 @@ class HubOperation:
     takes: type | None = None
     gives: type | None = None
     models: Callable[[Any], Iterable[str]] = lambda _: ()
-    """Models that the body names, which the caller's token must allow."""
+    """Returns the models that the body names. The caller's token must allow them."""
     answer: Callable[[Directory, str, Any, Caller], Any]
-    """Called with the directory, the parameter in path or query, the body, and the caller."""
+    """Called with the directory, the parameter from the path or query, the body and the caller."""
     speaker: Callable[[str, Any], str] | None = None
-    """Returns, from the parameter and the body, the member spoken for, whose secret the caller must show."""
+    """Returns the member for which the caller speaks. The caller must send the secret of this member."""
     is_for_operators: bool = False
 
 
 def _in_path(parameter: str, _: Any) -> str:
-    """Return the member in the path, as the speaker."""
+    """Return the member that the path names."""
     return parameter
 
 
 def _in_body(_: str, body: Any) -> str:
-    """Return the member in the body, as the speaker."""
+    """Return the member that the body names."""
     return str(body.member)
 
 
@@ -127,12 +124,12 @@ def _model_of(request: UpstreamsRequest | ClaimRequest) -> Iterable[str]:
 
 OPERATIONS = (
     HubOperation(
-        name="hello", method="POST", path="/v1/hello", about="A process life joins.", takes=Hello, gives=Welcome,
+        name="hello", method="POST", path="/v1/hello", about="A process joins the fleet.", takes=Hello, gives=Welcome,
         speaker=_in_body,
         answer=lambda directory, _, body, caller: directory.hello(body, caller),
     ),
     HubOperation(
-        name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat, with all that the member holds.",
+        name="beat", method="PUT", path="/v1/members/{member}", about="A heartbeat with the state of the member.",
         takes=Beat, gives=BeatReply, speaker=_in_path,
         models=lambda beat: (
             *(holding.identity.model for holding in beat.holdings), *(state.name for state in beat.syncs),
@@ -140,7 +137,7 @@ OPERATIONS = (
         answer=lambda directory, member, body, caller: directory.beat(member, body, caller),
     ),
     HubOperation(
-        name="leave", method="DELETE", path="/v1/members/{member}", about="A member signs off.",
+        name="leave", method="DELETE", path="/v1/members/{member}", about="A member leaves the fleet.",
         speaker=_in_path,
         answer=lambda directory, member, _, caller: directory.leave(member, caller),
     ),
@@ -165,7 +162,7 @@ OPERATIONS = (
         speaker=_in_body, answer=lambda directory, _, body, caller: directory.decide(body, caller),
     ),
     HubOperation(
-        name="complain", method="POST", path="/v1/complain", about="A source could not be used.", takes=FaultReport,
+        name="complain", method="POST", path="/v1/complain", about="Report an unusable source.", takes=FaultReport,
         speaker=_in_body,
         answer=lambda directory, _, body, caller: _complain(directory, body, caller),
     ),
@@ -199,11 +196,12 @@ OPERATIONS = (
 
 
 def _complain(directory: Directory, complaint: FaultReport, caller: Caller) -> None:
-    """Record a complaint of a caller that may see the holder, or that reads the same weights."""
+    """Record a complaint if its caller may access the holder's model or reads the same weights."""
     if not directory.sees_any(complaint.key, (complaint.of, complaint.member), caller):
-        # The same for a holder of a hidden model and for a member that holds nothing: nobody learns who holds what.
+        # The answer is the same for a holder of a hidden model and for a member without holdings. So it reveals no
+        # holder.
         audit.warning("event=forbidden operation=complain of=%s key=%s", complaint.of, complaint.key)
-        hint = "only readers of a model complain of its holders"
+        hint = "only readers of a model may complain about its holders"
         raise RouteRefused(403, f"this token is not for models with the key {complaint.key}", hint)
     directory.complain(complaint, caller)
 
@@ -213,7 +211,7 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 
     Args:
         directory: answers the requests.
-        auth: authentication; the default admits every caller, so the socket itself must be private.
+        auth: authentication. The default admits every caller, so the socket itself must be private.
 
     Raises:
         MissingExtra: Starlette or prometheus-client is not installed.
@@ -245,19 +243,19 @@ def create_app(directory: Directory, auth: Auth | None = None) -> HubApp:
 
 
 class MemberClient(Protocol):
-    """The requests that the page of `penstock ui` sends to a hub. `client.HubClient` is one."""
+    """The requests that the page of `penstock ui` sends to a hub. `client.HubClient` implements it."""
 
     def status(self) -> Status:
-        """Return the fleet."""
+        """Return the state of the fleet."""
         ...
 
     def drain(self, member: str, drain: Drain | None) -> None:
-        """Send no more readers to a member, or with None send them again."""
+        """Drain a member, so that it gets no more readers. None ends the drain."""
         ...
 
 
 def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
-    """Create an app that serves the fleet page, and passes on what its user may ask of the hub.
+    """Create an app that serves the fleet page and forwards its user's requests to the hub.
 
     Args:
         hub: client of the hub.
@@ -276,7 +274,7 @@ def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
 
 
 def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
-    """Return the function that passes on a request to drain a member; the hub decides by the client's token."""
+    """Return a handler that forwards a drain request. The hub decides by the client's token whether to accept it."""
     decoder = msgspec.json.Decoder(Drain)
 
     async def endpoint(request: Request) -> Response:
@@ -294,7 +292,7 @@ def _drain_at(hub: MemberClient, auth: Auth) -> Handler:
 
 
 def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
-    """Return a lifespan in which this work runs: in the server's own event loop, cancelled when the app ends."""
+    """Return a lifespan that runs these functions in the server's event loop and cancels them when the app ends."""
 
     @asynccontextmanager
     async def lifespan(_: object) -> AsyncIterator[None]:
@@ -308,13 +306,17 @@ def _running(*work: Callable[[], Coroutine[Any, Any, None]]) -> Lifespan:
 
 
 async def _beat(directory: Directory, auth: Auth) -> None:
-    """Renew the hub's life mark, and remove members of revoked tokens; a missing store is tried at the next beat."""
+    """Renew the hub's life mark once a beat, and remove the members of revoked tokens.
+
+    Retry in the next beat if the store fails.
+    """
     checked = auth.tokens
     while True:
         try:
             await run_in_threadpool(directory.begin)
-            # A revoked token is refused from the next request on. Its members are removed here: otherwise readers would
-            # be sent to them until their entries expire. Compared by identity: a file that changed is a new tuple.
+            # The next request with a revoked token is refused. Remove its members here, because otherwise they would
+            # get readers until their entries expire. Compare by identity, because a changed file is read into a new
+            # tuple.
             if auth.tokens is not checked:
                 good = auth.tokens
                 await run_in_threadpool(directory.expel, {caller.name for _, caller in good})
@@ -325,19 +327,19 @@ async def _beat(directory: Directory, auth: Auth) -> None:
 
 
 def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) -> None:
-    """Add `/healthz` (the process answers), `/readyz` (its store answers too), `/metrics` and `/openapi.json`."""
+    """Add `/healthz` (the process answers), `/readyz` (its store also answers), `/metrics` and `/openapi.json`."""
 
-    # Public: what watches over the hub has no token, and learns nothing of the fleet here.
+    # The health checks are public, because a monitor has no token. They reveal nothing about the fleet.
     async def healthz(_: Request) -> Response:
         return Response("ok\n", media_type="text/plain")
 
     async def readyz(_: Request) -> Response:
-        # Any entry will do: a store that does not answer raises HubUnavailable, which is 503.
+        # Read any entry. A store that does not answer raises HubUnavailable, which becomes status 503.
         await run_in_threadpool(directory.store.read, "hub/life")
         return Response("ok\n", media_type="text/plain")
 
     async def page(request: Request) -> Response:
-        # Labels name models, and a token may be limited to some of them: the page is not public as health checks are.
+        # Metrics are not public, because their labels name models and a token may be limited to some models.
         caller = _check_caller(request, auth)
         return Response(await run_in_threadpool(metrics.page, caller), media_type="text/plain; version=0.0.4")
 
@@ -350,19 +352,19 @@ def _add_pages(app: HubApp, directory: Directory, auth: Auth, metrics: Metrics) 
 
 
 def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics: Metrics) -> Handler:
-    """Return the function that answers requests of an operation."""
-    # Made once: a decoder is compiled from the message's type.
+    """Return the handler for an operation."""
+    # Create the decoder once, because msgspec compiles it from the message's type.
     decoder: msgspec.json.Decoder[Any] | None = None
     if operation.takes is not None:
         decoder = msgspec.json.Decoder(operation.takes)
     encoder = msgspec.json.Encoder()
-    # A store in memory answers in microseconds: handing such a request to a thread would cost more than the answer.
+    # A store in memory answers in microseconds. Handing such a request to a thread would take longer than the answer.
     blocking = not isinstance(directory.store, MemoryStore)
 
     async def answer(request: Request) -> Response:
         with metrics.timed(operation.name):
             caller = _check_caller(request, auth)
-            # Before anything else is read: a caller of another major version may mean something else by all of it.
+            # Check the version first, because all other fields may have a different meaning in another major version.
             if PROTOCOL_HEADER in request.headers:
                 _check_version(request, request.headers[PROTOCOL_HEADER], "this caller")
             if operation.is_for_operators:
@@ -373,8 +375,8 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
                 message = None
             else:
                 try:
-                    # The version alone first: a member of another version may send fields that do not decode here, and
-                    # must read that the versions differ, not that a field is wrong.
+                    # Decode only the version first. Other fields from a member of another version may not decode, and
+                    # its error must name the versions and not a field.
                     if operation.takes is Hello:
                         announced = _ANNOUNCED.decode(body)
                         _check_version(request, announced.protocol or UNANNOUNCED, f"member {announced.sender}")
@@ -386,7 +388,8 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
             if speaker is not None:
                 _check_life(request, speaker)
 
-            # In one function, since both may wait for the store and must not hold up the event loop.
+            # Run both in one function on a thread, because both may wait for the store and must not block the event
+            # loop.
             def answer() -> Any:
                 if speaker is not None and caller.certificate:
                     directory.check_certificate(speaker, caller.certificate)
@@ -401,14 +404,17 @@ def _endpoint(operation: HubOperation, directory: Directory, auth: Auth, metrics
         try:
             return await answer(request)
         except asyncio.CancelledError:
-            # The hub is shutting down and this request took too long: without an answer uvicorn logs a traceback.
+            # The hub is shutting down and this request took too long. Without an answer uvicorn would log a traceback.
             return Response(status_code=503)
 
     return endpoint
 
 
 def _check_version(request: Request, protocol: str, them: str) -> None:
-    """Refuse a caller of another major version, and name both versions, before the rest of its message is decoded."""
+    """Refuse a caller of another major version before the rest of its message is decoded.
+
+    The error names both versions.
+    """
     fault = version_fault(protocol, them, "the hub")
     if fault:
         audit.warning("event=version path=%r protocol=%r client=%s", request.url.path, protocol, _client(request))
@@ -416,31 +422,31 @@ def _check_version(request: Request, protocol: str, them: str) -> None:
 
 
 def _check_caller(request: Request, auth: Auth) -> Caller:
-    """Authenticate the caller of a request; refuse it with status 401 if that fails."""
+    """Authenticate the caller of a request, or refuse the request with status 401."""
     certificate = request.scope.get(CERTIFICATE, "") if auth.client_ca is not None else ""
     caller = auth.caller(request.headers.get("authorization", ""), certificate)
     CALLER.set(stranger(_client(request)) if caller is None else caller.name)
     if caller is None:
-        # A token that was revoked after the connection was accepted; requests without a token do not get this far.
+        # The token was revoked after the connection was accepted. Requests without a token are refused earlier.
         audit.warning("event=unauthorized path=%r client=%s", request.url.path, _client(request))
         raise RouteRefused(401, UNAUTHORIZED.error, UNAUTHORIZED.hint)
     return caller
 
 
 def _check_operator(operation: str, request: Request, caller: Caller) -> None:
-    """Refuse a request with status 403 unless it is an operator's, and not sent by a page of another site."""
+    """Refuse a request with status 403 if its caller is no operator, or if a page of another site sent it."""
     _check_site(operation, request)
     if not caller.is_operator:
         audit.warning("event=forbidden operation=%s caller=%s", operation, caller.name)
         raise RouteRefused(
-            403, "only an operator's token may drain members", f"write {OPERATOR} behind it in --token-file"
+            403, "only an operator's token may drain members", f"write {OPERATOR} after the token in --token-file"
         )
 
 
 def _check_site(operation: str, request: Request) -> None:
     """Refuse a request with status 403 if a browser says that a page of another site sent it."""
-    # No cookie authenticates here, so a foreign page has nothing that a browser would add to its requests; a browser
-    # that says where a request comes from is believed all the same.
+    # A foreign page cannot misuse a browser's credentials, because no cookie authenticates here. The header is checked
+    # nevertheless.
     if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
         audit.warning("event=forbidden operation=%s site=%r", operation, request.headers["sec-fetch-site"])
         raise RouteRefused(
@@ -454,26 +460,30 @@ def _client(request: Request) -> str:
 
 
 def _check_models(operation: HubOperation, caller: Caller, parameter: str, body: Any) -> None:
-    """Refuse a request with status 403 if it names a model that the caller's token is not for."""
+    """Refuse a request with status 403 if the caller's token does not allow a model that it names."""
     models = tuple(operation.models(body))
-    # The model of a status may be empty: that asks for all models, which only a token for all may.
+    # A status request without a model asks for all models, which requires a token for all of them.
     if operation.name == "status":
         models = (parameter,)
     if not caller.may_ask(models):
         audit.warning("event=forbidden operation=%s models=%r", operation.name, ",".join(models))
         about = ", ".join(filter(None, sorted(set(models)))) or "all models"
-        raise RouteRefused(403, f"this token is not for {about}", "use one that the hub's --token-file lists for it")
+        raise RouteRefused(
+            403, f"this token is not for {about}", "use a token that the hub's --token-file lists for it"
+        )
 
 
 def _check_life(request: Request, member: str) -> None:
-    """Refuse a request with status 403 unless the caller knows the secret of the member that it speaks for."""
+    """Refuse a request with status 403 if the caller does not know the secret of the member for which it speaks."""
     if not hmac.compare_digest(member_of(request.headers.get(LIFE_HEADER, "")).encode(), member.encode()):
         audit.warning("event=impostor path=%r member=%s client=%s", request.url.path, member, _client(request))
-        raise RouteRefused(403, f"this caller is not member {member}", f"show the member's secret as {LIFE_HEADER}")
+        raise RouteRefused(
+            403, f"this caller is not member {member}", f"send the member's secret in the header {LIFE_HEADER}"
+        )
 
 
 def _parameter(operation: HubOperation, request: Request) -> str:
-    """Return the member in the path or the model in the query; empty: neither."""
+    """Return the member in the path or the model in the query. Empty if the operation has neither."""
     try:
         if "{member}" in operation.path:
             return msgspec.convert(request.path_params["member"], MemberId)
@@ -486,7 +496,7 @@ def _parameter(operation: HubOperation, request: Request) -> str:
 
 async def _body(request: Request) -> bytes:
     """Read the whole body, with limits on bytes and time."""
-    # Starlette's `request.body()` has neither limit: one caller could fill the memory, or hold a request open for ever.
+    # Starlette's `request.body()` has neither limit. One caller could fill the memory or keep a request open forever.
     parts: list[bytes] = []
     total = 0
     is_whole = False
@@ -499,7 +509,7 @@ async def _body(request: Request) -> bytes:
                 part = message.get("body", b"")
                 total += len(part)
                 if total > MAX_BODY_BYTES:
-                    raise RouteRefused(413, f"more than {MAX_BODY_BYTES} bytes")
+                    raise RouteRefused(413, f"the body has more than {MAX_BODY_BYTES} bytes")
                 parts.append(part)
                 is_whole = not message.get("more_body", False)
     except TimeoutError as error:
@@ -511,7 +521,7 @@ _REF = "#/components/schemas/{name}"
 
 
 def _document(auth: Auth) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document; its schemas are made by msgspec from the messages."""
+    """Return the OpenAPI 3.1 document. msgspec creates its schemas from the messages."""
     named = [kind for operation in OPERATIONS for kind in (operation.takes, operation.gives) if kind is not None]
     _, components = msgspec.json.schema_components([*named, Fault], ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -519,7 +529,7 @@ def _document(auth: Auth) -> dict[str, Any]:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _described(operation)
     for path, about in (
         ("/healthz", "The process answers."),
-        ("/readyz", "The store answers, too."),
+        ("/readyz", "The store also answers."),
         ("/metrics", "For Prometheus."),
     ):
         page = {"description": "text", "content": {"text/plain": {"schema": {"type": "string"}}}}
@@ -533,7 +543,11 @@ def _document(auth: Auth) -> dict[str, Any]:
         paths[path] = {"get": get}
     openapi: dict[str, Any] = {
         "openapi": "3.1.0",
-        "info": {"title": "Penstock hub", "version": "1", "description": "Who holds what; never the bytes."},
+        "info": {
+            "title": "Penstock hub",
+            "version": "1",
+            "description": "The directory of a fleet: which member holds which weights.",
+        },
         "paths": paths,
         "components": {"schemas": dict(components)},
     }
@@ -545,7 +559,7 @@ def _document(auth: Auth) -> dict[str, Any]:
 
 
 def _as_ecma(value: Any) -> Any:
-    r"""Write the ends of patterns as JSON Schema does: its `$` is Python's `\Z`, which no newline may follow."""
+    r"""Replace Python's `\Z` at the end of patterns with JSON Schema's `$`. Both allow no newline after the match."""
     if isinstance(value, dict):
         return {
             name: item.replace(r"\Z", "$") if name == "pattern" and isinstance(item, str) else _as_ecma(item)
@@ -555,7 +569,7 @@ def _as_ecma(value: Any) -> Any:
 
 
 def _described(operation: HubOperation) -> dict[str, Any]:
-    """Return an operation as the document has it."""
+    """Return the document's entry for an operation."""
     described: dict[str, Any] = {"operationId": operation.name, "summary": operation.about, "responses": {}}
     if operation.gives is None:
         described["responses"]["204"] = {"description": "done"}
@@ -573,7 +587,7 @@ def _described(operation: HubOperation) -> dict[str, Any]:
         schema = msgspec.json.schema(Word)
         parameters.append({"name": "model", "in": "query", "required": False, "schema": schema})
     if operation.speaker is not None:
-        about = "The secret that the member's id is the digest of."
+        about = "The member's secret, whose digest is its id."
         parameters.append(
             {"name": LIFE_HEADER, "in": "header", "required": True, "schema": {"type": "string"}, "description": about}
         )
@@ -581,10 +595,10 @@ def _described(operation: HubOperation) -> dict[str, Any]:
 
 
 def _json(name: str) -> dict[str, Any]:
-    """Return a body of JSON of a named schema."""
+    """Return a JSON body with a named schema."""
     return {"content": {"application/json": {"schema": {"$ref": _REF.format(name=name)}}}}
 
 
 def _fault(about: str) -> dict[str, Any]:
-    """Return a response that is not 2xx."""
+    """Return the document's entry for an error response."""
     return {"description": about, **_json("Fault")}

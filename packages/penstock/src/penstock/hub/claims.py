@@ -1,8 +1,4 @@
-"""Claims on storage: each chunk is read by one live member at a time, in pieces that shrink as more members join.
-
-In: the table so far, the claims of the caller, the chunks of all members. Out: the new table, the assigned chunks.
-Not here: which members are alive and reachable (`directory`), storing the table (`store`).
-"""
+"""Claims on storage: each chunk is read by one live member at a time, in pieces that shrink as more members join."""
 
 from __future__ import annotations
 
@@ -20,54 +16,54 @@ from penstock.types import GIB, MIB
 Bools = npt.NDArray[np.bool_]
 
 MIN_PIECE_BYTES = 64 * MIB
-"""Smallest piece: four chunks, tens of milliseconds of a 10 Gb/s store, so that a request costs little next to reading.
-Source: docs/design/fetch.md."""
+"""Smallest piece. It is four chunks, or tens of milliseconds at 10 Gb/s, so a request takes little time compared with
+reading. Source: docs/design/fetch.md."""
 MAX_PIECE_BYTES = GIB
-"""Largest piece: the most that others must read again if a member dies. Source: docs/design/fetch.md."""
+"""Largest piece. If a member dies, others read at most this much again. Source: docs/design/fetch.md."""
 PROGRESS_CHECK_S = 1.0
-"""Interval of progress checks: well below `CLAIM_STALL_S`."""
+"""Interval between progress checks. It is well below `CLAIM_STALL_S`."""
 CLAIM_STALL_S = 30.0
-"""A claimant that received nothing for this long no longer keeps others from its chunks. Source: `Settings.stall_s`."""
+"""After this many seconds without bytes, a claimant's chunks are free for others. Source: `Settings.stall_s`."""
 
 
-# Of `Claims.owner`: little-endian on every host, since directories on several hosts share the table.
+# The type of `Claims.owner`. It is little-endian on every host, because directories on several hosts share the table.
 _OWNER = np.dtype("<u2")
-# What 16 bits can number, without the 0 for no owner.
+# 16 bits without the 0 that means no owner.
 _MAX_CLAIMANTS = (1 << 16) - 2
 
 
 class Claims(msgspec.Struct, frozen=True, array_like=True):
-    """The table of claims of one key: the member that each chunk was assigned to."""
+    """The table of claims for one key, with the member to which each chunk is assigned."""
 
     members: tuple[str, ...] = ()
     num_have: tuple[int, ...] = ()
-    """Per member: chunks that it had at the last progress check."""
+    """For each member, the number of chunks that it had at the last progress check."""
     since: tuple[float, ...] = ()
-    """Per member: time by the hub's clock at which it last got a chunk or received a byte."""
+    """For each member, the time by the hub's clock at which it last got a chunk or received a byte."""
     looked: float = 0.0
     """Time of the last progress check."""
     owner: bytes = b""
-    """uint16 per chunk: 0 for no owner, else the position in `members`, counted from 1."""
+    """A uint16 for each chunk: its owner's position in `members`, counted from 1, or 0 without an owner."""
 
     def owners(self, num_chunks: int) -> npt.NDArray[np.uint16]:
-        """Return `owner` as an array that can be changed."""
-        # An empty table is stored as no bytes at all: most keys never have a claim.
+        """Return `owner` as a writable array."""
+        # An empty table is stored as no bytes, because most keys never have a claim.
         if not self.owner:
             return np.zeros(num_chunks, _OWNER)
         return np.frombuffer(self.owner, _OWNER).copy()
 
 
 def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
-    """Return ranges as a boolean array over all chunks; chunks past the end are left out."""
+    """Return ranges as a boolean array over all chunks. Chunks after the end are left out."""
     mask = np.zeros(num_chunks, np.bool_)
-    # By slice: a range may have a million chunks, and a member some hundred ranges.
+    # Set slices, because a range may have a million chunks and a member some hundred ranges.
     for start, stop in ranges:
         mask[start:stop] = True
     return mask
 
 
 def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
-    """Check that ranges are sorted, disjoint and inside the chunks; return their number of chunks.
+    """Check that ranges are sorted, disjoint and inside the chunks. Return their number of chunks.
 
     Raises:
         PlanError: they are not.
@@ -75,16 +71,18 @@ def check_ranges(name: str, ranges: Ranges, num_chunks: int) -> int:
     end = total = 0
     for start, stop in ranges:
         if not end <= start < stop <= num_chunks:
-            raise PlanError(f"{name} has [{start}, {stop}) after {end}, of {num_chunks} chunks")
+            raise PlanError(
+                f"{name} has the range [{start}, {stop}) after chunk {end}, with {num_chunks} chunks in total"
+            )
         end = stop
         total += stop - start
     return total
 
 
 def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
-    """Return the number of chunks of one piece: a quarter of an equal share, within the bounds; at least one.
+    """Return the number of chunks for one piece: a quarter of an equal share within the bounds, and at least one.
 
-    Towards the end pieces are a share of the rest, so that all readers finish at about the same time, but never tiny.
+    Towards the end a piece is a share of the rest, so that all readers finish at about the same time.
     """
     chunk_bytes = holding.nbytes / max(1, holding.num_chunks)
     fair = holding.nbytes / max(1, num_sharing)
@@ -97,7 +95,7 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
     """Return the table without members that have left or died."""
     if not gone:
         return claims
-    # Positions move up, so the owners of all chunks are renumbered by one lookup; a dead member's number becomes 0.
+    # Positions in the table change, so one lookup renumbers the owners of all chunks. A dead member's number becomes 0.
     rest = [place for place, member in enumerate(claims.members) if member not in gone]
     renamed = np.zeros(len(claims.members) + 1, _OWNER)
     renamed[np.array(rest, np.int64) + 1] = np.arange(1, len(rest) + 1)
@@ -113,20 +111,21 @@ def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Clai
 def update_member(claims: Claims, member: str, holding: HoldingState, now: float) -> Claims:
     """Return the table after a member reported the chunks that it has and still reads.
 
-    It keeps the assigned chunks that it has or still reads; the others become free. Chunks that it reads and that are
-    assigned to no member (the hub is new) become its own; if two members read the same chunk, the first report counts.
+    It keeps its assigned chunks that it has or still reads, and the others become free. It also gets the chunks that it
+    reads and that have no owner, which happens after the hub restarted. If two members read the same chunk, the first
+    report counts.
     """
     owner = claims.owners(holding.num_chunks)
     members, num_have, since = claims.members, claims.num_have, claims.since
     still = chunk_mask(holding.claims, holding.num_chunks)
     if member not in members:
-        # A full table has no numbers left: the member reads what it reads, only without keeping others from it.
+        # A full table has no number for this member. It still reads its chunks, but others may read them too.
         if not holding.claims or len(members) >= _MAX_CLAIMANTS:
             return claims
         members, num_have, since = (*members, member), (*num_have, 0), (*since, now)
     me = members.index(member) + 1
     mine = owner == me
-    # A chunk that it neither has nor reads any more was given back, or its storage failed.
+    # The member gave the other chunks back, or failed to read them from storage.
     owner[mine & ~still & ~chunk_mask(holding.have, holding.num_chunks)] = 0
     owner[still & (owner == 0)] = me
     return Claims(members, num_have, since, claims.looked, owner.tobytes())
@@ -135,13 +134,14 @@ def update_member(claims: Claims, member: str, holding: HoldingState, now: float
 def update_table(
     claims: Claims, request: ClaimRequest, *, gone: Collection[str], reported: Mapping[str, HoldingState], now: float
 ) -> Claims:
-    """Return the table without dead members, and with what the caller and the other readers report.
+    """Return the table without dead members, with the reports of the caller and of other readers.
 
     Args:
         claims: the table before.
-        request: of the caller.
+        request: the caller's request.
         gone: members that have left or died.
-        reported: states of other members that read from storage and are not in the table, which the hub may have lost.
+        reported: states of other members that read from storage and are missing in the table. The hub may have lost
+            them.
         now: the hub's clock.
     """
     num_chunks = request.holding.num_chunks
@@ -157,14 +157,14 @@ def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, si
 
     Args:
         claims: the table.
-        progress: chunks that members have.
+        progress: number of chunks that each member has.
         now: the hub's clock.
-        silent_s: `HoldingState.silent_s` of those that read from storage.
+        silent_s: `HoldingState.silent_s` of the members that read from storage.
     """
     num_have = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
     since = []
     for member, after, before, then in zip(claims.members, num_have, claims.num_have, claims.since, strict=True):
-        # A large chunk takes longer than a check: a member that receives bytes of it counts as making progress.
+        # A large chunk takes longer than the interval between checks. Receiving bytes of it counts as progress.
         heard = now - silent_s[member] if member in silent_s else then
         since.append(now if after > before else max(then, heard))
     return Claims(claims.members, tuple(num_have), tuple(since), now, claims.owner)
@@ -180,15 +180,15 @@ def assign_piece(
     num_sharing: int,
     now: float,
 ) -> tuple[Claims, Ranges]:
-    """Assign one piece of the chunks that no member has or reads, from the front.
+    """Assign one piece of the chunks that no member has or reads, starting with the first.
 
     Args:
         claims: the settled table.
         member: the caller.
-        holding: its state.
-        had: chunks of the members that it can read from.
-        unheard: members that the caller cannot reach, so that their claims do not count for it.
-        num_sharing: members that read from storage.
+        holding: the caller's state.
+        had: chunks of the members from which it can read.
+        unheard: members that the caller cannot reach. Their claims do not count for it.
+        num_sharing: number of members that read from storage.
         now: the hub's clock.
     """
     owner = claims.owners(holding.num_chunks)
@@ -198,10 +198,10 @@ def assign_piece(
     for name in unheard:
         if name in claims.members:
             counts[claims.members.index(name) + 1] = False
-    # The caller's own claims always count: a stalled member must not be assigned the chunks that it reads already.
+    # The caller's own claims always count. Even a stalled member must not get chunks that it reads already.
     if member in claims.members:
         counts[claims.members.index(member) + 1] = True
-    # What a reachable member has is read from that member, not from storage.
+    # A chunk that a reachable member has is read from that member and not from storage.
     taken = had | chunk_mask(holding.have, holding.num_chunks) | counts[owner]
     free = np.flatnonzero(~taken)
     free = free[: piece_chunks(holding, num_sharing, len(free))]
@@ -220,12 +220,12 @@ def check_state(holding: HoldingState) -> None:
     """Check that a reported state is consistent.
 
     Raises:
-        PlanError: it contradicts itself.
+        PlanError: the state contradicts itself.
     """
     if holding.key != holding.identity.key():
         message = f"key {holding.key} does not belong to the identity in the message"
-        raise PlanError(message, hint="the key is `Identity.key()`")
+        raise PlanError(message, hint="use the key from `Identity.key()`")
     num_have = check_ranges("have", holding.have, holding.num_chunks)
     check_ranges("claims", holding.claims, holding.num_chunks)
     if holding.state == "whole" and num_have != holding.num_chunks:
-        raise PlanError(f"the state is whole, but it has {num_have} of {holding.num_chunks} chunks")
+        raise PlanError(f"the state is whole, but the member has only {num_have} of {holding.num_chunks} chunks")

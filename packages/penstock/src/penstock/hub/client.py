@@ -1,9 +1,4 @@
-"""The client of the hub: a method for each operation, each with a deadline; and the verbs `status` and `why`.
-
-In: connection settings, messages. Out: the hub's answers as values, its faults as typed errors.
-Not here: the times of requests (`peer.member`), hosting the hub of one host (`local_hub`), the answers (`directory`,
-`explain`), how a command prints them (`cli.fleet`).
-"""
+"""The client of the hub, with a method and a deadline for each operation, and the verbs `status`, `why` and `drain`."""
 
 from __future__ import annotations
 
@@ -70,17 +65,19 @@ from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
 
 TIMEOUT_S = 10.0
-"""Deadline of a request with all its retries; known peers stay usable meanwhile."""
+"""Deadline for a request with all its retries. Peers that are already known stay usable meanwhile."""
 ATTEMPT_S = 5.0
-"""One try: a hub on two cores answers 1,000 members in milliseconds. Source: benchmarks/results/cpu2_202611/hub.md."""
+"""Deadline for one attempt. A hub on two cores answers 1,000 members in milliseconds. Source:
+benchmarks/results/cpu2_202611/hub.md."""
 REACH_S = 20.0
-"""A process that starts to host the hub of a host imports Starlette before it listens; `connect` waits for that."""
+"""`connect` waits this long for a process that starts this host's hub, because it imports Starlette before it
+listens."""
 REST = 4.0
-"""A polling loop pauses this many times as long as the last answer took, so that a slow hub gets fewer requests: one
-that shared two cores with 64 copying processes fell behind until its clients took it for silent."""
+"""A polling loop pauses for this multiple of the last answer's duration, so a slow hub gets fewer requests. A hub that
+shared two cores with 64 copying processes once fell so far behind that its clients considered it dead."""
 MAX_REST_S = 5.0
 _TLS_PROBE_S = 1.0
-"""Longest handshake with a server that does not answer plain HTTP."""
+"""Deadline for a handshake with a server that does not answer plain HTTP."""
 _MAX_PAUSE_S = 0.5
 _ID_LENGTH = len(member_of(""))
 _MAX_REASON = 256
@@ -104,7 +101,7 @@ class HubEndpoint(Protocol):
     """The present address of the hub, which may change after a failure.
 
     Attributes:
-        is_busy: it did not answer in time, but its process is known to run, so it will answer.
+        is_busy: the hub did not answer in time, but its process is known to run, so it will answer.
     """
 
     is_busy: bool
@@ -113,15 +110,15 @@ class HubEndpoint(Protocol):
         """Return the hub's URL: `unix:///path`, `http://host:port`, `https://...`.
 
         Raises:
-            PenstockError: there is no hub, and none can be started.
-            HubUnavailable: another process did not start it in time.
+            PenstockError: there is no hub and it cannot be started.
+            HubUnavailable: another process did not start the hub in time.
         """
 
     def reached(self) -> None:
         """Record that the hub answered."""
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """Record a failed request; `silent`: the hub accepted the request and did not answer."""
+        """Record a failed request. `silent` means that the hub accepted the request and did not answer."""
 
     def close(self) -> None:
         """Release the endpoint."""
@@ -143,17 +140,17 @@ class FixedEndpoint:
         """See `HubEndpoint`."""
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """See `HubEndpoint`: the next request goes to the same address."""
+        """See `HubEndpoint`. The next request uses the same address."""
 
     def close(self) -> None:
         """See `HubEndpoint`."""
 
 
 def resolve_connection(connection: ConnectionSettings | str | None) -> ConnectionSettings:
-    """Return the settings that a verb works with: its argument, and the environment where the argument has None.
+    """Return the settings for a verb. Where its argument has None, the environment decides.
 
     Raises:
-        ConfigError: the argument is wrong, or `PENSTOCK_HUB`, or the file of tokens cannot be read or has none.
+        ConfigError: the argument or `PENSTOCK_HUB` is wrong, or the token file cannot be read or is empty.
     """
     settings, environment = ConnectionSettings.of(connection), Settings.read()
     with _from_variable("PENSTOCK_HUB"):
@@ -166,7 +163,7 @@ def resolve_connection(connection: ConnectionSettings | str | None) -> Connectio
 
 @contextmanager
 def _from_variable(name: str) -> Iterator[None]:
-    """Name the environment variable in a ConfigError about its value."""
+    """Add the name of the environment variable to a ConfigError about its value."""
     try:
         yield
     except ConfigError as error:
@@ -174,20 +171,21 @@ def _from_variable(name: str) -> Iterator[None]:
 
 
 class HubClient(Closeable):
-    """A client of the hub; for any thread. Every request is safe to repeat, and is repeated until its deadline.
+    """A client of the hub, for any thread. Every request is safe to repeat, and is retried until its deadline.
 
     Args:
         endpoint: the hub's address.
         token: sent to the hub.
-        ca_file: PEM bundle trusted besides the system's roots.
-        certificate: PEM files of our own certificate and key (None: in the same), for a hub that requires one.
+        ca_file: PEM bundle that is trusted in addition to the system's roots.
+        certificate: PEM files with this client's certificate and its key, for a hub that requires one. If the key is
+            None, the first file contains it.
         timeout_s: deadline of a request.
-        life: the secret of the member that this client speaks for; None: a new one.
+        life: the secret of the member for which this client speaks. None means a new one.
 
     Attributes:
-        member: the one member id that the hub accepts from this client.
-        is_local: the hub is this host's own, which another process hosts when its host is gone.
-        has_token: whether it sends a token. Only the hub gets it, never another member.
+        member: the only member id that the hub accepts from this client.
+        is_local: whether the hub is this host's own. If its process ends, another process hosts it.
+        has_token: whether the client sends a token. Only the hub gets it, never another member.
     """
 
     def __init__(
@@ -214,17 +212,17 @@ class HubClient(Closeable):
         self._pool: tuple[str, ControlPool] | None = None
         self._closed = False
         self.is_local = False
-        # The time of the last answer, with all its tries.
+        # Duration of the last answered request, with all its attempts.
         self._took_s = 0.0
 
     @property
     def is_busy(self) -> bool:
-        """True if the hub is slow but its process runs; see `HubEndpoint`."""
+        """Whether the hub is slow but its process runs. See `HubEndpoint`."""
         return self._endpoint.is_busy
 
     @property
     def rest_s(self) -> float:
-        """Shortest pause before the next request of a polling loop; see `REST`."""
+        """Minimum pause before the next request of a polling loop. See `REST`."""
         return min(REST * self._took_s, MAX_REST_S)
 
     @classmethod
@@ -238,13 +236,16 @@ class HubClient(Closeable):
         timeout_s: float = TIMEOUT_S,
         life: str | None = None,
     ) -> HubClient:
-        """Connect to the hub at a URL, or with None to this host's and user's own, which the first caller hosts.
+        """Connect to the hub at a URL.
 
-        Default certificates are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
+        With None connect to the hub of this host and user, which the first caller hosts.
+
+        The default certificates are those of `PENSTOCK_CA_FILE`, `PENSTOCK_CERT_FILE` and `PENSTOCK_KEY_FILE`.
 
         Raises:
-            ConfigError: the URL is not valid. MissingExtra: None, and Starlette is not installed.
-            HubUnavailable: None, and the hub cannot be hosted.
+            ConfigError: the URL is not valid.
+            MissingExtra: the URL is None, and Starlette is not installed.
+            HubUnavailable: the URL is None, and the hub cannot be hosted.
         """
         endpoint: HubEndpoint
         if hub is None:
@@ -254,62 +255,62 @@ class HubClient(Closeable):
         else:
             require_hub_address(hub)
             endpoint = FixedEndpoint(hub.rstrip("/"))
-        # Certificates are a host's matter and not a call's, so they come from the environment.
+        # Certificates belong to a host and not to a call, so they come from the environment.
         settings = Settings.read()
         if certificate is None and settings.cert_file is not None:
             certificate = settings.cert_file, settings.key_file
         ca_file = settings.ca_file if ca_file is None else ca_file
         client = cls(endpoint, token=token, ca_file=ca_file, certificate=certificate, timeout_s=timeout_s, life=life)
         client.is_local = hub is None
-        # A hub at an address is reached by the first request; one of this host may have to be started first.
+        # The first request connects to a hub with an address. The hub of this host may have to be started now.
         if hub is None:
             endpoint.reach(REACH_S)
         return client
 
     def hello(self, hello: Hello, *, timeout_s: float | None = None) -> Welcome:
-        """Join as a process life.
+        """Join the fleet.
 
         Args:
-            timeout_s: deadline of this request; None: that of every request.
+            timeout_s: deadline of this request. None means the client's own.
 
         Raises:
-            PermissionDenied: the token is not accepted, or the id is another process's.
+            PermissionDenied: the token is not accepted, or the id belongs to another process.
             ConfigError: the hub speaks another major version of the protocol.
         """
         return self._request("POST", "/v1/hello", hello, Welcome, timeout_s=timeout_s)
 
     def beat(self, member: str, beat: Beat, *, within_s: float | None = None) -> BeatReply:
-        """Send a heartbeat with all that the member holds. Raises UnknownMember: call `hello`, then beat again."""
+        """Send a heartbeat with everything that the member holds. On UnknownMember call `hello` and send it again."""
         path = f"/v1/members/{quote(member, safe='')}"
         # A hub of an earlier release answers 204, without a body.
         return self._request("PUT", path, beat, BeatReply, within_s=within_s) or BeatReply()
 
     def leave(self, member: str, *, within_s: float | None = None) -> None:
-        """Sign a member off for good."""
+        """Leave the fleet for good."""
         self._request("DELETE", f"/v1/members/{quote(member, safe='')}", None, None, within_s=within_s)
 
     def upstreams(self, request: UpstreamsRequest, *, within_s: float | None = None) -> UpstreamsReply:
-        """Return the upstreams to read chunks from. Raises UnknownMember: see `beat`."""
+        """Return the upstreams from which to read chunks. On UnknownMember see `beat`."""
         return self._request("POST", "/v1/flight", request, UpstreamsReply, within_s=within_s)
 
     def claim(self, request: ClaimRequest) -> ClaimReply:
-        """Claim chunks to read from storage. Raises UnknownMember: see `beat`."""
+        """Claim chunks to read from storage. On UnknownMember see `beat`."""
         return self._request("POST", "/v1/claim", request, ClaimReply)
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """Return the members of a sync, with grants for some. Raises UnknownMember: see `beat`."""
+        """Return the members of a sync, with grants for some. On UnknownMember see `beat`."""
         return self._request("POST", "/v1/sync", request, SyncReply)
 
     def decide(self, request: DecideRequest) -> DecideReply:
-        """Propose or ask for the decision on a version of a sync. Raises UnknownMember: see `beat`."""
+        """Propose or request the decision on a version of a sync. On UnknownMember see `beat`."""
         return self._request("POST", "/v1/decide", request, DecideReply)
 
     def complain(self, complaint: FaultReport) -> None:
-        """Report a source that could not be used. Raises UnknownMember: see `beat`."""
+        """Report a source that could not be used. On UnknownMember see `beat`."""
         self._request("POST", "/v1/complain", complaint, None)
 
     def status(self, model: str | None = None, *, within_s: float | None = None) -> Status:
-        """Return the members and what they hold, of one model or all."""
+        """Return the members and their holdings, for one model or all."""
         query = "" if model is None else f"?model={quote(model, safe='')}"
         return self._request("GET", f"/v1/status{query}", None, Status, within_s=within_s)
 
@@ -318,7 +319,7 @@ class HubClient(Closeable):
         self._request("PUT", f"/v1/jobs/{self.member}", state, None, within_s=within_s)
 
     def drain(self, member: str, drain: Drain | None) -> None:
-        """Send no more readers to a member, or with None send them again. Raises UnknownMember, PermissionDenied."""
+        """Drain a member, or end the drain with None. Raise UnknownMember or PermissionDenied."""
         path = f"/v1/drains/{quote(member, safe='')}"
         self._request("DELETE" if drain is None else "PUT", path, drain, None)
 
@@ -327,16 +328,17 @@ class HubClient(Closeable):
         return self._request("POST", "/v1/why", request, Why)
 
     def close(self) -> None:
-        """Close connections, and the hub if this process hosts it; idempotent."""
+        """Close the connections, and the hub if this process hosts it. Idempotent."""
         with self._lock:
-            # Before the connections: a thread that waits for an answer then sees why it fails, and does not retry.
+            # Set this before closing the connections. A thread that waits for an answer then sees why it fails, and
+            # does not retry.
             self._closed = True
             before, self._pool = self._pool, None
         if before is not None:
             before[1].close()
         self._endpoint.close()
 
-    # `type[T] | None` with one return type: None is given where nothing is returned.
+    # The type of `gives` is `type[T] | None` with one return type. None is passed if the request returns nothing.
     def _request(
         self,
         method: str,
@@ -347,12 +349,13 @@ class HubClient(Closeable):
         within_s: float | None = None,
         timeout_s: float | None = None,
     ) -> T:
-        """Send a request until it is answered, or until its deadline: `timeout_s`, or `within_s` if that is sooner.
+        """Send a request until it is answered, or until the earlier of `timeout_s` and `within_s`.
 
-        `timeout_s=None`: the client's own.
+        With `timeout_s=None` the client's own deadline applies.
 
         Raises:
-            HubUnavailable: the deadline passed; the last failure is its cause. Others by the hub's fault.
+            HubUnavailable: the deadline passed. Its cause is the last failure.
+            PenstockError: the hub refused the request. The status of its answer decides the class.
         """
         content = None if body is None else msgspec.json.encode(body)
         begun = time.monotonic()
@@ -363,7 +366,7 @@ class HubClient(Closeable):
         is_first = True
         last: Exception
         while True:
-            # At least one real try, also with a deadline that has nearly passed: a hub that is there answers in 1 ms.
+            # Make at least one real attempt, even if the deadline has nearly passed. A running hub answers in 1 ms.
             left_s = max(0.05, deadline - time.monotonic())
             attempt_s = min(left_s, ATTEMPT_S)
             url = self._endpoint.reach(left_s)
@@ -374,7 +377,7 @@ class HubClient(Closeable):
                         method, prefix + path, content, self._headers, timeout_s=attempt_s
                     )
             except PoolClosed as error:
-                # Another thread closed it, since the hub's address changed.
+                # Another thread closed the pool, because the hub's address changed.
                 last = error
                 self._drop(pool)
             except OSError as error:
@@ -382,64 +385,67 @@ class HubClient(Closeable):
                     raise
                 last = error
                 if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
-                    # What answered is no TLS: it will not become one by trying again.
+                    # The server does not speak TLS, and another attempt would not change that.
                     raise ConfigError(
                         "the hub at this address does not speak TLS",
                         uri=url,
                         hint="write http:// if it was started without --cert, or correct the port",
                     ) from error
                 if is_first and isinstance(error, ConnectionResetError | MalformedAnswer) and _speaks_tls(url):
-                    message, hint = "the hub at this address speaks TLS", "write https:// in place of http://"
+                    message, hint = "the hub at this address speaks TLS", "write https:// instead of http://"
                     raise ConfigError(message, uri=url, hint=hint) from error
                 is_first = False
-                # A try shortened by the end of the deadline cannot tell a silent hub from a busy one.
+                # If the deadline shortened the attempt, a silent hub cannot be told from a busy one.
                 had_time = attempt_s >= min(ATTEMPT_S, self._timeout_s / 2)
                 if isinstance(error, TimeoutError):
                     self._took_s = time.monotonic() - begun
-                # The pool stays open: other threads may wait for answers, and it has closed the broken connection.
+                # Keep the pool open, because other threads may wait for answers. It has closed the broken connection.
                 self._endpoint.failed(url, silent=had_time and isinstance(error, NoAnswer))
             else:
                 self._endpoint.reached()
                 self._took_s = time.monotonic() - begun
-                # 503: the hub's store does not answer, or its connections are at their limit. Both pass.
+                # Status 503 is temporary: the hub's store does not answer, or the hub has too many connections.
                 if status != 503:
                     return self._decode(status, answer, gives, url)
                 last = HubUnavailable(printable(_fault(status, answer).error), uri=url)
             if self._closed or time.monotonic() + pause_s >= deadline:
                 message = _unanswered(last, time.monotonic() - begun)
-                hint = "is it running, and can this host reach its address?"
+                hint = "check that the hub is running and that this host can reach its address"
                 if isinstance(last, ssl.SSLCertVerificationError):
                     message = f"the hub's certificate does not verify: {last.verify_message}"
                     hint = "set PENSTOCK_CA_FILE to the certificate that signed it, and use a name that is in it"
                 raise HubUnavailable(message, uri=url, hint=hint) from last
-            # Jitter: members that lost the hub at the same moment must not all return at the same moment.
+            # Add jitter, so that members that lost the hub at the same moment do not all return at the same moment.
             time.sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _decode(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:
-        """Return the message of an answer, or raise the error that its status stands for."""
+        """Return the message in an answer, or raise the error for its status."""
         if 200 <= status < 300:
             if gives is None or status == 204:
                 return None  # type: ignore[return-value]
             try:
-                # The version alone first: a hub of another version may answer with fields that do not decode here.
+                # Decode only the version first, because other fields from a hub of another version may not decode.
                 if gives is Welcome:
                     theirs = msgspec.json.decode(answer, type=AnnouncedVersion).protocol
                     if theirs and (difference := version_fault(theirs, "the hub", "this process")):
                         raise ConfigError(difference, uri=url, hint=UPGRADE_HINT)
                 return msgspec.json.decode(answer, type=gives)
             except MALFORMED as error:
-                message = f"the answer is not that of a hub of this version: {error}"
-                raise HubUnavailable(message, uri=url, hint="compare `penstock version` there and here") from error
+                message = f"the answer does not match this version of the protocol: {error}"
+                raise HubUnavailable(message, uri=url, hint="compare `penstock version` on both hosts") from error
         fault = _fault(status, answer)
-        # Of an error that has no status, a fault of the hub's own for example, the class is all there is to go by.
+        # An error without a status, such as an internal error of the hub, is known only by the name of its class.
         least = _ERRORS.get(status, PenstockError if status == 500 else HubUnavailable)
         kind = class_named(fault.kind or "", least)
         kind = HubUnavailable if kind is PenstockError else kind
         raise kind(printable(fault.error), uri=url, hint=printable(fault.hint) or None)
 
     def _connections(self, url: str) -> tuple[ControlPool, str]:
-        """Return the connections to this address, and the prefix of its paths; close those to an earlier one."""
+        """Return the connections to this address and the prefix of its paths.
+
+        Close the connections to an earlier address.
+        """
         prefix = "" if url.startswith("unix://") else urlsplit(url).path
         with self._lock:
             if self._closed:
@@ -465,24 +471,24 @@ class HubClient(Closeable):
                 if self._certificate is not None:
                     trust.load_cert_chain(*self._certificate)
             except OSError as error:
-                hint = "PEM files, by PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE"
-                raise ConfigError(f"a certificate for {url} cannot be used: {error}", hint=hint) from error
+                hint = "set PENSTOCK_CA_FILE, PENSTOCK_CERT_FILE and PENSTOCK_KEY_FILE to PEM files"
+                raise ConfigError(f"cannot use the certificates for {url}: {error}", hint=hint) from error
         port = parts.port or (443 if trust is not None else 80)
         return ControlPool(over_tcp(parts.hostname or "", port, trust), parts.netloc.rpartition("@")[2])
 
     def _drop(self, pool: ControlPool) -> None:
-        """Drop a closed pool, so that the next request opens another; a newer one made since stays open."""
+        """Drop a closed pool, so that the next request opens a new one. A pool that was opened since stays."""
         with self._lock:
             if self._pool is not None and self._pool[1] is pool:
                 self._pool = None
 
 
 def _speaks_tls(url: str) -> bool:
-    """Return whether a server that did not answer plain HTTP answers a TLS handshake. Nothing else is sent."""
+    """Return whether a server that did not answer plain HTTP answers a TLS handshake. Send nothing else."""
     parts = urlsplit(url)
     if parts.scheme != "http":
         return False
-    # It is asked only whether it speaks TLS, so no certificate is compared.
+    # Do not check the certificate, because the only question is whether the server speaks TLS.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -494,35 +500,37 @@ def _speaks_tls(url: str) -> bool:
 
 
 def _unanswered(last: Exception, waited_s: float) -> str:
-    """Return what happened to a request that was not answered, by its last failure."""
+    """Describe the last failure of a request that was not answered."""
     if isinstance(last, HubUnavailable):
-        return f"the hub answered for {waited_s:.1f} s that it cannot serve: {last.message}"
+        return f"the hub refused to serve for {waited_s:.1f} s: {last.message}"
     if isinstance(last, NoAnswer):
-        return f"the hub accepted the connection and sent no answer, for {waited_s:.1f} s"
+        return f"the hub accepted the connection and sent no answer for {waited_s:.1f} s"
     if isinstance(last, ConnectionRefusedError):
         return f"the hub's address refused connections for {waited_s:.1f} s: no process listens there"
     return f"the hub could not be reached for {waited_s:.1f} s: {last or type(last).__name__}"
 
 
 def _fault(status: int, answer: bytes) -> Fault:
-    """Return the fault in an answer that is not 2xx; one of a proxy in between has none."""
+    """Return the fault in an error answer. The answer of a proxy has no fault."""
     try:
         return _FAULT.decode(answer)
     except MALFORMED:
-        return Fault(error=f"status {status} with a body that is not a hub's")
+        return Fault(error=f"status {status} with a body that did not come from a hub")
 
 
 def status(model: str | None = None, *, connection: ConnectionSettings | str | None = None) -> Status:
-    """Return the members of a fleet: what they hold, how far they are, and where their bytes come from.
+    """Return the members of a fleet, their holdings, their progress and the sources of their bytes.
 
     Args:
-        model: only members that have or get it; None: all.
-        connection: the hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the hub of
-            this host. See `ConnectionSettings`.
+        model: only members that have or fetch this model. None means all.
+        connection: the hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of this
+            host if that is not set. See `ConnectionSettings`.
 
     Raises:
-        HubUnavailable: there is no hub. PermissionDenied: it does not take the token.
-        ConfigError, MissingExtra: an argument is wrong, or a package is not installed.
+        HubUnavailable: there is no hub.
+        PermissionDenied: the hub does not accept the token.
+        ConfigError: an argument is wrong.
+        MissingExtra: a package is not installed.
     """
     settings = resolve_connection(connection)
     if model is not None:
@@ -532,15 +540,16 @@ def status(model: str | None = None, *, connection: ConnectionSettings | str | N
 
 
 def why(model: str, *, member: str | None = None, connection: ConnectionSettings | str | None = None) -> Why:
-    """Return the reasons why members read a model from their upstreams, and why not from others, one in each line.
+    """Return why members read a model from their upstreams and not from others, with one reason in each line.
 
     Args:
-        model: the name that its members agree on.
-        member: only of this member, by its id.
+        model: the name of the model in the fleet.
+        member: id of a member. None means all members.
         connection: see `status`.
 
     Raises:
-        NotFound: no such member. Others as `status`.
+        NotFound: there is no such member.
+        PenstockError: see `status`.
     """
     settings = resolve_connection(connection)
     require_name("model", model)
@@ -551,33 +560,35 @@ def why(model: str, *, member: str | None = None, connection: ConnectionSettings
 def drain(
     member: str, *, undo: bool = False, reason: str = "", connection: ConnectionSettings | str | None = None
 ) -> str:
-    """Send no more readers to a member of a fleet, until it leaves or this is undone; return its id.
+    """Send no more readers to a member until it leaves or the drain is undone. Return its id.
 
-    Readers that read from it now finish, or go on with other members. What it fetches itself, and its syncs, go on.
+    Present readers finish, or continue with other members. The member's own fetches and syncs continue.
 
     Args:
-        member: its id, or the beginning of it as `status` shows it.
-        undo: send readers to it again.
-        reason: for the audit, and for people who look at the fleet.
-        connection: see `status`. A hub with tokens requires an operator's.
+        member: its id, or the beginning of its id as `status` shows it.
+        undo: send readers to the member again.
+        reason: shown in the audit log and to people who look at the fleet.
+        connection: see `status`. A hub with tokens requires an operator's token.
 
     Raises:
-        NotFound: no such member. ConfigError: several ids begin so, or an argument is wrong.
-        PermissionDenied: the token is not an operator's. Others as `status`.
+        NotFound: there is no such member.
+        ConfigError: several ids begin like this, or an argument is wrong.
+        PermissionDenied: the token is not an operator's.
+        PenstockError: see `status`.
     """
     settings = resolve_connection(connection)
     require_name("member", member)
     if not isinstance(reason, str) or len(reason) > _MAX_REASON:
         raise wrong("reason", reason, f"a str of at most {_MAX_REASON} characters")
     with HubClient.connect(settings.hub, settings.token) as client:
-        # Whole ids need no list, which a token that is limited to some models does not get.
+        # A complete id needs no list. A token that is limited to some models may not read the list.
         names = [member]
         if len(member) < _ID_LENGTH:
             names = [known.member for known in client.status().members if known.member.startswith(member)]
         if not names:
             raise NotFound(f"no member's id begins with {member!r}", hint="`penstock status` lists the members")
         if len(names) > 1:
-            raise ConfigError(f"{len(names)} members' ids begin with {member!r}", hint="give more of the id")
+            raise ConfigError(f"{len(names)} members' ids begin with {member!r}", hint="give more characters of the id")
         try:
             client.drain(names[0], None if undo else Drain(reason=reason))
         except UnknownMember as error:

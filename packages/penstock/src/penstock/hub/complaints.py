@@ -1,8 +1,4 @@
-"""Complaints of readers about sources: their limits for each caller, and their records in the store.
-
-In: a complaint and its caller. Out: an entry that expires by itself.
-Not here: who may complain (`directory`), the effect of complaints on the choice of sources (`snapshot`).
-"""
+"""Complaints of readers about sources: their limits for each caller, and their records in the store."""
 
 from __future__ import annotations
 
@@ -18,27 +14,26 @@ from penstock.hub.messages import FaultReport
 from penstock.hub.snapshot import COMPLAINT_DECODER, ComplaintEntry
 from penstock.hub.store import Store
 
-# Time after which a holder that could not be read is tried again.
+# After this many seconds a holder that could not be read is tried again.
 COMPLAINT_TTL_S = 30.0
-# Wrong bytes are a fault of memory or of a link, which lasts.
+# Wrong bytes are a lasting fault in memory or in a link.
 WRONG_BYTES_TTL_S = 600.0
-# A holder that does not know a new hub's grants knows them after its next beat.
+# A holder that does not know the grants of a new hub learns about them after its next heartbeat.
 _REFUSED_TTL_S = 3.0
 COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE = 20.0, 2_000
-"""Of one caller: 1,000 members of one token that lose the same two holders complain within a second; honest callers
-need no higher rate for long. A complaint takes some 300 bytes for up to 600 s: 4 MB of the hub at most for a caller."""
+"""Rate and burst of complaints for one caller. 1,000 members with one token that lose the same two holders complain
+within a second. Honest callers need no higher rate for long. A complaint takes about 300 bytes for up to 600 s, so a
+caller uses at most 4 MB in the hub."""
 _encode = msgspec.msgpack.encode
 
 
 class Complaints:
-    """The recording of complaints in one store.
+    """Records complaints in one store. Any thread may use it.
 
     Args:
-        store: of the hub.
-        counts: its `complaints` are counted up.
-        timer: monotonic seconds of this process.
-
-    Order: any thread.
+        store: the hub's store.
+        counts: its entry `complaints` is incremented.
+        timer: monotonic seconds in this process.
     """
 
     def __init__(self, store: Store, counts: Counter[str], *, timer: Callable[[], float] = time.perf_counter) -> None:
@@ -47,16 +42,18 @@ class Complaints:
         self._rate = RateLimit(COMPLAINTS_PER_S, COMPLAINTS_AT_ONCE, clock=timer)
 
     def record(self, complaint: FaultReport, caller: Caller) -> None:
-        """Record a complaint about a holder. SourceBusy: the caller complains too often."""
+        """Record a complaint about a holder. Raise SourceBusy if the caller complains too often."""
         if not self._rate.allow(caller.name):
-            raise SourceBusy("too many complaints at once", hint="the earlier ones count")
+            raise SourceBusy(
+                "too many complaints at once", hint="wait before you send more, because the earlier complaints count"
+            )
         self._counts["complaints"] += 1
         ttl_s = {"wrong bytes": WRONG_BYTES_TTL_S, "refused": _REFUSED_TTL_S}.get(complaint.fault, COMPLAINT_TTL_S)
         name = f"complaint/{complaint.key}/{complaint.of}~{complaint.member}"
         before = self._store.read(name)
-        # Without the proof that a member of an earlier release may send. It may have megabytes.
+        # Drop the proof that a member of an earlier release may send, because it may have megabytes.
         noted = ComplaintEntry(msgspec.structs.replace(complaint, proof=None), caller.name)
-        # An earlier complaint of wrong bytes must not be replaced by one that expires sooner.
+        # A complaint that expires sooner must not replace an earlier complaint about wrong bytes.
         is_graver = before is not None and COMPLAINT_DECODER.decode(before.value).complaint.fault == "wrong bytes"
         if is_graver and complaint.fault != "wrong bytes":
             return

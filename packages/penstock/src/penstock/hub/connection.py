@@ -1,11 +1,10 @@
-"""The hub's end of a connection: uvicorn's protocol, held to the limits of `net.admission`.
+"""The hub's end of a connection: uvicorn's protocol with the limits of `net.admission`.
 
-In: bytes of a connection that the listener admitted. Out: requests for the app, with complete heads only; everything
-else is refused here, and so is a caller without a token: under a flood of them the app took most of the hub's time.
-Not here: which connections are admitted (`net.listener`), bodies and answers (`app`).
+The app gets only requests with complete heads. This class refuses everything else, and also callers without a token,
+because in a flood of them the app would use most of the hub's time.
 
-A connection is proven by the user at the other end of a Unix socket, by a client certificate, or by the token of its
-first request. Until then it has one request: the answer to it is the last.
+A connection is proven by the user at the other end of a Unix socket, by a client certificate, or by the token in its
+first request. An unproven connection gets one request and is closed after the answer.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from penstock.net.admission import Connection
 from penstock.net.listener import GuardedListener
 
 REQUEST_S = 60.0
-"""For a body to come and its answer to be taken; the app has a shorter deadline for the body."""
+"""Seconds for a body to arrive and for its answer to be read. The app has a shorter deadline for the body."""
 MAX_MESSAGE_BYTES = 9 << 20
-"""Bytes of one request behind its head, with the marks of chunks; the app's bound of a body is 8 MiB."""
+"""Maximum bytes in a request after its head, including the marks of chunks. The app limits a body to 8 MiB."""
 LAST_REFUSAL_S = 2.0
-"""For a caller to take the answer that says why its connection ends."""
+"""Seconds for a caller to read the answer that says why its connection ends."""
 MAX_HEADERS = 100
-"""Header fields of one request; members send 5, proxies add about 10. A head of 16 KiB may have 2,700 of them, which
-took 2 ms of the loop."""
-_WHERE = "give a token that is in the hub's --token-file: --token-file here, token_file= or PENSTOCK_TOKEN_FILE"
-NO_TOKEN = Fault(error="this hub requires a token, and the request shows none", hint=_WHERE)
-UNAUTHORIZED = Fault(error="the token shown is not one of this hub's", hint=_WHERE)
+"""Maximum number of header fields in a request. Members send 5, and proxies add about 10. A head of 16 KiB can have
+2,700 of them, which kept the event loop busy for 2 ms."""
+_WHERE = "give a token from the hub's --token-file by --token-file, token_file= or PENSTOCK_TOKEN_FILE"
+NO_TOKEN = Fault(error="this hub requires a token, and the request has none", hint=_WHERE)
+UNAUTHORIZED = Fault(error="this hub does not know the token", hint=_WHERE)
 _REFUSALS = {
     400: b"HTTP/1.1 400 Bad Request",
     401: b"HTTP/1.1 401 Unauthorized\r\nwww-authenticate: Bearer\r\ncontent-type: application/json",
@@ -42,18 +41,18 @@ _REFUSALS = {
     431: b"HTTP/1.1 431 Request Header Fields Too Large",
     503: b"HTTP/1.1 503 Service Unavailable",
 }
-# In place of uvicorn's logger, which writes a line for every malformed request.
+# This replaces uvicorn's logger, which writes a line for every malformed request.
 _quiet = logging.getLogger("penstock.hub.parser")
 _quiet.setLevel(logging.CRITICAL)
 
 
 class HubProtocol(HttpToolsProtocol):
-    """A connection; `protocol_for` makes the class for a listener.
+    """A connection. `protocol_for` creates the class for a listener.
 
     Attributes:
         listener: the listener that accepted it.
         auth: the tokens and certificates that are accepted.
-        on_unauthorized: called with the path and the peer's host when a caller without a good token is refused.
+        on_unauthorized: called with the path and the peer's host when a caller without a valid token is refused.
     """
 
     listener: GuardedListener
@@ -61,7 +60,7 @@ class HubProtocol(HttpToolsProtocol):
     on_unauthorized: Callable[[str, str], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio; with TLS the handshake is over."""
+        """See asyncio. With TLS the handshake is complete."""
         super().connection_made(transport)
         self.logger = _quiet
         self._place: Connection = self.listener.connection_of(transport.get_extra_info("socket").fileno())
@@ -77,21 +76,22 @@ class HubProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio."""
         super().connection_lost(exc)
-        # Two cycles of references lead through the transport: the place's `cut`, and a bound method that asyncio's
-        # transport keeps of itself. Only the garbage collector would free them, and under a flood of connections its
-        # passes held the loop for up to 130 ms.
+        # Break two reference cycles through the transport: the reservation's `cut`, and a bound method that asyncio's
+        # transport keeps. Otherwise only the garbage collector frees them, and in a flood of connections it blocked the
+        # loop for up to 130 ms.
         self._place.cut = _nothing
         vars(self.transport).pop("_read_ready_cb", None)
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio. A head gets a deadline with its first byte, and no other with later ones."""
+        """See asyncio. The first byte of a head sets its deadline, and later bytes do not extend it."""
         if self.transport.is_closing():
             return
         if self._is_in_head:
-            # An unproven connection has had its deadline since it was accepted.
+            # An unproven connection has a deadline since it was accepted.
             if not self._head_bytes and self._place.is_proven:
                 self._place.expect(self._place.limits.head_s)
-            # The parser gets only as much as a head may have; where that is not all of it, the rest is refused unread.
+            # Give the parser at most as many bytes as a head may have. If that does not complete the head, the rest is
+            # refused unread.
             room = self._place.limits.head_bytes - self._head_bytes
             head, data = data[:room], data[room:]
             self._head_bytes += len(head)
@@ -115,10 +115,10 @@ class HubProtocol(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """See httptools: a request begins. An exception here ends the parsing; `send_400_response` is called then."""
+        """See httptools. A request begins. An exception here ends the parsing, and `send_400_response` is called."""
         if self.cycle is not None and not self.cycle.response_complete:
-            # A second request before the answer to the first: 14,000 of them fit into what one read brings.
-            raise ValueError("requests are not taken ahead of answers")
+            # The caller sent a second request before the answer to the first. One read can contain 14,000 of them.
+            raise ValueError("a request arrived before the answer to the previous one")
         self._is_in_head = False
         self._message_bytes = 0
         if not self._place.is_proven and self.auth.token_file is not None:
@@ -132,10 +132,10 @@ class HubProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def _check_token(self) -> None:
-        """Prove the connection by the token of its first request; refuse a request of the hub's API without one."""
+        """Prove the connection by the token in its first request. Refuse an API request without a valid token."""
         shown = self._authorization
         if self.auth.caller(shown) is not None:
-            # By a digest: what counts connections for each caller must not hold tokens.
+            # Use a digest, because the object that counts connections must not hold tokens.
             self._prove(hashlib.sha256(shown.encode()).hexdigest())
             return
         path = self.url.partition(b"?")[0]
@@ -146,11 +146,11 @@ class HubProtocol(HttpToolsProtocol):
 
     @property
     def _authorization(self) -> str:
-        """The header with the token; empty: there is none."""
+        """The header with the token. Empty if there is none."""
         return next((value.decode("latin-1") for name, value in self.headers if name == b"authorization"), "")
 
     def on_message_complete(self) -> None:
-        """See httptools: what comes next is a head."""
+        """See httptools. A head follows."""
         super().on_message_complete()
         self._is_in_head = True
         self._head_bytes = 0
@@ -158,19 +158,19 @@ class HubProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """See uvicorn."""
         super().on_response_complete()
-        # A connection that ends is closed once the caller took the answer, which it may never do.
+        # The connection closes once the caller has read the answer, which may never happen.
         if self.transport.is_closing():
             self._place.expect(LAST_REFUSAL_S)
         else:
             self._place.end()
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn: what came is no HTTP, or an exception of this class ended the parsing."""
+        """See uvicorn. The bytes are not HTTP, or an exception in this class ended the parsing."""
         if not self.transport.is_closing():
             self._refuse(400)
 
     def _prove(self, principal: str) -> None:
-        """Note the caller of this connection; refuse it where the caller has too many."""
+        """Record the caller of this connection, or refuse a caller with too many connections."""
         if not self._place.prove(principal):
             self._refuse(503)
 
@@ -189,6 +189,6 @@ def _nothing() -> None:
 def protocol_for(
     listener: GuardedListener, auth: Auth, on_unauthorized: Callable[[str, str], None]
 ) -> type[HubProtocol]:
-    """Return the protocol class of a hub on this listener; see `HubProtocol` for the arguments."""
+    """Return the protocol class for a hub on this listener. See `HubProtocol` for the arguments."""
     members = {"listener": listener, "auth": auth, "on_unauthorized": staticmethod(on_unauthorized)}
     return type("_HubProtocol", (HubProtocol,), members)

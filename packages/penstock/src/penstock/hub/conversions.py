@@ -1,8 +1,4 @@
-"""Conversions that report to the hub: the record of each in the store, and the limits of what they may take.
-
-In: a conversion's state, as its coordinator reports it. Out: the conversions of the fleet, with their ages.
-Not here: sending reports (`job_reporter`), how often a caller may report (`directory`), showing them (`page`).
-"""
+"""Conversions that report to the hub: their records in the store, and the limits on their number and size."""
 
 from __future__ import annotations
 
@@ -15,20 +11,20 @@ from penstock.hub.store import Store
 from penstock.net.shares import Shares
 
 JOB_TTL_S = 3600.0
-"""After its last report a conversion is shown for as long as the page's charts go back."""
+"""Seconds after its last report for which a conversion is shown. The page's charts cover the same time."""
 MAX_JOB_BYTES = 256 << 10
-"""The state of one. Reason: with 256 workers it is about 60 KB, with the errors of as many lost ones some 200 KB; all
-conversions take 64 MB of the hub at most."""
+"""Maximum bytes of a conversion's state. With 256 workers it has about 60 KB, and with as many errors of lost workers
+some 200 KB. All conversions together use at most 64 MB in the hub."""
 
 
 class JobEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a conversion."""
+    """The store's entry for a conversion."""
 
     state: JobState
     since: float
     seen: float
     caller: str = ""
-    """`Caller.name` of its reports."""
+    """`Caller.name` for its reports."""
 
 
 _ENTRY = msgspec.msgpack.Decoder(JobEntry)
@@ -37,19 +33,19 @@ _ENTRY = msgspec.msgpack.Decoder(JobEntry)
 def record_job(
     store: Store, job: str, state: JobState, caller: str, now: float, *, ttl_s: float, max_jobs: int
 ) -> None:
-    """Record the state of a conversion, in place of its earlier one.
+    """Record the state of a conversion, and replace its earlier one.
 
     Args:
-        store: of the hub.
-        job: its id.
-        state: what it reports.
+        store: the hub's store.
+        job: id of the conversion.
+        state: the reported state.
         caller: `Caller.name` of the process that reports it.
         now: the hub's clock.
-        ttl_s: a conversion silent for this long may be forgotten for another one.
-        max_jobs: conversions that are shown.
+        ttl_s: a conversion that is silent for this long may be forgotten to free its entry for another one.
+        max_jobs: maximum number of conversions that are kept.
 
     Raises:
-        SourceBusy: too many conversions are running, and no other caller has more of them than this one.
+        SourceBusy: too many conversions are running, and no other caller has more of them.
         PlanError: the state is too large.
     """
     name = f"job/{job}"
@@ -64,10 +60,10 @@ def record_job(
 
 
 def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, max_jobs: int) -> None:
-    """Forget a conversion if there are `max_jobs`: one that ended or fell silent, else one of the greediest caller.
+    """Forget a conversion if there are `max_jobs`: an ended or silent one, or else one from the caller with the most.
 
     Raises:
-        SourceBusy: all run, and no other caller has more of them than this one.
+        SourceBusy: all of them run, and no other caller has more of them.
     """
     jobs = _entries(store)
     if len(jobs) < max_jobs:
@@ -82,14 +78,14 @@ def _make_room(store: Store, job: str, caller: str, now: float, ttl_s: float, ma
         shares.enter(name, jobs[name].caller)
     victims = shares.enter(job, caller, displaces_own=False)
     if victims is None:
-        hint = "those that run go on; this one is not shown"
-        raise SourceBusy("as many conversions are running as this hub shows", hint=hint)
+        hint = "this conversion continues, but the hub does not show it"
+        raise SourceBusy("more conversions are running than this hub can show", hint=hint)
     for name in victims:
         store.write(f"job/{name}", None)
 
 
 def jobs_of(store: Store, model: str | None, now: float) -> tuple[JobStatus, ...]:
-    """Return the conversions that reported within `JOB_TTL_S`, of one model or all, the youngest first."""
+    """Return the conversions that reported within `JOB_TTL_S`, for one model or all, the latest first."""
     found = [
         JobStatus(job=job, age_s=max(0.0, now - entry.since), silent_s=max(0.0, now - entry.seen), state=entry.state)
         for job, entry in _entries(store).items()
@@ -99,5 +95,5 @@ def jobs_of(store: Store, model: str | None, now: float) -> tuple[JobStatus, ...
 
 
 def _entries(store: Store) -> dict[str, JobEntry]:
-    """Return the entries of all conversions, by their ids."""
+    """Return the entries of all conversions by id."""
     return {job: _ENTRY.decode(entry.value) for job, entry in store.scan("job/").items()}

@@ -1,9 +1,7 @@
 """The hub's logic: live members, the chunks that they hold, claims on storage, and upstreams.
 
-In: the messages of members. Out: their answers. All state is in a `Store`, soft, and reported again by every beat;
-several directories on one store act as one. Weight bytes never come here.
-Not here: HTTP and authentication (`app`), relays (`plan.relay`), pieces (`claims`), records of complaints
-(`complaints`), of conversions (`conversions`) and of failed calls (`failures`), text for people (`explain`).
+All state is in a `Store`. It is soft, because every heartbeat reports it again. Several directories on one store act as
+one. Weight bytes never pass through the hub.
 """
 
 from __future__ import annotations
@@ -73,24 +71,25 @@ from penstock.hub.snapshot import (
 from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
 
-# Added to a beat: members that could not reach the hub try again within half of this.
+# Seconds added to a heartbeat interval. Members that could not reach the hub try again within half of this.
 _ANNOUNCE_S = 1.0
-# A late request must not bring back a member that left: a client gives a request up after 10 s (`client.TIMEOUT_S`),
-# and the hub takes at most 20 s for a body (`app.BODY_S`). The id is the digest of a secret of one process, so no other
-# process can use it later.
+# A late request must not bring back a member that left. A client gives up a request after 10 s (`client.TIMEOUT_S`),
+# and the hub takes at most 20 s for a body (`app.BODY_S`). No other process can use the id later, because it is the
+# digest of one process's secret.
 _GONE_TTL_S = 60.0
-# Of a fleet of this size or more, newcomers poll after 0.5 s: by then a snapshot of 1,000 members has been renewed.
+# In a fleet of at least this size newcomers poll after 0.5 s. By then a snapshot with 1,000 members is renewed.
 _NEWCOMERS = 50
-# Those with a place poll after 2 s: a second request of each within the second in which 1,000 members start was a third
-# of all requests then.
+# Above this number, newcomers with a place in the relay poll after 2 s. A second request from each within the second in
+# which 1,000 members start was a third of all requests.
 _PLACED_NEWCOMERS = 200
-# Of compare-and-set: as many directories on one store would have to lose in a row.
+# Maximum number of compare-and-set attempts.
 _ATTEMPTS = 64
-# The same for the claim in a request for upstreams, whose answer must not wait: the member claims again by itself.
+# Maximum number of attempts for the claim in a request for upstreams. Its answer must not wait, and the member claims
+# again.
 _FEW_ATTEMPTS = 4
-# Locks for the tables of claims: a key has one of them, so that claims of few keys wait for each other.
+# Number of locks for the tables of claims. Each key uses one of them, so that claims on few keys wait for each other.
 _NUM_CLAIMING = 64
-# Keys whose last snapshot stays, so that unchanged entries are not decoded again.
+# Number of keys whose last snapshot is kept, so that unchanged entries are not decoded again.
 _MAX_READINGS = 1024
 _CLAIMS = msgspec.msgpack.Decoder(Claims)
 _encode = msgspec.msgpack.encode
@@ -98,22 +97,20 @@ audit = log_named("penstock.audit")
 
 
 class Directory:
-    """The hub's logic on one store: see the module.
+    """The hub's logic on one store. Any thread may call every method.
 
     Args:
         store: holds the state.
-        fresh: there were no members before, so chunks can be claimed at once; else members first have a beat's time to
-            report the chunks that they have.
-        beat_s: interval of members' beats.
-        ttl_s: a member silent for this long is gone.
-        clock: seconds, the same for all directories on the store; None: the store's. The time of day is no substitute:
-            it steps, and replicas on several hosts differ.
-        timer: monotonic seconds of this process.
-        seed: 32 bytes that grants are signed with; None: the first directory on the store draws them.
-        look_share: largest share of the time for costly snapshots of one key; between them the last one is used.
-        capacity: the most that is kept of each kind; None: the default values.
-
-    Order: every method from any thread.
+        fresh: whether there were no members before. Chunks can then be claimed immediately. Otherwise members first
+            have one heartbeat interval to report their chunks.
+        beat_s: interval between heartbeats.
+        ttl_s: a member that is silent for this long is removed.
+        clock: seconds, equal for all directories on the store. None means the store's clock. Wall clocks do not work,
+            because they jump and differ between hosts.
+        timer: monotonic seconds in this process.
+        seed: 32 bytes with which grants are signed. None means that the first directory on the store draws them.
+        look_share: maximum share of the time for costly snapshots of one key. Between them the last one is used.
+        capacity: the limits for each kind of entry. None means the defaults.
     """
 
     def __init__(
@@ -133,12 +130,12 @@ class Directory:
         self.capacity = capacity or Capacity()
         self.beat_s = beat_s
         self.ttl_s = ttl_s
-        # Events since this directory was made: grants, claimed_chunks, complaints, hellos, leaves.
+        # Number of events since this directory was created: grants, claimed_chunks, complaints, hellos, leaves.
         self.counts: Counter[str] = Counter()
         self._complaints = Complaints(store, self.counts, timer=timer)
         self._limits = Limits(store, self.capacity, ttl_s=ttl_s, timer=timer, look_share=look_share)
         self._fresh = fresh
-        # When this directory last renewed the hub's mark, and last recorded each key, by `timer`.
+        # Times on `timer` at which this directory last renewed the hub's mark and last recorded each key.
         self._marked = float("-inf")
         self._noted: dict[str, float] = {}
         self._clock = clock or store.now
@@ -154,12 +151,12 @@ class Directory:
     # Members.
 
     def begin(self) -> None:
-        """Renew the hub's life mark in the store; called once a beat, by a server or when a member reports.
+        """Renew the hub's life mark in the store. A server calls this once a beat, and so does a member's report.
 
-        Without a mark (a new hub, a store that lost its memory) no chunk can be claimed until members had the time to
-        report the chunks that they have.
+        Without a mark the hub is new or its store lost its memory. No chunk can be claimed then until members have had
+        the time to report their chunks.
         """
-        # Three beats: a hub that misses one or two is still the same hub.
+        # A hub that misses one or two beats is still the same hub.
         ttl_s = 3 * self.beat_s
         self._limits.look()
         self._marked = self._timer()
@@ -167,25 +164,27 @@ class Directory:
         if not self.store.write("hub/life", b"1", ttl_s=ttl_s, expected=ABSENT):
             self.store.write("hub/life", b"1", ttl_s=ttl_s)
             return
-        # A store that lost the mark may have lost the keys of all models too.
+        # A store that lost the mark may also have lost the keys of all models.
         self._noted = {}
         if not is_fresh:
             quiet_s = max(1.5 * self.beat_s, self.beat_s + _ANNOUNCE_S)
             self.store.write("hub/quiet", b"1", ttl_s=quiet_s)
-            # Until every member that lives has reported, or would be forgotten.
+            # Keep the mark until every live member has reported or would be forgotten.
             self.store.write("hub/recent", b"1", ttl_s=quiet_s + self.ttl_s)
 
     def hello(self, hello: Hello, caller: Caller | None = None) -> Welcome:
-        """Register a process life, or confirm that it still lives.
+        """Register a process, or confirm that it is still registered.
 
         Raises:
-            PermissionDenied: the id is another process's, or of one that left.
+            PermissionDenied: the id belongs to another process, or to a member that left.
             PlanError: an address of the member's server is not valid.
-            SourceBusy: the caller has announced its share of members.
+            SourceBusy: the caller has registered as many members as it may.
         """
         for url in hello.doors:
             if parse_peer_url(url) is None:
-                raise PlanError(f"{url!r} is not a member's address", hint="unix:///path, or http(s)://host:port")
+                raise PlanError(
+                    f"{url!r} is not a valid address for a member", hint="use unix:///path or http(s)://host:port"
+                )
         self._mark_life()
         name, now = f"member/{hello.member}", self._clock()
         entry = self.store.read(name)
@@ -193,23 +192,24 @@ class Directory:
         if self.store.read(f"gone/{hello.member}") is not None or (known is not None and known.hello != hello):
             message = f"member {hello.member} belongs to another process, or has left"
             raise PermissionDenied(message, hint="a new process takes a new id")
-        # An equal hello of a known life is a repeated request, whose answer was lost.
+        # An identical hello from a known member repeats a request whose answer was lost.
         if known is None:
             caller = caller or Caller()
             self._limits.admit(hello.member, caller.name)
             self.counts["hellos"] += 1
             by = caller.name, caller.certificate
             self.store.write(name, _encode(MemberEntry(hello, now, now, (), *by)), ttl_s=self.ttl_s, expected=ABSENT)
-        signer = self._grants(anew=True)
-        # Spread: members that started together would otherwise beat together, and queue at the hub every time.
+        signer = self._grants(reread=True)
+        # Vary the interval. Otherwise members that started together would send heartbeats together and queue at the hub
+        # each time.
         beat_s = self.beat_s * random.uniform(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def check_certificate(self, member: str, certificate: str) -> None:
-        """Check that the caller shows the certificate that the member registered with; ignore an unknown member.
+        """Check that the caller shows the certificate with which the member registered. Ignore an unknown member.
 
         Raises:
-            PermissionDenied: the certificate has other names.
+            PermissionDenied: the certificate has different names.
         """
         entry = self.store.read(f"member/{member}")
         if entry is None:
@@ -217,18 +217,18 @@ class Directory:
         theirs = MEMBER_DECODER.decode(entry.value).certificate
         if theirs != certificate:
             audit.warning("event=impostor member=%s certificate=%r of=%r", member, certificate, theirs)
-            message = f"member {member} registered with another certificate"
+            message = f"member {member} registered with a different certificate"
             raise PermissionDenied(message, hint="a new process takes a new id")
 
     def beat(self, member: str, beat: Beat, caller: Caller | None = None) -> BeatReply:
-        """Renew a member's lease; keys that the beat does not name are no longer held. Return the order to drain it.
+        """Renew a member's lease, and drop the keys that the heartbeat does not name. Return the order to drain it.
 
         Raises:
-            UnknownMember: it was silent for too long, left, or the hub is new.
+            UnknownMember: the member was silent for too long or left, or the hub is new.
             PlanError: a holding contradicts itself.
-            SourceBusy: its caller's members report more than the caller's share.
+            SourceBusy: the caller's members report more than the caller's share.
         """
-        # All states are checked before any is stored: a refused beat changes nothing.
+        # Check all states before storing them, so that a refused heartbeat changes nothing.
         for holding in beat.holdings:
             check_state(holding)
         self._mark_life()
@@ -236,7 +236,8 @@ class Directory:
         boot = encode_state(beat.boot)
         nbytes = self._limits.admit(member, known.caller, beat)
         now = self._clock()
-        # Only while this hub is new: later a beat may bring an order that has been undone since the last answer.
+        # Restore the order only while this hub is new. Later the heartbeat may carry an order that was undone since the
+        # last answer.
         is_lost = beat.drain is not None and known.drain is None and self.store.read("hub/quiet") is not None
         if beat.drain is not None and is_lost and self.store.read(f"undrained/{member}") is None:
             known = msgspec.structs.replace(known, drain=beat.drain)
@@ -250,8 +251,8 @@ class Directory:
         record_sync_states(
             self.store, known.hello, known.since, now, self.ttl_s, beat.syncs, certificate=known.certificate
         )
-        # A request of the same member may have changed the entry since it was read: then merge with that once more. If
-        # the second try loses too, the entry has just been renewed, and the next beat brings the keys.
+        # A request from the same member may have changed the entry meanwhile. Merge with the changed entry once. If
+        # that also fails, the entry has just been renewed, and the next heartbeat brings the keys.
         after = msgspec.structs.replace(known, seen=now, keys=keys + still_requested, boot=boot, nbytes=nbytes)
         if not self._renew(member, entry, after):
             entry, latest = self._seen(member, now, keys)
@@ -260,10 +261,10 @@ class Directory:
         return BeatReply(drain=known.drain)
 
     def drain(self, member: str, drain: Drain | None, caller: Caller) -> None:
-        """Send no more readers to a member until it leaves, or with None send them again.
+        """Drain a member until it leaves. None ends the drain.
 
         Raises:
-            UnknownMember: no such member.
+            UnknownMember: there is no such member.
             PermissionDenied: the caller may not access all models that the member holds.
             HubUnavailable: too many requests change the member at the same moment.
         """
@@ -275,19 +276,21 @@ class Directory:
             holders = {key: HOLDING_DECODER.decode(held.value) for key, held in stored.items()}
             models = {holder.holding.identity.model for holder in holders.values()}
             if models and not any(caller.may_ask((model,)) for model in models):
-                # As for a member that does not exist: this caller sees none of what it holds.
+                # Give the same error as for a member that does not exist, because this caller may see none of its
+                # holdings.
                 raise _unknown(member)
             if not caller.may_ask(models):
                 raise PermissionDenied(
-                    f"this token is not for every model that member {member} holds", hint="use one for all of them"
+                    f"this token is not for every model that member {member} holds", hint="use a token for all of them"
                 )
-            # Also while this hub is new: a beat that was made before must not bring the order back.
+            # Record this also while the hub is new. An older heartbeat must not bring the order back.
             self.store.write(f"undrained/{member}", b"1" if drain is None else None, ttl_s=self.ttl_s)
             if self._renew(member, entry, msgspec.structs.replace(known, drain=order)):
                 break
         else:
-            raise HubUnavailable(f"member {member} is changed by too many requests at once", hint="try again")
-        # At once, not with the next beat: a reader that asks now must not be sent there.
+            raise HubUnavailable(f"too many requests change member {member} at once", hint="try again")
+        # Change the holdings now instead of with the next heartbeat, because a reader that asks now must not be sent
+        # there.
         for key, holder in holders.items():
             marked = msgspec.structs.replace(holder, is_drained=order is not None)
             self.store.write(names[key], _encode(marked), ttl_s=self.ttl_s, expected=stored[key].version)
@@ -295,9 +298,9 @@ class Directory:
         audit.warning("event=%s member=%s caller=%s reason=%r", event, member, caller.name, reason)
 
     def leave(self, member: str, caller: Caller | None = None) -> None:
-        """Remove a member for good and free its claims; do nothing if it is not known."""
+        """Remove a member for good and free its claims. Do nothing if it is unknown."""
         entry = self.store.read(f"member/{member}")
-        # Also for an unknown member: its hello may still be on its way.
+        # Record an unknown member too, because its hello may still arrive.
         if entry is not None or self._limits.may_leave_unknown((caller or Caller()).name):
             self.store.write(f"gone/{member}", b"1", ttl_s=_GONE_TTL_S)
         if entry is None:
@@ -310,17 +313,18 @@ class Directory:
     # Keys.
 
     def upstreams(self, request: UpstreamsRequest, caller: Caller | None = None) -> UpstreamsReply:
-        """Return the upstreams to read chunks from, parents first, with a grant for each.
+        """Return the upstreams from which to read chunks, parents first, with a grant for each.
 
-        A request without chunks comes from a member that does not know the layout yet: it gets members to request it
-        from, and is not registered as a holder. A request that also claims gets chunks to read from storage, unless
-        too many members claim at that moment.
+        A request without chunks comes from a member that does not know the layout yet. It gets members from which it
+        can request the layout, and is not registered as a holder. A request that also claims gets chunks to read from
+        storage, unless too many members claim at that moment.
 
         Raises:
-            UnknownMember, PlanError: see `beat`.
+            UnknownMember: see `beat`.
+            PlanError: see `beat`.
         """
         holding = request.holding
-        # The key must belong to the identity: it is by the identity that the caller's right to the model was checked.
+        # The key must belong to the identity, because the caller's right to the model was checked by the identity.
         check_state(holding)
         entry = None
         if holding.num_chunks:
@@ -336,8 +340,8 @@ class Directory:
         elif request.source and not holding.num_chunks:
             names = (request.source,) if request.source in view.held and request.source not in view.drained else ()
         elif view.held:
-            # It requests the layout, or came after the snapshot was made, whose relay is no ring: any holders will do
-            # until it is placed.
+            # The member requests the layout, or it joined after the snapshot, whose relay is no ring. It may use any
+            # holders until it has a place.
             names = view.known_to(hello, holding)
         holders = {name: view.held[name] for name in names}
         grants = self._grants().sign(
@@ -365,11 +369,11 @@ class Directory:
         if request.claim and holding.num_chunks:
             self._mark_life(check_store=True)
             claim = self._assign(ClaimRequest(member=request.member, holding=holding), caller, attempts=_FEW_ATTEMPTS)
-        # A large fleet polls less often, so that the hub's load stays the same. Members that start together, cold, poll
-        # soon: each was told of those that came before it, and what the others read from storage comes from them alone.
-        # One that is not placed yet polls soon in any fleet: it is in the next snapshot, and until then it reads from
-        # holders that are named to other newcomers too. One that got a place at once reads from that meanwhile, and
-        # asks a quarter of the pause later if there is nothing to read (`fetcher.run`).
+        # A large fleet polls less often, so that the load on the hub stays the same. Members that start together with
+        # nothing poll soon, because each only knows the members before it, and chunks that others read from storage
+        # come only from them. A member without a place polls soon in any fleet. It gets a place in the next snapshot,
+        # and until then it shares its holders with other newcomers. A member that got a place immediately reads
+        # meanwhile. If there is nothing to read, it asks again after a quarter of the pause (`fetcher.run`).
         least_s = 1.0 if upstreams and is_placed and view.has_whole else 0.2
         num_asking = len(view.held)
         if not is_placed or request.member in view.newcomers:
@@ -384,10 +388,11 @@ class Directory:
         )
 
     def claim(self, request: ClaimRequest, caller: Caller | None = None) -> ClaimReply:
-        """Assign chunks that the member alone reads from storage, and take back those that it no longer reads.
+        """Assign chunks that only this member reads from storage, and take back those that it no longer reads.
 
         Raises:
-            UnknownMember, PlanError: see `beat`.
+            UnknownMember: see `beat`.
+            PlanError: see `beat`.
             HubUnavailable: too many members claimed at the same moment.
         """
         check_state(request.holding)
@@ -399,19 +404,20 @@ class Directory:
         return reply
 
     def _assign(self, request: ClaimRequest, caller: Caller | None, *, attempts: int) -> ClaimReply | None:
-        """Change the table of claims for a recorded request; None: other directories were faster each time."""
+        """Change the table of claims for a recorded request. Return None if other directories were faster each time."""
         holding = request.holding
         quiet = self.store.read("hub/quiet") is not None
         name = f"claim/{holding.key}/{holding.num_chunks}"
-        # Compare-and-set: another directory on the store may assign chunks of the same table at the same moment. The
-        # threads of this one take turns: on Redis 40 of them raced for one table, and a claim took seconds.
+        # Use compare-and-set, because another directory on the store may change the same table. The threads of this
+        # directory take turns. Without that, 40 threads raced for one table on Redis, and a claim took seconds.
         with self._claiming[hash(name) % len(self._claiming)]:
             for attempt in range(attempts):
                 entry = self.store.read(name)
                 view = self._view(holding.key, again=attempt > 0)
                 version = ABSENT if entry is None else entry.version
                 give_more = request.ask and not quiet
-                # In a fleet that starts, most find every chunk claimed: looked at once for all that only ask.
+                # In a starting fleet most requests find every chunk claimed. Answer requests that only ask without
+                # changing the table.
                 only_asks = give_more and not (holding.have or holding.claims or view.out_of_reach(request.member))
                 if only_asks and view.is_all_claimed(version, besides=request.member):
                     return self._claim_reply(request, view, (), quiet=quiet)
@@ -424,38 +430,37 @@ class Directory:
                     self._limits.table(name, (caller or Caller()).name, len(table))
                     self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                     return self._claim_reply(request, view, ranges, quiet=quiet)
-                # Some milliseconds at random: the loser of one race would else meet the same winner again.
+                # Wait for a random time, because otherwise the loser of a race would meet the same winner again.
                 time.sleep(random.uniform(0, 0.002))
         return None
 
     def complain(self, complaint: FaultReport, caller: Caller | None = None) -> None:
-        """Record that a reader could not use a source, which becomes the last choice for that reader.
+        """Record that a reader could not use a source. The source becomes the last choice for that reader.
 
-        It becomes the last choice for all readers once `DISTRUST` callers complain, each counted once by its
-        credentials, since one token speaks for any number of members. Wrong bytes differ: only the
-        complaining reader is moved. A reader that found wrong bytes also reports them to the holder, which digests the
-        chunk itself, and withdraws the holding if it is damaged.
+        Once `DISTRUST` callers complain, it becomes the last choice for all readers. Each caller counts once, because
+        one token may have any number of members. Complaints about wrong bytes affect only the complaining reader. It
+        also reports them to the holder, which checks the chunk and withdraws the holding if it is damaged.
 
         Raises:
             UnknownMember: the complaining member is not known.
-            PermissionDenied: the caller may not access the model that is held there.
+            PermissionDenied: the caller may not access the holder's model.
             SourceBusy: the caller complains too often.
         """
         caller = caller or Caller()
         self._known(complaint.member)
         entry = self.store.read(f"hold/{complaint.key}/{complaint.of}")
-        # It holds nothing of the key any more, so no reader is sent there.
+        # The member holds nothing of the key any more, so no reader is sent to it.
         if entry is None:
             return
         model = HOLDING_DECODER.decode(entry.value).holding.identity.model
         if not caller.may_ask((model,)):
             raise PermissionDenied(
-                f"this token is not for {model}", hint="only readers of a model complain of its holders"
+                f"this token is not for {model}", hint="only readers of a model may complain about its holders"
             )
         self._complaints.record(complaint, caller)
 
     def sees_any(self, key: str, members: Iterable[str], caller: Caller) -> bool:
-        """Return whether one of these members holds weights of a key whose model the caller may access."""
+        """Return whether one of these members holds weights with this key whose model the caller may access."""
         if caller.models is None:
             return True
         entries = (self.store.read(f"hold/{key}/{member}") for member in members)
@@ -463,13 +468,13 @@ class Directory:
         return any(caller.may_ask((holder.holding.identity.model,)) for holder in holders)
 
     def expel(self, callers: Collection[str]) -> int:
-        """Remove the members of callers whose tokens were revoked; return their number.
+        """Remove the members of callers whose tokens were revoked. Return their number.
 
         Args:
-            callers: names of all tokens that are good now.
+            callers: names of all tokens that are valid now.
         """
         count = 0
-        # Callers without a token (a private socket, certificates alone) have nothing that could be revoked here.
+        # Callers on a private socket or with only a certificate have no token that could be revoked.
         for member, entry in self.store.scan("member/").items():
             known = MEMBER_DECODER.decode(entry.value)
             if known.caller.startswith(TOKEN_CALLER) and known.caller not in callers:
@@ -480,19 +485,20 @@ class Directory:
         return count
 
     def sync(self, request: SyncRequest) -> SyncReply:
-        """Return the members of a sync, with the grants requested. Raises UnknownMember if the caller is not known."""
+        """Return the members of a sync, with the grants requested. Raise UnknownMember if the caller is not known."""
         self._known(request.member)
         self.counts["grants"] += len(request.grants)
         return sync_members(self.store, request, self._grants())
 
     def decide(self, request: DecideRequest, caller: Caller | None = None) -> DecideReply:
-        """Return the decision on a version with a two-phase commit; the first proposal stands.
+        """Return the decision on a version with a two-phase commit. The first proposal wins.
 
         Raises:
             UnknownMember: the caller is not known.
-            PermissionDenied: the caller takes no part in the sync, or proposes to commit and is not its rank 0.
+            PermissionDenied: the caller is not in the sync, or it proposes a commit and is not rank 0 of the
+                publishers.
         """
-        # A store that lost its memory may have lost a commit.
+        # Check the store, because a store that lost its memory may have lost a commit.
         self._mark_life(check_store=True)
         self._known(request.member)
         reply = decide(self.store, request)
@@ -503,7 +509,7 @@ class Directory:
     # Conversions.
 
     def job(self, job: str, state: JobState, caller: Caller | None = None) -> None:
-        """Record the state of a conversion, in place of its earlier one.
+        """Record the state of a conversion, and replace its earlier one.
 
         Raises:
             SourceBusy: the caller reports too often, or too many conversions are running.
@@ -511,17 +517,20 @@ class Directory:
         """
         by = (caller or Caller()).name
         if not self._limits.may_report(by):
-            raise SourceBusy("too many reports of conversions at once", hint="the next one has all that this one had")
+            raise SourceBusy(
+                "too many reports about conversions at once",
+                hint="wait a second, because the next report is complete again",
+            )
         record_job(self.store, job, state, by, self._clock(), ttl_s=self.ttl_s, max_jobs=self.capacity.conversions)
 
-    # For people.
+    # Text for people.
 
     def status(self, model: str | None = None) -> Status:
-        """Return the members and what they hold; of one model, those that have or fetch it."""
+        """Return the members and their holdings. With a model, only members that have or fetch it."""
         return status(self.store, model, self._clock())
 
     def note_gone(self, member: MemberStatus) -> None:
-        """Keep that a member which was there is not any more, unless it signed off."""
+        """Record that a member is gone, unless it signed off."""
         by = self._limits.caller_of(member.member)
         record_lost(self.store, member, by, self._clock(), self.capacity.failing_members)
 
@@ -531,51 +540,52 @@ class Directory:
         held = {key: view for key, view in views.items() if view.held}
         return Why(lines=explain_lines(request, held, sync_entries(self.store, request.model)))
 
-    # Inside.
+    # Private methods.
 
     def _mark_life(self, *, check_store: bool = False) -> None:
-        """Renew the hub's life mark once a beat; `check_store`: also if the store has lost the mark since."""
+        """Renew the hub's life mark once a beat. With `check_store`, renew it also if the store has lost it."""
         if self._timer() - self._marked >= self.beat_s or (check_store and self.store.read("hub/life") is None):
             self.begin()
 
-    def _grants(self, *, anew: bool = False) -> GrantSigner:
-        """Return the signer, of a seed that all directories on the store share.
+    def _grants(self, *, reread: bool = False) -> GrantSigner:
+        """Return the signer, with a seed that all directories on the store share.
 
         Args:
-            anew: compare with the store, which may have lost its memory and then got another replica's seed.
+            reread: compare with the store, which may have lost its memory and got another replica's seed.
         """
-        if self._signer is None or (anew and not self._has_own_seed):
+        if self._signer is None or (reread and not self._has_own_seed):
             entry = self.store.read("hub/seed")
             if entry is None:
-                # Written only if absent and read back: of several replicas that start together, one seed wins.
+                # Write the seed only if it is absent, and read it back. If several replicas start together, one seed
+                # wins.
                 self.store.write("hub/seed", self._seed, expected=ABSENT)
                 entry = self.store.read("hub/seed")
             if entry is None:
-                raise HubUnavailable("the store does not keep what is written")
+                raise HubUnavailable("the store lost an entry that was just written")
             if self._signer is None or entry.value != self._seed:
                 self._seed = entry.value
                 self._signer = GrantSigner(entry.value)
         return self._signer
 
     def _known(self, member: str) -> tuple[StoreEntry, MemberEntry]:
-        """Return a member's entry. Raises UnknownMember."""
+        """Return a member's entry. Raise UnknownMember if there is none."""
         entry = self.store.read(f"member/{member}")
         if entry is None:
             raise _unknown(member)
         return entry, MEMBER_DECODER.decode(entry.value)
 
     def _renew(self, member: str, entry: StoreEntry, known: MemberEntry) -> bool:
-        """Renew a member's entry; return False if it has changed since it was read."""
+        """Renew a member's entry. Return False if it has changed since it was read."""
         return self.store.write(f"member/{member}", _encode(known), ttl_s=self.ttl_s, expected=entry.version)
 
     def _seen(self, member: str, now: float, keys: Iterable[str]) -> tuple[StoreEntry, MemberEntry]:
-        """Return a member's entry, and the entry after a sign of life with these keys."""
+        """Return a member's entry, and its new entry after a sign of life with these keys."""
         entry, known = self._known(member)
         merged = tuple(dict.fromkeys([*keys, *known.keys]))
         return entry, msgspec.structs.replace(known, seen=now, keys=merged)
 
     def _still_requested(self, key: str, member: str, now: float) -> bool:
-        """Return True if a key that a beat left out was requested after the beat was made; else drop it."""
+        """Return whether a key missing from a heartbeat was requested after the heartbeat was sent. If not, drop it."""
         name = f"hold/{key}/{member}"
         entry = self.store.read(name)
         if entry is not None and now - HOLDING_DECODER.decode(entry.value).requested_at < self.beat_s:
@@ -584,14 +594,14 @@ class Directory:
         return False
 
     def _hold(self, known: MemberEntry, holding: HoldingState, *, reads_storage: bool | None = None) -> HoldingEntry:
-        """Store a member's state of a key; `reads_storage` is None in a beat, which does not say it."""
+        """Store a member's state for a key. `reads_storage` is None for a heartbeat, which does not contain it."""
         name = f"hold/{holding.key}/{known.hello.member}"
         now = self._clock()
         num_have = sum(stop - start for start, stop in holding.have)
         requested_at = now if reads_storage is not None else 0.0
         if reads_storage is None:
             entry = self.store.read(name)
-            # A beat must not undo what the member's last request said.
+            # A heartbeat must not undo the member's last request.
             if entry is not None:
                 before = HOLDING_DECODER.decode(entry.value)
                 requested_at, reads_storage = before.requested_at, before.reads_storage
@@ -606,7 +616,7 @@ class Directory:
             known.drain is not None,
         )
         self.store.write(name, _encode(holder), ttl_s=self.ttl_s)
-        # Once in its time to live, not with each beat: the name serves `why` and `status` alone.
+        # Write the name once in its time to live, because only `why` and `status` use it.
         local = self._timer()
         if local - self._noted.get(holding.key, float("-inf")) >= self.ttl_s:
             record_key(self.store, holding, ttl_s=3 * self.ttl_s)
@@ -615,16 +625,16 @@ class Directory:
         return holder
 
     def _record_request(self, member: str, holding: HoldingState, *, reads_storage: bool) -> HoldingEntry:
-        """Record the checked state that a request reports, and that its member lives; return the entry."""
+        """Record the checked state in a request and that its member is alive. Return the entry."""
         for _ in range(_ATTEMPTS):
             entry, known = self._known(member)
             now = self._clock()
-            # A write for each request would double the store's load; the entry only has to be fresh to a beat.
+            # Writing for each request would double the store's load. The entry may be one beat old.
             if holding.key in known.keys and now - known.seen < self.beat_s:
                 break
             keys = tuple(dict.fromkeys((*known.keys, holding.key)))
             if len(keys) > (limit := self.capacity.member_models):
-                raise SourceBusy(f"a member fetches and holds {limit} models at most", hint="use another member")
+                raise SourceBusy(f"a member can fetch and hold at most {limit} models", hint="use another member")
             if self._renew(member, entry, msgspec.structs.replace(known, seen=now, keys=keys)):
                 break
         return self._hold(known, holding, reads_storage=reads_storage)
@@ -632,17 +642,17 @@ class Directory:
     def _claimed(
         self, request: ClaimRequest, before: Claims, view: HubSnapshot, *, give_more: bool
     ) -> tuple[Claims, Ranges]:
-        """Return the table of claims after a request, and the chunks assigned."""
+        """Return the table of claims after a request, and the assigned chunks."""
         holding, now = request.holding, self._clock()
-        # The snapshot may be older than a member's first holding: the store decides whether an absent one is gone.
+        # The snapshot may be older than a member's first holding. The store decides whether an absent member is gone.
         listed = frozenset(before.members)
         gone = {name for name in listed.difference(view.held) if self.store.read(f"hold/{holding.key}/{name}") is None}
         if gone:
             view = self._view(holding.key, again=True)
-        # Those that the table lists report for themselves, with a claim of their own.
+        # Members in the table report for themselves with their own claims.
         reported = {name: view.held[name].holding for name in view.reading.difference(listed, (request.member,))}
         after = update_table(before, request, gone=gone, reported=reported, now=now)
-        # Not with each request: a table that changes every time is a lost race for every other claimant.
+        # Do not change the table with each request, because every other claimant would then lose its race.
         if now - after.looked > PROGRESS_CHECK_S:
             states = ((name, view.held[name].holding) for name in view.reading.difference((request.member,)))
             silent_s = {name: holding.silent_s for name, holding in states if holding.silent_s >= 0}
@@ -661,21 +671,27 @@ class Directory:
         )
 
     def _claim_reply(self, request: ClaimRequest, view: HubSnapshot, ranges: Ranges, *, quiet: bool) -> ClaimReply:
-        """Return the chunks assigned, or the time of the next request and why there are none."""
+        """Return the assigned chunks, or the time of the next request and the reason why there are none."""
         if ranges:
             return ClaimReply(ranges=ranges)
         if quiet:
-            # At most a beat: a fleet of 1,000 would otherwise ask 2,000 times a second until the hub has heard of all.
+            # Pause for at most a beat. A fleet of 1,000 would otherwise ask 2,000 times a second until the hub knows
+            # all members.
             pause_s = min(self.beat_s, _pause(self.beat_s / 4, view.num_sharing))
-            return ClaimReply(ask_again_s=pause_s, why="the hub is new: members have one beat to report what they have")
+            return ClaimReply(
+                ask_again_s=pause_s, why="the hub is new and waits one heartbeat for the members' reports"
+            )
         if not request.ask:
             return ClaimReply(ask_again_s=self.beat_s)
         pause_s = _pause(0.2, view.num_sharing)
-        return ClaimReply(ask_again_s=pause_s, why="others have, or read, every chunk that is missing")
+        return ClaimReply(ask_again_s=pause_s, why="other members have or read every missing chunk")
 
     def _view(self, key: str, *, again: bool = False, asks: HoldingEntry | None = None) -> HubSnapshot:
-        """Return a snapshot of a key, perhaps a moment old, but with the member that asks; `again`: read it now."""
-        # Popped and put back: the order of the dict is that of use, so the keys unused longest are dropped first.
+        """Return a snapshot of a key that includes the member that asks.
+
+        It may be slightly old, except with `again`.
+        """
+        # Pop and insert to keep the dict in order of use. The keys that were unused longest are dropped first.
         with self._lock:
             cache = self._readings.pop(key, None)
             if cache is None:
@@ -688,9 +704,12 @@ class Directory:
 
 def _unknown(member: str) -> UnknownMember:
     """Return the error for a member that the hub does not know."""
-    return UnknownMember(f"member {member} is not known to this hub", hint="register it again (hello)")
+    return UnknownMember(f"this hub does not know member {member}", hint="register the member again (hello)")
 
 
 def _pause(least_s: float, num_asking: int) -> float:
-    """Return the pause before the next request: at most 100 requests a second from all members, with jitter."""
+    """Return the pause before the next request, with jitter.
+
+    All members together send at most 100 requests a second.
+    """
     return min(5.0, max(least_s, num_asking / 100)) * random.uniform(0.75, 1.25)

@@ -1,8 +1,4 @@
-"""Explanations of why members read a model from their upstreams: differing identities, states, complaints.
-
-In: a request, the hub's snapshot of each key. Out: lines for people.
-Not here: the snapshots (`snapshot`), the answer's transport (`app`).
-"""
+"""Explanations of why members read a model from their upstreams: different identities, states and complaints."""
 
 from __future__ import annotations
 
@@ -13,36 +9,38 @@ from penstock.hub.messages import Identity, WhyRequest
 from penstock.hub.snapshot import HoldingEntry, HubSnapshot, SyncEntry
 from penstock.plan.relay import TREE_NAMES
 
-# A fleet of 1,000 members would fill a terminal with a line for each pair; the bound also limits the answer's size.
+# A fleet of 1,000 members would fill a terminal with a line for each pair. The bound also limits the answer's size.
 _MAX_LINES = 200
 
 
 def explain_lines(
     request: WhyRequest, views: Mapping[str, HubSnapshot], syncs: Mapping[str, SyncEntry]
 ) -> tuple[str, ...]:
-    """Return the explanation: at most 200 lines, and one that says that there are more.
+    """Return the explanation: at most 200 lines, and a line that says whether there are more.
 
     Args:
-        request: the question; its name may be that of weights, of a sync, or of both.
+        request: the question. Its name may be the name of weights, of a sync, or of both.
         views: snapshots of the keys of the weights.
         syncs: entries of the live members of the sync.
     """
     if not views and not syncs:
         return (
-            f"no member has or fetches {request.model}, and none publishes or receives it: no member knows this name. "
-            "`penstock status` lists the names in use; if it is right, the first fetch with a fallback reads storage",
+            f"no member has, fetches, publishes or receives {request.model}. "
+            "`penstock status` lists the names in use. If it is right, a first fetch with a fallback reads storage",
         )
-    # The others are not made: a line for each pair of 1,000 members would take seconds of the hub.
+    # Do not create the other lines, because a line for each pair of 1,000 members would take seconds.
     of_weights = _lines(request, views) if views else iter(())
     lines = list(islice(chain(_of_sync(request, syncs), of_weights), _MAX_LINES + 1))
     if len(lines) > _MAX_LINES:
-        lines[_MAX_LINES:] = ["... and more lines" if request.member else "... and more lines: name a member"]
+        lines[_MAX_LINES:] = [
+            "... and more lines" if request.member else "... and more lines. Name a member to see fewer."
+        ]
     return tuple(lines)
 
 
 def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
     """Yield the explanation for an identity, for one member, or for all members that fetch the model."""
-    # An identity is what a process asks with before it joins: it has no holding yet.
+    # A process asks with an identity before it joins, when it has no holding yet.
     if request.identity is not None:
         yield from _of_identity(request.identity, request.identity.key(), views)
         return
@@ -53,9 +51,9 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
         if (request.member == name if request.member else holder.holding.state == "filling")
     ]
     if not readers:
-        # With no upstreams to explain, the members themselves are what the question was about.
+        # Nobody fetches the model, so show its members.
         if request.member:
-            yield f"{request.member} neither has nor fetches {request.model}"
+            yield f"{request.member} does not have or fetch {request.model}"
         else:
             yield f"no member is fetching {request.model}"
         for key, view in sorted(views.items()):
@@ -69,11 +67,11 @@ def _lines(request: WhyRequest, views: Mapping[str, HubSnapshot]) -> Iterator[st
 
 
 def _of_sync(request: WhyRequest, syncs: Mapping[str, SyncEntry]) -> Iterator[str]:
-    """Yield the members of a sync, publishers first: the version of each, its state, and where its bytes came from."""
+    """Yield the members of a sync, publishers first, with the version, state and path of each."""
     published = [entry.state.version for entry in syncs.values() if entry.state.side == "publisher"]
     newest = max(published, default=-1)
     if syncs and not published:
-        yield f"sync {request.model}: no publisher is here; subscribers keep the version that they have"
+        yield f"sync {request.model} has no publisher now. Subscribers keep their version."
     for name, entry in sorted(syncs.items(), key=lambda item: (item[1].state.side, item[1].state.rank, item[0])):
         state = entry.state
         if request.member not in (None, name):
@@ -81,16 +79,16 @@ def _of_sync(request: WhyRequest, syncs: Mapping[str, SyncEntry]) -> Iterator[st
         version = "no version yet" if state.version < 0 else f"version {state.version}"
         behind = newest - state.version if state.side == "subscriber" and state.version >= 0 else 0
         facts = [f"{version}, {behind} behind" if behind > 0 else version, state.state]
-        facts += [text for text in (state.fleet, f"its bytes came by: {state.path}" if state.path else "") if text]
+        facts += [text for text in (state.fleet, f"path of its bytes: {state.path}" if state.path else "") if text]
         who = f"{name[:8]} {entry.hello.name}"
         yield f"sync {state.name}: {who} is {state.side} {state.rank} of {state.world_size}: {'; '.join(facts)}"
 
 
 def _of_member(key: str, name: str, holder: HoldingEntry, views: Mapping[str, HubSnapshot]) -> Iterator[str]:
-    """Yield a member's upstreams, and for each other member why it is or is not one of them."""
+    """Yield a member's upstreams, and for each other member why it is an upstream or not."""
     view = views[key]
     if holder.holding.state != "filling":
-        yield f"{name} {_has(holder)}: it needs no upstream{_came(holder)}"
+        yield f"{name} {_has(holder)} and needs no upstream{_came(holder)}"
         return
     orders = view.orders(name, holder.holding.num_chunks)
     ways = [", then ".join(order) if order else "storage alone" for order in orders]
@@ -111,10 +109,10 @@ def _between(
     view: HubSnapshot,
     orders: tuple[tuple[str, ...], ...],
 ) -> str:
-    """Return why member `name`, whose upstreams in each tree are `orders`, does or does not read from `other`."""
+    """Return why member `name`, whose upstreams in each tree are `orders`, reads or does not read from `other`."""
     facts = [_has(theirs)]
     if theirs.holding.num_chunks != holder.holding.num_chunks:
-        facts.append(f"cuts the weights into {theirs.holding.num_chunks} chunks, not {holder.holding.num_chunks}")
+        facts.append(f"divides the weights into {theirs.holding.num_chunks} chunks and not {holder.holding.num_chunks}")
     facts += [
         f"{complaint.member} complains: {complaint.fault} {complaint.detail}".rstrip()
         for complaint in view.complaints
@@ -123,10 +121,10 @@ def _between(
     if words := _demoted(view, other):
         facts.append(words)
     if other in view.drained:
-        facts.append("an operator drains it: no reader is sent there")
-    # A cap of 0 is none.
+        facts.append("an operator drains it, so it gets no readers")
+    # A cap of 0 means no cap.
     if 0 < theirs.holding.max_readers <= theirs.holding.num_readers:
-        facts.append(f"busy with {theirs.holding.num_readers} readers of at most {theirs.holding.max_readers}")
+        facts.append(f"busy with {theirs.holding.num_readers} of at most {theirs.holding.max_readers} readers")
     ranks = [order.index(other) if other in order else -1 for order in orders]
     if max(ranks) >= 0:
         for chunks, rank in zip(TREE_NAMES, ranks, strict=False):
@@ -142,7 +140,10 @@ def _between(
 
 
 def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot], *, ours: bool = True) -> Iterator[str]:
-    """Yield the members that weights of an identity can or cannot be read from; `ours`: those of its own key too."""
+    """Yield the members from which weights of an identity can or cannot be read.
+
+    `ours` includes members with its own key.
+    """
     for other, view in sorted(views.items()):
         for name, holder in sorted(view.held.items()):
             if other == key:
@@ -150,12 +151,12 @@ def _of_identity(identity: Identity, key: str, views: Mapping[str, HubSnapshot],
                     can = "it admits no new reader" if holder.holding.state == "draining" else "it can be read"
                     yield f"{name} {_has(holder)}: the identities are equal, {can}"
                 continue
-            # Another key means that at least one field differs: each is named, with both values.
+            # A different key means that at least one field differs. Name each of them with both values.
             differing = identity.differences(holder.holding.identity)
             words = "; ".join(
                 f"{field}: {mine or 'empty'} is not {theirs or 'empty'}" for field, (mine, theirs) in differing.items()
             )
-            yield f"{name}: cannot be read, the identities differ: {words}"
+            yield f"{name}: cannot be read, because the identities differ: {words}"
 
 
 def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
@@ -164,26 +165,26 @@ def _between_keys(views: Mapping[str, HubSnapshot]) -> Iterator[str]:
         (key, next(iter(view.held.values())).holding.identity) for key, view in sorted(views.items()) if view.held
     ]
     for key, identity in identities[1:]:
-        # Each with the first only: all pairs of n keys would repeat most differences n times.
+        # Compare each key only with the first, because all pairs of n keys would repeat most differences n times.
         first, of_first = identities[0]
         words = "; ".join(f"{name}: {a!r} is not {b!r}" for name, (a, b) in of_first.differences(identity).items())
-        yield f"key {first[:8]} and key {key[:8]} are not exchanged, the identities differ: {words}"
+        yield f"keys {first[:8]} and {key[:8]} cannot share bytes, because the identities differ: {words}"
 
 
 def _came(holder: HoldingEntry) -> str:
-    """Return the path of a member's bytes and the reason for it."""
+    """Describe the path of a member's bytes and the reason for it."""
     holding = holder.holding
     why = f" ({holding.why})" if holding.why else ""
-    return f"; its bytes came by: {holding.path}{why}" if holding.path else ""
+    return f"; path of its bytes: {holding.path}{why}" if holding.path else ""
 
 
 def _demoted(view: HubSnapshot, name: str) -> str:
-    """Return that a member is the last choice for everyone. Empty: it is not."""
+    """Say whether a member is the last choice for all readers. Empty if it is not."""
     return "demoted for everyone" if view.demoted(name) else ""
 
 
 def _has(holder: HoldingEntry) -> str:
-    """Return the state of a holding in words."""
+    """Describe the state of a holding."""
     holding = holder.holding
     if holding.state == "whole":
         return "is whole"

@@ -1,8 +1,4 @@
-"""Failures of calls that members report: each member's record in the store.
-
-In: the failures in a member's heartbeats. Out: those of the fleet, each call once, with their ages.
-Not here: showing failures (`page`).
-"""
+"""Failures of calls that members report: each member's record in the store."""
 
 from __future__ import annotations
 
@@ -16,17 +12,17 @@ from penstock.hub.store import Store
 from penstock.net.shares import Shares
 
 FAILURE_TTL_S = 3600.0
-"""A failure is shown for as long as the page's charts go back."""
+"""Seconds for which a failure is shown. The page's charts cover the same time."""
 MAX_LOST = 8
-"""Models of a lost member, and failures that it reported, that are kept."""
+"""Maximum number of models of a lost member that are kept, and of failures that it reported."""
 
 
 class FailuresEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a member's failures."""
+    """The store's entry for a member's failures."""
 
     failures: tuple[FleetFailure, ...]
     at: float
-    """Time of the beat that their ages are of."""
+    """Time of the heartbeat to which the ages refer."""
     caller: str = ""
     """`Caller.name` of the member."""
 
@@ -37,17 +33,18 @@ _ENTRY = msgspec.msgpack.Decoder(FailuresEntry)
 def record_failed_calls(
     store: Store, hello: Hello, failures: Iterable[FailureReport], now: float, caller: Caller | None, max_members: int
 ) -> None:
-    """Keep the failures of a member's process, which may end before anybody looks.
+    """Record the failures of a member's process, which may end before anybody reads them.
 
     Args:
-        store: of the hub.
-        hello: of the member.
-        failures: as its heartbeat reports them.
+        store: the hub's store.
+        hello: the member's registration.
+        failures: the failures in its heartbeat.
         now: the hub's clock.
-        caller: failures with models that it may not ask for are left out; None: it may ask for all.
-        max_members: members whose failures are kept. Above it, the caller that has the most loses its oldest.
+        caller: failures with models that it may not access are left out. None means that it may access all.
+        max_members: maximum number of members whose failures are kept. Above it, the caller with the most loses its
+            oldest.
     """
-    # Of an hour, since the process repeats them for as long as it lives.
+    # Keep only the failures of the last hour, because the process repeats them for as long as it runs.
     listed = tuple(
         FleetFailure(member=hello.member, name=hello.name, host=hello.host, **msgspec.structs.asdict(failure))
         for failure in failures
@@ -61,13 +58,13 @@ def record_failed_calls(
     if before is None:
         for member in _giving_way(store, hello.member, by, max_members):
             store.write(f"failure/{member}", None)
-    # Not with each beat: their ages grow by themselves.
+    # Do not write with each heartbeat, because the ages follow from the time of the entry.
     if before is None or _without_ages(_ENTRY.decode(before.value).failures) != _without_ages(listed):
         store.write(name, msgspec.msgpack.encode(FailuresEntry(listed, now, by)), ttl_s=FAILURE_TTL_S)
 
 
 def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tuple[str, ...]:
-    """Return the members whose failures are forgotten, so that those of another member can be kept."""
+    """Return the members whose failures are forgotten to free an entry for another member."""
     stored = store.scan("failure/")
     if len(stored) < max_members:
         return ()
@@ -76,19 +73,19 @@ def _giving_way(store: Store, member: str, caller: str, max_members: int) -> tup
     by_age = sorted(entries, key=lambda name: entries[name].at)
     for name in by_age:
         shares.enter(name, entries[name].caller)
-    # None: as many callers as places, and none of them has more than one. The oldest failure then gives way.
+    # If each caller has only one entry, the oldest failure is forgotten.
     return shares.enter(member, caller) or (by_age[0],)
 
 
 def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max_members: int) -> None:
-    """Keep that a member fell silent, unless it signed off, with what it held: a process that was killed says nothing.
+    """Record that a member fell silent without signing off, and what it held. A killed process cannot report it.
 
     Args:
-        store: of the hub.
-        member: as it was seen last.
+        store: the hub's store.
+        member: the member as it was last seen.
         caller: `Caller.name` of its hello.
         now: the hub's clock.
-        max_members: as `record_failed_calls` takes it.
+        max_members: see `record_failed_calls`.
     """
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
         return
@@ -103,12 +100,12 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
             verb="member",
             model=model,
             error="PeerLost",
-            message=f"the process sent no heartbeat and did not sign off; {what}",
+            message=f"the process stopped sending heartbeats without signing off; {what}",
             blame="source",
         )
         for model, what in list((held or {"": "it held nothing"}).items())[:MAX_LOST]
     )
-    # Beside the failures that it reported itself: they may be why it ended.
+    # Keep the failures that the member reported itself, because they may be the reason why it ended.
     entry = store.read(f"failure/{member.member}")
     before = None if entry is None else _ENTRY.decode(entry.value)
     if before is None:
@@ -120,7 +117,7 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
 
 
 def _aged(failures: Iterable[FleetFailure], by_s: float) -> tuple[FleetFailure, ...]:
-    """Return failures that are older by so many seconds."""
+    """Return the failures with this many seconds added to their ages."""
     return tuple(msgspec.structs.replace(failure, age_s=failure.age_s + max(0.0, by_s)) for failure in failures)
 
 
@@ -130,8 +127,8 @@ def _without_ages(failures: Iterable[FleetFailure]) -> list[FleetFailure]:
 
 
 def failures_of(store: Store, model: str | None, now: float) -> tuple[FleetFailure, ...]:
-    """Return the failures of the last `FAILURE_TTL_S`, of one model or all, the latest first."""
-    # By call: several members of one process report the same failures.
+    """Return the failures of the last `FAILURE_TTL_S`, for one model or all, the latest first."""
+    # Merge by call, because several members in one process report the same failures.
     found = {
         (failure.name, failure.verb, failure.model, failure.message): msgspec.structs.replace(failure, age_s=age_s)
         for entry in (_ENTRY.decode(stored.value) for stored in store.scan("failure/").values())

@@ -1,11 +1,10 @@
-"""Grants: the right of one member to read one key from one other; short-lived, signed by the hub, checked by a source.
+"""Grants: short-lived rights of one member to read one key from one other member.
 
-In: reader, key and source. Out: a signed grant; its check, which a grant passes once.
-Not here: the callers that may have one (`app`), the lease that it opens (`peer.server`).
+The hub signs them and the source checks them.
 
-A grant names an **epoch** of its source: a number that the source reports to the hub with every beat and replaces every
-15 s. So the source alone decides, by its own monotonic clock, whether a grant is recent, and no two clocks need to
-agree: a hub's clock may step, and replicas of a hub may differ by any amount.
+A grant names an **epoch** of its source: a number that the source reports to the hub with every heartbeat and replaces
+every 15 s. So the source alone decides, by its own monotonic clock, whether a grant is recent. A hub's clock may jump,
+and the clocks of a hub's replicas may differ.
 
     source --beat: epoch 7--> hub --grant: epoch 7--> reader --grant--> source: is 7 present, or has it ended recently?
 """
@@ -32,29 +31,30 @@ from penstock.hub.messages import PROTOCOL, takes_callers, takes_shared_grants
 from penstock.logs import log_named
 
 EPOCH_S = 15.0
-"""A source replaces its epoch this often."""
+"""Seconds after which a source replaces its epoch."""
 GRACE_S = 30.0
-"""Grants of an epoch are accepted for this long after it was replaced, so a grant is good for 30 to 45 s, less the age
-of the source's last report (a beat, 2 s). Long enough to queue at a busy source; short enough that a leaked grant soon
-expires."""
+"""Seconds for which grants of a replaced epoch are still accepted. A grant is therefore valid for 30 to 45 s, less the
+age of the source's last report (a heartbeat, 2 s). That is long enough to wait for a busy source, and a leaked grant
+expires soon."""
 REFUSALS_PER_S, REFUSALS_AT_ONCE = 10.0, 1_000
-"""Lines of the audit about refused grants. Reason: anyone who reaches the port can cause them, and members often log to
-stderr."""
+"""Rate and burst of audit lines about refused grants. Anyone who reaches the port can cause them, and members often log
+to stderr."""
 _SIGNATURE_BYTES = 64
-# A grant has a few hundred bytes; what is longer is refused before its signature is checked.
+# A grant has a few hundred bytes. Longer ones are refused before their signature is checked.
 _MAX_GRANT_BYTES = 2048
-# Grants accepted in the epochs that count: 23,000 a second for 45 s. Above it a source accepts no more grants.
+# Maximum number of grants that are remembered: 23,000 a second for 45 s. Above it a source accepts no more grants.
 _MAX_NONCES = 1 << 20
-# Signed before the grant, or before the digests of several, so that a signature of this key over anything else is no
-# grant.
+# These prefixes are signed with the grant, or with the digests of several, so that other signatures of this key are no
+# grants.
 _ALONE = b"penstock grant 2\n"
 _TOGETHER = b"penstock grants 2.5\n"
 _MAX_TOGETHER = 16
-"""Most grants of one signature: with their digests, 512 bytes, a grant is well below `_MAX_GRANT_BYTES`."""
+"""Maximum number of grants with one signature. With 512 bytes of digests, a grant stays well below
+`_MAX_GRANT_BYTES`."""
 _DIGEST_BYTES = 32
 
 audit = log_named("penstock.audit")
-"""One line a grant issued, refused or used: `event=... key=... reader=... source=...`."""
+"""One line for each grant that is issued, refused or used: `event=... key=... reader=... source=...`."""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -64,17 +64,17 @@ class Grant(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     reader: str
     source: str
     epoch: int
-    """Of the source, as it last reported it to the hub."""
+    """The source's epoch in its last report to the hub."""
     nonce: bytes
     caller: str = ""
-    """The caller that the reader counts for at this source, as a keyed digest. Empty: the hub is older than 2.6."""
+    """The reader's caller at this source, as a keyed digest. Empty if the hub is older than 2.6."""
 
 
 _GRANT = msgspec.msgpack.Decoder(Grant)
 
 
 class GrantSigner:
-    """The signer of grants, in the hub.
+    """The signer of grants in the hub.
 
     Args:
         seed: 32 bytes, the same for all replicas of a hub.
@@ -98,20 +98,20 @@ class GrantSigner:
         protocols: Mapping[str, str] | None = None,
         caller: str = "",
     ) -> dict[str, bytes]:
-        """Return a grant for each source of one answer.
+        """Return a grant for each source in one answer.
 
-        A signature takes 50 us: one for each grant was a third of the time of a hub whose fleet starts. So up to
-        `_MAX_TOGETHER` grants share a signature of their digests. Each grant has a random nonce, so the digests tell a
-        source nothing of the content of the others.
+        A signature takes 50 us, which was a third of the time of a hub whose fleet starts. So up to `_MAX_TOGETHER`
+        grants share a signature over their digests. Each grant has a random nonce, so the digests reveal nothing about
+        the other grants.
 
             grant: signature | number of digests | digests | grant in msgpack        or: signature | grant in msgpack
 
         Args:
-            key: of the holding, or of the sync's name.
-            reader: the member that may show them.
-            epochs: source -> its epoch, as it last reported it.
-            protocols: source -> the version that it announced; one that is not named speaks this release's. One before
-                2.5 takes the second form only, one before 2.6 no caller.
+            key: key of the holding, or of the sync's name.
+            reader: the member that may use the grants.
+            epochs: for each source, its epoch in its last report.
+            protocols: for each source, the protocol version that it announced. A missing source has this release's
+                version. Versions before 2.5 only accept the second form, and versions before 2.6 no caller.
             caller: `Caller.name` of the reader.
         """
         spoken = {source: (protocols or {}).get(source, PROTOCOL) for source in epochs}
@@ -119,9 +119,9 @@ class GrantSigner:
         for source, epoch in epochs.items():
             fields = (key, reader, source, epoch, os.urandom(12))
             named = (self._caller_at(source, caller),) if takes_callers(spoken[source]) else ()
-            # A `Grant`, without the field that the source does not know.
+            # Encode a `Grant` without the field that the source does not know.
             grants[source] = msgspec.msgpack.encode((*fields, *named))
-        # Asked first: a hub without an audit issues thousands of grants a second.
+        # Check the level first, because a hub without an audit log issues thousands of grants a second.
         if audit.isEnabledFor(logging.INFO):
             for source in grants:
                 audit.info("event=issued key=%s reader=%s source=%s", key, reader, source)
@@ -136,13 +136,14 @@ class GrantSigner:
 
     def _caller_at(self, source: str, caller: str) -> str:
         """Return the name under which a source counts a caller. It is the same in all grants for this source."""
-        # Another at each source: none learns a token's name, and two do not see that one token reads from both.
+        # The name differs at each source. No source learns a token's name, and two sources cannot see that one token
+        # reads from both.
         return blake3(f"{source}\0{caller}".encode(), key=self._caller_key).hexdigest(length=8)
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """A span of the source's time, and the accepted grants that name it."""
+    """A span of the source's time, with the accepted grants that name it."""
 
     number: int
     began: float
@@ -150,14 +151,14 @@ class _Epoch:
 
 
 class GrantChecker:
-    """The checker of grants, in the source: a grant passes once, and only if the hub signed it for this very read.
+    """The checker of grants in the source. It accepts a grant once, and only if the hub signed it for this read.
+
+    It remembers a nonce only while grants of its epoch are accepted.
 
     Args:
         grant_key: `Welcome.grant_key`.
         source: the member that checks.
         clock: monotonic seconds.
-
-    Ownership: remembers a nonce only while grants of its epoch are accepted.
     """
 
     def __init__(self, grant_key: bytes, source: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -166,13 +167,13 @@ class GrantChecker:
         self._clock = clock
         self._lock = threading.Lock()
         self._lines = RateLimit(REFUSALS_PER_S, REFUSALS_AT_ONCE, clock=clock)
-        # Epochs whose grants are accepted, oldest first; the last is the present one. Numbered from a random number on:
-        # a grant for an earlier checker, whose nonces are forgotten, never matches an epoch of this one.
+        # Epochs whose grants are accepted, oldest first. The last is the present one. The numbers start at a random
+        # number, so grants for an earlier checker, whose nonces are forgotten, never match.
         self._epochs = [_Epoch(1 + secrets.randbits(48), clock())]
 
     def trust(self, grant_key: bytes) -> None:
-        """Accept the grants of a new hub, and of no other."""
-        # The epochs continue: the new hub may know the present one already, by a beat.
+        """Accept only the grants of a new hub."""
+        # The epochs continue, because a heartbeat may have told the new hub the present one already.
         self._public = Ed25519PublicKey.from_public_bytes(grant_key)
 
     def epoch(self) -> int:
@@ -182,22 +183,23 @@ class GrantChecker:
             return self._epochs[-1].number
 
     def _turn(self, now: float) -> None:
-        """Start a new epoch if it is time, and drop those whose grants have expired. The caller holds the lock."""
+        """Start a new epoch if it is time, and drop the epochs whose grants have expired. The caller holds the lock."""
         last = self._epochs[-1]
         if now - last.began >= EPOCH_S:
             self._epochs.append(_Epoch(last.number + 1, now))
-        # An epoch ends `EPOCH_S` after it began, even if no call replaced it then: the process may have been stopped.
+        # An epoch ends `EPOCH_S` after it began, even if no call replaced it then, because the process may have been
+        # stopped.
         self._epochs = [epoch for epoch in self._epochs if now - epoch.began < EPOCH_S + GRACE_S]
 
     def check(self, grant: bytes, *, key: str, reader: str) -> str:
-        """Validate and consume a grant. Return the caller that its reader counts for; see `Grant.caller`.
+        """Check a grant and mark it as used. Return the reader's caller, see `Grant.caller`.
 
         Raises:
-            GrantRefused: see the class; the message says which, and an audit line is written.
+            GrantRefused: the message gives the reason, and an audit line is written.
         """
         signed = self._accepted(grant, key, reader)
         if isinstance(signed, str):
-            # One rate for all of them: whoever shows a grant that is not good may call itself any reader.
+            # All refusals share one rate, because a caller with an invalid grant may use any reader's name.
             if self._lines.allow("refused"):
                 audit.warning("event=refused key=%s reader=%s source=%s why=%r", key, reader, self._source, signed)
             raise GrantRefused(f"grant refused: {signed}", hint="ask the hub for upstreams again")
@@ -205,19 +207,20 @@ class GrantChecker:
         return signed.caller
 
     def _accepted(self, grant: bytes, key: str, reader: str) -> Grant | str:
-        """Return the content of a grant, which is remembered as used; or why it is refused."""
+        """Return the content of a grant and remember it as used, or return why it is refused."""
         if not _SIGNATURE_BYTES < len(grant) <= _MAX_GRANT_BYTES:
             return "malformed"
         signature, body = grant[:_SIGNATURE_BYTES], grant[_SIGNATURE_BYTES:]
         content, digests = _ALONE + body, None
-        # A grant that is signed alone starts with the header of an array in msgpack, 0x95, which is no such number.
+        # A grant with its own signature starts with 0x95, the header of an array in msgpack, which is above the maximum
+        # count.
         if (count := body[0]) <= _MAX_TOGETHER:
             stop = 1 + count * _DIGEST_BYTES
             if not count or len(body) < stop:
                 return "malformed"
             digests = [body[at : at + _DIGEST_BYTES] for at in range(1, stop, _DIGEST_BYTES)]
             content, body = _TOGETHER + body[1:stop], body[stop:]
-        # The signature first: nothing else in the bytes is decoded or compared before it is known to be the hub's.
+        # Check the signature first. Nothing else in the bytes is decoded before they are known to come from the hub.
         try:
             self._public.verify(signature, content)
             if digests is not None and blake3(body).digest(_DIGEST_BYTES) not in digests:
@@ -237,7 +240,7 @@ class GrantChecker:
         return self._used(signed) or signed
 
     def _used(self, signed: Grant) -> str:
-        """Return why a grant that is signed for this read is refused; empty: it is noted as used."""
+        """Mark a grant that is signed for this read as used, and return an empty text, or return why it is refused."""
         with self._lock:
             self._turn(self._clock())
             epoch = next((recent for recent in self._epochs if recent.number == signed.epoch), None)

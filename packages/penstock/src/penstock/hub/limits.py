@@ -1,12 +1,11 @@
-"""The share of the hub's memory that each caller gets: members, tables of claims, decisions.
+"""The share of the hub's memory that each caller gets: members, tables of claims and decisions.
 
-In: the caller of each entry that the hub is asked to keep. Out: the entry is kept, or the caller is refused; entries of
-a caller that has more than others are removed from the store.
-Not here: the rule who gives way (`net.shares`), failures and conversions, which the store itself counts (`failures`,
-`conversions`), rates (`auth`).
+The hub keeps a new entry or refuses its caller. It removes entries of a caller that has more than others from the
+store. `net.shares` has the rule that decides whose entries are removed. The store itself limits `failures` and
+`conversions`.
 
-Several hubs on one store count members together: each looks at all members in the store once a beat, as soon as it has
-a fair part of the limit itself. The rest is counted by each hub for itself: what came through it.
+Several hubs on one store count members together. Each hub counts all members in the store once a beat, as soon as it
+has a fair part of the limit itself. Everything else is counted by the hub that received it.
 """
 
 from __future__ import annotations
@@ -24,46 +23,51 @@ from penstock.net.shares import Shares
 from penstock.types import MIB
 
 MEMBER_BYTES = 32 << 10
-"""The least that a member counts. Reason: a look at the status takes time for each member, however small."""
+"""Minimum weight of a member, because a status request takes time for each member, however small."""
 CLAIMS_TTL_S = 86400.0
-"""How long a table of claims stays after the last claim: longer than a piece takes from any storage."""
+"""Seconds for which a table of claims is kept after the last claim. No storage needs so long for a piece."""
 JOB_REPORTS_PER_S, JOB_REPORTS_AT_ONCE = 50.0, 500
-"""Of one caller, which reports each of its conversions once a second."""
+"""Rate and burst of reports for one caller, which reports each of its conversions once a second."""
 LEAVES_PER_S, LEAVES_AT_ONCE = 50.0, 2_000
-"""Members that a caller signs off without having announced them. The hub remembers each for a minute."""
+"""Rate and burst of members that a caller signs off without having registered them. The hub remembers each for a
+minute."""
 MANY_HUBS = 16
-"""Hubs on one store. One that has less than this part of the limit looks at no others: together they are below it."""
+"""Number of hubs on one store. A hub with less than this fraction of the limit need not count the others' members,
+because together they stay below the limit."""
 _HOLDING_BYTES, _RANGE_BYTES, _SYNC_BYTES = 2 << 10, 32, 4 << 10
-_BUSY_HINT = "end processes of this token that are not needed; the hub keeps what it knows already"
+_BUSY_HINT = "stop processes that use this token and are not needed. The hub keeps its present entries"
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The most that a hub keeps of each kind, for all callers together."""
+    """The maximum number or size of each kind of entry in a hub, for all callers together."""
 
     members_bytes: int = 640 * MIB
-    """Bytes of all members with their holdings and syncs: 20,000 members that each hold a few models."""
+    """Bytes of all members with their holdings and syncs. It is enough for 20,000 members that each hold a few
+    models."""
     tables_bytes: int = 256 * MIB
-    """Bytes of tables of claims, which stay for a day. One of 60 GB that 1,000 members read takes some 50 KB."""
+    """Bytes of tables of claims, which are kept for a day. A table for 60 GB that 1,000 members read has about 50
+    KB."""
     member_models: int = 1024
-    """Models that one member may fetch and hold: as many as a heartbeat lists."""
+    """Number of models that one member may fetch and hold. A heartbeat lists as many."""
     decisions: int = 20_000
-    """Decisions on versions with a two-phase commit. They stay for an hour: five a second."""
+    """Number of decisions on versions with a two-phase commit. They are kept for an hour, so it allows five a
+    second."""
     failing_members: int = 500
-    """Members whose failures are kept for an hour: with four failures of 2 KB each, 4 MB at most."""
+    """Number of members whose failures are kept for an hour. With four failures of 2 KB each they have at most 4 MB."""
     conversions: int = 256
-    """Conversions that the hub shows."""
+    """Number of conversions that the hub shows."""
 
 
 class Limits:
-    """The shares of one hub process. Any thread.
+    """The shares in one hub process, for any thread.
 
     Args:
-        store: of the hub.
-        capacity: the most that is kept.
-        ttl_s: a member silent for this long is gone.
-        timer: monotonic seconds of this process.
-        look_share: largest part of the time that goes to looks at the members of all hubs.
+        store: the hub's store.
+        capacity: the limits.
+        ttl_s: a member that is silent for this long is removed.
+        timer: monotonic seconds in this process.
+        look_share: maximum fraction of the time for counting the members of all hubs.
     """
 
     def __init__(
@@ -87,37 +91,37 @@ class Limits:
         self._leaves = RateLimit(LEAVES_PER_S, LEAVES_AT_ONCE, clock=timer)
 
     def admit(self, member: str, caller: str, beat: Beat | None = None) -> int:
-        """Count a member for its caller, with all that a heartbeat reports. Return its weight without its syncs.
+        """Count a member for its caller, with everything that a heartbeat reports. Return its weight without its syncs.
 
         Raises:
-            SourceBusy: the hub is full, and no other caller has more of it than this one.
+            SourceBusy: the hub is full, and no other caller has more entries than this one.
         """
         nbytes = 0
         syncs: list[str] = []
         if beat is not None:
             ranges = sum(len(holding.have) + len(holding.claims) for holding in beat.holdings)
             nbytes += _HOLDING_BYTES * len(beat.holdings) + _RANGE_BYTES * ranges
-            # Entries of their own: they stay until they expire, whatever the next heartbeat reports.
+            # Syncs are separate entries, which stay until they expire, whatever the next heartbeat reports.
             syncs = [f"sync/{sync_key(state.name)}/{member}" for state in beat.syncs]
         nbytes = max(MEMBER_BYTES, nbytes)
         for name, weight in ((f"member/{member}", nbytes), *((name, _SYNC_BYTES) for name in syncs)):
             victims = self._members.enter(name, caller, weight, displaces_own=False)
             if victims is None:
-                raise SourceBusy("this token has announced as many members as the hub keeps for it", hint=_BUSY_HINT)
+                raise SourceBusy("this token has registered as many members as the hub allows for it", hint=_BUSY_HINT)
             self._remove(victims)
         return nbytes
 
     def look(self) -> None:
-        """Count the members that other hubs admitted to the store; remove those above a caller's share.
+        """Count the members that other hubs admitted to the store, and remove those above a caller's share.
 
-        Order: once a beat.
+        Call it once a beat.
         """
         begun = self._timer()
         if self._members.used * MANY_HUBS < self._capacity.members_bytes or begun < self._next_look:
             return
         found = self._store.scan("member/")
         known = {member: MEMBER_DECODER.decode(entry.value) for member, entry in found.items()}
-        # In the same order at each hub, so that all of them remove the same members.
+        # Use the same order at each hub, so that all hubs remove the same members.
         for member in sorted(known, key=lambda name: (known[name].seen, name)):
             self._enter(f"member/{member}", known[member].caller, max(MEMBER_BYTES, known[member].nbytes))
         for name in self._store.scan("sync/"):
@@ -127,7 +131,7 @@ class Limits:
         self._next_look = begun + (self._timer() - begun) / self._look_share
 
     def _enter(self, name: str, caller: str, nbytes: int) -> None:
-        """Count an entry that is in the store; it or others are removed if the hub is full."""
+        """Count an entry in the store. If the hub is full, remove this entry or others."""
         victims = self._members.enter(name, caller, nbytes)
         self._remove((name,) if victims is None else victims)
 
@@ -141,7 +145,7 @@ class Limits:
                 remove_member(self._store, member, MEMBER_DECODER.decode(entry.value))
 
     def caller_of(self, member: str) -> str:
-        """Return the caller that a member counts for, also a moment after it fell silent."""
+        """Return the caller for which a member counts. This works for a moment after the member fell silent."""
         return self._members.caller_of(f"member/{member}")
 
     def may_report(self, caller: str) -> bool:
@@ -157,7 +161,7 @@ class Limits:
         return self._leaves.allow(caller)
 
     def table(self, name: str, caller: str, nbytes: int) -> None:
-        """Count a table of claims that was written; 0 bytes: it was removed."""
+        """Count a table of claims that was written. 0 bytes means that it was removed."""
         if nbytes:
             self._keep(self._tables, name, caller, nbytes)
         else:
@@ -168,7 +172,7 @@ class Limits:
         self._keep(self._decisions, name, caller)
 
     def _keep(self, shares: Shares[str], name: str, caller: str, weight: int = 1) -> None:
-        """Count an entry of the store, and remove those that give way: perhaps the entry itself."""
+        """Count an entry in the store, and remove the entries that must go, which may include this one."""
         victims = shares.enter(name, caller, weight)
         for victim in (name,) if victims is None else victims:
             self._store.write(victim, None)
@@ -176,7 +180,7 @@ class Limits:
 
 def remove_member(store: Store, member: str, known: MemberEntry) -> None:
     """Remove a member, so that no reader is sent to it."""
-    # The member first: a concurrent beat then fails as unknown, instead of renewing it.
+    # Remove the member first. A concurrent heartbeat then fails as unknown instead of renewing the member.
     store.write(f"member/{member}", None)
     for key in known.keys:
         store.write(f"hold/{key}/{member}", None)

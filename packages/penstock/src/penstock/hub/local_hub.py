@@ -1,13 +1,12 @@
-"""The hub of one host and user: the first process that uses it hosts it, and another takes over when that one ends.
+"""The hub of one host and user. The first process that uses it hosts it, and if that process ends, another takes over.
 
-In: the user's runtime directory. Out: the hub's present address.
-Not here: the hub (`app`), requests to it (`client`).
+These files are in the user's runtime directory:
 
     generation     the number n of the present hub; a silent hub is replaced by n + 1
-    grant.seed     the key that hubs sign grants with
+    grant.seed     the key with which hubs sign grants
     hub-N.lock     locked by the process that hosts hub n; the kernel releases it when the process dies
     hub-N.sock     the socket of hub n
-    members.lock   locked by all processes that reached a hub: if there are any, a new hub waits for their reports
+    members.lock   locked by all processes that reached a hub; if there are any, a new hub waits for their reports
 """
 
 from __future__ import annotations
@@ -30,21 +29,23 @@ from penstock.lifecycle import Closeable, release_after_fork
 from penstock.net.unix_sockets import connect_unix, peer_credentials, private_directory, runtime_files
 
 BEAT_S = 0.5
-"""On one host a beat costs nothing compared with moving bytes, and a new hub knows all members within one beat."""
-# For the connection by which the kernel reports the hub's process; the kernel also accepts for a stopped process.
+"""Heartbeat interval. On one host a heartbeat takes negligible time, and a new hub knows all members after one
+interval."""
+# Deadline for the connection by which the kernel reports the hub's process. The kernel also accepts for a stopped
+# process.
 _LOOK_S = 0.2
 TTL_S = 5.0
-"""A process that loads may keep the interpreter for a second; ten beats are longer."""
+"""TTL of a member. A loading process may hold the GIL for a second, and ten heartbeats are longer."""
 HUNG_S = 30.0
-"""A hub whose process runs but does not answer for this long is replaced too. Before that it counts as busy: 32 copying
-processes on two cores kept one from answering for 5 s, and its successors, without its state, read storage again."""
+"""A running hub that does not answer for this long is replaced too. Before that it counts as busy. 32 copying processes
+on two cores once kept a hub from answering for 5 s, and its successors, which lacked its state, read storage again."""
 PASS_S = 5.0
-"""A process that took the lock and was stopped before it listened is replaced after this time, as one that was stopped
-later is (`client.ATTEMPT_S`)."""
+"""A process that took the lock and was stopped before it listened is replaced after this time. A process that was
+stopped later is replaced after the same time (`client.ATTEMPT_S`)."""
 
 
 class LocalEndpoint:
-    """The endpoint of `HubClient.connect(None)`: see the module."""
+    """The endpoint for `HubClient.connect(None)`. See the module."""
 
     def __init__(self, directory: Path, members: _LockFile) -> None:
         self._directory = directory
@@ -52,7 +53,8 @@ class LocalEndpoint:
         self._members = members
         self._is_member = False
         self._hosting: _HostedHub | None = None
-        # Whether the socket's file proves nothing: no hub was reached through it yet, or the last request failed.
+        # Whether the socket's file is no proof of a hub, because no hub was reached through it yet or the last request
+        # failed.
         self._doubted = True
         self._closed = False
         self._silent_since: float | None = None
@@ -60,14 +62,14 @@ class LocalEndpoint:
 
     @classmethod
     def open(cls, directory: Path | None = None) -> LocalEndpoint:
-        """Make the directory if it is not there, and open the file that counts the members.
+        """Create the directory if needed, and open the file that counts the members.
 
         Args:
-            directory: Directory of the hub's files. None means the user's own; see `config.runtime_dir`.
+            directory: Directory for the hub's files. None means the user's runtime directory, see `config.runtime_dir`.
 
         Raises:
-            ConfigError: the directory is another's, open to others, cannot be written, or its path too long for a
-                socket.
+            ConfigError: the directory belongs to another user, is open to others, is not writable, or its path is too
+                long for a socket.
         """
         directory = private_directory(directory)
         with runtime_files(directory):
@@ -75,19 +77,21 @@ class LocalEndpoint:
 
     @property
     def hosts(self) -> bool:
-        """Return whether this process hosts the hub, for this endpoint."""
+        """Return whether this process hosts the hub for this endpoint."""
         return self._hosting is not None
 
     def reach(self, within_s: float) -> str:
-        """Return the URL of the present hub; host it here if no other process does, however long that takes.
+        """Return the URL of the present hub.
+
+        Host it here if no other process does, even if that takes longer than `within_s`.
 
         Raises:
             HubUnavailable: a thread of this process or another process holds the lock and does not listen.
-        ConfigError: the runtime directory cannot be written, or is full.
+            ConfigError: the runtime directory cannot be written, or is full.
         """
         began = time.monotonic()
         deadline = began + within_s
-        # By looking again and again: a file that another process makes brings no event to wait for.
+        # Poll, because no event reports that another process created the file.
         while self._lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
             try:
                 with runtime_files(self._directory):
@@ -106,11 +110,14 @@ class LocalEndpoint:
         raise HubUnavailable("the process that hosts the hub of this host does not listen", uri=f"unix://{where}")
 
     def _look(self) -> Path | None:
-        """Return the socket of the present hub, hosted here if no other process does; None: it does not listen yet."""
+        """Return the socket of the present hub, and host it here if no other process does.
+
+        None means that it does not listen yet.
+        """
         if self._closed:
             raise HubUnavailable("this client was closed")
         number = _generation(self._directory)
-        # Our hub was silent for too long and was replaced: two hubs would both assign the same chunks.
+        # This process's hub was silent for too long and was replaced. Two hubs would both assign the same chunks.
         if self._hosting is not None and self._hosting.number != number:
             self._hosting.stop()
             self._hosting = None
@@ -121,7 +128,10 @@ class LocalEndpoint:
         return path if path.exists() else None
 
     def reached(self) -> None:
-        """Record that the hub answered. A lock marks this process as a member: a later hub waits for its report."""
+        """Record that the hub answered.
+
+        A lock marks this process as a member, so that a later hub waits for its report.
+        """
         self._silent_since = None
         self.is_busy = False
         if not self._is_member:
@@ -129,7 +139,7 @@ class LocalEndpoint:
                 self._is_member = self._members.lock(fcntl.LOCK_SH)
 
     def failed(self, url: str, *, silent: bool) -> None:
-        """Replace a hub whose process is stopped or hung; one that ended is hosted again by the next `reach`."""
+        """Replace a hub whose process is stopped or hangs. The next `reach` hosts a hub whose process ended."""
         with self._lock, runtime_files(self._directory):
             self._doubted = True
             self.is_busy = silent and self._runs_still(url)
@@ -138,14 +148,14 @@ class LocalEndpoint:
                 self._pass_over(number)
 
     def _pass_over(self, number: int) -> None:
-        """Start the next generation, if `number` is still the present one."""
-        # Under a lock and by a rename: of several clients that lose the hub together, one raises the number, by one.
+        """Start the next generation if `number` is still the present one."""
+        # Use a lock and a rename. If several clients lose the hub together, the number rises by one.
         with _LockFile.open(self._directory / "generation.lock") as guard:
             if guard.lock(fcntl.LOCK_EX) and _generation(self._directory) == number:
                 _replace(self._directory / "generation", f"{number + 1}\n".encode())
 
     def _pass_over_stopped(self) -> None:
-        """Replace a process that took the lock and was stopped before it listened: no client can detect that later."""
+        """Replace a process that took the lock and was stopped before it listened. No client can detect that later."""
         with self._lock:
             number = _generation(self._directory)
             if self._hosting is None and not (self._directory / f"hub-{number}.sock").exists():
@@ -154,21 +164,21 @@ class LocalEndpoint:
                     pid = int(path.read_text(encoding="ascii"))
                     waited_s = time.time() - path.stat().st_mtime
                 except (OSError, ValueError):
-                    # Not written yet.
+                    # The process has not written its id yet.
                     return
-                # In another PID namespace its state cannot be read, and its number may be that of another process here:
-                # it gets the time of a hub that hangs.
+                # The state of a process in another PID namespace cannot be read, and its number may belong to another
+                # process here. It gets as much time as a hub that hangs.
                 if _state_of(pid) in {"T", "t"} if _has_open(pid, path) else waited_s > HUNG_S:
                     self._pass_over(number)
 
     def _runs_still(self, url: str) -> bool:
-        """Return whether a silent hub's process runs, and has not been silent for `HUNG_S`: then it will answer."""
+        """Return whether a silent hub's process runs and was silent for less than `HUNG_S`, so that it will answer."""
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
         return now - self._silent_since < HUNG_S and _runs(url.removeprefix("unix://"))
 
     def close(self) -> None:
-        """Stop hosting the hub, so that another process can; idempotent."""
+        """Stop hosting the hub, so that another process can. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -179,15 +189,16 @@ class LocalEndpoint:
             self._members.close()
 
     def _host(self, number: int) -> _HostedHub | None:
-        """Host hub `number`; return None if another process does."""
+        """Host hub `number`. Return None if another process does."""
         lock = _LockFile.open(self._directory / f"hub-{number}.lock")
         try:
-            # The number once more, under the lock: the hub may have been replaced while this process came here.
+            # Read the number again under the lock, because the hub may have been replaced meanwhile.
             if not lock.lock(fcntl.LOCK_EX) or _generation(self._directory) != number:
                 lock.close()
                 return None
             lock.write(f"{os.getpid()}\n")
-            # The exclusive lock succeeds only if no other process ever reached a hub: then no report is waited for.
+            # The exclusive lock succeeds only if no other process ever reached a hub. Then there is no report to wait
+            # for.
             fresh = self._members.lock(fcntl.LOCK_EX)
             self._is_member = self._members.lock(fcntl.LOCK_SH)
             return _HostedHub.start(self._directory, number, lock, fresh=fresh)
@@ -197,29 +208,29 @@ class LocalEndpoint:
 
 
 def _runs(path: str) -> bool:
-    """Return whether the process that listens at a Unix socket is neither stopped nor dead, as far as it is known."""
+    """Return whether the process that listens on a Unix socket is neither stopped nor dead, as far as this is known."""
     try:
         with connect_unix(path, _LOOK_S) as sock:
             pid = peer_credentials(sock)[0]
     except OSError:
         return False
-    # 0: it is in another PID namespace, where only its lock tells whether it lives.
+    # 0 means another PID namespace. Then only the lock shows whether the process is alive.
     return pid == 0 or _state_of(pid) not in {"", "T", "t", "Z", "X"}
 
 
 def _state_of(pid: int) -> str:
-    """Return the state letter of proc(5), T for a stopped process; "" if it is unknown."""
+    """Return the state letter from proc(5), such as T for a stopped process. Empty if it is unknown."""
     try:
         line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        # From the right: a process may have ")" in its name.
+        # Split from the right, because a process may have ")" in its name.
         return line.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
 
 
 def _has_open(pid: int, path: Path) -> bool:
-    """Return whether a process of this PID namespace has this file open."""
-    # An OSError: there is no such process, or it closed a file meanwhile.
+    """Return whether a process in this PID namespace has this file open."""
+    # An OSError means that there is no such process, or that it closed a file meanwhile.
     with contextlib.suppress(OSError):
         return any(path.samefile(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
     return False
@@ -234,13 +245,13 @@ def _generation(directory: Path) -> int:
 
 
 def find_hub(directory: Path | None = None) -> str | None:
-    """Return the URL of the running hub of this host and user; None: there is none. It does not start one.
+    """Return the URL of the running hub for this host and user, or None. Do not start a hub.
 
     Args:
         directory: see `LocalEndpoint`.
 
     Raises:
-        ConfigError: as `LocalEndpoint`.
+        ConfigError: see `LocalEndpoint`.
     """
     directory = private_directory(directory)
     with runtime_files(directory):
@@ -248,16 +259,16 @@ def find_hub(directory: Path | None = None) -> str | None:
         path, lock = directory / f"hub-{number}.sock", directory / f"hub-{number}.lock"
         if not path.exists() or not lock.exists():
             return None
-        # A lock that can be taken is no longer held by a hub: its process died, and left the socket's file behind.
+        # If the lock is free, the hub's process died and left the socket's file behind.
         with _LockFile.open(lock) as lock_file:
             return None if lock_file.lock(fcntl.LOCK_SH) else f"unix://{path}"
 
 
 def own_address() -> str:
-    """Return the default address of `penstock hub`: a Unix socket in this user's runtime directory.
+    """Return the default address for `penstock hub`: a Unix socket in this user's runtime directory.
 
     Raises:
-        ConfigError: as `LocalEndpoint`.
+        ConfigError: see `LocalEndpoint`.
     """
     return f"unix://{private_directory() / 'hub.sock'}"
 
@@ -273,12 +284,13 @@ class _HostedHub:
 
     @classmethod
     def start(cls, directory: Path, number: int, lock: _LockFile, *, fresh: bool) -> _HostedHub:
-        """Start hub `number`, whose lock the caller holds, and give its socket the name that clients look for."""
+        """Start hub `number`, whose lock the caller holds, and give its socket the name that clients expect."""
         path = directory / f"hub-{number}.sock"
-        # Under another name until it answers: a client that sees the path connects at once.
+        # Use another name until the hub answers, because a client connects as soon as it sees the path.
         draft = directory / f"new-{number}.sock"
         path.unlink(missing_ok=True)
-        # Not a wall clock: the process hosts the hub next to its own work, and may be stopped for longer than `TTL_S`.
+        # Do not use a wall clock. The process hosts the hub next to its own work, and may be stopped for longer than
+        # `TTL_S`.
         store = MemoryStore(LivedClock(most_s=2 * BEAT_S))
         logic = Directory(store, fresh=fresh, beat_s=BEAT_S, ttl_s=TTL_S, seed=_seed(directory))
         hub = HubThread(logic, bind(f"unix://{draft}", Auth()))
@@ -292,15 +304,15 @@ class _HostedHub:
         return cls(number, lock, path, hub)
 
     def stop(self) -> None:
-        """Remove the socket's file, so that no client connects; then end the hub and release the lock."""
+        """Remove the socket's file, so that no client connects. Then end the hub and release the lock."""
         self._path.unlink(missing_ok=True)
         self._hub.stop()
-        # Last: with the lock, the next process starts its hub.
+        # Release the lock last, because the next process starts its hub when it gets the lock.
         self._lock.close()
 
 
 class _LockFile(Closeable):
-    """A file to lock. The kernel releases its lock when the process ends; forked children close their copy."""
+    """A file with a lock. The kernel releases the lock when the process ends. Forked children close their copy."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -308,12 +320,16 @@ class _LockFile(Closeable):
 
     @classmethod
     def open(cls, path: Path) -> _LockFile:
-        """Open the file, which is made if it is not there. OSError: the system refuses."""
-        # No symbolic links: with one, another user of a shared directory could have any of our files locked or cut.
+        """Open the file, and create it if needed. Raise OSError if the system refuses."""
+        # Do not follow symbolic links. With a link, another user of a shared directory could have any of this user's
+        # files locked or cut.
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:
-        """Lock or relock it without waiting; False: another process holds it, and our earlier lock may be lost."""
+        """Lock or relock the file without waiting.
+
+        False means that another process holds it, and an earlier lock may be lost.
+        """
         try:
             fcntl.flock(self._fd, kind | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -322,7 +338,7 @@ class _LockFile(Closeable):
 
     def write(self, text: str) -> None:
         """Replace the file's content."""
-        # In place: a file renamed over this one would be another file, which nobody has locked.
+        # Write in place, because a file renamed over this one would not be locked.
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, text.encode(), 0)
 
@@ -333,13 +349,13 @@ class _LockFile(Closeable):
             self._fd = -1
 
 
-# A child of a fork that lived on would keep the locks of a hub that died.
+# A forked child that outlives a dead hub would keep its locks.
 _CLOSED_IN_CHILDREN: weakref.WeakSet[_LockFile] = release_after_fork(lambda file: file.close())
 
 
 def _seed(directory: Path) -> bytes:
-    """Return the key that grants are signed with: one for all hubs of this host, so that grants outlive a hub."""
-    # In a file, so that it outlives the hub: readers show the grants of a hub that ended to sources that live on.
+    """Return the key with which grants are signed. All hubs on this host share it, so that grants outlive a hub."""
+    # Keep it in a file, because readers show the grants of an ended hub to sources that still run.
     path = directory / "grant.seed"
     try:
         seed = path.read_bytes()
@@ -352,9 +368,10 @@ def _seed(directory: Path) -> bytes:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a small file that is only this user's, all at once."""
-    # Written aside and renamed: a reader must never find it empty. An empty `generation` would mean number 0.
-    # Not by process id: in two PID namespaces two processes have the same.
+    """Write a small private file atomically."""
+    # Write another file and rename it, because a reader must never find an empty file. An empty `generation` would mean
+    # number 0. Do not use the process id in its name, because two processes in different PID namespaces may have the
+    # same.
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
         file.write(data)
@@ -362,8 +379,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def _sweep(directory: Path, number: int) -> None:
-    """Remove files of old generations; a process that still holds one of these locks was replaced."""
-    # The last generation stays: its process may be about to notice that it was replaced.
+    """Remove files of old generations. A process that still holds one of their locks was replaced."""
+    # Keep the last generation, because its process may be about to notice that it was replaced.
     for path in directory.glob("hub-*.*"):
         with contextlib.suppress(ValueError):
             if int(path.stem.removeprefix("hub-")) < number - 1:

@@ -1,13 +1,12 @@
-"""Messages between members and the hub (JSON), and between members (msgpack), with the values that they are made of.
+"""Messages between members and the hub (JSON) and between members (msgpack), with the values inside them.
 
-In / Out: frozen structs; decoding refuses wrong types and lengths past their bounds, and ignores unknown fields.
-Not here: sending them (`client`, `peer.client`), answering them (`app`, `peer.server`); what the members of a sync send
-each other (`sync.messages`).
+They are frozen structs. Decoding refuses wrong types and excessive lengths, and ignores unknown fields. `sync.messages`
+has the messages between the members of a sync.
 
-In this order: the identity of weights, whose digest is the key that members exchange under; the version of the
-protocol; values; messages of a member and the hub; messages of two members. Within one major version fields are only
-added, each with a default: unknown ones are ignored, missing ones take their default, and both sides use the fields
-that both have. A change that an older side would misread is a new major version.
+The order is: the identity of weights, whose digest is the key under which members exchange them; the protocol version;
+values; messages between a member and the hub; messages between two members. Within one major version fields are only
+added, each with a default. Unknown fields are ignored and missing ones take their default, so both sides use the fields
+that both know. A change that an older side would misread requires a new major version.
 """
 
 from __future__ import annotations
@@ -30,79 +29,81 @@ from penstock.types import DType, TensorTable
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The identity of weights in one rank's memory: two holdings exchange chunks only if all fields are equal.
+    """The identity of weights in one rank's memory. Holdings exchange chunks only if all fields are equal.
 
-    A field left empty is equal only to an empty one. A new field is a new major version of the protocol.
+    An empty field equals only an empty field. A new field requires a new major version of the protocol.
     """
 
-    # Unknown fields are refused, unlike in messages: ignoring one would call weights equal that differ in it.
+    # Unlike messages, an identity refuses unknown fields. Ignoring one would treat weights that differ in it as equal.
 
     model: str
     revision: str = ""
-    """`w1-...`; or `h1-...` and the files' identities, since headers alone do not say that bodies are equal."""
+    """`w1-...`, or `h1-...` and the files' identities, because equal headers do not prove equal bodies."""
     layout: str = ""
-    """Digest of names, dtypes and shapes: `layout_digest`."""
+    """Digest of names, dtypes and shapes, from `layout_digest`."""
     dtype: str = ""
     quantization: str = ""
     """Digest of the whole quantisation config."""
     parallel: dict[str, str] = {}
-    """Coordinates, e.g. `{"tp": "1/4", "pp": "0/1"}`."""
+    """Coordinates of the rank, such as `{"tp": "1/4", "pp": "0/1"}`."""
     role: str = "target"
     """`target`, `draft`, `lora:NAME`, ..."""
     post_processing: str = ""
-    """The engine's changes to the weights after loading; empty: none."""
+    """The engine's changes to the weights after loading. Empty if there are none."""
     engine: str = ""
-    """Name and version of engine and kernels, where `post_processing` depends on them."""
+    """Name and version of the engine and its kernels, if `post_processing` depends on them."""
     device_capability: str = ""
 
     def key(self) -> str:
         """Return the digest of all fields: 32 hex digits."""
-        # Deterministic order: the key must not depend on the order in which a caller filled `parallel`.
+        # Use a deterministic order, because the key must not depend on the order in which a caller filled `parallel`.
         ordered = msgspec.json.encode(self, order="deterministic")
         return str(blake3(ordered).hexdigest(length=16))
 
     def differences(self, other: Identity) -> dict[str, tuple[str, str]]:
-        """Return the differing fields: name -> (this one's, the other's)."""
-        # As text: every field but `parallel` is one, and the differences are for people.
+        """Return the values of both identities for each field that differs."""
+        # Compare as text, because every field except `parallel` is one and people read the differences.
         pairs = ((name, str(getattr(self, name)), str(getattr(other, name))) for name in self.__struct_fields__)
         return {name: (mine, theirs) for name, mine, theirs in pairs if mine != theirs}
 
 
-# The last one is kept: three steps of a first update need the digest of one table, 60 ms for 30,000 tensors. Tables are
-# immutable, and compare by identity.
+# Cache the last one, because three steps of a first update need the digest of one table (60 ms for 30,000 tensors).
+# Tables are immutable and compare by identity.
 @functools.lru_cache(maxsize=1)
 def layout_digest(table: TensorTable) -> str:
-    """Return the digest of names, dtypes and shapes, sorted by name, whatever the files are: 32 hex digits."""
-    # Sorted: the same weights in other files, or in another order, are the same layout.
+    """Return the digest of names, dtypes and shapes as 32 hex digits. It does not depend on the files."""
+    # Sort the rows, because the same weights in different files or in a different order have the same layout.
     rows = sorted(zip(table.names, map(DType.__str__, table.dtypes), table.shapes, strict=True))
     return str(blake3(msgspec.json.encode(rows)).hexdigest(length=16))
 
 
 def sync_key(name: str) -> str:
-    """Return the key that grants for a sync are for: 32 hex digits, by its name."""
-    # With a prefix: no name of a sync can be made to give the key of a holding.
+    """Return the key for grants of a sync: 32 hex digits that depend on its name."""
+    # The prefix ensures that no sync's name gives the key of a holding.
     return str(blake3(b"penstock sync\0" + name.encode()).hexdigest(length=16))
 
 
-# 1.0 announced no version; 2 replaced grants that expire by the hub's clock by grants of the source's epoch; 2.1 signs
-# the digests in logs; 2.2 shows the version in every request to a hub, and reports the phases of a start in beats; 2.3
-# has versions that a fleet commits as a whole; 2.4 spreads chunks over two trees of upstreams; 2.5 claims storage in
-# a request for upstreams, and has grants that share a signature; 2.6 names the reader's caller in grants.
+# 1.0 announced no version. 2 replaced grants that expire by the hub's clock with grants for the source's epoch. 2.1
+# signs the digests in logs. 2.2 sends the version in every request to a hub, and reports the phases of a start in
+# heartbeats. 2.3 adds versions that a fleet commits as a whole. 2.4 spreads chunks over two trees of upstreams. 2.5
+# claims storage in a request for upstreams, and adds grants that share a signature. 2.6 adds the reader's caller to
+# grants.
 PROTOCOL = "2.6"
-"""The version that this release speaks."""
+"""The protocol version of this release."""
 PROTOCOL_HEADER = "penstock-protocol"
-"""The header of requests to a hub with the caller's version; releases before 2.2 send none."""
+"""Header in requests to a hub with the caller's protocol version. Releases before 2.2 do not send it."""
 ProtocolVersion = Annotated[str, msgspec.Meta(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}\Z")]
 UNANNOUNCED = "1.0"
-"""The version of requests that announce none."""
+"""The version of requests without this header or field."""
 
 
 class AnnouncedVersion(msgspec.Struct, frozen=True):
-    """The version in a message whose other fields may be of a version that is not known here, and its sender."""
+    """The protocol version in a message whose other fields may be unknown here, and the message's sender."""
 
     protocol: Annotated[str, msgspec.Meta(pattern=r"^([0-9]{1,4}\.[0-9]{1,4})?\Z")] = ""
-    """Empty: none is announced. A request without one is of `UNANNOUNCED`; an answer without one is no message."""
-    # Of any type: a version that is not known here may call its members otherwise, and is still refused as a version.
+    """Empty if no version is announced. A request then has version `UNANNOUNCED`, and an answer is not a valid
+    message."""
+    # The type may change in an unknown version, and the error must still name the version.
     member: Any = ""
 
     @property
@@ -112,12 +113,12 @@ class AnnouncedVersion(msgspec.Struct, frozen=True):
 
 
 def version_fault(announced: str, them: str, us: str) -> str:
-    """Return why a version is not compatible; empty: it is.
+    """Return why a version is not compatible. Empty if it is.
 
     Args:
         announced: the other side's version.
-        them: the other side, for the message.
-        us: this side, for the message.
+        them: name of the other side for the message.
+        us: name of this side for the message.
     """
     if announced.partition(".")[0] == PROTOCOL.partition(".")[0]:
         return ""
@@ -125,81 +126,89 @@ def version_fault(announced: str, them: str, us: str) -> str:
 
 
 def follows_trees(announced: str) -> bool:
-    """Return whether a member of this version reads the chunks of two trees from two parents."""
+    """Return whether a member with this version reads the chunks of two trees from two parents."""
     return _is_at_least(announced, 2, 4)
 
 
 def takes_shared_grants(announced: str) -> bool:
-    """Return whether a member of this version knows grants that share a signature."""
+    """Return whether a member with this version accepts grants that share a signature."""
     return _is_at_least(announced, 2, 5)
 
 
 def takes_callers(announced: str) -> bool:
-    """Return whether a member of this version knows grants that name the reader's caller."""
+    """Return whether a member with this version accepts grants with the reader's caller."""
     return _is_at_least(announced, 2, 6)
 
 
-# Of few versions: asked for each member of a fleet.
+# Cache the answer, because it is needed for each member of a fleet and there are few versions.
 @functools.lru_cache(maxsize=64)
 def _is_at_least(announced: str, major: int, minor: int) -> bool:
     first, _, second = announced.partition(".")
     return (int(first), int(second)) >= (major, minor)
 
 
-UPGRADE_HINT = "run releases of Penstock that speak the same major version; upgrade the older one"
+UPGRADE_HINT = "run releases of Penstock with the same major version of the protocol. Upgrade the older release."
 
 
 Word = Annotated[str, Meta(min_length=1, max_length=256)]
-# Patterns end in \Z and not in $, which a newline may follow: ids stand in logs, paths and names of the store.
+# Patterns end with \Z, because a newline may follow $, and ids are part of logs, paths and store names.
 MemberId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}\Z")]
-"""Id of one process life; a new life takes a new id. Digest of a secret that only this life knows: `auth.member_of`."""
+"""Id of one run of a process: the digest of a secret that only this process knows, see `auth.member_of`."""
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-# Bounded, since a caller chooses it and the hub makes arrays of this length.
+# Bounded, because a caller chooses it and the hub creates arrays of this length.
 NumChunks = Annotated[int, Meta(ge=0, le=1 << 22)]
-"""64 TiB of 16 MiB chunks; the hub keeps a byte for each."""
+"""Number of chunks. The limit is 64 TiB in chunks of 16 MiB, and the hub keeps a byte for each."""
 Range = tuple[Count, Count]
 """Chunks `[start, stop)`."""
 Ranges = Annotated[tuple[Range, ...], Meta(max_length=65536)]
-# As long as `auth.MAX_NAMES_LENGTH`.
+# The limit equals `auth.MAX_NAMES_LENGTH`.
 Certificate = Annotated[str, Meta(max_length=1024)]
-"""Names in the certificate that a member showed the hub; its server must show the same. Empty: none was required."""
+"""Names in the certificate that a member showed to the hub. Its server must show the same. Empty if none was
+required."""
 PeerUrl = Annotated[str, Meta(pattern=PEER_URL_PATTERN, max_length=280)]
 """Address of a member's server: `unix:///path`, `http://host:port` or `https://host:port`, with nothing after it."""
 PeerUrls = Annotated[tuple[PeerUrl, ...], Meta(min_length=1, max_length=8)]
 
 State = Literal["filling", "whole", "draining"]
 LogState = Literal["filling", "whole", "draining", "damaged"]
-"""State of a holding in its log. `damaged`: verified bytes changed in memory; the hub gets `draining` for it."""
+"""State of a holding in its log. `damaged` means that verified bytes changed in memory. The hub gets `draining` for
+it."""
 MAX_VERSION = 1 << 62
 Version = Annotated[int, Meta(ge=-1, le=MAX_VERSION)]
-"""Of a publisher's numbering; -1: none yet."""
+"""A version number from the publisher, or -1 before the first one."""
 Side = Literal["publisher", "subscriber"]
 SyncStanding = Literal["idle", "open", "updating", "dirty"]
-"""`open`: its version can be read now. `dirty`: a direct update failed, so it serves no reader until it is whole."""
+"""`open` means that its version can be read. `dirty` means that a direct update failed, so it serves no reader until
+its weights are complete again."""
 FleetOutcome = Literal["", "committed", "withdrawn"]
-"""The decision on a version with a two-phase commit; empty: there is none."""
+"""The decision on a version with a two-phase commit. Empty if there is none."""
 
 
-# Messages of a member to the hub, and the hub's answers, in JSON.
+# Messages from a member to the hub, and the hub's answers, in JSON.
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of a process life. `member` is new for each life, so messages of an earlier one are refused."""
+    """The first message of a process.
+
+    Each run of a process has a new `member`, so messages from an earlier run are refused.
+    """
 
     member: MemberId
     host: Word
-    """Equal for members that mount one runtime directory: they can use `shm` and `cuda_ipc`. See `net.unix_sockets`."""
+    """Equal for members that share a runtime directory and can therefore use `shm` and `cuda_ipc`. See
+    `net.unix_sockets`."""
     doors: PeerUrls
-    """Addresses of its server: `unix:///run/.../peer.sock`, `http://10.0.0.7:41234`; in order of preference."""
+    """Addresses of its server in order of preference: `unix:///run/.../peer.sock`, `http://10.0.0.7:41234`."""
     rack: Annotated[str, Meta(max_length=256)] = ""
-    """A word that near hosts share (a rail, a rack); for the order of relays."""
+    """A word that nearby hosts share, such as the name of a rack or a rail. It affects the order in relays."""
     name: Annotated[str, Meta(max_length=256)] = ""
-    """For people: host name, pid, rank."""
+    """Host name, pid and rank, for people."""
     num_links: Annotated[int, Meta(ge=0, le=1024)] = 0
-    """Links of its host to others; for the order of relays. 0: not known, each member has its own."""
+    """Number of network links of its host, for the order in relays. 0 means unknown, and each member counts as having
+    its own link."""
     digest_key: Annotated[bytes, Meta(max_length=32)] = b""
-    """Unused. Members of an earlier release send the key of their signed digests."""
+    """Unused. Members of an earlier release send the key of their signed digests here."""
     protocol: ProtocolVersion = PROTOCOL
 
 
@@ -207,55 +216,58 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """The hub's answer."""
 
     ttl_s: float
-    """A member silent for this long is gone."""
+    """A member that is silent for this many seconds is removed."""
     beat_s: float
-    """Beat this often."""
+    """Interval between heartbeats in seconds."""
     grant_key: bytes
-    """Raw Ed25519 public key; grants of this hub are signed with its other half."""
+    """Raw Ed25519 public key for checking this hub's grants."""
     protocol: ProtocolVersion = PROTOCOL
 
 
 class HoldingState(msgspec.Struct, frozen=True, kw_only=True):
-    """A member's state of one key; always complete, never a change to an earlier state."""
+    """A member's state for one key. It is always complete and never a change to an earlier state."""
 
     key: Key
     identity: Identity
     num_chunks: NumChunks
     nbytes: Count
     have: Ranges = ()
-    """Verified chunks."""
+    """Ranges of verified chunks."""
     claims: Ranges = ()
-    """Chunks it reads from storage now."""
+    """Ranges of chunks that it reads from storage now."""
     silent_s: float = -1.0
-    """Seconds since it last received bytes of a missing chunk, also of an incomplete one; -1: not reported. While that
-    is short, its claims are not assigned to others, and members that wait for it go on waiting: storage may take longer
-    for a chunk than the stall deadline."""
+    """Seconds since it last received bytes of a missing chunk, even if the chunk is incomplete. -1 means not reported.
+    While this is short, its claims are not given to others, and members that wait for it continue to wait, because
+    storage may take longer for a chunk than the stall deadline."""
     state: State = "filling"
     num_readers: Count = 0
     max_readers: Count = 0
-    """0: no cap."""
+    """Maximum number of readers. 0 means no limit."""
     parent: Annotated[str, Meta(max_length=128)] = ""
-    """The upstream it takes chunks from in the first place now; the relay keeps it while it serves."""
+    """The upstream from which it mainly reads chunks now. The relay keeps it while it serves."""
     second_parent: Annotated[str, Meta(max_length=128)] = ""
-    """The same for the chunks of the second tree; empty: all chunks are of one."""
+    """The same for the chunks of the second tree. Empty if all chunks have one parent."""
     link: Annotated[str, Meta(max_length=64)] = ""
-    """The link of its host that its bytes take to others; for the order of relays. Empty: not known."""
+    """The network link of its host that its bytes use, for the order in relays. Empty if unknown."""
     device: Annotated[str, Meta(max_length=256)] = "cpu"
     path: Annotated[str, Meta(max_length=1024)] = ""
-    """Sources and transports of its bytes: `75% shm <- MEMBER, 25% storage s3://...`; `offered`."""
+    """Sources and transports of its bytes, such as `75% shm <- MEMBER, 25% storage s3://...`, or `offered`."""
     why: Annotated[str, Meta(max_length=1024)] = ""
-    """Reason for that: why no nearer transport, why storage."""
+    """Why it used this path and no nearer transport, and why storage."""
     gb_per_s: float = 0.0
     device_id: Annotated[str, Meta(max_length=64)] = ""
     """UUID of its GPU, which does not depend on a process's numbering."""
     kept: bool = False
-    """A weight cache's: engines of its host may use the memory itself, which does not change while it is whole."""
+    """Whether a weight cache has it. Engines on its host may use the memory directly, because it does not change while
+    it is whole."""
     tier: Annotated[str, Meta(max_length=32)] = ""
-    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`. A request brings them back."""
+    """Tier of a cache's bytes that are not on its device: `host`, `disk` or `source`. A request moves them to the
+    device."""
     revision: Annotated[str, Meta(max_length=256)] = ""
-    """Revision for people, whatever the identity has: the `w1-` root of its digests; empty until it is whole."""
+    """Revision for people, independent of the identity: the `w1-` root of its digests. Empty until the holding is
+    whole."""
     grant_epoch: Count = 0
-    """The member's present epoch, which grants to read it must name; see `grants`."""
+    """The member's present epoch. Grants to read from it must name the epoch, see `grants`."""
 
     def is_of(self, revision: str) -> bool:
         """Return whether its root or its identity's revision begins with `revision`."""
@@ -269,41 +281,41 @@ class FleetDecision(msgspec.Struct, frozen=True, kw_only=True):
     version: Version
     outcome: FleetOutcome = ""
     by: Annotated[str, Meta(max_length=128)] = ""
-    """The member that refused the version; empty: the version was not refused by one member."""
+    """The member that refused the version. Empty if no single member refused it."""
     why: Annotated[str, Meta(max_length=1024)] = ""
 
 
 class SyncState(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's state in a sync; complete, and sent with each beat."""
+    """A rank's complete state in a sync. Each heartbeat has it."""
 
     name: Word
     side: Side
     epoch: Annotated[str, Meta(max_length=128)] = msgspec.field(default="", name="run")
-    """Member id of the publishers' rank 0, which is another one after each restart. For a subscriber, the epoch of its
+    """Member id of the publishers' rank 0, which changes with each restart. For a subscriber, the epoch of its
     version."""
     rank: Count = 0
     world_size: Annotated[int, Meta(ge=1, le=1 << 20)] = 1
     layout: Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
-    """Digest of its layout; empty: not known yet."""
+    """Digest of its layout. Empty if not known yet."""
     version: Version = -1
     state: SyncStanding = "idle"
     nbytes: Count = 0
     path: Annotated[str, Meta(max_length=1024)] = ""
     """Sources and transports of its version."""
     took_s: Annotated[float, Meta(ge=0)] = 0.0
-    """From the beginning of its last publication or update to its end."""
+    """Seconds that its last publication or update took."""
     pause_s: Annotated[float, Meta(ge=0)] = 0.0
-    """Of it: the time in which an engine could not serve."""
+    """Seconds of `took_s` in which an engine could not serve."""
     prepared: Version = -1
-    """The version that a subscriber has staged for a decision of the fleet; -1: none."""
+    """The version that a subscriber has staged and that waits for the fleet's decision, or -1."""
     decision: FleetDecision | None = None
-    """The newest decision that this rank knows. A hub that lost its memory learns it from here."""
+    """The newest decision that this rank knows. A hub that lost its memory learns it from this field."""
     grant_epoch: Count = 0
     """See `HoldingState`."""
 
     @property
     def fleet(self) -> str:
-        """Return for people which version it has prepared, and the newest decision; empty: there is none."""
+        """Describe the prepared version and the newest decision for people. Empty if there is none."""
         parts = [f"prepared {self.prepared}"] if self.prepared >= 0 else []
         decision = self.decision
         if decision is not None:
@@ -314,10 +326,10 @@ class SyncState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True):
-    """An operator's order that no reader is sent to a member any more."""
+    """An operator's order to send no more readers to a member."""
 
     by: Annotated[str, Meta(max_length=1100)] = ""
-    """`Caller.name` of the operator. Whoever sends an order need not fill it."""
+    """`Caller.name` of the operator. The hub fills it."""
     reason: Annotated[str, Meta(max_length=256)] = ""
 
 
@@ -327,7 +339,7 @@ class FailureReport(msgspec.Struct, frozen=True, kw_only=True):
     age_s: Annotated[float, Meta(ge=0)]
     verb: Annotated[str, Meta(max_length=64)]
     model: Annotated[str, Meta(max_length=256)] = ""
-    """Of the model or the sync; empty: it has no name."""
+    """Name of the model or the sync. Empty if it has no name."""
     error: Annotated[str, Meta(max_length=64)]
     """Class of the error."""
     message: Annotated[str, Meta(max_length=1024)]
@@ -341,18 +353,18 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     holdings: Annotated[tuple[HoldingState, ...], Meta(max_length=1024)] = ()
     syncs: Annotated[tuple[SyncState, ...], Meta(max_length=1024)] = ()
     failures: Annotated[tuple[FailureReport, ...], Meta(max_length=4)] = ()
-    """The last ones of the member's process."""
+    """The last failures in the member's process."""
     drain: Drain | None = None
-    """Of the hub's last answer: a hub that has lost its memory takes it over."""
+    """The order in the hub's last answer. A hub that has lost its memory restores it from this field."""
     boot: Boot | None = None
-    """The start of the member's process, without its phases. None: it has loaded nothing."""
+    """The start of the member's process, without its phases. None if it has loaded nothing."""
 
 
 class BeatReply(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The hub's answer to a heartbeat."""
 
     drain: Drain | None = None
-    """In force for this member."""
+    """The order that applies to this member."""
 
 
 class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -362,14 +374,14 @@ class UpstreamsRequest(msgspec.Struct, frozen=True, kw_only=True):
     holding: HoldingState
     can_read_storage: bool = False
     source: Annotated[str, Meta(max_length=128)] = ""
-    """With a holding of no chunks: only this member, whose memory is to be used itself."""
+    """For a holding without chunks, the only member to return. The reader wants to use its memory directly."""
     claim: bool = False
-    """Assign chunks of storage too, as a `ClaimRequest` does: a member that starts sends one request instead of two. It
-    can read storage then."""
+    """Also assign chunks to read from storage, as a `ClaimRequest` does. The member can read storage. A starting member
+    then sends one request instead of two."""
 
 
 class Upstream(msgspec.Struct, frozen=True, kw_only=True):
-    """A member to read from, with a grant for it."""
+    """A member to read from, with a grant."""
 
     member: MemberId
     host: Word
@@ -378,12 +390,15 @@ class Upstream(msgspec.Struct, frozen=True, kw_only=True):
     state: State
     num_have: Count
     grant: bytes
-    """For this reader, this key and this source, once; see `grants`."""
+    """A grant that this reader can use once for this key and this source. See `grants`."""
     certificate: Certificate = ""
 
 
 class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks to read from storage, the member's alone while it lives; none: see `why`, and repeat the request later."""
+    """Chunks that only this member reads from storage while it is alive.
+
+    If there are none, `why` says why, and the member asks again later.
+    """
 
     ranges: Ranges = ()
     ask_again_s: float = 0.05
@@ -391,37 +406,39 @@ class ClaimReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpstreamsReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Members to read from, in order of preference: the first is the parent in the relay."""
+    """Members to read from in order of preference. The first is the parent in the relay."""
 
     upstreams: tuple[Upstream, ...] = ()
     orders: Annotated[tuple[tuple[Count, ...], ...], Meta(max_length=NUM_TREES)] = ()
-    """With two trees of upstreams: of each, those to read its chunks from, as positions in `upstreams`, the parent
-    first. Chunk c is of tree c % 2. Empty: one order for all chunks, that of `upstreams`."""
+    """With two trees of upstreams, the members for each tree as positions in `upstreams`, the parent first. Chunk c
+    belongs to tree c % 2. Empty means that the order of `upstreams` applies to all chunks."""
     is_placed: bool = True
-    """False: they are any holders, until the relay has a place for the member; it must not report one as its parent."""
+    """Whether the member has a place in the relay. If not, the upstreams are arbitrary holders, and the member must not
+    report one as its parent."""
     ask_again_s: float = 1.0
     reader_silent_s: float = -1.0
-    """Smallest `HoldingState.silent_s` of the other members that read storage; -1: no other member reads."""
+    """Smallest `HoldingState.silent_s` of the other members that read from storage. -1 if there are none."""
     claim: ClaimReply | None = None
-    """Chunks to read from storage; None: send a `ClaimRequest`. The request asked for none, too many members claimed at
-    that moment, or the hub is older than 2.5."""
+    """Chunks to read from storage. None means that the member must send a `ClaimRequest`, because it did not ask for
+    chunks, too many members claimed at that moment, or the hub is older than 2.5."""
 
 
 class ClaimRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A member's request for chunks to read from storage.
 
-    `holding.claims` lists all assigned chunks that it still reads: the others, if not in `holding.have`, become free.
-    So a request whose answer was lost may be sent again. A member sends one at a time for each key.
+    `holding.claims` lists all assigned chunks that it still reads. Other assigned chunks that are not in `holding.have`
+    become free. So a request whose answer was lost may be sent again. A member sends one request at a time for each
+    key.
     """
 
     member: MemberId
     holding: HoldingState
     ask: bool = True
-    """False: it only returns chunks."""
+    """If False, the request only gives chunks back."""
 
 
 class Proof(msgspec.Struct, frozen=True, kw_only=True):
-    """A signed statement of wrong digests, from a reader of an earlier release. The hub ignores it."""
+    """A signed statement about wrong digests from a reader of an earlier release. The hub ignores it."""
 
     epoch: Count
     signature: Annotated[bytes, Meta(max_length=64)]
@@ -436,7 +453,8 @@ class Proof(msgspec.Struct, frozen=True, kw_only=True):
 class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """A reader's report that it could not use a source.
 
-    The reader gets others at once. All readers do once several callers complain, unless the fault is wrong bytes.
+    The hub then names other sources to this reader. Once several callers complain, all readers get other sources,
+    unless the fault is wrong bytes.
     """
 
     member: MemberId
@@ -463,14 +481,14 @@ class SyncMember(msgspec.Struct, frozen=True, kw_only=True):
     host: Word
     doors: PeerUrls
     called: str
-    """For people."""
+    """Its name, for people."""
     since: float
     """Time at which it joined, by the hub's clock."""
     seen: float
-    """Time of its last beat."""
+    """Time of its last heartbeat, by the hub's clock."""
     state: SyncState
     grant: bytes = b""
-    """For the caller, if it requested one."""
+    """A grant for the caller, if it requested one."""
     certificate: Certificate = ""
 
 
@@ -479,25 +497,25 @@ class SyncReply(msgspec.Struct, frozen=True, kw_only=True):
 
     members: tuple[SyncMember, ...] = ()
     is_new: bool = False
-    """Whether the hub is new, so that members may be missing."""
+    """Whether the hub is new, so that members may be missing in the list."""
 
 
 class DecideRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A proposal for the decision on a version with a two-phase commit. The first proposal stands."""
+    """A proposal for the decision on a version with a two-phase commit. The first proposal wins."""
 
     member: MemberId
     name: Word
     decision: FleetDecision
-    """`committed` may be proposed by the publishers' rank 0 alone; an empty outcome only asks."""
+    """Only the publishers' rank 0 may propose `committed`. An empty outcome only asks for the decision."""
 
 
 class DecideReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The decision that stands."""
+    """The decision on a version."""
 
     decision: FleetDecision | None = None
-    """None: there is none yet."""
+    """None if there is no decision yet."""
     is_past: bool = False
-    """Whether a later version was decided, and nothing is known of this one."""
+    """Whether a later version was decided and the decision on this one is unknown."""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -514,23 +532,24 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     syncs: tuple[SyncState, ...] = ()
     complaints: int = 0
     drain: Drain | None = None
-    """In force: its holdings are then shown as `draining`."""
+    """The order that applies to the member. Its holdings are then shown as `draining`."""
     boot: str = ""
-    """Its start: `starting: move`, `ready`, `failed: commit`; empty: it has loaded nothing. """
+    """State of its start, such as `starting: move`, `ready` or `failed: commit`. Empty if it has loaded nothing."""
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A conversion as `status` shows it; an ended one for an hour."""
+    """A conversion as `status` shows it. An ended one is shown for an hour."""
 
     job: MemberId
     age_s: float
     silent_s: float
-    """Since its last report. A running conversion reports once a second: one that is silent for long may be gone."""
+    """Seconds since its last report. A running conversion reports once a second. A conversion that is silent for long
+    may have died."""
     state: JobState
 
 
 class FleetFailure(FailureReport, frozen=True, kw_only=True):
-    """A failure as `status` shows it, for an hour, also if its member has left."""
+    """A failure as `status` shows it for an hour, even if its member has left."""
 
     member: str
     name: str
@@ -538,23 +557,23 @@ class FleetFailure(FailureReport, frozen=True, kw_only=True):
 
 
 class Status(Readable, msgspec.Struct, frozen=True, kw_only=True):
-    """The fleet, or one model of it."""
+    """The state of the fleet or of one model in it."""
 
     members: tuple[MemberStatus, ...] = ()
     jobs: tuple[JobStatus, ...] = ()
     """Conversions that report to the hub, the newest first."""
     failures: tuple[FleetFailure, ...] = ()
-    """The newest first."""
+    """Failures, the newest first."""
     may_drain: bool = False
     """Whether the caller is an operator, who may drain members."""
 
     def summary(self) -> str:
-        """Return the members, models, syncs, conversions and failures in a few lines."""
+        """Describe the members, models, syncs, conversions and failures in a few lines."""
         return summary_of(self.to_dict())
 
 
 class Replica(Boot, frozen=True, kw_only=True):
-    """The start of a member's process, as its own server shows it."""
+    """The start of a member's process, as its server reports it."""
 
     member: str
     name: str
@@ -566,7 +585,7 @@ class Replica(Boot, frozen=True, kw_only=True):
 
 
 class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a model: for all fetching members, for one member, or for an identity that no member has yet."""
+    """A question about a model, for all fetching members, for one member, or for an identity that no member has yet."""
 
     model: Word
     member: MemberId | None = None
@@ -574,7 +593,10 @@ class WhyRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Why(Readable, msgspec.Struct, frozen=True, kw_only=True):
-    """Reasons why a member does or does not read a model from peers: one line for each holder, and the differences."""
+    """Reasons why members read or do not read a model from peers.
+
+    There is one line for each holder, and the differences.
+    """
 
     lines: tuple[str, ...] = ()
 
@@ -584,22 +606,22 @@ class Why(Readable, msgspec.Struct, frozen=True, kw_only=True):
 
 
 MEMBER_PREFIX = "penstock:"
-"""Before a member's id in the `uri` of an error."""
+"""Prefix of a member's id in the `uri` of an error."""
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not 2xx, of the hub and of members."""
+    """The body of every error answer from the hub and from members."""
 
     error: str
     hint: str = ""
     alternatives: tuple[MemberId, ...] = ()
-    """Of a refusal: other members that may accept."""
+    """In a refusal, other members that may accept."""
     kind: str | msgspec.UnsetType = msgspec.UNSET
-    """Name of the error's class, where the status alone does not say it."""
+    """Name of the error's class, if the status does not determine it."""
 
 
 class MemberFault(Fault, frozen=True, kw_only=True):
-    """A fault about another member than the one that answers. Readers that know only `Fault` ignore the name."""
+    """A fault about a member other than the one that answers. Readers that only know `Fault` ignore the name."""
 
     member: MemberId | msgspec.UnsetType = msgspec.UNSET
 
@@ -608,7 +630,7 @@ class MemberFault(Fault, frozen=True, kw_only=True):
 
 
 class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
-    """The map of a holding: descriptors of its regions, and the position of each tensor in them."""
+    """The map of a holding: descriptors for its regions, and the position of each tensor in them."""
 
     key: Key
     generation: Count
@@ -616,11 +638,11 @@ class HoldingMap(msgspec.Struct, frozen=True, kw_only=True):
     chunk_bytes: Count
     num_chunks: Count
     regions: tuple[dict[str, bytes], ...]
-    """Per region: transport name -> encoded `Descriptor`."""
+    """For each region, an encoded `Descriptor` for each transport."""
     row_region: bytes
-    """int32, little endian, one for each row of the layout; -1 for a row of no bytes."""
+    """The region of each row in the layout, as little-endian int32. -1 for a row without bytes."""
     row_offset: bytes
-    """int64, little endian: where the row starts in its region."""
+    """The offset of each row in its region, as little-endian int64."""
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -630,36 +652,37 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     key: Key
     grant: bytes
     attach: bool = False
-    """To use the memory itself instead of reading it; it stays for as long, and does not count as a reader."""
+    """Whether to use the memory directly instead of reading it. The memory is kept for as long as the lease, which does
+    not count as a reader."""
     protocol: ProtocolVersion = PROTOCOL
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to read until it is released, or not used for `ttl_s`."""
+    """The right to read until it is released or not used for `ttl_s`."""
 
     lease: Key
     ttl_s: float
     max_bytes_per_s: Count = 0
-    """The share of the source's cap this reader keeps to; 0: no cap."""
+    """This reader's share of the source's limit. 0 means no limit."""
     protocol: ProtocolVersion = PROTOCOL
 
 
 class LogReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Chunks that the holder got since `after`, in that order."""
+    """Chunks that the holder got after `after`, in that order."""
 
     generation: Count
     serial: Count
-    """Value of `after` in the next request."""
+    """The value for `after` in the next request."""
     state: LogState
     chunks: bytes = b""
-    """uint32, little endian."""
+    """Chunk numbers as little-endian uint32."""
     leaves: bytes = b""
-    """uint64, little endian: the leaf digests of those chunks, chunk after chunk."""
+    """Leaf digests of these chunks in order, as little-endian uint64."""
     max_bytes_per_s: Count = 0
-    """See `Lease`: the share now, which shrinks and grows with the number of readers."""
+    """The reader's present share, which changes with the number of readers. See `Lease`."""
     epoch: Count = 0
     signature: bytes = b""
-    """Unused, like `epoch`. Holders of an earlier release sign the digests."""
+    """Unused, like `epoch`. Holders in an earlier release sign the digests."""
 
 
 class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -672,7 +695,7 @@ class SessionRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberSession(msgspec.Struct, frozen=True, kw_only=True):
-    """The right to send requests, until the member is silent for `ttl_s`."""
+    """The right to send requests until the member is silent for `ttl_s`."""
 
     session: Key
     ttl_s: float
@@ -680,8 +703,8 @@ class MemberSession(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(*kinds: Any) -> None:
-    """Let msgspec prepare these types now."""
-    # It crashes if two threads decode a type for the first time at the same moment (0.21).
+    """Make msgspec prepare these types now."""
+    # msgspec 0.21 crashes if two threads decode a type for the first time at the same moment.
     for kind in kinds:
         msgspec.msgpack.Decoder(kind)
 
@@ -691,5 +714,5 @@ def structs_among(values: Iterable[object]) -> list[type[msgspec.Struct]]:
     return [value for value in values if isinstance(value, type) and issubclass(value, msgspec.Struct)]
 
 
-# All of this module, once, before there are threads.
+# Prepare all types in this module before there are threads.
 prepare(*structs_among(list(globals().values())))

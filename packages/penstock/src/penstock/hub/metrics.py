@@ -1,8 +1,4 @@
-"""The hub's metrics, for Prometheus.
-
-In: a directory; requests as they are answered. Out: a page.
-Not here: the route (`app`).
-"""
+"""The hub's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -26,11 +22,11 @@ except ImportError as error:
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-# Most requests take a millisecond; 5 s is `client.ATTEMPT_S`, after which no caller waits any more.
+# Most requests take a millisecond. After 5 s (`client.ATTEMPT_S`) no caller waits any more.
 _BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _COUNTS = {
-    "hellos": "Process lives that joined.",
-    "leaves": "Members that signed off.",
+    "hellos": "Members that joined.",
+    "leaves": "Members that left.",
     "grants": "Grants issued.",
     "claimed_chunks": "Chunks assigned to be read from storage.",
     "complaints": "Complaints about sources.",
@@ -41,17 +37,18 @@ class Metrics:
     """The metrics of one hub process."""
 
     def __init__(self, directory: Directory) -> None:
-        # Not the library's own registry: tests and local hubs have several of these in one process.
+        # Do not use the library's global registry, because tests and local hubs create several of these objects in one
+        # process.
         self._registry = CollectorRegistry()
         self._seconds = Histogram(
             "penstock_hub_request_seconds",
-            "From the head of a request to its answer.",
+            "Time from the head of a request to its answer.",
             ["operation"],
             buckets=_BUCKETS,
             registry=self._registry,
         )
         self._refusals = Counter(
-            "penstock_hub_refusals", "Answers that are not 2xx.", ["status"], registry=self._registry
+            "penstock_hub_refusals", "Answers with an error status.", ["status"], registry=self._registry
         )
         self._directory = directory
         self._registry.register(_Fleet(directory, Caller()))
@@ -66,15 +63,15 @@ class Metrics:
             self._seconds.labels(operation).observe(time.perf_counter() - start)
 
     def refused(self, status: int) -> None:
-        """Count an answer that is not 2xx."""
+        """Count an answer with an error status."""
         self._refusals.labels(str(status)).inc()
 
     def page(self, caller: Caller | None = None) -> bytes:
         """Return the metrics in Prometheus' text format.
 
         Args:
-            caller: if its token is for some models, the page has the members and holdings of these models alone. Counts
-                of requests, refusals and grants would tell it of others.
+            caller: if its token is for some models, the page only has the members and holdings of these models. Counts
+                of requests, refusals and grants would reveal others.
 
         Raises:
             HubUnavailable: the store did not answer.
@@ -87,10 +84,10 @@ class Metrics:
 
 
 class _Fleet:
-    """A collector of the fleet's state, which reads the store only when the page is requested.
+    """A collector for the fleet's state. It reads the store only when the page is requested.
 
     Args:
-        directory: of the hub.
+        directory: the hub's directory.
         caller: only models that it may access are counted.
     """
 
@@ -107,7 +104,7 @@ class _Fleet:
         sees_all = self._caller.models is None
         status = self._directory.status()
         num_members = 0
-        # By model and state, not by member: a fleet's members come and go, and each would be a series for ever.
+        # Count by model and state. Members of a fleet change all the time, and each would leave a series behind.
         states: Tally[tuple[str, str]] = Tally()
         claims: Tally[str] = Tally()
         for member in status.members:
@@ -116,12 +113,14 @@ class _Fleet:
             for holding in visible:
                 states[holding.identity.model, holding.state] += 1
                 claims[holding.identity.model] += sum(stop - start for start, stop in holding.claims)
-        yield GaugeMetricFamily("penstock_hub_members", "Members that live.", value=num_members)
+        yield GaugeMetricFamily("penstock_hub_members", "Live members.", value=num_members)
         holdings = GaugeMetricFamily("penstock_hub_holdings", "Holdings.", labels=["model", "state"])
         for (model, state), count in states.items():
             holdings.add_metric([model, state], count)
         yield holdings
-        reading = GaugeMetricFamily("penstock_hub_claims", "Chunks members read from storage now.", labels=["model"])
+        reading = GaugeMetricFamily(
+            "penstock_hub_claims", "Chunks that members read from storage now.", labels=["model"]
+        )
         for model, count in claims.items():
             reading.add_metric([model], count)
         yield reading

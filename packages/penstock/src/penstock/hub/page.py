@@ -1,13 +1,10 @@
-"""The fleet page: static files for a browser, and a stream of changes of the fleet's status.
+"""The fleet page: static files for a browser, and a stream of changes to the fleet's status.
 
-In: a function that returns the status. Out: routes `/`, `/assets/NAME` and `/v1/events` of an app.
-Not here: the status itself (`snapshot`), what the page draws (`assets/app.js`), authentication (`auth`, `connection`).
+    browser --GET /--> files in this package; nothing from another origin
+            --GET /v1/events?since=CURSOR, bearer token--> rows that changed since then, again after each interval
 
-    browser --GET /--> files of this package; nothing from another origin
-            --GET /v1/events?since=CURSOR, bearer token--> rows that changed since, again after each interval
-
-The page sends the token itself, because a browser's event source cannot: it reads the stream by `fetch`. A stream ends
-after `STREAM_S`, before the hub's deadline for an answer; the page then asks for what changed since.
+The page sends the token itself and reads the stream with `fetch`, because a browser's event source cannot send one. A
+stream ends after `STREAM_S`, before the hub's deadline for an answer. The page then requests the later changes.
 """
 
 from __future__ import annotations
@@ -41,24 +38,26 @@ except ImportError as error:
     raise MissingExtra("the fleet page needs Starlette", hint=install_hint("hub")) from error
 
 INTERVAL_S = 1.0
-"""Between two looks at the status while somebody watches."""
+"""Seconds between two reads of the status while somebody watches."""
 SLOW_INTERVAL_S = 2.0
-"""The same for more than `MANY` members: a look at 1,000 members takes some tens of milliseconds."""
+"""Seconds between two reads with more than `MANY` members. Reading the status of 1,000 members takes some tens of
+milliseconds."""
 MANY = 200
 STREAM_S = 50.0
-"""Length of one stream. Reason: the hub ends an answer that takes more than 60 s (`connection.REQUEST_S`)."""
+"""Duration of one stream in seconds. The hub ends an answer that takes more than 60 s (`connection.REQUEST_S`)."""
 HISTORY_S = 3600.0
 SAMPLE_S = 5.0
-"""Between two points of the charts: 720 in an hour."""
+"""Seconds between two points in the charts, which gives 720 points in an hour."""
 SILENT_S = 5.0
-"""A member that the hub has not heard of for so long is shown as silent; members of a fleet beat every 2 s."""
+"""A member is shown as silent after this many seconds without a heartbeat. Members of a fleet send one every 2 s."""
 MAX_GONE = 10_000
-"""Members that left and are remembered for viewers; a viewer that missed more gets everything again."""
+"""Maximum number of removed members that are remembered for viewers. A viewer that missed more gets everything
+again."""
 MAX_FAILURES = 50
-"""The newest ones that are shown."""
+"""Maximum number of failures that are shown."""
 MAX_VIEWERS = 32
-"""Streams at once. Reason: each encodes the changes for itself, at most about a millisecond a second. One caller may
-have all of them until another one needs a place."""
+"""Maximum number of concurrent streams. Each encodes the changes separately, at most about a millisecond a second. One
+caller may have all of them until another caller needs one."""
 SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -78,11 +77,11 @@ _CURSOR = re.compile(r"([0-9a-f]{16})\.(\d{1,18})")
 _SHARE = re.compile(r"(\d+)% ([\w-]+)(?: (?:<- )?(.+?))?(?=, \d+% |$)")
 
 Row = dict[str, Any]
-"""One member as the page has it: plain values of JSON, without clocks that run."""
+"""A member as the page shows it: plain JSON values, without clocks that run."""
 
 
 def shares(path: str) -> list[dict[str, Any]]:
-    """Return the parts of a path, `75% shm <- MEMBER, 25% storage URI`, as transport, source and percent."""
+    """Split a path such as `75% shm <- MEMBER, 25% storage URI` into transports, sources and percentages."""
     return [
         {"percent": int(percent), "transport": transport, "source": source or ""}
         for percent, transport, source in _SHARE.findall(path)
@@ -90,7 +89,7 @@ def shares(path: str) -> list[dict[str, Any]]:
 
 
 def row_of(member: MemberStatus) -> Row:
-    """Return a member as the page draws it."""
+    """Return the row for a member."""
     return {
         "id": member.member,
         "name": member.name,
@@ -105,7 +104,7 @@ def row_of(member: MemberStatus) -> Row:
 
 
 def _weights_row(holding: HoldingState) -> Row:
-    # A draining holder may have been whole, and then lists no ranges.
+    # A draining holder without ranges was whole.
     is_whole = holding.state == "whole" or (holding.state == "draining" and not holding.have)
     have = holding.num_chunks if is_whole else sum(stop - start for start, stop in holding.have)
     return {
@@ -144,17 +143,17 @@ def _sync_row(state: SyncState) -> Row:
 
 
 def failure_row_of(failure: FleetFailure) -> Row:
-    """Return a failure as the page draws it, with the time at which it was instead of an age that grows."""
+    """Return the row for a failure, with the time at which it happened instead of an age that grows."""
     row: Row = msgspec.to_builtins(failure)
-    # To 10 s: the ages that hubs compute differ by their clocks' last digits, and each difference would be sent.
+    # Round to 10 s. The ages from several hubs differ slightly, and each difference would be sent.
     return {**row, "at": round((time.time() - row.pop("age_s")) / 10) * 10}
 
 
 def job_row_of(job: JobStatus) -> Row:
-    """Return a conversion as the page draws it."""
+    """Return the row for a conversion."""
     state: Row = msgspec.to_builtins(job.state)
     late = {worker.worker for worker in job.state.workers if worker.is_late}
-    # Rounded: a clock that runs in every worker would be read by nobody, and would be sent each time.
+    # Round the clocks of the workers, because nobody reads them exactly and each change would be sent.
     workers = [
         {**worker, "task_s": round(worker["task_s"]), "is_late": worker["worker"] in late}
         for worker in state["workers"]
@@ -164,7 +163,7 @@ def job_row_of(job: JobStatus) -> Row:
 
 
 def totals(rows: Mapping[str, Row]) -> Row:
-    """Return the figures of the charts: members, bytes held, rate of all transfers, bytes not read from storage."""
+    """Return the values for the charts: members, bytes held, rate of all transfers, bytes not read from storage."""
     holdings = [holding for row in rows.values() for holding in row["holdings"]]
     saved = 0.0
     for holding in holdings:
@@ -180,14 +179,14 @@ def totals(rows: Mapping[str, Row]) -> Row:
 
 
 class FleetFeed:
-    """The status as the viewers have it: rows with the serial number of their last change, and an hour of totals.
+    """The status for the viewers: rows with the serial number of their last change, and an hour of totals.
 
-    Thread-safe. Any number of viewers share one look at the status.
+    It is thread-safe. All viewers share one read of the status.
 
     Args:
-        status: returns the members; may raise what the hub's store raises.
+        status: returns the members. It may raise the errors of the hub's store.
         clock: seconds.
-        on_gone: called with each member that was there at the look before.
+        on_gone: called with each member that has disappeared since the last read.
     """
 
     def __init__(
@@ -204,29 +203,29 @@ class FleetFeed:
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._changed: dict[str, int] = {}
-        # Conversions and failures: few, so all of them are sent when one changes.
+        # There are few conversions and failures, so all of them are sent when one changes.
         self._jobs: list[Row] = []
         self._failures: list[Row] = []
         self._lists_changed = 0
         self._may_drain = False
         self._gone: deque[tuple[int, str]] = deque()
-        # Serial numbers count in one life of one process. Several hubs may act as one, so a viewer's next stream may
-        # come from another hub, which recognises by this that the number is not its own.
+        # Serial numbers are valid in one run of one process. Several hubs may act as one, so a viewer's next stream may
+        # come from another hub, which sees by this value that the number is not its own.
         self._life = secrets.token_hex(8)
         self._serial = 0
         self._forgotten = 0
-        """Changes up to this one are no longer all known."""
+        """Serial number up to which changes may be forgotten."""
         self._looked_s = float("-inf")
         self._history: deque[Row] = deque(maxlen=int(HISTORY_S / SAMPLE_S))
         self._sampled_s = float("-inf")
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two looks, by the number of members."""
+        """Return the seconds between two reads, which depend on the number of members."""
         return SLOW_INTERVAL_S if len(self._rows) > MANY else INTERVAL_S
 
     def look(self) -> None:
-        """Compare the status with the rows, unless somebody did so within the interval."""
+        """Compare the status with the rows, unless another thread did so within the interval."""
         with self._lock:
             now_s = self._clock()
             if now_s - self._looked_s < self.interval_s * 0.9:
@@ -240,7 +239,7 @@ class FleetFeed:
                 [job_row_of(job) for job in status.jobs],
                 [failure_row_of(f) for f in status.failures[:MAX_FAILURES]],
             )
-            # Of the hub behind `penstock ui`: whether the token that it was started with is an operator's.
+            # With `penstock ui`, the hub says whether its token is an operator's.
             self._may_drain = status.may_drain
             self._looked_s = now_s
             changed = [name for name, row in rows.items() if self._rows.get(name) != row]
@@ -263,10 +262,10 @@ class FleetFeed:
                 self._history.append({"at": time.time(), **totals(rows)})
 
     def changes(self, cursor: str, caller: Caller) -> tuple[str, bytes]:
-        """Return the present cursor, and a message with what changed since; empty if nothing did.
+        """Return the present cursor, and a message with the changes since the viewer's one. Empty if there are none.
 
         Args:
-            cursor: the one that the viewer has; one of another process, or empty: the message has everything.
+            cursor: the viewer's cursor. If it is empty or from another process, the message has everything.
             caller: rows are limited to the models that it may see.
         """
         with self._lock:
@@ -275,8 +274,8 @@ class FleetFeed:
                 return present, b""
             parts = _CURSOR.fullmatch(cursor)
             since = int(parts[2]) if parts and parts[1] == self._life else -1
-            # A caller that may see some models gets all of its rows each time: to name those that left its sight would
-            # tell it of members that it may not see.
+            # A caller that may only see some models gets all of its rows each time. Naming the rows that disappeared
+            # would reveal members that it may not see.
             is_full = not self._forgotten <= since < self._serial or caller.models is not None
             rows = [self._rows[name] for name, serial in self._changed.items() if is_full or serial > since]
             message: dict[str, Any] = {
@@ -294,19 +293,19 @@ class FleetFeed:
                 message["history"] = list(self._history) if is_full else list(self._history)[-1:]
             if caller.models is None:
                 return present, msgspec.json.encode(message)
-            # By what the caller sees: a serial number counts the changes of everything else, too.
+            # Derive the cursor from the visible content, because a serial number also counts hidden changes.
             message["cursor"] = seen = f"{self._life}.{_number(message)}"
             return seen, b"" if seen == cursor else msgspec.json.encode(message)
 
 
 def _number(message: dict[str, Any]) -> int:
-    """Return a number for the content of a message, of at most 18 digits."""
+    """Return a number for the content of a message, with at most 18 digits."""
     content = msgspec.json.encode({name: value for name, value in message.items() if name != "cursor"})
     return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest())
 
 
 def visible_to(row: Row, caller: Caller) -> Row | None:
-    """Return the part of a row that a caller may see; None if that is nothing."""
+    """Return the part of a row that a caller may see, or None if it may see nothing."""
     if caller.models is None:
         return row
     visible = {
@@ -321,15 +320,15 @@ def visible_to(row: Row, caller: Caller) -> Row | None:
 
 
 async def keep_sampling(feed: FleetFeed) -> None:
-    """Look at the status for the charts, also without viewers; a store that does not answer leaves a gap in them."""
+    """Read the status for the charts even without viewers. If the store does not answer, the charts get a gap."""
     was_read = True
     while True:
         try:
             await run_in_threadpool(feed.look)
             was_read = True
         except PenstockError as error:
-            if was_read:  # one line for an outage, not one each time
-                _log.warning("the status for the fleet page cannot be read: %s", error.message)
+            if was_read:  # log an outage once
+                _log.warning("cannot read the status for the fleet page: %s", error.message)
             was_read = False
         await asyncio.sleep(SAMPLE_S)
 
@@ -338,9 +337,9 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
     """Add the page's files and its stream to an app.
 
     Args:
-        app: of the hub, or of `penstock ui`.
+        app: the app of the hub or of `penstock ui`.
         feed: the status.
-        caller_of: authenticates a request, or raises what the app answers with 401.
+        caller_of: authenticates a request, or raises an error that the app answers with 401.
     """
     assets = files("penstock.hub") / "assets"
     viewers = Shares[object](MAX_VIEWERS)
@@ -367,16 +366,16 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
             viewers.enter(place, caller.name, displaces_own=False)
             try:
                 cursor, end_s = since, time.monotonic() + STREAM_S
-                # Its place may be given to another caller.
+                # Its place may pass to another caller.
                 while time.monotonic() < end_s and place in viewers:
                     try:
-                        # In a thread: Redis may be behind the status, and 1,000 rows are compared.
+                        # Use a thread, because the status may be in Redis and 1,000 rows are compared.
                         await run_in_threadpool(feed.look)
                         cursor, message = await run_in_threadpool(feed.changes, cursor, caller)
                     except PenstockError as error:
-                        # The answer has begun, so it cannot become a 503: the viewer is told in the stream.
+                        # The answer has begun, so it cannot become a 503. Send the error in the stream.
                         message = msgspec.json.encode({"error": error.message})
-                    # A comment line keeps the connection alive, and shows the viewer that the hub answers.
+                    # A comment line keeps the connection alive and shows the viewer that the hub answers.
                     yield b"data: " + message + b"\n\n" if message else b":\n\n"
                     await asyncio.sleep(feed.interval_s)
             finally:

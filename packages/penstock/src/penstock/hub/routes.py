@@ -1,11 +1,7 @@
-"""An ASGI app that finds the function for a request by its method and path, and answers every error with a `Fault`.
+"""An ASGI app that finds the handler for a request by its path and method, and answers every error with a `Fault`.
 
-In: functions that take a request and return a response, both of Starlette. Out: the app, for uvicorn.
-Not here: the operations (`app`), the fleet page (`page`), connections and their limits (`connection`).
-
-Starlette's own application is not used: for a request without work, FastAPI takes 23 us of processor time, Starlette 15
-(two middlewares, two handlers of exceptions inside each other, a list of routes with a regular expression each), and
-this app 4. A beat takes 65 us in the app, and took 104. Source: benchmarks/results/cpu2_202611/hub.md.
+It replaces Starlette's application. For a trivial request FastAPI takes 23 us of processor time, Starlette 15 us and
+this app 4 us. A heartbeat takes 65 us in this app instead of 104 us. Source: benchmarks/results/cpu2_202611/hub.md.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ _log = log_named("penstock.hub")
 Handler = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[object], AbstractAsyncContextManager[None]]
 
-# In this order: the first kind that fits. Whatever is not listed is the hub's own fault, 500.
+# The first class that matches decides. Any other error is an internal error of the hub with status 500.
 _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
     (UnknownMember, 410),
     (PermissionDenied, 403),
@@ -52,7 +48,7 @@ _STATUS: tuple[tuple[type[PenstockError], int], ...] = (
 
 
 class RouteRefused(Exception):
-    """An answer that is not 2xx."""
+    """An answer with an error status."""
 
     def __init__(self, status: int, error: str, hint: str = "", *, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(error)
@@ -62,13 +58,13 @@ class RouteRefused(Exception):
 
 
 class HubApp:
-    """An ASGI app of routes.
+    """An ASGI app with routes.
 
     Args:
         lifespan: runs from before the first request until after the last one.
-        count_refusal: called with the status of each answer that is a fault.
-        on_unauthorized: called with the path and the caller's host when a connection refuses a caller without a good
-            token, before its request gets here.
+        count_refusal: called with the status of each error answer.
+        on_unauthorized: called with the path and the caller's host when a connection refuses a caller without a valid
+            token, before its request reaches this app.
     """
 
     def __init__(
@@ -80,9 +76,9 @@ class HubApp:
     ) -> None:
         self.on_unauthorized = on_unauthorized
         self._count_refusal = count_refusal
-        # Starlette's router only for its side of ASGI's lifespan protocol; it has no routes.
+        # Use Starlette's router only for ASGI's lifespan protocol. It has no routes.
         self._router = Router(lifespan=lifespan)
-        # Path -> method -> handler. The second has paths that end in a parameter, by what comes before its slash.
+        # Handlers by path and method. `_parameterized` has the paths that end with a parameter, without that part.
         self._exact: dict[str, dict[str, Handler]] = {}
         self._parameterized: dict[str, tuple[str, dict[str, Handler]]] = {}
 
@@ -90,9 +86,10 @@ class HubApp:
         """Add a handler.
 
         Args:
-            path: its last part may be a parameter, `{name}`, which the handler finds in `request.path_params`.
-            handler: answers. May raise `RouteRefused`, or a `PenstockError`, whose kind decides on the status.
-            methods: of HTTP; HEAD only if it is listed.
+            path: its last part may be a parameter such as `{name}`, which the handler finds in `request.path_params`.
+            handler: answers the request. It may raise `RouteRefused`, or a `PenstockError` whose class decides on the
+                status.
+            methods: HTTP methods. HEAD must be listed explicitly.
         """
         folder, _, last = path.rpartition("/")
         if last.startswith("{"):
@@ -112,7 +109,8 @@ class HubApp:
         except (RouteRefused, PenstockError) as error:
             response = self._fault(error)
         except Exception:
-            # Here, because uvicorn's log of it is silenced (`connection`): that has a line for every malformed request.
+            # Log it here, because uvicorn's logger is silenced (`connection`). It writes a line for every malformed
+            # request.
             _log.exception("the hub failed at %s %r", request.method, scope["path"])
             await PlainTextResponse("Internal Server Error", 500)(scope, receive, send)
             # uvicorn then closes the connection.
@@ -120,18 +118,18 @@ class HubApp:
         try:
             await response(scope, receive, send)
         except ClientDisconnect:
-            # Its caller has gone, which is no fault.
+            # The caller has gone, which is no error of the hub.
             raise
         except Exception:
-            # The body of a stream is made while it is sent.
+            # The body of a stream is produced while it is sent.
             _log.exception("the hub failed in the answer to %s %r", request.method, scope["path"])
             raise
 
     def _handler_of(self, scope: Scope) -> Handler:
-        """Return the handler of a request, and note the parameter of its path.
+        """Return the handler for a request, and store the parameter in its path.
 
         Raises:
-            Refused: the path is unknown, or does not have this method.
+            RouteRefused: the path is unknown, or does not have this method.
         """
         path, method = scope["path"], scope["method"]
         handlers = self._handlers_of(path, scope)
@@ -145,7 +143,7 @@ class HubApp:
         return handlers[method]
 
     def _handlers_of(self, path: str, scope: Scope) -> dict[str, Handler] | None:
-        """Return the handlers of a path by method; None: the path is unknown."""
+        """Return the handlers for a path by method, or None if the path is unknown."""
         if path in self._exact:
             return self._exact[path]
         folder, _, last = path.rpartition("/")
@@ -157,7 +155,7 @@ class HubApp:
 
     def _fault(self, error: RouteRefused | PenstockError) -> Response:
         """Return the answer to an error."""
-        # Every refusal comes through here, so that the metrics count it and its body is always a fault.
+        # Every refusal passes through here, so that the metrics count it and its body is always a fault.
         headers: dict[str, str] = {}
         if isinstance(error, RouteRefused):
             status, fault = error.status, error.fault
@@ -168,7 +166,7 @@ class HubApp:
             status = next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
             fault = Fault(error=error.message, hint=error.hint or "", kind=type(error).__name__)
             if status == 503:
-                # For proxies and foreign clients; ours tries again by itself.
+                # This header is for proxies and other clients. Penstock's client retries without it.
                 headers["Retry-After"] = "1"
         self._count_refusal(status)
         return Response(msgspec.json.encode(fault), status, headers, "application/json")

@@ -1,8 +1,4 @@
-"""The hub's server: its socket, run in this process's main thread or in a thread of its own.
-
-In: a directory, or the status of a fleet for its page alone; an address. Out: a running server.
-Not here: the app (`app`), hosting the hub of one host (`local_hub`).
-"""
+"""The hub's server and its socket. It runs in this process's main thread or in a separate thread."""
 
 from __future__ import annotations
 
@@ -41,20 +37,20 @@ if TYPE_CHECKING:
     from penstock.hub.app import MemberClient
     from penstock.hub.routes import HubApp
 
-# Deadline of a start: importing Starlette and uvicorn on a busy machine takes some seconds.
+# Deadline for a start. Importing Starlette and uvicorn on a busy machine takes some seconds.
 _START_S = 20.0
-# A running request has 2 s to end (`timeout_graceful_shutdown`), and its connection some more.
+# Deadline for a stop. A running request has 2 s (`timeout_graceful_shutdown`), and its connection some more.
 _STOP_S = 5.0
-# Connections past their deadline that a tick of uvicorn (0.1 s) closes; thousands at once would block the loop.
+# Maximum number of expired connections that a tick of uvicorn (0.1 s) closes. Thousands at once would block the loop.
 _CUTS_A_TICK = 100
-# Several beats, so that a member's connection stays open.
+# Seconds for which an idle connection stays open. It is several heartbeats long, so a member's connection stays open.
 _KEEP_ALIVE_S = 75
-# Allocations between collections of the youngest generation; collections of each generation before the next one.
-# A hub's state is values without cycles, made anew with each beat, so collections search them for nothing. With a
-# threshold of 100,000 the slowest beat of 1,000 members fell from 58 to 5 ms (benchmarks/results/cpu2_202611/hub.md).
-# Connections that ended leave cycles, 2 KB a member's life: 20,000 objects of them are about 2 MB.
+# Allocations between collections of the youngest generation, and collections of each generation before the next one. A
+# hub's state is values without cycles that every heartbeat replaces, so collections find nothing. With a threshold of
+# 100,000 the slowest heartbeat of 1,000 members fell from 58 to 5 ms (benchmarks/results/cpu2_202611/hub.md).
+# Connections that ended leave cycles of 2 KB for each member. 20,000 such objects have about 2 MB.
 _GC_THRESHOLD = (20_000, 50, 100)
-# For a connection to a hub that may be there already: its kernel queue is full for as long as it does not accept.
+# Deadline for a connection to a hub that may already exist. Its kernel queue is full while it does not accept.
 _PROBE_S = 1.0
 _log = log_named("penstock.hub")
 
@@ -63,57 +59,57 @@ def bind(listen: str, auth: Auth) -> socket.socket:
     """Open a listening socket.
 
     Args:
-        listen: `unix:///path`, `host:port`, `[v6]:port`; port 0 takes any that is free.
+        listen: `unix:///path`, `host:port` or `[v6]:port`. Port 0 selects a free port.
         auth: must require a token or a certificate, unless the address is a Unix socket.
 
     Raises:
-        ConfigError: the address does not parse, is taken, or is open to strangers.
+        ConfigError: the address is invalid or in use, or callers at it would not have to authenticate.
     """
     if listen.startswith("unix://"):
         return _bind_unix(Path(listen.removeprefix("unix://")))
-    # From the right: an IPv6 address has colons itself, and stands in brackets.
+    # Split from the right, because an IPv6 address in brackets contains colons.
     host, _, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if host and port.isdecimal() and int(port) > 65535:
-        raise ConfigError(f"cannot listen on {listen!r}: no port is {port}", hint="give a port from 0 to 65535")
+        raise ConfigError(f"cannot listen on {listen!r}: {port} is no valid port", hint="give a port from 0 to 65535")
     if not port.isdecimal() or not host:
-        raise ConfigError(f"cannot listen on {listen!r}", hint="write host:port or unix:///path")
+        raise ConfigError(f"cannot listen on {listen!r}: not a valid address", hint="write host:port or unix:///path")
     try:
         addresses = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
     family, _, _, _, address = addresses[0]
     if not auth.guards:
-        # Loopback, too: every user of this host can connect to it.
+        # This also holds for loopback, because every user of this host can connect to it.
         raise ConfigError(
-            f"{listen} is open to strangers, other users of this host among them: callers do not have to authenticate",
+            f"everyone who reaches {listen}, including other users of this host, could use the hub unauthenticated",
             hint="give --token-file or --client-ca, or listen on unix:///path, which only this user can connect to",
         )
     if auth.tokens and auth.certificate is None and not ipaddress.ip_address(str(address[0])).is_loopback:
-        _log.warning("tokens cross the network unencrypted on %s: --cert and --key encrypt them", listen)
+        _log.warning("clients send tokens to %s unencrypted. Set --cert and --key to encrypt them.", listen)
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A hub that is started again must not wait until the connections of the last one are forgotten.
+        # A hub that is started again must not wait until the kernel forgets the connections of the last one.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
         bound.listen(BACKLOG)
     except OSError as error:
         bound.close()
-        hint = "an address of this host; port 0 takes a free one"
+        hint = "use an address of this host. Port 0 selects a free port."
         raise ConfigError(f"cannot listen on {listen!r}: {error}", hint=hint) from error
     return bound
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """Open a socket for this user alone; remove a dead one in its place."""
+    """Open a socket for this user only. Remove a dead socket at the same path."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # A socket's file outlives its process: only one that nobody listens at may be removed.
+        # A socket's file outlives its process. Remove it only if no process listens on it.
         if path.exists():
             if not stat.S_ISSOCK(path.lstat().st_mode) or _answers(path):
                 raise ConfigError(f"{path} is in use", hint="choose another path")
             path.unlink()
-        # Before bind, which gives the path this mode: changing it afterwards would leave it open for a moment.
+        # Set the mode before bind. Changing it afterwards would leave the socket open for a moment.
         os.fchmod(bound.fileno(), 0o600)
         bound.bind(os.fspath(path))
         bound.listen(BACKLOG)
@@ -127,11 +123,11 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _answers(path: Path) -> bool:
-    """Return whether a process listens at a Unix socket."""
+    """Return whether a process listens on a Unix socket."""
     try:
         connect_unix(os.fspath(path), _PROBE_S).close()
     except (TimeoutError, PermissionError):
-        # A full queue: its process runs, but is too busy to accept. Or another user's process, which listens as well.
+        # Either the queue is full, because the process is too busy to accept, or a process of another user listens.
         return True
     except OSError:
         return False
@@ -139,7 +135,7 @@ def _answers(path: Path) -> bool:
 
 
 def url_of(bound: socket.socket, auth: Auth) -> str:
-    """Return the address of a bound hub, as members give it in `ConnectionSettings.hub`."""
+    """Return the address of a bound hub in the form of `ConnectionSettings.hub`."""
     if bound.family == socket.AF_UNIX:
         return f"unix://{bound.getsockname()}"
     host, port = bound.getsockname()[:2]
@@ -148,16 +144,16 @@ def url_of(bound: socket.socket, auth: Auth) -> str:
 
 
 def _refusal(auth: Auth) -> bytes:
-    """Return the answer to a connection above the limit; members then try again."""
-    # Over TLS these bytes would be no answer but a protocol error: the connection is closed without any.
+    """Return the answer to a connection above the limit. Members then try again."""
+    # On a TLS connection these bytes would be a protocol error, so it is closed without an answer.
     if auth.certificate is not None:
         return b""
     return b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 
 
 def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListener) -> uvicorn.Server:
-    """Return the server of a listener, which is not started yet."""
-    # Imported here, as Starlette is: every member imports this file for its local hub, and most never host it.
+    """Return a server for a listener. It is not started yet."""
+    # Import it here, because every member imports this file for its local hub and most never host it.
     try:
         import uvicorn
     except ImportError as error:
@@ -170,7 +166,7 @@ def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListene
         _acceptor: Acceptor
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            # Without sockets: uvicorn would accept on them itself, past the listener's limits.
+            # Pass no sockets, because uvicorn would accept on them without the listener's limits.
             await super().startup(sockets=[])
 
             def make_protocol() -> asyncio.Protocol:
@@ -196,20 +192,20 @@ def _server(make_app: Callable[[], HubApp], auth: Auth, listener: GuardedListene
 
 
 def _uvicorn_config(app: HubApp, auth: Auth, listener: GuardedListener) -> uvicorn.Config:
-    """Return uvicorn's settings: the app, the protocol with our limits, TLS."""
+    """Return uvicorn's settings with the app, the protocol with the listener's limits, and TLS."""
     import uvicorn
 
     from penstock.hub.connection import protocol_for
 
     config = uvicorn.Config(
         app,
-        # Not uvloop, even if it is installed: it accepts by itself, past the listener's limits.
+        # Do not use uvloop, even if it is installed, because it accepts connections without the listener's limits.
         loop="asyncio",
         http=protocol_for(listener, auth, app.on_unauthorized),
-        # The process' own logging stays as it is: a local hub is a thread of somebody's program.
+        # Leave the process's logging as it is, because a local hub is a thread in a user's program.
         log_config=None,
         log_level="warning",
-        # A line for each beat would be all that the log has; what matters is in the audit.
+        # Lines for heartbeats would fill the log. Important events are in the audit log.
         access_log=False,
         ws="none",
         lifespan="on",
@@ -221,16 +217,16 @@ def _uvicorn_config(app: HubApp, auth: Auth, listener: GuardedListener) -> uvico
         ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
         ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
     )
-    # Now and not in the server's thread: a bad certificate is an error of the caller's, who is still there.
+    # Load the certificates now. The caller gets the error, which it would not in the server's thread.
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"the hub's certificate cannot be used: {error}") from error
+        raise ConfigError(f"cannot use the hub's certificate: {error}") from error
     return config
 
 
 def _hub_app(directory: Directory, auth: Auth) -> Callable[[], HubApp]:
-    """Return a function that creates the hub's app: the import of Starlette is the server's to report."""
+    """Return a function that creates the hub's app. It imports Starlette, and the server reports an error from that."""
 
     def create() -> HubApp:
         from penstock.hub.app import create_app
@@ -241,19 +237,20 @@ def _hub_app(directory: Directory, auth: Auth) -> Callable[[], HubApp]:
 
 
 def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> None:
-    """Serve the fleet page on loopback until SIGINT or SIGTERM, for a user whose browser cannot reach the hub itself.
+    """Serve the fleet page on loopback until SIGINT or SIGTERM, for a browser that cannot reach the hub.
 
-    Order: from the main thread.
+    Call it from the main thread.
 
     Args:
-        hub: answers for the fleet, and carries out what the page asks for, by this client's token.
-        port: on 127.0.0.1; 0 takes any.
-        ready: called once it listens with the page's URL, whose fragment is the token that the page sends.
+        hub: returns the fleet's state and executes the page's requests with this client's token.
+        port: port on 127.0.0.1. 0 selects a free port.
+        ready: called once it listens, with the page's URL. The fragment is the token that the page sends.
 
     Raises:
-        ConfigError: the port is taken. MissingExtra: a package is not installed.
+        ConfigError: the port is in use.
+        MissingExtra: a package is not installed.
     """
-    # Every user of this host can connect to loopback, and the page would show them a hub that only this user reaches.
+    # Create a token, because every user of this host can connect to loopback and could see the fleet through the page.
     with tempfile.TemporaryDirectory() as directory:
         token = secrets.token_urlsafe(24)
         token_file = Path(directory) / "token"
@@ -269,9 +266,9 @@ def run_page(hub: MemberClient, port: int, *, ready: Callable[[str], None]) -> N
 
 
 def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, ready: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM; then answer running requests and return. SIGHUP reads the token file again.
+    """Serve until SIGINT or SIGTERM, then answer running requests and return. SIGHUP reads the token file again.
 
-    Order: from the main thread, which alone can set signal handlers.
+    Call it from the main thread, because only that thread can set signal handlers.
 
     Args:
         directory: answers the requests.
@@ -280,7 +277,8 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
         ready: called with the URL once the socket listens.
 
     Raises:
-        ConfigError: the address or a certificate is wrong. MissingExtra: a package is not installed.
+        ConfigError: the address or a certificate is wrong.
+        MissingExtra: a package is not installed.
     """
     auth = auth or Auth()
     _run(_hub_app(directory, auth), listen, auth, ready=ready)
@@ -298,7 +296,8 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
     except BaseException:
         listener.close()
         raise
-    # Only here, where the process is the hub's own; a hub in a thread leaves the settings of its process alone.
+    # Change the GC only here, because this process is only a hub. A hub in a thread leaves the process's settings
+    # alone.
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLD)
 
@@ -309,7 +308,7 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
         if auth.token_file is not None:
             auth.token_file.reread()
 
-    # uvicorn stops at a signal, then raises it once more for the earlier handler: here that must not end the process.
+    # uvicorn stops at a signal and then raises it again for the earlier handler, which must not end the process.
     handlers = {signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: reread}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -323,20 +322,18 @@ def _run(make_app: Callable[[], HubApp], listen: str, auth: Auth, *, ready: Call
             Path(listen.removeprefix("unix://")).unlink(missing_ok=True)
 
 
-# A child of a fork that lived on would keep the socket of a hub that died.
+# A forked child that outlives a dead hub would keep its socket.
 _CLOSED_IN_CHILDREN = release_after_fork(GuardedListener.close)
 
 
 class HubThread:
-    """A hub in a thread of this process, on a socket that already listens.
-
-    Ownership: takes the socket. The thread ends with the process.
+    """A hub in a thread of this process, on a socket that already listens. It owns the socket.
 
     Args:
         directory: answers the requests.
         bound: see `bind`.
         auth: authenticates callers.
-        limits: of its connections; None: by the descriptors that this process may open.
+        limits: limits for its connections. None derives them from the number of descriptors that this process may open.
     """
 
     def __init__(
@@ -349,7 +346,7 @@ class HubThread:
     ) -> None:
         auth = auth or Auth()
         self.url = url_of(bound, auth)
-        # Half of the descriptors: the rest of this process needs some, too.
+        # Use half of the descriptors, because the rest of this process also needs some.
         limits = limits or ConnectionLimits.for_descriptors(descriptors.limit() // 2, idle_s=_KEEP_ALIVE_S)
         self._listener = GuardedListener(bound, Admission(limits, name="hub"), refusal=_refusal(auth))
         _CLOSED_IN_CHILDREN.add(self._listener)
@@ -361,7 +358,7 @@ class HubThread:
         self._thread = threading.Thread(target=self._server.run, name="penstock-hub", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; return once the hub answers.
+        """Start the thread, and return once the hub answers.
 
         Raises:
             HubUnavailable: it did not start.
@@ -369,16 +366,16 @@ class HubThread:
         self._listener.listen()
         start_thread(self._thread)
         deadline = time.monotonic() + _START_S
-        # By looking: uvicorn has an attribute for it, and no event that another thread could wait for.
+        # Poll, because uvicorn sets an attribute and no event for which another thread could wait.
         while not self._server.started:
             if not self._thread.is_alive() or time.monotonic() > deadline:
                 raise HubUnavailable("the hub's thread did not start", uri=self.url)
             time.sleep(0.002)
 
     def stop(self) -> None:
-        """Answer running requests, then end; it takes some seconds at most. Idempotent."""
+        """Answer running requests, then stop. It takes at most some seconds. Idempotent."""
         self._server.should_exit = True
-        # The hub's own thread may run this, by a finalizer, and cannot wait for itself.
+        # The hub's thread may call this from a finalizer, and cannot wait for itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
         self._listener.close()

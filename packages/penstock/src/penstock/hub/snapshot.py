@@ -1,23 +1,19 @@
-"""The hub's state as its store has it: the entries, snapshots of one key, the members of a sync, and all of it at once.
+"""The hub's state in its store: the entries, snapshots of one key, the members of a sync, and the status of the fleet.
 
-In: the store's entries. Out: a `HubSnapshot` of a key, a `SyncReply`, a `Status`.
-Not here: the hub's answers (`directory`), claims on storage (`claims`), conversions (`conversions`), failures of calls
-(`failures`), a snapshot in words (`explain`).
-
-    member/MEMBER             a process life, while it beats
-    hold/KEY/MEMBER           its state of one key
-    complaint/KEY/OF~MEMBER   a reader's complaint of a holder
-    model/MODEL/KEY           the keys of a model
-    sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
-    decision/KEY/EPOCH/VERSION  the decision on a version of a sync with a two-phase commit, for an hour
-    job/JOB                   a conversion, until an hour after its last report
-    undrained/MEMBER          an operator has just undone the draining of it
-    failure/MEMBER            the last failures of its process, for an hour
-    gone/MEMBER               a life that left, for as long as a late request of it may arrive
-    claim/KEY/CHUNKS          the table of claims of a key
-    failed/MEMBER             the start of a process that failed and left
-    hub/life, quiet, seed     a mark that a hub runs; that it is new; the key that it signs grants with
-    hub/recent                a mark that some members may not have reported to it yet
+member/MEMBER             a member, until it is silent for too long
+hold/KEY/MEMBER           its state for one key
+complaint/KEY/OF~MEMBER   a reader's complaint about a holder
+model/MODEL/KEY           the keys of a model
+sync/KEY/MEMBER           its state in a sync; KEY is the digest of the sync's name
+decision/KEY/EPOCH/VERSION  the decision on a version of a sync with a two-phase commit, for an hour
+job/JOB                   a conversion, until an hour after its last report
+undrained/MEMBER          an operator has just undone its drain
+failure/MEMBER            the last failures of its process, for an hour
+gone/MEMBER               a member that left, for as long as a late request from it may arrive
+claim/KEY/CHUNKS          the table of claims for a key
+failed/MEMBER             the start of a process that failed and left
+hub/life, quiet, seed     a mark that a hub runs; a mark that it is new; the key with which it signs grants
+hub/recent                a mark that some members may not have reported to it yet
 """
 
 from __future__ import annotations
@@ -61,12 +57,13 @@ from penstock.plan.relay import Relay
 from penstock.plan.relay_parents import DISTRUST, Node
 
 T = TypeVar("T")
-# A snapshot that costs no more than this is made for every request: some tens of members. Source: bench_hub.
+# A snapshot that takes at most this many seconds is made for every request. That is enough for some tens of members.
+# Source: bench_hub.
 _CHEAP_READ_S = 0.0005
 
 
 class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of one member and key."""
+    """The store's entry for one member and key."""
 
     hello: Hello
     since: float
@@ -83,26 +80,27 @@ class HoldingEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MemberEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a member."""
+    """The store's entry for a member."""
 
     hello: Hello
     since: float
     seen: float
     keys: tuple[str, ...] = ()
     caller: str = ""
-    """`Caller.name` of its hello."""
+    """`Caller.name` for its hello."""
     certificate: str = ""
-    """Names in the certificate that it showed then."""
+    """Names in the certificate that it showed in its hello."""
     drain: Drain | None = None
-    """An operator's order that is in force."""
+    """An operator's order that applies to the member."""
     boot: bytes = b""
-    """The state and phase of the start in its last beat, see `encode_state`. Empty: none."""
+    """The state and phase of its start in its last heartbeat, see `encode_state`. Empty if there is none."""
     nbytes: int = 0
-    """Its weight in its caller's share of the hub, see `limits`. 0: a hub of an earlier release wrote the entry."""
+    """Its weight in its caller's share of the hub, see `limits`. 0 means that a hub of an earlier release wrote the
+    entry."""
 
 
 class ComplaintEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a complaint."""
+    """The store's entry for a complaint."""
 
     complaint: FaultReport
     caller: str
@@ -121,9 +119,9 @@ class HubSnapshot:
     """The state of one key when the snapshot was made.
 
     Args:
-        held: members that have or fetch the key.
-        complaints: those that still count.
-        before: the snapshot before this one: its parents stay for members that do not report theirs.
+        held: entries of the members that have or fetch the key.
+        complaints: complaints that still count.
+        before: the previous snapshot. Its parents stay for members that do not report theirs.
     """
 
     def __init__(
@@ -138,20 +136,19 @@ class HubSnapshot:
         self.complaints = tuple(entry.complaint for entry in self._complained)
         self._parents = before.parents if before is not None else {}
         self.num_sharing = sum(map(_shares_storage, held.values()))
-        """Members that fetch the key and can read storage."""
+        """Number of members that fetch the key and can read storage."""
         self.newcomers: set[str] = set()
-        """Members that came after the snapshot was made."""
-        # Version of a table of claims that leaves no chunk to a member that has none, and the claimants in it.
+        """Members that joined after the snapshot was made."""
+        # Version of a table of claims that leaves no chunk for new claimants, and the claimants in it.
         self._all_claimed: tuple[bytes, frozenset[str]] | None = None
-        # Made on request: most requests of a large fleet need one relay and one reader's chunks.
+        # Created on request, because most requests in a large fleet need one relay and one reader's chunks.
         self._relays: dict[int, Relay] = {}
         self._had: dict[tuple[int, frozenset[str]], Bools] = {}
 
     @property
     def parents(self) -> dict[str, tuple[str, str]]:
-        """Return receiver -> its parents in the first and in the last tree, of the relays made so far."""
-        # Where no relay was made of this snapshot, the parents of the one before it are passed on.
-        # A list: another thread may make a relay meanwhile.
+        """Return each receiver's parents in the first and in the last tree of the relays made so far."""
+        # If this snapshot has no relay yet, return the parents of the previous one.
         relays = list(self._relays.values())
         parents = dict(self._parents) if not relays else {}
         for relay in relays:
@@ -166,7 +163,7 @@ class HubSnapshot:
 
     @cached_property
     def complainers(self) -> dict[str, frozenset[str]]:
-        """Return member -> the members that complain of it."""
+        """Return for each member the members that complain about it."""
         by_member: dict[str, set[str]] = {}
         for complaint in self.complaints:
             by_member.setdefault(complaint.of, set()).add(complaint.member)
@@ -174,9 +171,9 @@ class HubSnapshot:
 
     @cached_property
     def callers(self) -> dict[str, frozenset[str]]:
-        """Return member -> the callers whose complaints count for all, each once, for any number of its members.
+        """Return for each member the callers whose complaints count for all readers. Each caller counts once.
 
-        Complaints of wrong bytes are not included: they count for their reader alone.
+        Complaints about wrong bytes are not included, because they count only for their reader.
         """
         by_member: dict[str, set[str]] = {}
         for entry in self._complained:
@@ -185,62 +182,62 @@ class HubSnapshot:
         return {member: frozenset(names) for member, names in by_member.items()}
 
     def num_complaining(self, member: str) -> int:
-        """Return the number of callers that complain of a member."""
+        """Return the number of callers that complain about a member."""
         return len(self.callers.get(member, ()))
 
     def add(self, newcomer: HoldingEntry) -> None:
-        """Add a member that was not there when the snapshot was made, and give it a place in a ring.
+        """Add a member that joined after the snapshot was made, and give it a place in a ring.
 
-        It is an upstream of those that come after it; others read from it by the next snapshot.
+        Later newcomers may read from it. The other members read from it after the next snapshot.
         """
         name, num_chunks = newcomer.hello.member, newcomer.holding.num_chunks
         self.relay(num_chunks).append(self._node(name, newcomer))
-        # A new dict, since other threads may be reading this one.
+        # Create a new dict, because other threads may be reading the present one.
         self.held = {**self.held, name: newcomer}
         self.newcomers.add(name)
         self.num_sharing += _shares_storage(newcomer)
 
     def is_placed(self, member: str, num_chunks: int) -> bool:
-        """Return whether a member has a place in the relay of this number of chunks."""
+        """Return whether a member has a place in the relay for this number of chunks."""
         return member in self.held and member in self.relay(num_chunks)
 
     @cached_property
     def reading(self) -> frozenset[str]:
-        """Return the members that report to read from storage."""
+        """Return the members that report that they read from storage."""
         return frozenset(name for name, holder in self.held.items() if holder.holding.claims)
 
     def reader_silent_s(self, *, besides: str) -> float:
-        """Return the shortest time since one of the other readers of storage received bytes; -1: there is none."""
+        """Return the shortest time since one of the other storage readers received bytes, or -1 if there are none."""
         silent = (self.held[name].holding.silent_s for name in self.reading if name != besides)
         return min((seconds for seconds in silent if seconds >= 0), default=-1.0)
 
     def demoted(self, member: str) -> bool:
-        """Return True if the member is the last choice for all readers, and its chunks do not count."""
+        """Return whether the member is the last choice for all readers, so that its chunks do not count."""
         return self.num_complaining(member) >= DISTRUST
 
     @cached_property
     def drained(self) -> frozenset[str]:
-        """Return the members that an operator drains: no reader is sent to them."""
+        """Return the members that an operator drains. No reader is sent to them."""
         return frozenset(name for name, holder in self.held.items() if holder.is_drained)
 
     def out_of_reach(self, reader: str) -> list[str]:
-        """Return the members that this reader cannot read from: complained of by it, demoted, or drained."""
+        """Return the members from which this reader cannot read: its complaints, and demoted and drained members."""
         complained = [name for name, by in self.complainers.items() if reader in by or self.demoted(name)]
         return [*complained, *(name for name in self.drained if name not in complained)]
 
     def note_all_claimed(self, version: bytes, claimants: Iterable[str]) -> None:
-        """Note that a version of a table of claims leaves no chunk to a member that has none."""
+        """Record that a version of a table of claims leaves no chunk for a member outside it."""
         self._all_claimed = version, frozenset(claimants)
 
     def is_all_claimed(self, version: bytes, *, besides: str) -> bool:
-        """Return whether that was noted of this version, and the member `besides` is no claimant in it."""
+        """Return whether `note_all_claimed` recorded this version, and the member `besides` is no claimant in it."""
         known = self._all_claimed
         return known is not None and known[0] == version and besides not in known[1]
 
     def orders(self, reader: str, num_chunks: int) -> tuple[tuple[str, ...], ...]:
-        """Return for each tree the members to read its chunks from, in order; one order if it cannot follow trees."""
+        """Return the upstreams for each tree in order. A reader that cannot follow trees gets one order."""
         relay = self.relay(num_chunks)
-        # Each is a lease that the reader may need: of two trees fewer of each.
+        # The reader may need a lease at each of them, so each of two trees gets fewer.
         limit = 4 if len(relay.trees) == 1 else 3
         orders = tuple(
             tuple(name for name in relay.upstreams(reader, tree=tree, limit=limit) if name not in self.drained)
@@ -249,22 +246,22 @@ class HubSnapshot:
         return orders if follows_trees(self.held[reader].hello.protocol) else (by_rank(orders)[:4],)
 
     def relay(self, num_chunks: int) -> Relay:
-        """Return the relay of the members that cut the weights into this number of chunks."""
+        """Return the relay of the members that divide the weights into this number of chunks."""
         if num_chunks not in self._relays:
-            # Members that cut the weights otherwise have other chunks under the same numbers.
+            # Members with a different division of the weights have different chunks under the same numbers.
             same = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
             self._relays[num_chunks] = Relay(self._node(name, holder) for name, holder in same)
         return self._relays[num_chunks]
 
     @cached_property
     def _usual_num_chunks(self) -> int:
-        """Return the number of chunks that most members cut the weights into."""
+        """Return the number of chunks into which most members divide the weights."""
         sizes = Counter(holder.holding.num_chunks for holder in self.held.values())
         return max(sizes, key=lambda size: (sizes[size], size))
 
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
-        """Return the holders for a member that is not in this snapshot yet, near ones first."""
-        # A member that does not know the layout yet is sent to those that most members agree with.
+        """Return the holders for a member that is not in this snapshot yet, nearby ones first."""
+        # A member that does not know the layout yet is sent to members with the most common one.
         num_chunks = holding.num_chunks or self._usual_num_chunks
         asks = Node(
             member=reader.member,
@@ -277,8 +274,8 @@ class HubSnapshot:
         return tuple(name for name in self.relay(num_chunks).around(asks) if name not in self.drained)
 
     def had(self, reader: str, num_chunks: int) -> Bools:
-        """Return the chunks of the members that `reader` can read from."""
-        # By the members to avoid, not by reader: nearly all readers avoid the same ones, or none.
+        """Return the chunks of the members from which `reader` can read."""
+        # Cache by the members to avoid and not by reader, because nearly all readers avoid the same members or none.
         avoid = frozenset(self.out_of_reach(reader))
         if (num_chunks, avoid) not in self._had:
             self._had[num_chunks, avoid] = self._had_without(avoid, num_chunks)
@@ -288,18 +285,18 @@ class HubSnapshot:
         """Return the chunks of the members that are not in `avoid`."""
         named = ((name, holder) for name, holder in self.held.items() if holder.holding.num_chunks == num_chunks)
         holders = [holder for name, holder in named if name not in avoid]
-        # Nothing to count: receivers of two trees report thousands of ranges of one chunk each.
+        # There is nothing to count then. Receivers with two trees report thousands of ranges of one chunk each.
         if any(holder.num_have >= num_chunks for holder in holders):
             return np.ones(num_chunks, np.bool_)
         edges = np.array([edge for holder in holders for bounds in holder.holding.have for edge in bounds], np.int64)
-        # Ranges that begin minus ranges that end, summed up to a chunk, is the number of members that have it.
-        # This takes one pass over all ranges, where a mask per member would take members times chunks.
+        # The number of ranges that begin up to a chunk, minus the number that end, is the number of members that have
+        # it. This takes one pass over all ranges. A mask for each member would take members times chunks.
         begun = np.bincount(edges[::2], minlength=num_chunks + 1)
         ended = np.bincount(edges[1::2], minlength=num_chunks + 1)
         return np.cumsum(begun - ended)[:num_chunks] > 0
 
     def _node(self, name: str, holder: HoldingEntry) -> Node:
-        """Return a member as the relay sees it."""
+        """Return a member as a node of the relay."""
         holding = holder.holding
         parents = holding.parent, holding.second_parent
         parent, second = parents if holding.parent else self._parents.get(name, ("", ""))
@@ -311,7 +308,8 @@ class HubSnapshot:
             joined=holder.since,
             num_have=holder.num_have,
             num_chunks=holding.num_chunks,
-            # Bytes in a weight cache's lower tier come slower, so it is the last choice, as one that is about to leave.
+            # Bytes in a weight cache's lower tier arrive slowly, so it is the last choice, like a member that is about
+            # to leave.
             draining=holding.state == "draining" or bool(holding.tier) or holder.is_drained,
             num_readers=holding.num_readers,
             max_readers=holding.max_readers,
@@ -331,24 +329,24 @@ def _shares_storage(holder: HoldingEntry) -> bool:
 
 
 def by_rank(orders: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the members of several orders once each, those that come first in one of them before all others."""
+    """Merge several orders into one with each member once, sorted by the best position in any of them."""
     names = (name for ranked in zip_longest(*orders) for name in ranked if name is not None)
     return tuple(dict.fromkeys(names))
 
 
 class SnapshotReader:
-    """A reader that makes snapshots of one key and decodes each version of an entry once."""
+    """Makes snapshots of one key and decodes each version of an entry once."""
 
     def __init__(self, store: Store, key: str) -> None:
         self._store = store
         self._key = key
-        # Member -> the version of its entry, and the entry decoded.
+        # For each member, the version of its entry and the decoded entry.
         self._held: dict[str, tuple[bytes, HoldingEntry]] = {}
         self._complaints: dict[str, tuple[bytes, ComplaintEntry]] = {}
         self._view: HubSnapshot | None = None
 
     def read(self) -> HubSnapshot:
-        """Make a snapshot of the key as the store has it now.
+        """Make a snapshot of the key from the store.
 
         Raises:
             HubUnavailable: the store did not answer.
@@ -368,42 +366,45 @@ class SnapshotReader:
 def _decoded(
     decoder: msgspec.msgpack.Decoder[T], entries: Mapping[str, StoreEntry], before: Mapping[str, tuple[bytes, T]]
 ) -> dict[str, tuple[bytes, T]]:
-    """Return the decoded entries with their versions; those of an unchanged version are taken from `before`."""
+    """Return the decoded entries with their versions. Entries with an unchanged version are taken from `before`."""
     decoded = {}
     for name, entry in entries.items():
         known = before.get(name)
-        # Decoding is most of the cost, and of 1,000 members only some have written since the last snapshot.
+        # Decoding takes most of the time, and only some of 1,000 members have written since the last snapshot.
         is_same = known is not None and known[0] == entry.version
         decoded[name] = known if known is not None and is_same else (entry.version, decoder.decode(entry.value))
     return decoded
 
 
 class SnapshotCache:
-    """A cache of one key's snapshot, renewed only as often as its share of the time allows."""
+    """Caches the snapshot of one key, and renews it only as often as its share of the time allows."""
 
     def __init__(self, reading: SnapshotReader) -> None:
         self._reading = reading
         self._lock = threading.Lock()
         self._view: HubSnapshot | None = None
-        # From this time on the snapshot is too old for a request that does not insist on a new one.
+        # After this time the snapshot is too old for ordinary requests.
         self._next = 0.0
-        # Seconds that the last relays took.
+        # Seconds for making the last relays.
         self._relays_s = 0.0
 
     def at(
         self, timer: Callable[[], float], share: float, *, again: bool, asks: HoldingEntry | None = None
     ) -> HubSnapshot:
-        """Return the present snapshot (`again`), or the cached one while it is valid, with the member that asks."""
-        # Under the lock: of many requests that find the snapshot too old, one makes it and the others use it.
+        """Return a snapshot that includes the member that asks. `again` renews it.
+
+        Otherwise a valid cached one is used.
+        """
+        # Hold the lock, so that one of many requests renews the snapshot and the others use it.
         with self._lock:
             start = timer()
             if self._view is None or again or start >= self._next:
                 self._view = self._reading.read()
                 stop = timer()
                 read_s = stop - start
-                # Relays now, inside the measured time: they are most of a snapshot's cost for a large fleet. Not for a
-                # claim that lost a race, which needs none: the next request for upstreams makes them, at about the cost
-                # of the last ones.
+                # Make the relays now, inside the measured time, because for a large fleet they take most of it. A claim
+                # that lost a race needs no relays. The next request for upstreams makes them and takes about as long as
+                # the last ones did.
                 if not again:
                     for num_chunks in {holder.holding.num_chunks for holder in self._view.held.values()}:
                         self._view.relay(num_chunks)
@@ -417,8 +418,8 @@ class SnapshotCache:
 
 
 def record_key(store: Store, holding: HoldingState, *, ttl_s: float) -> None:
-    """Let `keys_of` find a holding's key for `ttl_s`."""
-    # Quoted: a model's name may have slashes, which separate the parts of names here.
+    """Record a holding's key, so that `keys_of` finds it for `ttl_s`."""
+    # Quote the model's name, because it may have slashes, which separate the parts of names in the store.
     store.write(f"model/{quote(holding.identity.model, safe='')}/{holding.key}", b"1", ttl_s=ttl_s)
 
 
@@ -428,7 +429,7 @@ def keys_of(store: Store, model: str) -> tuple[str, ...]:
 
 
 def status(store: Store, model: str | None, now: float) -> Status:
-    """Return the members and their holdings; of one model, those that have or fetch it.
+    """Return the members and their holdings. With a model, only members that have or fetch it.
 
     Raises:
         HubUnavailable: the store did not answer.
@@ -436,10 +437,10 @@ def status(store: Store, model: str | None, now: float) -> Status:
     holdings_of: dict[str, list[HoldingState]] = {}
     complained: Counter[str] = Counter()
     for below in [""] if model is None else [f"{key}/" for key in keys_of(store, model)]:
-        # The rest of a name is KEY/MEMBER or MEMBER, by what was scanned: the member comes last in both.
+        # The rest of a name is KEY/MEMBER or MEMBER, depending on the scan. The member is last in both.
         for name, entry in store.scan(f"hold/{below}").items():
             holdings_of.setdefault(name.rpartition("/")[2], []).append(HOLDING_DECODER.decode(entry.value).holding)
-        # Counted by name alone: an entry's value need not be decoded for that.
+        # Count the names only. Their values need not be decoded.
         complained.update(name.rpartition("/")[2].partition("~")[0] for name in store.scan(f"complaint/{below}"))
     syncs = {
         name: states
@@ -450,7 +451,7 @@ def status(store: Store, model: str | None, now: float) -> Status:
         registered = store.scan("member/")
     else:
         entries = ((name, store.read(f"member/{name}")) for name in {*holdings_of, *syncs})
-        # None: the member left, and its other entries are about to expire.
+        # None means that the member left and its other entries are about to expire.
         registered = {name: entry for name, entry in entries if entry is not None}
     members = []
     for name, entry in sorted(registered.items()):
@@ -482,14 +483,14 @@ def status(store: Store, model: str | None, now: float) -> Status:
 
 
 def encode_state(boot: Boot | None) -> bytes:
-    """Return the state and phase of a start for the store. Empty: the member has loaded nothing."""
+    """Encode the state and phase of a start for the store. Empty if the member has loaded nothing."""
     if boot is None:
         return b""
     return msgspec.msgpack.encode(Boot(started_at=boot.started_at, state=boot.state, phase=boot.phase))
 
 
 def _standing(known: MemberEntry) -> str:
-    """Return a member's start in a few words; empty: it has loaded nothing."""
+    """Describe a member's start in a few words. Empty if it has loaded nothing."""
     if not known.boot:
         return ""
     boot = BOOT_DECODER.decode(known.boot)
@@ -497,7 +498,7 @@ def _standing(known: MemberEntry) -> str:
 
 
 class SyncEntry(msgspec.Struct, frozen=True, array_like=True):
-    """The store's entry of a member of a sync."""
+    """The store's entry for a member of a sync."""
 
     hello: Hello
     since: float
@@ -527,7 +528,7 @@ def record_sync_states(
 def sync_entries(store: Store, name: str) -> dict[str, SyncEntry]:
     """Return the entries of the live members of a sync, by member."""
     entries = {member: _SYNCED.decode(entry.value) for member, entry in store.scan(f"sync/{sync_key(name)}/").items()}
-    # A member that left: its entry here expires later than its membership.
+    # Skip members that left. Their entries in the sync expire later than their membership.
     return {
         member: entry
         for member, entry in entries.items()
@@ -569,25 +570,25 @@ def sync_members(store: Store, request: SyncRequest, signer: GrantSigner) -> Syn
 
 
 DECISION_TTL_S = 3600.0
-"""How long a decision is kept: a subscriber that slept longer finds a later version decided, and takes that one."""
+"""Seconds for which a decision is kept. A subscriber that was away for longer finds and takes a later version."""
 _DECISION = msgspec.msgpack.Decoder(FleetDecision)
 
 
 def decision_name(request: DecideRequest) -> str:
-    """Return the name of the store's entry of a decision."""
+    """Return the name of a decision in the store."""
     return f"decision/{sync_key(request.name)}/{request.decision.epoch}/{request.decision.version}"
 
 
 def decide(store: Store, request: DecideRequest) -> DecideReply:
-    """Return the decision that stands on a version, which is the first proposal.
+    """Return the decision on a version, which is the first proposal.
 
     Raises:
-        PermissionDenied: the caller takes no part in the sync, or proposes to commit and is not its rank 0.
+        PermissionDenied: the caller is not in the sync, or it proposes a commit and is not rank 0 of the publishers.
     """
     proposal, key = request.decision, sync_key(request.name)
     states = {member: _SYNCED.decode(entry.value).state for member, entry in store.scan(f"sync/{key}/").items()}
     if request.member not in states or states[request.member].name != request.name:
-        raise PermissionDenied(f"member {request.member} takes no part in the sync {request.name!r}")
+        raise PermissionDenied(f"member {request.member} is not part of the sync {request.name!r}")
     if proposal.outcome == "committed" and request.member != proposal.epoch:
         raise PermissionDenied("only rank 0 of the publishers may commit a version")
     name = decision_name(request)
@@ -599,24 +600,24 @@ def decide(store: Store, request: DecideRequest) -> DecideReply:
         name, msgspec.msgpack.encode(reply.decision), ttl_s=DECISION_TTL_S, expected=ABSENT
     ):
         return reply
-    # Another proposal was the first.
+    # Another proposal arrived first.
     entry = store.read(name)
     return DecideReply(decision=None if entry is None else _DECISION.decode(entry.value))
 
 
 def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: str, *, is_recent: bool) -> DecideReply:
-    """Return the decision on a version that this hub has no record of.
+    """Return the decision on a version without a record in this hub.
 
     Args:
-        proposal: of the caller; an empty outcome only asks.
-        states: of all members of the sync, as they reported them.
+        proposal: the caller's proposal. An empty outcome only asks.
+        states: states of all members of the sync, as they reported them.
         caller: the member that proposes.
-        is_recent: the hub may have lost a record, and members that know it may not have reported yet.
+        is_recent: whether the hub may have lost a record and members that know it may not have reported yet.
     """
     known = [(member, state.decision) for member, state in states.items() if state.decision is not None]
     ours = [(member, decision) for member, decision in known if decision.epoch == proposal.epoch]
-    # The members' own knowledge first: the hub that had the record may be gone. A subscriber's own refusal is no
-    # decision of the fleet, which may have committed without it: it counts last, and not before all have reported.
+    # Prefer what the members know, because the hub with the record may be gone. A subscriber's refusal is no decision
+    # by the fleet, which may have committed without it. It counts last, and only after all members have reported.
     for outcome in ("committed", "withdrawn"):
         for member, decision in ours:
             is_own = decision.outcome == "withdrawn" and decision.by == member
@@ -624,14 +625,14 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
                 return DecideReply(decision=decision)
     if any(decision.version > proposal.version for _, decision in ours):
         return DecideReply(is_past=True)
-    # A record may have been lost, and a subscriber that acts on it has not reported yet. Without a commit nobody acts:
-    # rank 0, which alone commits, may withdraw at any time.
+    # The record may be lost, and a subscriber that acts on it may not have reported yet. Nobody acts without a commit,
+    # so rank 0, which alone commits, may withdraw at any time.
     is_safe = not is_recent or (caller == proposal.epoch and proposal.outcome == "withdrawn")
     return DecideReply(decision=proposal if proposal.outcome and is_safe else None)
 
 
 def _sync_states(store: Store) -> dict[str, list[SyncState]]:
-    """Return member -> its syncs, by name."""
+    """Return each member's syncs, by name."""
     by_member: dict[str, list[SyncState]] = {}
     for name, entry in store.scan("sync/").items():
         by_member.setdefault(name.partition("/")[2], []).append(_SYNCED.decode(entry.value).state)

@@ -1,12 +1,9 @@
-"""The store of the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
+"""The store for the hub's soft state: small values by name, with a time to live, changed by compare-and-set.
 
-In: names such as `hold/KEY/MEMBER`, bytes. Out: entries with a version that every write changes.
-Not here: the names and the meaning of the values (`snapshot`, `directory`, `conversions`, `failures`).
-
-`MemoryStore` is the reference, for the hub of one process. `RedisStore` is in Redis or Valkey, for several hubs that
-act as one: each method is one script, which Redis runs atomically. A stored value is 16 random bytes, its version, and
-then the value. One sorted set has all names, another their expiry times. All names share one hash slot, so that scripts
-also work on a cluster.
+Every write gives an entry a new version. `MemoryStore` is the reference, for a hub of one process. `RedisStore` is in
+Redis or Valkey, for several hubs that act as one. Each of its methods is one script, which Redis runs atomically. A
+stored value is its version (16 random bytes) and then the value. A sorted set has all names, and another has their
+expiry times. All names share one hash slot, so that scripts also work on a cluster.
 """
 
 from __future__ import annotations
@@ -25,43 +22,43 @@ from penstock.entry_points import install_hint
 from penstock.errors import ConfigError, HubUnavailable, MissingExtra, PermissionDenied
 
 ANY: Final = b"*"
-"""`expected=ANY`: write whatever is there."""
+"""With `expected=ANY` a write always succeeds."""
 ABSENT: Final = b""
-"""`expected=ABSENT`: write only if nothing is there."""
-# Most expired entries that a write removes. Each write adds one expiry, so any number above one keeps up; eight removes
-# the rest of a burst without making a single write slow (about 1 us each).
+"""With `expected=ABSENT` a write succeeds only if there is no entry."""
+# Maximum number of expired entries that a write removes. Each write adds one expiry, so any number above one keeps up.
+# Eight removes the rest of a burst and keeps a single write fast (about 1 us each).
 _REMOVED_A_WRITE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StoreEntry:
-    """A value, and the version that a compare-and-set names."""
+    """A value with the version for compare-and-set."""
 
     value: bytes
     version: bytes
 
 
 class Store(Protocol):
-    """Five methods, each atomic, safe to call from any thread; `penstock.testing.store_suite` holds them to it."""
+    """A store with atomic methods for any thread. `penstock.testing.store_suite` tests implementations."""
 
     def read(self, name: str) -> StoreEntry | None:
-        """Return the entry under `name`; None if there is none or it expired.
+        """Return the entry under `name`, or None if there is none or it expired.
 
         Raises:
             HubUnavailable: the store did not answer.
         """
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
-        """Set `name`, or with None delete it, if its version is `expected`; False: it was not, nothing was done.
+        """Set `name`, or delete it with None, if its version is `expected`. Return whether that was so.
 
         Args:
             name: parts joined by `/`.
             value: the new value.
-            ttl_s: it expires after this long; None: never.
-            expected: the version of an earlier `read`, or `ANY`, or `ABSENT`.
+            ttl_s: seconds until the entry expires. None means never.
+            expected: the version from an earlier `read`, or `ANY`, or `ABSENT`.
 
         Raises:
-            HubUnavailable: the store did not answer; whether the value was written is not known.
+            HubUnavailable: the store did not answer. Whether the value was written is unknown.
         """
 
     def scan(self, prefix: str) -> dict[str, StoreEntry]:
@@ -72,24 +69,25 @@ class Store(Protocol):
         """
 
     def now(self) -> float:
-        """Return seconds by a clock that all users of the store share; for this object it never goes back.
+        """Return the seconds on a clock that all users of the store share. It never goes back for this object.
 
         Raises:
             HubUnavailable: the store did not answer.
         """
 
     def close(self) -> None:
-        """Close connections; idempotent."""
+        """Close the connections. Idempotent."""
 
 
 class LivedClock:
-    """A clock of this process's running time: a pause between two calls counts as `most_s` at most.
+    """A clock for this process's running time. A pause between two calls counts as at most `most_s`.
 
-    A hub that was stopped, or did not get the processor, received no message meanwhile: by a wall clock all its members
+    A hub that was stopped or did not get the processor received no messages meanwhile. By a wall clock all its members
     would have been silent for too long, and their chunks would be read from storage again.
 
     Args:
-        most_s: above the time between two calls in a running hub, which come with each request and each of its beats.
+        most_s: must be above the time between two calls in a running hub. Each request and each of its beats calls the
+            clock.
     """
 
     def __init__(self, most_s: float) -> None:
@@ -99,7 +97,7 @@ class LivedClock:
         self._lock = threading.Lock()
 
     def __call__(self) -> float:
-        """Return the seconds that this process ran since the clock was made."""
+        """Return the seconds for which this process ran since the clock was created."""
         with self._lock:
             now = time.monotonic()
             self._lived_s += min(now - self._looked, self._most_s)
@@ -109,7 +107,7 @@ class LivedClock:
 
 @dataclass(slots=True)
 class _Stored:
-    """An entry, and the time at which it expires; None: never."""
+    """An entry and the time at which it expires. None means never."""
 
     entry: StoreEntry
     expires: float | None
@@ -117,15 +115,16 @@ class _Stored:
 
 @dataclass(slots=True)
 class MemoryStore:
-    """The reference store, of one process.
+    """The reference store for one process.
 
-    Names are grouped by their folder (everything before the last `/`), so that a scan costs as much as its result.
-    Every write removes a few expired entries: names that are never read or scanned again would stay for ever.
+    Names are grouped by their folder (everything before the last `/`), so that the cost of a scan depends only on its
+    result. Every write removes a few expired entries. Otherwise names that are never read or scanned again would stay
+    forever.
     """
 
     clock: Callable[[], float] = time.monotonic
     _folders: dict[str, dict[str, _Stored]] = field(default_factory=dict)
-    # A heap of times at which to check a name's expiry: each name once, however often it is renewed.
+    # A heap of times at which to check a name's expiry. Each name is in it once, however often it is renewed.
     _expiries: list[tuple[float, str]] = field(default_factory=list)
     # The names in the heap.
     _scheduled: set[str] = field(default_factory=set)
@@ -153,7 +152,8 @@ class MemoryStore:
             expires = None if ttl_s is None else self.clock() + ttl_s
             if expires is not None:
                 self._schedule(expires, name)
-            # A serial, not a digest of the value: a value that went back to an earlier one is still another version.
+            # Use a serial number and not a digest of the value. A value that returns to an earlier one still needs a
+            # new version.
             entry = StoreEntry(bytes(value), self._serial.to_bytes(8, "big"))
             self._folders.setdefault(folder, {})[last] = _Stored(entry, expires)
             return True
@@ -163,7 +163,7 @@ class MemoryStore:
         entries: dict[str, StoreEntry] = {}
         with self._lock:
             now = self.clock()
-            # A prefix that ends with a slash matches that folder and all folders below it.
+            # A prefix with a slash at the end matches that folder and all folders below it.
             for folder in [name for name in self._folders if name.startswith(prefix) or prefix.startswith(name)]:
                 names = self._folders[folder]
                 stale = [last for last, stored in names.items() if stored.expires is not None and stored.expires <= now]
@@ -180,11 +180,11 @@ class MemoryStore:
         return entries
 
     def now(self) -> float:
-        """See `Store`: the clock of this process, the only one that uses this store."""
+        """See `Store`. It is this process's clock, because only this process uses the store."""
         return self.clock()
 
     def close(self) -> None:
-        """See `Store`; the entries stay, for replicas in one process."""
+        """See `Store`. The entries stay, for replicas in one process."""
 
     def _remove_expired(self) -> None:
         """Remove at most `_REMOVED_A_WRITE` expired entries. The caller holds the lock."""
@@ -195,19 +195,20 @@ class MemoryStore:
             _, name = heapq.heappop(self._expiries)
             self._scheduled.discard(name)
             stored = self._live(*_split(name))
-            # It was renewed since: check again at its new expiry.
+            # The entry was renewed, so check it again at its new expiry.
             if stored is not None and stored.expires is not None:
                 self._schedule(stored.expires, name)
 
     def _schedule(self, expires: float, name: str) -> None:
-        """Have a name's expiry checked, unless it is already. The caller holds the lock."""
-        # A renewed name is not moved in the heap, which would cost a search: it is found alive, and put back.
+        """Schedule a check of a name's expiry, unless there is one already. The caller holds the lock."""
+        # A renewed name is not moved in the heap, because that requires a search. The check finds it alive and
+        # schedules it again.
         if name not in self._scheduled:
             self._scheduled.add(name)
             heapq.heappush(self._expiries, (expires, name))
 
     def _live(self, folder: str, last: str) -> _Stored | None:
-        """Return an entry unless it is absent or expired. The caller holds the lock."""
+        """Return an entry, or None if it is absent or expired. The caller holds the lock."""
         stored = self._folders.get(folder, {}).get(last)
         if stored is not None and stored.expires is not None and stored.expires <= self.clock():
             self._drop(folder, last)
@@ -215,7 +216,7 @@ class MemoryStore:
         return stored
 
     def _drop(self, folder: str, last: str) -> None:
-        """Remove an entry, and its folder with the last one. The caller holds the lock."""
+        """Remove an entry, and its folder if that is empty. The caller holds the lock."""
         names = self._folders.get(folder, {})
         names.pop(last, None)
         if not names:
@@ -223,22 +224,22 @@ class MemoryStore:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return a name's folder, up to the last slash, and the rest."""
+    """Split a name into its folder, up to the last slash, and the rest."""
     cut = name.rfind("/") + 1
     return name[:cut], name[cut:]
 
 
 ANSWER_S = 2.0
-"""Deadline of an answer: Redis takes a tenth of a millisecond; a member waits 10 s for the hub."""
-# Interval at which a process reads Redis' time. Monotonic clocks of two hosts drift by well under 1 ms meanwhile.
+"""Deadline for an answer. Redis takes a tenth of a millisecond, and a member waits 10 s for the hub."""
+# Interval at which a process reads Redis' time. Monotonic clocks on two hosts drift by well under 1 ms meanwhile.
 _COMPARE_S = 5.0
-# The scripts below cut them off too.
+# The scripts below use this length too.
 _VERSION_BYTES = 16
-# More than the 40 threads of Starlette's pool, each of which waits for one answer at a time.
+# This exceeds the 40 threads in Starlette's pool, each of which waits for one answer at a time.
 _MAX_CONNECTIONS = 64
 
-# Redis drops expired values by itself, but not their names from the two sorted sets: each write drops a few. A name
-# whose value is still there is looked at again a second later.
+# Redis drops expired values but not their names from the two sorted sets, so each write drops a few. A name whose value
+# still exists is checked again a second later.
 _WRITE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -270,7 +271,8 @@ end
 redis.call('ZADD', KEYS[2], 0, ARGV[4])
 return 1
 """
-# By the sorted set of names, so that a scan costs as much as its result: Redis' own SCAN walks all keys of the server.
+# Use the sorted set of names, so that the cost of a scan depends only on its result. Redis' own SCAN walks all keys of
+# the server.
 _SCAN = """
 local found = {}
 for _, name in ipairs(redis.call('ZRANGEBYLEX', KEYS[1], '[' .. ARGV[1], '(' .. ARGV[1] .. '\\255')) do
@@ -288,15 +290,16 @@ return found
 
 
 class RedisStore:
-    """A store in Redis or Valkey: see `Store`. The constructor does not connect.
+    """A store in Redis or Valkey, see `Store`. The constructor does not connect.
 
     Args:
-        url: `redis://[user:password@]host:6379/0`, `rediss://` for TLS, `unix:///path`.
-        password: of the server; None: the URL's, if it has one.
+        url: `redis://[user:password@]host:6379/0`, `rediss://` for TLS, or `unix:///path`.
+        password: password for the server. None means the password in the URL, if any.
         prefix: separates independent fleets that share a server.
 
     Raises:
-        MissingExtra: redis is not installed. ConfigError: the URL is not valid.
+        MissingExtra: redis is not installed.
+        ConfigError: the URL is not valid.
     """
 
     def __init__(self, url: str, *, password: str | None = None, prefix: str = "penstock") -> None:
@@ -315,16 +318,17 @@ class RedisStore:
                 max_connections=_MAX_CONNECTIONS,
             )
         except ValueError as error:
-            raise ConfigError(f"{without_password(url)!r} is not an address of Redis: {error}") from error
+            raise ConfigError(f"{without_password(url)!r} is not a valid address for Redis: {error}") from error
         self._where = without_password(url)
         self._closed = False
-        # One thread reads Redis' time while the others wait: without it all of them would at every `_COMPARE_S`.
+        # One thread reads Redis' time while the others wait. Without this lock all of them would read it at every
+        # `_COMPARE_S`.
         self._comparing = threading.Lock()
         self._compared = float("-inf")
-        # What Redis' time is ahead of this process's monotonic clock.
+        # Seconds by which Redis' time is ahead of this process's monotonic clock.
         self._offset = 0.0
         self._latest = 0.0
-        # Braces: a cluster hashes only the part between them, so all names are in one slot.
+        # A cluster hashes only the part between the braces, so all names are in one slot.
         self._prefix = f"{{{prefix}}}:"
         self._names = f"{self._prefix}names"
         self._expiries = f"{self._prefix}expiries"
@@ -338,9 +342,9 @@ class RedisStore:
 
     def write(self, name: str, value: bytes | None, *, ttl_s: float | None = None, expected: bytes = ANY) -> bool:
         """See `Store`."""
-        # A random version, not a counter: a counter would be lost with the store's memory, and begin again.
+        # Use a random version, because a counter would be lost with the store's memory and start again.
         raw = b"" if value is None else os.urandom(_VERSION_BYTES) + value
-        # At least 1 ms: Redis refuses to set a value that expires in no time.
+        # Use at least 1 ms, because Redis refuses an expiry of zero.
         ttl_ms = b"" if ttl_s is None else str(max(1, math.ceil(ttl_s * 1000))).encode()
         gone = b"1" if value is None else b"0"
         keys = [self._prefix + name, self._names, self._expiries]
@@ -354,13 +358,13 @@ class RedisStore:
         return dict(zip(names, map(_entry, rows[1::2]), strict=True))
 
     def now(self) -> float:
-        """See `Store`: Redis' time of day at its last answer, continued by this process's monotonic clock."""
+        """See `Store`. It is Redis' wall clock at its last answer, continued by this process's monotonic clock."""
         with self._comparing:
             if time.monotonic() - self._compared >= _COMPARE_S:
                 seconds, microseconds = self._call(self._client.time)
                 self._compared = time.monotonic()
                 self._offset = seconds + microseconds / 1e6 - self._compared
-            # If Redis' own clock steps back, time stands still here until it has caught up.
+            # If Redis' clock jumps back, this time does not advance until Redis' clock has caught up.
             self._latest = max(self._latest, time.monotonic() + self._offset)
             return self._latest
 
@@ -370,22 +374,22 @@ class RedisStore:
         self._client.close()
 
     def _call(self, call: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call Redis, and map its errors to ours."""
-        # Not tried again here: every caller's request is repeated by its client, and some have a deadline.
+        """Call Redis and map its errors to Penstock's."""
+        # Do not retry here, because clients repeat every request and some requests have a deadline.
         try:
             return call(*args, **kwargs)
         except self._redis.AuthenticationError as error:
-            hint = "user and password are of the URL: redis://user:password@host:6379/0"
-            raise PermissionDenied(f"Redis refuses us: {error}", uri=self._where, hint=hint) from error
+            hint = "check the user and password in the URL, such as redis://user:password@host:6379/0"
+            raise PermissionDenied(f"Redis refused access: {error}", uri=self._where, hint=hint) from error
         except self._redis.RedisError as error:
-            hint = "is it running, and can the hub's host reach it? `redis-cli -u URL ping`"
+            hint = "check with `redis-cli -u URL ping` that it runs and that the hub's host can reach it"
             raise HubUnavailable(f"Redis does not answer: {error}", uri=self._where, hint=hint) from error
         finally:
             if self._closed:
-                # A call that was under way when the store was closed may have opened a connection since.
+                # A call that was running when the store was closed may have opened a connection since.
                 self._client.close()
 
 
 def _entry(raw: bytes) -> StoreEntry:
-    """Return the entry of a stored value."""
+    """Split a stored value into an entry."""
     return StoreEntry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])

@@ -1,8 +1,4 @@
-"""A fleet's status in a few lines, and its failures as lines: for `Status.summary` and `penstock status`.
-
-In: a `Status` as plain values, which `Status.to_dict` returns. Out: text.
-Not here: the tables of `penstock status` (`cli.fleet`), the status itself (`snapshot`).
-"""
+"""A fleet's status in a few lines, and its failures as lines, for `Status.summary` and `penstock status`."""
 
 from __future__ import annotations
 
@@ -11,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Plain = Mapping[str, Any]
-"""A struct of `messages` as JSON has it: that module uses this one."""
+"""A struct from `messages` as plain JSON values. `messages` imports this module, so its types cannot be imported
+here."""
 
 MAX_FAILURES = 5
-"""The newest failures that are shown."""
+"""Maximum number of failures that are shown."""
 
 
 def summary_of(status: Plain) -> str:
-    """Return the status in a few lines: members, weights by model, syncs by name, conversions, failures."""
+    """Describe the status in a few lines: members, weights by model, syncs by name, conversions and failures."""
     members = status["members"]
     num_hosts = len({member["host"] for member in members})
     who = f"{_count(len(members), 'member')} on {_count(num_hosts, 'host')}" if members else "no members"
@@ -46,7 +43,7 @@ def _syncs(members: Sequence[Plain]) -> Iterator[str]:
 
 
 def failure_lines(failures: Sequence[Plain]) -> list[str]:
-    """Return a line for each of the newest failures, and one that says how many more there are."""
+    """Return a line for each of the newest failures, and a line with the number of the others."""
     lines = [
         f"failed {failure['age_s']:.0f} s ago: {failure['verb']} {failure['model']} at {failure['member'][:8]} "
         f"{failure['name']}: {failure['error']}: {failure['message']}"

@@ -1,4 +1,4 @@
-// The fleet page: follows /v1/events and has everything drawn. No library; nothing is loaded from another origin.
+// The fleet page reads /v1/events and draws the changes. It uses no library and loads nothing from another origin.
 "use strict";
 
 const rows = new Map(); // member id -> row
@@ -10,7 +10,7 @@ let cursor = "";
 let token = sessionStorage.getItem("penstock-token") || "";
 let dirty = true;
 
-// The fragment of the address is a token, from `penstock ui`, or names a section of the page.
+// The fragment of the address is a token from `penstock ui`, or the name of a section on the page.
 const fragment = location.hash.slice(1);
 if (fragment && !$(fragment)) {
   token = fragment;
@@ -35,7 +35,7 @@ async function follow() {
       say("Live", "live");
       await read(answer.body.getReader(), take);
     } catch (error) {
-      say(`No connection: ${error.message}. Trying again`, "lost");
+      say(`No connection: ${error.message}. Retrying`, "lost");
       await new Promise((done) => setTimeout(done, 2000));
     }
   }
@@ -146,6 +146,6 @@ document.addEventListener("keydown", (event) => {
   }
 });
 setInterval(() => requestAnimationFrame(draw), 250);
-// The charts go on while nothing changes.
+// The charts advance even if nothing changes.
 setInterval(() => { if (!document.hidden) drawCharts(history, totals); }, 5000);
 follow();

@@ -1,4 +1,4 @@
-// Elements, and numbers and names in words: shared by all pictures of the page.
+// Elements, numbers and names, shared by all pictures on the page.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -45,7 +45,7 @@ const plural = (count, noun) => `${count} ${noun}${count === 1 ? "" : "s"}`;
 const note = (text) => element("p", { class: "note" }, text);
 const pill = (text, kind = "") => element("span", { class: `pill ${kind}` }, text);
 
-// A host's id is that of its boot. Its name is shown instead where its members agree on one that no other host has.
+// A host's id changes with each boot. Show its name instead, if its members agree on it and no other host has it.
 let hostNames = new Map();
 function nameHosts(all) {
   const names = new Map();
@@ -69,5 +69,5 @@ function tierOf(holding) {
   return place.includes("disk") || place === "source" ? "disk" : "host";
 }
 
-// The number of columns in a picture of this many cells, in a card about 28 of them wide.
+// Return the number of columns in a picture with this many cells. A card has space for about 28 columns.
 const columns = (count) => (count <= 28 ? Math.max(count, 8) : count <= 300 ? 28 : 40);

@@ -1,7 +1,7 @@
-// The table of members, and what an operator does to one of them.
+// The table of members, and the drain orders of an operator.
 "use strict";
 
-const ROWS_SHOWN = 100; // before a person asks for all
+const ROWS_SHOWN = 100; // until the user asks for all
 const drawn = new Map(); // member id -> { row, mayDrain, nodes }
 let showsAll = false;
 let mayDrain = false;
@@ -15,7 +15,7 @@ function drawMembers(shown) {
     for (const node of entry.nodes) node.remove();
     drawn.delete(id);
   }
-  // Only rows that changed are made again: 1,000 members stay quick. Each goes to its place.
+  // Recreate only the rows that changed and insert each at its position, so that 1,000 members stay fast.
   let before = null;
   for (const row of [...some].reverse()) {
     const entry = drawn.get(row.id);
@@ -42,7 +42,7 @@ function memberRows(row) {
     const cells = texts.map(([text, kind]) => element("td", kind ? { class: kind } : {}, text));
     const operate = element("td", { class: "operators" });
     operate.hidden = !mayDrain;
-    if (mayDrain && i === 0) operate.append(element("button", { type: "button", class: "small", "data-drain": row.id, "aria-label": `${row.drain ? "Undo the draining of" : "Drain"} ${label(row)}` }, row.drain ? "Undo drain" : "Drain"));
+    if (mayDrain && i === 0) operate.append(element("button", { type: "button", class: "small", "data-drain": row.id, "aria-label": `${row.drain ? "Undo the drain of" : "Drain"} ${label(row)}` }, row.drain ? "Undo drain" : "Drain"));
     return element("tr", { "data-member": row.id }, ...cells, operate);
   });
 }
@@ -69,8 +69,8 @@ async function order(row, method, body) {
   try {
     const answer = await fetch(`v1/drains/${encodeURIComponent(row.id)}`, { method, body, headers: { ...authorization(), ...(body ? { "Content-Type": "application/json" } : {}) } });
     if (!answer.ok) throw new Error((await answer.json()).error);
-    $("told").textContent = `${label(row)} ${method === "PUT" ? "is draining: it gets no new reader" : "gets readers again"}.`;
+    $("told").textContent = `${label(row)} ${method === "PUT" ? "is draining and gets no new readers" : "gets readers again"}.`;
   } catch (error) {
-    $("told").textContent = `${label(row)} could not be changed: ${error.message}.`;
+    $("told").textContent = `${label(row)} did not change: ${error.message}.`;
   }
 }

@@ -1,8 +1,8 @@
-// What the page draws, a function for each section; all of it from rows as /v1/events sends them.
+// The sections of the page, with a function for each. They are drawn from the rows that /v1/events sends.
 "use strict";
 
-const HOSTS_SHOWN = 8; // of a model, before a search
-const NODES_SHOWN = 60; // of the transfers
+const HOSTS_SHOWN = 8; // for a model, without a search
+const NODES_SHOWN = 60; // in the picture of transfers
 const CELLS_SHOWN = 1000;
 
 function drawTiles(shown, jobs, totals) {
@@ -22,15 +22,15 @@ function drawTiles(shown, jobs, totals) {
   $("tiles").replaceChildren(...tiles.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
 }
 
-// -- Problems: what a person should look at, with who is to blame and what to do.
+// -- Problems, with the side to blame and the next step.
 
 function problemsOf(row) {
   const problems = [];
-  if (row.silent) problems.push(["late", "has not been heard of for some seconds", ""]);
-  if (row.complaints) problems.push(["late", `${plural(row.complaints, "complaint")} of other members`, "`penstock why` names them"]);
+  if (row.silent) problems.push(["late", "has sent no heartbeat for some seconds", ""]);
+  if (row.complaints) problems.push(["late", `${plural(row.complaints, "complaint")} from other members`, "`penstock why` names them"]);
   if (row.drain) problems.push(["note", `is draining${row.drain.reason ? `: ${row.drain.reason}` : ""}`, `by ${row.drain.by}`]);
   else for (const h of row.holdings) if (h.state === "draining") problems.push(["note", `${h.model} is draining${h.why ? `: ${h.why}` : ""}`, ""]);
-  for (const s of row.syncs) if (s.state === "dirty") problems.push(["bad", `${s.name}: an update failed, its weights are not usable`, "update again, or load the model"]);
+  for (const s of row.syncs) if (s.state === "dirty") problems.push(["bad", `${s.name}: an update failed, so its weights are not usable`, "update again, or load the model"]);
   return problems;
 }
 
@@ -68,9 +68,9 @@ function conversion(job) {
   const resumed = job.total_bytes && job.num_tasks ? job.num_resumed / job.num_tasks : 0;
   const bar = drawing("svg", { class: "progress", viewBox: "0 0 100 10", preserveAspectRatio: "none", role: "img", "aria-label": `${job.name}: ${percent(share)} done` },
     drawing("rect", { width: 100 * share, height: 10, class: kind }), drawing("rect", { width: 100 * Math.min(resumed, share), height: 10, class: "resumed" }));
-  const left = job.phase === "running" ? (job.eta_s >= 0 ? `${seconds(job.eta_s)} left` : "not known yet") : `${seconds(job.elapsed_s)} in all`;
+  const left = job.phase === "running" ? (job.eta_s >= 0 ? `${seconds(job.eta_s)} left` : "remaining time unknown") : `${seconds(job.elapsed_s)} in total`;
   const facts = [
-    ["Tasks", `${job.num_done} of ${job.num_tasks}${job.num_resumed ? `, ${job.num_resumed} of an earlier run` : ""}`],
+    ["Tasks", `${job.num_done} of ${job.num_tasks}${job.num_resumed ? `, ${job.num_resumed} from an earlier run` : ""}`],
     ["Read and written", `${bytes(job.done_bytes)} of ${bytes(job.total_bytes)}`],
     ["Rate", rate(job.gb_per_s)],
     ["Time", left],
@@ -80,7 +80,7 @@ function conversion(job) {
   ];
   const workers = element("ul", { class: "workers" }, ...job.workers.slice(0, 64).map((w) => {
     const state = w.is_late ? "late" : w.state;
-    const text = w.is_late ? `late: no task ended for ${seconds(w.task_s)}, all it has should take ${seconds(w.expected_s)}` : w.state === "lost" ? `lost: ${w.end}` : w.task >= 0 && w.state === "running" ? `task ${w.task}` : w.state;
+    const text = w.is_late ? `late: no task finished for ${seconds(w.task_s)}, its tasks should take ${seconds(w.expected_s)}` : w.state === "lost" ? `lost: ${w.end}` : w.task >= 0 && w.state === "running" ? `task ${w.task}` : w.state;
     return element("li", { class: state }, element("strong", {}, `${w.worker} ${w.device}`), ` ${text}, ${w.num_tasks} done`);
   }));
   const error = job.error ? [element("p", { class: "bad" }, `${job.error.error}: ${job.error.message} `, pill(`blame: ${job.error.blame}`)), ...(job.error.hint ? [element("p", { class: "hint" }, job.error.hint)] : [])] : [];
@@ -97,11 +97,11 @@ const CHARTS = [["Members", "members", String], ["Rate of all transfers", "gb_pe
 
 function drawCharts(history, totals) {
   const now = Date.now() / 1000;
-  // From the first point, at least five minutes: a hub that has just started has no hour to show.
+  // Begin at the first point and show at least five minutes, because a new hub has no complete hour yet.
   const span = Math.min(3600, Math.max(300, history.length ? now - history[0].at : 0));
   $("charts").replaceChildren(...CHARTS.map(([title, field, text]) => {
     const points = history.map((point) => [point.at, point[field]]);
-    // Points come with changes: what was last holds on until now.
+    // Points are sent with changes, so the last value holds until now.
     if (totals) points.push([now, totals[field]]);
     const top = Math.max(...points.map(([, value]) => value), 1e-9);
     const x = (at) => (300 * (1 - Math.min(1, (now - at) / span))).toFixed(1);
@@ -109,7 +109,7 @@ function drawCharts(history, totals) {
     let line = "";
     points.forEach(([at, value], i) => { line += i ? `H${x(at)}V${y(value)}` : `M${x(at)} ${y(value)}`; });
     const area = line && `${line}V78H${x(points[0][0])}Z`;
-    const last = totals ? text(totals[field]) : "no figures";
+    const last = totals ? text(totals[field]) : "no data";
     const picture = drawing("svg", { viewBox: "0 0 300 80", preserveAspectRatio: "none", role: "img", "aria-label": `${title}: ${last}, at most ${points.length ? text(top) : "0"} in the last ${seconds(span)}` },
       drawing("path", { class: "grid", d: "M0 8H300M0 43H300M0 78H300" }), drawing("path", { class: "area", d: area }), drawing("path", { class: "line", d: line }));
     const axis = element("div", { class: "axis" }, element("span", {}, `${seconds(span)} ago`), element("span", {}, `at most ${text(top)}`), element("span", {}, "now"));
@@ -125,7 +125,7 @@ function drawModels(shown) {
   const cards = [...models].sort().map(([name, list]) => modelCard(name, list));
   $("models").replaceChildren(...(cards.length ? cards : [note("No member holds weights.")]));
   if (cards.length) {
-    const names = [["gpu", "GPU"], ["host", "host memory"], ["disk", "disk or source"], ["rest", "not there yet"]];
+    const names = [["gpu", "GPU"], ["host", "host memory"], ["disk", "disk or source"], ["rest", "not loaded yet"]];
     $("models").append(element("p", { class: "legend" }, ...names.map(([kind, text]) => element("span", {}, element("i", { class: `swatch ${kind}` }), text))));
   }
 }
@@ -141,13 +141,13 @@ function modelCard(name, list) {
   const held = list.reduce((sum, { h }) => sum + h.nbytes * h.share, 0);
   const pills = ["whole", "filling", "draining"].filter((state) => states.has(state)).map((state) => pill(`${states.get(state)} ${state}`, state));
   const lines = [...hosts].sort(([a], [b]) => hostName(a).localeCompare(hostName(b), undefined, { numeric: true })).slice(0, HOSTS_SHOWN).map(([host, holdings]) => hostLine(host, holdings));
-  const more = hosts.size > HOSTS_SHOWN ? [note(`and ${hosts.size - HOSTS_SHOWN} more hosts; search for a host to see it`)] : [];
+  const more = hosts.size > HOSTS_SHOWN ? [note(`and ${hosts.size - HOSTS_SHOWN} more hosts. Search for a host to see it.`)] : [];
   return element("div", { class: "card model" }, element("h3", {}, name, " ", ...pills),
-    note(`${bytes(list[0].h.nbytes)} each, ${bytes(held)} verified in ${plural(hosts.size, "host")}; ${revisionText}`),
+    note(`${bytes(list[0].h.nbytes)} each, ${bytes(held)} verified on ${plural(hosts.size, "host")}; ${revisionText}`),
     cells(name, list), ...lines, ...more);
 }
 
-// A cell for each member: filled from below by the share that it has verified.
+// A cell for each member, filled from below by the fraction that it has verified.
 function cells(name, list) {
   const some = list.slice(0, CELLS_SHOWN);
   const wide = columns(some.length);
@@ -178,7 +178,7 @@ function hostLine(host, holdings) {
     element("span", { class: "num" }, `${percent(x / 100)}, ${tiers.map(([tier, some]) => `${some.length} × ${tier}`).join(", ")}`));
 }
 
-// -- Transfers: who sends to whom, by which transport, how fast, and why so.
+// -- Transfers: the source, receiver, transport, rate and reason of each.
 
 let relayShown = ""; // the member whose path is explained
 
@@ -197,7 +197,7 @@ function drawRelay(shown) {
     $("relay").replaceChildren(note("No member has received weights."));
     return;
   }
-  // Transfers that run come first where there is no room for all.
+  // Show running transfers first if there is no space for all.
   edges.sort((a, b) => b.runs - a.runs || b.h.gb_per_s - a.h.gb_per_s);
   const nodes = new Set();
   const drawnEdges = edges.filter((e) => {
@@ -208,12 +208,12 @@ function drawRelay(shown) {
   });
   const picture = relayPicture([...nodes], drawnEdges, byShort);
   const left = edges.length - drawnEdges.length;
-  $("relay").replaceChildren(picture, ...(left ? [note(`and ${left} more transfers; search for a host, a model or a member to see them`)] : []));
+  $("relay").replaceChildren(picture, ...(left ? [note(`and ${left} more transfers. Search for a host, a model or a member to see them.`)] : []));
   explainTransfer(shown);
 }
 
 function relayPicture(nodes, edges, byShort) {
-  // Sources stand in columns to the left of their receivers.
+  // Draw sources in columns to the left of their receivers.
   const sources = new Map();
   for (const e of edges) (sources.get(e.target) || sources.set(e.target, []).get(e.target)).push(e.source);
   const depth = new Map();
@@ -240,7 +240,7 @@ function relayPicture(nodes, edges, byShort) {
     const [x2, y2] = place.get(target);
     const [a, b, middle] = [y1 + HIGH / 2, y2 + HIGH / 2, (x1 + WIDE + x2) / 2];
     picture.append(drawing("path", { class: `edge${runs ? " runs" : ""}`, d: `M${x1 + WIDE} ${a}C${middle} ${a} ${middle} ${b} ${x2} ${b}` },
-      drawing("title", {}, `${h.model}: ${part.percent} % by ${part.transport || "a path that is not known yet"}; ${h.why}`)));
+      drawing("title", {}, `${h.model}: ${part.percent} % by ${part.transport || "an unknown path"}; ${h.why}`)));
     if (!many || runs) picture.append(drawing("text", { class: "label", x: middle, y: (a + b) / 2 - 5, "text-anchor": "middle" }, [part.transport, runs && h.gb_per_s ? rate(h.gb_per_s) : part.percent ? `${part.percent} %` : ""].filter(Boolean).join(" ")));
   }
   for (const [id, [x, y]] of place) picture.append(relayNode(id, x, y, byShort.get(id), WIDE, HIGH));
@@ -260,7 +260,7 @@ function relayNode(id, x, y, row, wide, high) {
     drawing("text", { x: x + 12, y: y + 17 }, `${name || id}`), drawing("text", { class: "label", x: x + 12, y: y + 33 }, `${id}, ${kind === "draining" ? "draining" : percent(best)}, ${hostName(row.host).slice(0, 14)}`));
 }
 
-// Reasons of all paths, with the number of members that each is of.
+// The reasons for all paths, with the number of members for each.
 function drawPaths(shown) {
   const reasons = new Map();
   for (const row of shown) for (const h of row.holdings) if (h.why) for (const why of h.why.split("; ")) reasons.set(why, (reasons.get(why) || 0) + 1);
@@ -272,7 +272,7 @@ function explainTransfer(shown) {
   const row = shown.find((member) => member.id === relayShown);
   $("relay-detail").hidden = !row;
   if (!row) return;
-  const lines = row.holdings.map((h) => element("li", {}, element("strong", {}, `${h.model} ${percent(h.share)}`), `: ${pathText(h.path) || "no path yet"}. ${h.why || "No reason is reported yet."} ${h.readers ? `${plural(h.readers, "reader")} now.` : ""}`));
+  const lines = row.holdings.map((h) => element("li", {}, element("strong", {}, `${h.model} ${percent(h.share)}`), `: ${pathText(h.path) || "no path yet"}. ${h.why || "No reason reported yet."} ${h.readers ? `${plural(h.readers, "reader")} now.` : ""}`));
   $("relay-detail").replaceChildren(element("h3", {}, label(row)), element("ul", {}, ...lines));
 }
 
@@ -283,7 +283,7 @@ function chooseTransfer(event) {
   relayShown = relayShown === node.dataset.member ? "" : node.dataset.member;
   const id = node.dataset.member;
   redraw();
-  // The picture was made again: without this a person at the keyboard would begin at the top.
+  // The picture was recreated. Restore the focus, so that a keyboard user does not start at the top again.
   $("relay").querySelector(`[data-member="${id}"]`)?.focus();
 }
 
@@ -293,7 +293,7 @@ function drawSyncs(shown) {
   const names = new Map();
   for (const row of shown) for (const s of row.syncs) (names.get(s.name) || names.set(s.name, []).get(s.name)).push({ row, s });
   const cards = [...names].sort().map(([name, list]) => syncCard(name, list));
-  // Open tables stay open when the card is made again.
+  // Keep open tables open when the card is recreated.
   const open = new Set([...document.querySelectorAll("#syncs details[open]")].map((node) => node.dataset.sync));
   $("syncs").replaceChildren(...(cards.length ? cards : [note("No trainer publishes.")]));
   for (const node of document.querySelectorAll("#syncs details")) if (open.has(node.dataset.sync)) node.open = true;
