@@ -10,7 +10,7 @@ from benchmarks.bench_locality import rows
 
 from penstock.jobs import WorkerSettings
 from penstock.jobs.convert import convert
-from penstock.plan.placement import Assignment, Placement
+from penstock.plan.placement import Placement, TaskAssignment
 from penstock.storage.cache import CACHE_CHUNK_BYTES
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
@@ -41,8 +41,8 @@ class Watched(Placement):
         self.holds[worker] = set(holds)
         super().join(worker, now, holds=self.holds[worker], at=at)
 
-    def next(self, worker: str, now: float) -> Assignment:
-        given = super().next(worker, now) if len(self.holds) == 2 else Assignment()
+    def next(self, worker: str, now: float) -> TaskAssignment:
+        given = super().next(worker, now) if len(self.holds) == 2 else TaskAssignment()
         for task in given.tasks:
             is_here = task in self.holds[worker] or not self.holds[worker] - self.begun
             assert is_here, f"{worker} runs {task}, and has the bytes of {self.holds[worker] - self.begun}"

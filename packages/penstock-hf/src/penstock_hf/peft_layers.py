@@ -25,7 +25,7 @@ _LISTED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Layer:
+class _PeftLayer:
     """The state of one PEFT layer that decides what the layer computes."""
 
     kind: str
@@ -111,12 +111,12 @@ class AdapterState:
             self.tensors.update(tensors)
         return tensors
 
-    def _is_idle(self, before: _Layer, now: _Layer) -> bool:
+    def _is_idle(self, before: _PeftLayer, now: _PeftLayer) -> bool:
         """Return whether a layer used the adapter before, and now computes something else."""
         was_used = self._adapter in before.active and not before.is_disabled
         return was_used and (now.is_disabled or now.active != before.active)
 
-    def _require_scaling(self, layers: Mapping[str, _Layer]) -> None:
+    def _require_scaling(self, layers: Mapping[str, _PeftLayer]) -> None:
         for name, layer in layers.items():
             if layer.scaling is None or layer.expected is None:
                 continue
@@ -128,7 +128,7 @@ class AdapterState:
                 )
 
 
-def _fixed(layer: _Layer) -> tuple[str, tuple[tuple[str, object], ...]]:
+def _fixed(layer: _PeftLayer) -> tuple[str, tuple[tuple[str, object], ...]]:
     return layer.kind, layer.options
 
 
@@ -138,7 +138,7 @@ def _shown(names: Any) -> str:
     return f"{', '.join(listed[:_LISTED])}{more}"
 
 
-def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _Layer]:
+def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _PeftLayer]:
     """Return the state of all PEFT layers by name, for any adapter."""
     config = getattr(model, "peft_config", {}).get(adapter)
     return {
@@ -148,7 +148,7 @@ def _layers(model: torch.nn.Module, adapter: str) -> dict[str, _Layer]:
     }
 
 
-def _layer(module: Any, adapter: str, name: str, config: Any) -> _Layer:
+def _layer(module: Any, adapter: str, name: str, config: Any) -> _PeftLayer:
     def of(option: str) -> Any:
         options = getattr(module, option, None)
         return options.get(adapter) if isinstance(options, Mapping) else None
@@ -164,7 +164,7 @@ def _layer(module: Any, adapter: str, name: str, config: Any) -> _Layer:
     fixed.append(("variant", type(of("lora_variant")).__name__))
     if expected is None:
         fixed.append(("scaling", scaling))
-    return _Layer(
+    return _PeftLayer(
         # The class is not compared, because `fully_shard` and `torch.compile` replace it with one of another name.
         kind="tuner" if isinstance(module, BaseTunerLayer) else "wrapper",
         merged=tuple(module.merged_adapters),

@@ -49,7 +49,7 @@ class LoraEngine(Protocol):
         ...
 
 
-class _Server:
+class _LoraRoutes:
     """The routes of a server on this host.
 
     Args:
@@ -100,7 +100,7 @@ class _Server:
                 raise DestinationError(f"the server did not answer {route}: {error}", uri=self.url) from error
 
 
-class VllmServer(_Server):
+class VllmServer(_LoraRoutes):
     """A vLLM server on this host, started with `--enable-lora` and `VLLM_ALLOW_RUNTIME_LORA_UPDATING=1`.
 
     It needs `--max-loras 2` or more: one adapter is the newest, and running requests use the previous one.
@@ -131,7 +131,7 @@ class VllmServer(_Server):
         return identity
 
 
-class SglangServer(_Server):
+class SglangServer(_LoraRoutes):
     """An SGLang server on this host, started with `--enable-lora --max-lora-rank ... --lora-target-modules ...`."""
 
     _load_route = "/load_lora_adapter"

@@ -73,7 +73,7 @@ def simulate_fetch(fleet: SimulatedFleet, cluster: Cluster, rates: Rates, *, see
         raise PlanError(f"{cluster.num_gpus} GPUs cannot be divided into replicas of {fleet.parts}")
     if not 0 <= fleet.holders <= cluster.num_gpus // fleet.parts:
         raise PlanError(f"{fleet.holders} holders, but the cluster has {cluster.num_gpus // fleet.parts} replicas")
-    run = _Run(fleet, cluster, rates, seed)
+    run = _FetchEvents(fleet, cluster, rates, seed)
     run.go()
     return run.prediction()
 
@@ -86,7 +86,7 @@ def step_bytes(bytes_per_s: F64) -> F64:
     return least
 
 
-class _Run:
+class _FetchEvents:
     """The events of one fetch.
 
     Arrays of streams have one row for each GPU. With two trees, a second row for each GPU follows.

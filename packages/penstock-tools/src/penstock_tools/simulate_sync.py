@@ -219,7 +219,7 @@ def simulate_sync(
     links = ClusterLinks(cluster, slowdowns(cluster, seed))
     work = StageWork.of(plan, rates, watermark_bytes=watermark_bytes)
     ready = _ready(plan, rates, transformed)
-    run = _Run(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
+    run = _SyncEvents(work, len(plan.receivers), links, first, rates, ready, watermark_bytes, reads_of_one)
     # Without transforms, all digests exist from the start and are requested ahead of the reads.
     if transformed is None or not transformed.any():
         run.answered = _answered(work, rates)
@@ -271,7 +271,7 @@ _USED = (
 def _ready(plan: SyncPlan, rates: Rates, transformed: I64 | None) -> F64:
     """Return [num_sources, num_buckets + 1]: when each source begins, and when readers may have each of its buckets.
 
-    This does not include digests that are requested during the transform. See `_Run._answer`.
+    This does not include digests that are requested during the transform. See `_SyncEvents._answer`.
     """
     ready = np.full((len(plan.sources), plan.num_buckets + 1), ANSWERS_BEFORE * rates.answer_s)
     if transformed is not None:
@@ -314,7 +314,7 @@ def queued(work: StageWork, near: npt.NDArray[np.bool_], num_receivers: int) -> 
     return queues
 
 
-class _Run:
+class _SyncEvents:
     """The events of one sync."""
 
     def __init__(
@@ -592,7 +592,7 @@ class _Run:
         self._ask(r, at)
 
 
-def _stages(run: _Run, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
+def _stages(run: _SyncEvents, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[Stage, ...]:
     """Return the time of each stage for its busiest member."""
     work = run.work
     post_s = np.bincount(work.receiver, weights=run.cost_s, minlength=run.num)
@@ -614,7 +614,7 @@ def _stages(run: _Run, transform_s: F64, flip_s: F64, plan: SyncPlan) -> tuple[S
     return tuple(stages)
 
 
-def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
+def _timeline(run: _SyncEvents, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span, ...]:
     """Return the buckets of the source that sends most, and the windows of the receiver that finished last."""
     if not len(run.done) or not len(run.work.receiver):
         return ()
@@ -644,7 +644,7 @@ def _timeline(run: _Run, plan: SyncPlan, ready: F64, flip_s: F64) -> tuple[Span,
     return tuple(spans)
 
 
-def _failures(run: _Run, plan: SyncPlan, cluster: Cluster, total_s: float, seed: int) -> tuple[str, ...]:
+def _failures(run: _SyncEvents, plan: SyncPlan, cluster: Cluster, total_s: float, seed: int) -> tuple[str, ...]:
     """Return the members that die according to the seed, and how many receivers stay on the previous version."""
     chance = np.random.default_rng((seed, 1))
     sides = len(plan.sources) + len(plan.receivers)

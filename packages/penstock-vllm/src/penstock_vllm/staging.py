@@ -49,7 +49,7 @@ class StagingModel(torch.nn.Module):
         self._storage = arena.bytes_at(0, nbytes).untyped_storage()
         self._nbytes = self._storage.nbytes()
         self._layers = [
-            _Layer(name, layer, _made_real(self, name, formats[name], arena))
+            _StagedLayer(name, layer, _made_real(self, name, formats[name], arena))
             for name, layer in model.named_modules()
             if formats[name]
         ]
@@ -171,7 +171,7 @@ class StagingModel(torch.nn.Module):
         return sources | {whole: sources[names[place]] for whole, place in shared if place in names}
 
 
-class _Layer:
+class _StagedLayer:
     """A layer of the model, with a module that has the layer's tensors in the loader's format."""
 
     def __init__(self, name: str, live: torch.nn.Module, staging: torch.nn.Module) -> None:

@@ -89,7 +89,7 @@ class Boot(msgspec.Struct, frozen=True, kw_only=True):
     error: BootError | None = None
 
 
-class _Span:
+class _PhaseSpan:
     """A phase in the record. Times come from `time.perf_counter`."""
 
     __slots__ = ("began", "error", "is_last", "journey", "look", "model", "moved", "name", "start", "state", "stop")
@@ -144,13 +144,13 @@ class BootRecord:
         # thread holds the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._spans: deque[_Span] = deque(maxlen=MAX_PHASES)
+        self._spans: deque[_PhaseSpan] = deque(maxlen=MAX_PHASES)
         self._serial = 0
         self._zero = 0.0
         self._started_at = 0.0
         self._process_s = 0.0
 
-    def add(self, span: _Span) -> None:
+    def add(self, span: _PhaseSpan) -> None:
         """Begin a phase. If no phase ran during the last `NEW_BOOT_S`, begin a new record."""
         with self._lock:
             running = any(old.stop is None for old in self._spans)
@@ -230,8 +230,8 @@ class Phases:
         self._journey = journey
         self._model = sendable(model, 256)
         self._is_over = False
-        self._span: _Span | None = None
-        self._spans: dict[str, _Span] = {}
+        self._span: _PhaseSpan | None = None
+        self._spans: dict[str, _PhaseSpan] = {}
         self._began = time.perf_counter()
         self._begin(first, self._began, None)
 
@@ -245,7 +245,7 @@ class Phases:
         if self._span is not None:
             self._span.resume(look)
             return
-        self._span = self._spans[name] = _Span(name, self._journey, self._model, now, self._began, look)
+        self._span = self._spans[name] = _PhaseSpan(name, self._journey, self._model, now, self._began, look)
         _record.add(self._span)
 
     def _end(self, now: float, state: PhaseStanding) -> None:

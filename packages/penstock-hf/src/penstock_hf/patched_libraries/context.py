@@ -129,7 +129,7 @@ def patched_libraries(
     A rank that requests nothing for `stall_s` no longer delays the others.
     """
     settings = Settings.read(memory_bytes=memory_bytes)
-    block = _Block(settings, storage_options or {}, verify)
+    block = _PatchedBlock(settings, storage_options or {}, verify)
     _enter(block)
     token = _current.set(block)
     try:
@@ -178,7 +178,7 @@ def directory(uri: str) -> str:
     return block.files.directory(uri)
 
 
-class _Block:
+class _PatchedBlock:
     """An active context of `patched_libraries()`, with its files, its report, and the group that shares the files."""
 
     def __init__(self, settings: Settings, storage_options: Mapping[str, str], verify: bool) -> None:
@@ -254,21 +254,21 @@ class _Block:
         self.files.close()
 
 
-_current: ContextVar[_Block | None] = ContextVar("penstock_accelerated", default=None)
+_current: ContextVar[_PatchedBlock | None] = ContextVar("penstock_accelerated", default=None)
 _lock = threading.Lock()
-_blocks: list[_Block] = []
+_blocks: list[_PatchedBlock] = []
 # Undoes the replacements of the active contexts.
 _undo = ExitStack()
 
 
-def _enter(block: _Block) -> None:
+def _enter(block: _PatchedBlock) -> None:
     with _lock:
         if not _blocks:
             _undo.enter_context(compat.installed(_open, _replacements()))
         _blocks.append(block)
 
 
-def _leave(block: _Block) -> None:
+def _leave(block: _PatchedBlock) -> None:
     with _lock:
         _blocks.remove(block)
         if not _blocks:
@@ -285,7 +285,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-def _block() -> _Block | None:
+def _block() -> _PatchedBlock | None:
     """Return the context that a call belongs to, or None."""
     block = _current.get()
     blocks = _blocks[-1:]

@@ -80,7 +80,7 @@ _SAMPLE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _LoadPrediction:
     """The plan of a load and its prediction. Bytes and seconds; rates in decimal GB/s."""
 
     uri: str
@@ -96,7 +96,7 @@ class _Plan:
     reads: str
 
 
-def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Plan:
+def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _LoadPrediction:
     """Plan a load from the headers, and predict its time from a sample read of the source."""
     from penstock.plan.schedule import plan_load
     from penstock.storage.weight_set import open_weights
@@ -119,7 +119,7 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Pl
             begin = time.perf_counter()
             path = source.readv(0, [sample])
             rate = len(sample) / (time.perf_counter() - begin) / GB
-    return _Plan(
+    return _LoadPrediction(
         uri=uri,
         num_files=len(files),
         num_tensors=len(plan.table),
@@ -134,7 +134,7 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Pl
     )
 
 
-def _write_plan(plan: _Plan, format: OutputFormat) -> None:
+def _write_plan(plan: _LoadPrediction, format: OutputFormat) -> None:
     """Write a plan to stdout."""
     if format is OutputFormat.json:
         write_json(plan)

@@ -52,7 +52,7 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[ob
     return torch.cuda.device(device.index) if device.type == "cuda" else contextlib.nullcontext()
 
 
-class _Copy(msgspec.Struct, frozen=True):
+class _StoredKernel(msgspec.Struct, frozen=True):
     """A compiled kernel in its stored form."""
 
     file: str
@@ -228,7 +228,7 @@ def _load(path: Path | None) -> _Kernel | None:
             # The copy runs on the device, so only this user may own it and write to it.
             if not is_own or stat.S_IMODE(status.st_mode) & 0o022:
                 return None
-            copy = msgspec.msgpack.decode(file.read(), type=_Copy)
+            copy = msgspec.msgpack.decode(file.read(), type=_StoredKernel)
         # A kernel with the same parameters but a different name would compute something else.
         return _Kernel(copy) if copy.file == path.name else None
     except OSError:
@@ -250,7 +250,7 @@ def _store(compiled: Any, path: Path | None) -> None:
     block = _BLOCK.search(head)
     if path is None or not is_plain or block is None or metadata.shared > _MAX_SHARED_BYTES or path.exists():
         return
-    copy = _Copy(
+    copy = _StoredKernel(
         file=path.name,
         symbol=metadata.name,
         parameter_bits=tuple(int(bits) for bits in _PARAMETER.findall(head)),
@@ -271,7 +271,7 @@ def _store(compiled: Any, path: Path | None) -> None:
 class _Kernel:
     """A copy that is loaded into the current context. It stays loaded, since a process uses it again."""
 
-    def __init__(self, copy: _Copy) -> None:
+    def __init__(self, copy: _StoredKernel) -> None:
         self.copy = copy
         self.function = ctypes.c_void_p()
         module = ctypes.c_void_p()

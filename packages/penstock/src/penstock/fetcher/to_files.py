@@ -86,7 +86,7 @@ def fetch_to_files(
     # Stage on the same file system as the target, so that one rename publishes it.
     staging = place.staging(f"{_TOKEN}{secrets.token_hex(4)}")
     with DestinationClaim.open(place.path, staging):
-        files = _Files(staging)
+        files = _MappedFiles(staging)
         try:
             report = fleet.fetch(files, fallback=fallback, timeout_s=timeout_s, progress=progress)
             with Phases("write", journey="fetch", model=fleet.identity.model) as writing:
@@ -184,7 +184,7 @@ def _explained(fleet: Fleet, report: FetchReport) -> FetchReport:
     return report
 
 
-class _Files(PlacedTarget):
+class _MappedFiles(PlacedTarget):
     """A target whose tensors are mappings of the output files, so that the kernel writes the bytes as they arrive."""
 
     def __init__(self, directory: Path) -> None:

@@ -440,7 +440,7 @@ class RangeExchange:
         if status == 407:
             return wrong_proxy_user()
         what = f"HTTP {status}" + (f" {self.code}" if self.code else "")
-        where: _Place = {"uri": self._uri, "byte_range": self._range if self._seen else None}
+        where: _RangeDestination = {"uri": self._uri, "byte_range": self._range if self._seen else None}
         if status in _RETRIED:
             return RequestFailed(what, wait_s=_seconds_of(self.reply.headers.get("retry-after", "")))
         if status in {401, 403} or (status == 400 and self.code in _CREDENTIAL_CODES):
@@ -469,7 +469,7 @@ def _seconds_of(after: str) -> float | None:
         return None
 
 
-class _Place(TypedDict):
+class _RangeDestination(TypedDict):
     uri: str
     byte_range: tuple[int, int] | None
 

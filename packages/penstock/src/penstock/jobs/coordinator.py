@@ -71,7 +71,7 @@ BEGIN_S = 120.0
 
 
 @dataclass(slots=True)
-class _Place:
+class _WorkerRecord:
     """The coordinator's record of one worker, from its start to its end or its loss."""
 
     stats: WorkerStats
@@ -158,7 +158,7 @@ class Coordinator(Closeable):
         self.done_bytes = self.resumed_bytes = int(job.tasks.cost[list(journal.done)].sum())
         self.stats: list[WorkerStats] = []
         self.traces: list[WorkerTrace] = []
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _WorkerRecord] = {}
         self._strikes: dict[int, int] = {}
         self._tried = set[int]()
         """Tasks that the operation began to run on."""
@@ -246,7 +246,7 @@ class Coordinator(Closeable):
         self.stats.append(stats)
         self.traces.append(trace)
         self._launcher.spawn(name, device, self._address, self._secret)
-        self._places[name] = _Place(stats, trace, time.monotonic(), respawns)
+        self._places[name] = _WorkerRecord(stats, trace, time.monotonic(), respawns)
 
     # -- messages received
 
@@ -315,7 +315,7 @@ class Coordinator(Closeable):
         for message in messages:
             self._handle(name, place, message)
 
-    def _handle(self, name: str, place: _Place, message: FromWorker) -> None:
+    def _handle(self, name: str, place: _WorkerRecord, message: FromWorker) -> None:
         now = time.monotonic()
         if isinstance(message, TaskDone):
             place.spoke = now
@@ -341,7 +341,7 @@ class Coordinator(Closeable):
             # The job ends: an error of the operation, of a source or of the plan would stop every other worker as well.
             raise _error_of(message)
 
-    def _begins(self, place: _Place, task: int) -> None:
+    def _begins(self, place: _WorkerRecord, task: int) -> None:
         # A copy runs no operation, and several begin beside one that does: a lost worker is not blamed on it.
         if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
             place.at = task

@@ -73,7 +73,7 @@ class _Head(msgspec.Struct, forbid_unknown_fields=True):
     job: str
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _FinishedTask(msgspec.Struct, forbid_unknown_fields=True):
     """A line of a journal: a finished task, and the digests of its pieces, uint64 little endian in hexadecimal."""
 
     task: int
@@ -81,7 +81,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _HEAD = msgspec.json.Decoder(_Head)
-_ENTRY = msgspec.json.Decoder(_Entry)
+_ENTRY = msgspec.json.Decoder(_FinishedTask)
 
 
 class Journal:
@@ -147,7 +147,7 @@ class Journal:
         """Record a task that has written its bytes. DiskFull, DestinationError."""
         self.done[task] = digests
         # Not synced: a later run reads all tasks back anyway, and a sync for each task would cost milliseconds.
-        line = msgspec.json.encode(_Entry(task=task, digests=digests.astype("<u8").tobytes().hex())) + b"\n"
+        line = msgspec.json.encode(_FinishedTask(task=task, digests=digests.astype("<u8").tobytes().hex())) + b"\n"
         with typed(self.path):
             self._write(line)
 

@@ -156,7 +156,7 @@ class _Rounds:
         self._failed: PenstockError | RuntimeError | None = failed
         # Join the segments of all rounds now. Python code for each read of each rank would delay the reading thread.
         self._pieces = _pieces(self._plan, per_round)
-        self._copies: _Copies | None = None
+        self._copies: _RoundCopies | None = None
         if failed is None:
             try:
                 self._copies = self._copies_of(place)
@@ -170,7 +170,7 @@ class _Rounds:
         depth = 1 if self._is_host else ROUNDS_IN_FLIGHT
         self._slots = [_Slot(ranks, self._width) for _ in range(depth)]
 
-    def _copies_of(self, place: Any) -> _Copies:
+    def _copies_of(self, place: Any) -> _RoundCopies:
         if self._is_host:
             return _HostCopies(self._pieces, place.slab)
         world_size = self._ranks.world_size
@@ -252,7 +252,7 @@ class _Rounds:
         return range(k * self._ranks.world_size, (k + 1) * self._ranks.world_size)
 
 
-class _Copies(Protocol):
+class _RoundCopies(Protocol):
     """Copies between slabs and payloads of rounds."""
 
     def pack(self, turn: int, payload: torch.Tensor) -> None:
@@ -272,12 +272,12 @@ class _HostCopies:
         self._slab = slab
 
     def pack(self, turn: int, payload: torch.Tensor) -> None:
-        """See `_Copies.pack`."""
+        """See `_RoundCopies.pack`."""
         for piece, at in self._placed(turn):
             payload[at : at + len(piece)].copy_(piece)
 
     def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
-        """See `_Copies.unpack`."""
+        """See `_RoundCopies.unpack`."""
         for rank, turn in enumerate(turns):
             if rank != own:
                 for piece, at in self._placed(turn):
@@ -333,12 +333,12 @@ class _DeviceCopies:
         return slice(int(self._first[min(start, last)]), int(self._first[min(stop, last)]))
 
     def pack(self, turn: int, payload: torch.Tensor) -> None:
-        """See `_Copies.pack`."""
+        """See `_RoundCopies.pack`."""
         rows = self._rows(turn, turn + 1)
         self._queue(payload.data_ptr() + self._at[rows], self._address[rows], self._nbytes[rows])
 
     def unpack(self, turns: range, own: int, payloads: torch.Tensor) -> None:
-        """See `_Copies.unpack`."""
+        """See `_RoundCopies.unpack`."""
         rows = self._rows(turns.start, turns.stop)
         rank = self._turn[rows] - turns.start
         source = payloads.data_ptr() + rank * payloads.stride(0) + self._at[rows]

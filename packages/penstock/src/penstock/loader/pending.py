@@ -35,13 +35,13 @@ _DESCRIBES = frozenset(
 """Torch functions that describe a tensor without reading its bytes. They do not wait."""
 
 
-class _Block(threading.local):
+class _OwnTensorsState(threading.local):
     """Whether the calling thread is inside `own_tensors`, and the argument of that call."""
 
     whole: bool | None = None
 
 
-_block = _Block()
+_block = _OwnTensorsState()
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class _State(Enum):
     FAILED = auto()
 
 
-class _Block:
+class _ReadBlock:
     """A range of a file that is queued, being read, or in memory.
 
     Attributes:
@@ -113,19 +113,19 @@ class _Block:
         return self.stop - self.start
 
 
-class _Pool:
+class _SharedBlocks:
     """The blocks and reading threads of all files in this process. The `lock` guards every field."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.queue: deque[_Block] = deque()
+        self.queue: deque[_ReadBlock] = deque()
         # Blocks that are being read, with the start time of each read.
-        self.reading: dict[_Block, float] = {}
+        self.reading: dict[_ReadBlock, float] = {}
         self.num_threads = 0
         self.nbytes = 0
         # Ready blocks. The least recently used block is first.
-        self.ready: OrderedDict[_Block, None] = OrderedDict()
+        self.ready: OrderedDict[_ReadBlock, None] = OrderedDict()
         self.closing: deque[ReadAhead] = deque()
 
     @contextmanager
@@ -152,7 +152,7 @@ class _Pool:
             for source in idle:
                 source.close()
 
-    def forget(self, block: _Block) -> None:
+    def forget(self, block: _ReadBlock) -> None:
         """Release a block."""
         block.owner.blocks.remove(block)
         self.ready.pop(block, None)
@@ -208,7 +208,7 @@ class _Pool:
                 self.reading[block] = time.monotonic()
             self._read(block)
 
-    def _read(self, block: _Block) -> None:
+    def _read(self, block: _ReadBlock) -> None:
         owner, target, is_read = block.owner, block.target, False
         error: PenstockError | MemoryError | None = None
         try:
@@ -242,7 +242,7 @@ class _Pool:
                 owner.source.close()
 
 
-shared_pool = _Pool()
+shared_pool = _SharedBlocks()
 
 
 def _forked() -> None:
@@ -254,7 +254,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 @dataclass(slots=True)
-class _Run:
+class _SequentialRun:
     """Consecutive requests through the file.
 
     Attributes:
@@ -302,11 +302,11 @@ class ReadAhead:
         self._limit = settings.memory_bytes
         self._block_bytes = max(1, min(settings.chunk_bytes, settings.memory_bytes // 4))
         # The pool uses this under its lock.
-        self.blocks = ByteBlocks[_Block]()
+        self.blocks = ByteBlocks[_ReadBlock]()
         self.under_way = 0
         self.is_closed = False
         self._given = RangeSet()
-        self._runs: list[_Run] = []
+        self._runs: list[_SequentialRun] = []
         # The expected ranges, each at most as large as a block, in order. Then the next range to queue, and the ranges
         # by position.
         self._expected: list[tuple[int, int]] = []
@@ -386,7 +386,7 @@ class ReadAhead:
             pieces = self._pieces(start, stop, blocks)
             # Read one piece in this thread, if that cannot hang and avoids handing a small read to another thread.
             own = pieces.pop(0) if pieces and self._stall_s is None else None
-            direct = [_Block(self, at, end, buffer[at - start : end - start]) for at, end in pieces]
+            direct = [_ReadBlock(self, at, end, buffer[at - start : end - start]) for at, end in pieces]
             shared_pool.queue.extendleft(reversed(direct))
             self._given.add(start, stop)
             self._note(start, stop)
@@ -457,7 +457,7 @@ class ReadAhead:
             if is_last:
                 self.source.close()
 
-    def _pieces(self, start: int, stop: int, blocks: list[_Block]) -> list[tuple[int, int]]:
+    def _pieces(self, start: int, stop: int, blocks: list[_ReadBlock]) -> list[tuple[int, int]]:
         """Return the ranges in `[start, stop)` that no block contains. Each is at most as large as a block."""
         gaps, at = [], start
         for block in blocks:
@@ -469,7 +469,7 @@ class ReadAhead:
         step = self._block_bytes
         return [(at, min(at + step, end)) for first, end in gaps for at in range(first, end, step)]
 
-    def _copy(self, block: _Block, start: int, buffer: memoryview) -> None:
+    def _copy(self, block: _ReadBlock, start: int, buffer: memoryview) -> None:
         """Wait for the block, and copy its part of the request into the buffer."""
         begin, end = max(start, block.start), min(start + buffer.nbytes, block.stop)
         self._wait(block)
@@ -484,7 +484,7 @@ class ReadAhead:
             np.frombuffer(part, np.uint8), np.frombuffer(source[begin - block.start : end - block.start], np.uint8)
         )
 
-    def _wait(self, block: _Block) -> None:
+    def _wait(self, block: _ReadBlock) -> None:
         """Wait until the block is read. The first waiter raises its error. Raises SourceStalled."""
         if block.state is _State.READY:
             return
@@ -512,7 +512,7 @@ class ReadAhead:
         if block.state is _State.FAILED and block.is_direct and block.target is not None:
             self._read_here(block.start, block.target)
 
-    def _release(self, blocks: list[_Block], start: int, stop: int) -> None:
+    def _release(self, blocks: list[_ReadBlock], start: int, stop: int) -> None:
         """Release blocks after a request for `[start, stop)`. Blocks that were requested completely are dropped."""
         for block in blocks:
             block.users -= 1
@@ -533,7 +533,7 @@ class ReadAhead:
                 run.num_requests += 1
                 self._runs.append(self._runs.pop(index))
                 return
-        self._runs.append(_Run(start, stop, nbytes))
+        self._runs.append(_SequentialRun(start, stop, nbytes))
         del self._runs[:-_MAX_RUNS]
 
     def _queue_ahead(self, start: int, stop: int) -> None:
@@ -602,12 +602,12 @@ class ReadAhead:
         return stop
 
     def _queue(self, start: int, stop: int, *, spared_from: int) -> bool:
-        """Queue a block, or skip a small hole. Return False if the memory limit is reached. See `_Pool.make_room`."""
+        """Queue a block, or skip a small hole. Return False at the memory limit. See `_SharedBlocks.make_room`."""
         if stop - start < _GAP_BYTES and self._given.next_start(start) == stop:
             return True
         if not shared_pool.make_room(stop - start, self._limit, self, spared_from):
             return False
-        block = _Block(self, start, stop)
+        block = _ReadBlock(self, start, stop)
         self.blocks.add(block)
         shared_pool.nbytes += block.nbytes
         shared_pool.queue.append(block)
@@ -634,7 +634,7 @@ class ReadAhead:
 
     def let_go(self) -> None:
         """Drop the parent's blocks and reads in a forked child."""
-        self.blocks = ByteBlocks[_Block]()
+        self.blocks = ByteBlocks[_ReadBlock]()
         self.under_way = 0
         self._runs = []
         self._next_expected = 0

@@ -31,7 +31,7 @@ class _Cut(NamedTuple):
     runs: Runs
 
 
-class _Group:
+class _RowPieces:
     """The boxes of one row, and the pieces of the row that contain them. Each piece is a run of whole leaves."""
 
     def __init__(self, cuts: Sequence[_Cut], nbytes: int, leaf_bytes: int) -> None:
@@ -114,7 +114,7 @@ class TensorRegions:
     ) -> None:
         self._wanted = table
         self._boxes = boxes
-        self._rows: list[int | _Group] = []
+        self._rows: list[int | _RowPieces] = []
         """For each plan row, the line that it is, or the group of lines that are cut from it."""
         first_leaf = np.cumsum(num_leaves(table.nbytes, leaf_bytes)) - num_leaves(table.nbytes, leaf_bytes)
         lines: list[int] = []
@@ -133,7 +133,7 @@ class TensorRegions:
                 nbytes.append(size)
                 kept += [] if mine is None else [mine]
             if cuts and mine is not None:
-                pieces = _Group(cuts, size, leaf_bytes)
+                pieces = _RowPieces(cuts, size, leaf_bytes)
                 for low, high, a, b in np.stack(
                     [pieces.start, pieces.stop, pieces.first_leaf, pieces.stop_leaf], axis=1
                 ).tolist():
@@ -142,7 +142,7 @@ class TensorRegions:
                     offset.append(start + low)
                     nbytes.append(high - low)
                     kept.append(mine[a:b])
-        is_piece = [isinstance(row, _Group) for row in self._rows]
+        is_piece = [isinstance(row, _RowPieces) for row in self._rows]
         self.table = TensorTable(
             names=tuple(table.names[line] for line in lines),
             dtypes=tuple(
@@ -178,11 +178,11 @@ class TensorRegions:
     def line_of(self, row: int) -> int | None:
         """Return the line that is exactly a plan row, or None if lines are cut from it."""
         found = self._rows[row]
-        return None if isinstance(found, _Group) else found
+        return None if isinstance(found, _RowPieces) else found
 
     def cut_bytes(self) -> dict[int, int]:
         """Return the size in bytes of each line that is cut."""
-        groups = {id(group): group for group in self._rows if isinstance(group, _Group)}
+        groups = {id(group): group for group in self._rows if isinstance(group, _RowPieces)}
         return {cut.line: cut.runs.nbytes for group in groups.values() for cut in group.cuts}
 
     def arrived(self, row: int, tensor: torch.Tensor, memory: Memory) -> Iterator[tuple[int, torch.Tensor]]:
@@ -194,7 +194,7 @@ class TensorRegions:
             memory: returns the memory for a box that is cut.
         """
         found = self._rows[row]
-        if not isinstance(found, _Group):
+        if not isinstance(found, _RowPieces):
             yield found, tensor
             return
         if not found.add(tensor):

@@ -263,7 +263,7 @@ class LoadRun(Run):
         """Copy a buffer's packed segments into their slabs on the place executor, and then release the buffer."""
         assert self.pool is not None
         self.is_touched = True
-        self._place.post(_Copy(self, read, buffer, segments))
+        self._place.post(_StagedCopy(self, read, buffer, segments))
 
     def arrived(self, segments: Sequence[Segment], read: int = -1) -> None:
         """Record that the bytes of these segments are in their slabs.
@@ -355,7 +355,7 @@ class LoadRun(Run):
             self.ticket.wake()
 
 
-class _Copy:
+class _StagedCopy:
     """A work item that copies a read's bytes from staging into their slabs and then releases the buffer."""
 
     __slots__ = ("_buffer", "_pool", "_run", "_segments", "nbytes", "priority")

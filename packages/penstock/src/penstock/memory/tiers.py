@@ -63,7 +63,7 @@ class Level:
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _OccupiedRoom:
     """A room in a tier, its size for the tier's budget, and the number of its users."""
 
     room: Room
@@ -72,7 +72,7 @@ class _Place:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _TieredBlock:
     """A block and its rooms by tier. Rooms in tiers other than `at` are still being read, or are copies.
 
     Attributes:
@@ -91,7 +91,7 @@ class _Entry:
     used: int = 0
     busy: bool = True
     gone: bool = False
-    places: dict[int, _Place] = field(default_factory=dict)
+    places: dict[int, _OccupiedRoom] = field(default_factory=dict)
 
 
 class Tiers(Closeable):
@@ -108,7 +108,7 @@ class Tiers(Closeable):
         self._source = len(levels)
         self._names = [*(level.tier.name for level in levels), SOURCE]
         self._stall_s = stall_s
-        self._entries: dict[TierBlock, _Entry] = {}
+        self._entries: dict[TierBlock, _TieredBlock] = {}
         self._used_bytes = [0] * len(levels)
         self._peak_bytes = [0] * len(levels)
         self._links: dict[tuple[str, str], LinkStats] = {}
@@ -149,7 +149,7 @@ class Tiers(Closeable):
                 too.
         """
         to = self._index(tier)
-        entry = _Entry(block, fill, again, user, self._source)
+        entry = _TieredBlock(block, fill, again, user, self._source)
         with self._state:
             if block in self._entries:
                 raise ConfigError(f"{block} was already added to these tiers")
@@ -274,7 +274,7 @@ class Tiers(Closeable):
             raise ConfigError(f"there is no tier {tier!r}", hint=f"use one of {', '.join(names)}")
         return 0 if tier is None else names.index(tier)
 
-    def _entry(self, block: TierBlock) -> _Entry:
+    def _entry(self, block: TierBlock) -> _TieredBlock:
         """Return the entry of a block. Raises NotFound if it was not added or was dropped."""
         with self._state:
             entry = self._entries.get(block)
@@ -310,7 +310,7 @@ class Tiers(Closeable):
         """Note progress of the current move, from which waiting threads measure a stall."""
         self._progress = time.monotonic()
 
-    def _bring(self, entry: _Entry, to: int, *, is_new: bool = False) -> _Place:
+    def _bring(self, entry: _TieredBlock, to: int, *, is_new: bool = False) -> _OccupiedRoom:
         """Return an entry's place, pinned, in `to` or a faster tier. Move least recently used blocks to free space.
 
         Args:
@@ -356,14 +356,14 @@ class Tiers(Closeable):
                 raise
             return place
 
-    def _failed(self, entry: _Entry, is_new: bool) -> None:
+    def _failed(self, entry: _TieredBlock, is_new: bool) -> None:
         """Let others use an entry after a failure. Remove an entry that `put` was adding."""
         with self._state:
             if is_new:
                 self._forget(entry)
             self._idle(entry)
 
-    def _unpin(self, entry: _Entry, place: _Place) -> None:
+    def _unpin(self, entry: _TieredBlock, place: _OccupiedRoom) -> None:
         """Stop using a place, and free it if the block has left it."""
         with self._state:
             place.pins -= 1
@@ -371,7 +371,7 @@ class Tiers(Closeable):
         if not entry.busy:
             self._leave(entry)
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _TieredBlock) -> None:
         """Free the places of an entry that are not current, not in use and not copies to keep."""
         with self._state:
             if entry.busy:
@@ -381,13 +381,13 @@ class Tiers(Closeable):
             rooms = [(i, entry.places.pop(i)) for i in unused]
         self._close(rooms)
 
-    def _release(self, entry: _Entry, *indices: int) -> None:
+    def _release(self, entry: _TieredBlock, *indices: int) -> None:
         """Free these places of an entry, or all of them."""
         with self._state:
             rooms = [(i, entry.places.pop(i)) for i in indices or tuple(entry.places)]
         self._close(rooms)
 
-    def _close(self, rooms: Iterable[tuple[int, _Place]]) -> None:
+    def _close(self, rooms: Iterable[tuple[int, _OccupiedRoom]]) -> None:
         """Close rooms that were removed from their entries. The state's lock is not held, since a disk may be slow."""
         for index, place in rooms:
             place.room.close()
@@ -398,19 +398,19 @@ class Tiers(Closeable):
         if not self._mover.locked():
             self._trim()
 
-    def _open(self, entry: _Entry, to: int) -> _Place:
+    def _open(self, entry: _TieredBlock, to: int) -> _OccupiedRoom:
         """Return a new place in `to`, pinned and counted. The caller must hold `_turn`."""
         tier = self._levels[to].tier
         charge = -(-entry.block.nbytes // tier.unit_bytes) * tier.unit_bytes
         self._make_room(to, charge)
-        place = _Place(tier.open_room(entry.block.nbytes), charge, 1)
+        place = _OccupiedRoom(tier.open_room(entry.block.nbytes), charge, 1)
         with self._state:
             entry.places[to] = place
             self._used_bytes[to] += charge
             self._peak_bytes[to] = max(self._peak_bytes[to], self._used_bytes[to])
         return place
 
-    def _shift(self, entry: _Entry, to: int, place: _Place) -> bool:
+    def _shift(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> bool:
         """Move an entry's bytes to a new place. Return False if they were damaged, so that the source must be read
         again.
 
@@ -440,7 +440,7 @@ class Tiers(Closeable):
             raise
         return True
 
-    def _fill(self, entry: _Entry, to: int, place: _Place) -> None:
+    def _fill(self, entry: _TieredBlock, to: int, place: _OccupiedRoom) -> None:
         started_at = time.monotonic()
         try:
             entry.fill(place.room)
@@ -450,7 +450,7 @@ class Tiers(Closeable):
             self._release(entry, to)
             raise
 
-    def _arrived(self, entry: _Entry, to: int, started_at: float | None = None) -> None:
+    def _arrived(self, entry: _TieredBlock, to: int, started_at: float | None = None) -> None:
         """Set the tier of a block to `to`, let others use it, and free its old place unless a reader uses it."""
         # Notify the user before the old place is freed, or it would read freed memory.
         self._report_move(entry, to)
@@ -464,11 +464,11 @@ class Tiers(Closeable):
         self._idle(entry)
         self._leave(entry)
 
-    def _report_move(self, entry: _Entry, at: int) -> None:
+    def _report_move(self, entry: _TieredBlock, at: int) -> None:
         if entry.user is not None:
             entry.user.moved(self._names[at], entry.places[at].room if at in entry.places else None)
 
-    def _idle(self, entry: _Entry) -> None:
+    def _idle(self, entry: _TieredBlock) -> None:
         """Let others pin or move the entry again."""
         with self._state:
             entry.busy = False
@@ -513,16 +513,16 @@ class Tiers(Closeable):
                 message += f", and {others} bytes are in use and cannot be moved"
             raise BudgetTooSmall(message, minimum_bytes=least, budget=level.budget)
 
-    def _is_copy(self, entry: _Entry, at: int) -> bool:
+    def _is_copy(self, entry: _TieredBlock, at: int) -> bool:
         """Return whether an entry has an unused copy here. The caller must hold the state's lock."""
         return at in entry.places and not entry.busy and not entry.places[at].pins
 
-    def _may_leave(self, entry: _Entry) -> bool:
+    def _may_leave(self, entry: _TieredBlock) -> bool:
         # A block that cannot be read again stays in the last tier, or it would be lost.
         is_free = not entry.busy and not entry.places[entry.at].pins
         return is_free and (entry.again or entry.at + 1 < self._source)
 
-    def _push_down(self, entry: _Entry) -> bool:
+    def _push_down(self, entry: _TieredBlock) -> bool:
         """Move an entry to the next tier below with enough space. Return False if it is in use. The caller holds the
         turn.
 
@@ -551,7 +551,7 @@ class Tiers(Closeable):
         budget = " or ".join(level.budget for level in below) or self._levels[entry.at].budget
         raise BudgetTooSmall(message, minimum_bytes=entry.block.nbytes, budget=budget)
 
-    def _sink(self, entry: _Entry, to: int) -> bool:
+    def _sink(self, entry: _TieredBlock, to: int) -> bool:
         """Move an entry down to `to`. Return False if it lacks the space, or if the source cannot be read again."""
         if to == self._source:
             if entry.again:
@@ -573,12 +573,12 @@ class Tiers(Closeable):
         self._unpin(entry, place)
         return True
 
-    def _check_unused(self, entry: _Entry) -> None:
+    def _check_unused(self, entry: _TieredBlock) -> None:
         """Raise SourceBusy if the entry is being moved or is pinned. The caller must hold the state's lock."""
         if entry.busy or any(place.pins for place in entry.places.values()):
             raise SourceBusy(f"{entry.block} is in use in {self._names[entry.at]}")
 
-    def _forget(self, entry: _Entry) -> None:
+    def _forget(self, entry: _TieredBlock) -> None:
         """Remove the entry, so that no lookup finds it and waiting threads give up."""
         with self._state:
             entry.gone = True

@@ -44,30 +44,30 @@ def depth_of(devices: Iterable[str]) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Place:
+class _SharedCache:
     """Cache that several workers share, for example those of one host, with the tasks whose input is in it."""
 
     tasks: dict[int, None] = field(default_factory=dict)
     """Tasks that are reserved for this place and not assigned yet, in order. Workers elsewhere may steal them."""
     cost: int = 0
     """Bytes of all these tasks together."""
-    workers: list[_Worker] = field(default_factory=list)
+    workers: list[_ScheduledWorker] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Worker:
+class _ScheduledWorker:
     """Record of one worker. Values that are compared between all workers are in lists, at `index`."""
 
     index: int
     tasks: dict[int, None] = field(default_factory=dict)
     """Assigned tasks that have not finished, in order."""
-    place: _Place
+    place: _SharedCache
     last: float
     """Time at which the worker last finished a task, or got a task while it had none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
+class TaskAssignment:
     """Tasks assigned to one worker."""
 
     tasks: tuple[int, ...] = ()
@@ -107,11 +107,11 @@ class Placement:
         self._cost = [max(1, int(c)) for c in cost]
         self._depth = depth
         self._state = bytearray(len(self._cost))
-        self._workers: dict[str, _Worker] = {}
-        self._places: dict[str, _Place] = {}
-        self._reservations: dict[int, list[_Place]] = {}
+        self._workers: dict[str, _ScheduledWorker] = {}
+        self._places: dict[str, _SharedCache] = {}
+        self._reservations: dict[int, list[_SharedCache]] = {}
         """Places for which each reserved task is reserved."""
-        # Indexed by `_Worker.index`, including lost workers, so that `_steal` can compare all workers in numpy.
+        # Indexed by `_ScheduledWorker.index`, with lost workers, so that `_steal` can compare all workers in numpy.
         self._names: list[str] = []
         self._load: list[int] = []
         """Bytes of the worker's unfinished tasks."""
@@ -154,8 +154,8 @@ class Placement:
         if worker in self._workers:
             raise PlanError(f"worker {worker!r} joined twice")
         present = [self._pace[other.index] for other in self._workers.values()]
-        place = self._places.setdefault(at or f"worker {worker}", _Place())
-        new = self._workers[worker] = _Worker(index=len(self._names), place=place, last=now)
+        place = self._places.setdefault(at or f"worker {worker}", _SharedCache())
+        new = self._workers[worker] = _ScheduledWorker(index=len(self._names), place=place, last=now)
         place.workers.append(new)
         self._names.append(worker)
         self._load.append(0)
@@ -196,7 +196,7 @@ class Placement:
             removed.place.tasks.clear()
             removed.place.cost = 0
 
-    def next(self, worker: str, now: float) -> Assignment:
+    def next(self, worker: str, now: float) -> TaskAssignment:
         """Return the tasks that a worker should begin or queue now. The result is empty if the worker has enough tasks
         or none is left for it."""
         me = self._workers[worker]
@@ -223,7 +223,7 @@ class Placement:
             self._running.setdefault(task, []).append(worker)
             tasks.append(task)
         self._count_spare(me)
-        return Assignment(tasks=tuple(tasks), revoked=tuple(revoked))
+        return TaskAssignment(tasks=tuple(tasks), revoked=tuple(revoked))
 
     def done(self, worker: str, task: int, now: float) -> CompletedTask:
         """Record that a worker finished a task. A worker considered dead may still report one. A task counts once."""
@@ -276,7 +276,7 @@ class Placement:
                 return task
         return None
 
-    def _steal(self, me: _Worker, revoked: list[tuple[str, int]]) -> int | None:
+    def _steal(self, me: _ScheduledWorker, revoked: list[tuple[str, int]]) -> int | None:
         """Return the last task of the worker or place that would finish last, if it finishes sooner here, or None."""
         # Use numpy, since with 1,000 workers this runs for every request at the end of a job. Workers without a task to
         # spare and this worker get -1, which is below every time.
@@ -303,12 +303,12 @@ class Placement:
             revoked.append((name, task))
         return task
 
-    def _end_of(self, place: _Place) -> float:
+    def _end_of(self, place: _SharedCache) -> float:
         """Return the seconds until all tasks reserved for a place would finish if no other worker took any."""
         at = [worker.index for worker in place.workers]
         return (place.cost + sum(self._load[i] for i in at)) / sum(self._pace[i] for i in at)
 
-    def _duplicate(self, worker: str, me: _Worker, now: float) -> int | None:
+    def _duplicate(self, worker: str, me: _ScheduledWorker, now: float) -> int | None:
         """Return the running task that gains most from a second run here, or None if no task gains."""
         best, best_s = None, 0.0
         for name, other in self._workers.items():
@@ -327,7 +327,7 @@ class Placement:
         self.num_twice += best is not None
         return best
 
-    def _update_pace(self, worker: _Worker, pace: float) -> None:
+    def _update_pace(self, worker: _ScheduledWorker, pace: float) -> None:
         """Update a worker's pace. The first pace of all workers also replaces the assumed pace of the others."""
         if not self._is_any_measured:
             self._pace = [pace] * len(self._pace)
@@ -336,14 +336,14 @@ class Placement:
         self._pace[worker.index] += weight * (pace - self._pace[worker.index])
         self._is_measured[worker.index] = True
 
-    def _drop(self, worker: _Worker, task: int) -> None:
+    def _drop(self, worker: _ScheduledWorker, task: int) -> None:
         """Remove a task from a worker that has it."""
         if task in worker.tasks:
             del worker.tasks[task]
             self._load[worker.index] -= self._cost[task]
             self._count_spare(worker)
 
-    def _count_spare(self, worker: _Worker) -> None:
+    def _count_spare(self, worker: _ScheduledWorker) -> None:
         """Count the tasks that may be stolen from a worker."""
         self._spare[worker.index] = max(0, len(worker.tasks) - 1)
 

@@ -31,7 +31,7 @@ _MAX_SPANS = 2000
 
 
 @dataclass(slots=True, kw_only=True)
-class _Worker:
+class _SimulatedWorker:
     """State of a simulated worker.
 
     Attributes:
@@ -76,12 +76,12 @@ def simulate_convert(
     rates.check()
     if len(in_bytes) != len(out_bytes):
         raise PlanError(f"in_bytes has {len(in_bytes)} tasks, but out_bytes has {len(out_bytes)}")
-    run = _Run(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth, compute_gb_per_s)
+    run = _ConversionEvents(np.asarray(in_bytes), np.asarray(out_bytes), cluster, rates, seed, depth, compute_gb_per_s)
     run.go()
     return run.prediction()
 
 
-class _Run:
+class _ConversionEvents:
     """Events of one simulated conversion."""
 
     def __init__(
@@ -101,7 +101,9 @@ class _Run:
         # Use lists, since reading single numbers from numpy arrays costs several times as much.
         self.in_bytes = in_bytes.tolist()
         self.out_bytes = out_bytes.tolist()
-        self.workers = {f"GPU {i}": _Worker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))}
+        self.workers = {
+            f"GPU {i}": _SimulatedWorker(pace=pace) for i, pace in enumerate(self._paces(slowdowns(cluster, seed)))
+        }
         self.placement = Placement((in_bytes + out_bytes).tolist(), depth=depth)
         self.events: list[tuple[float, int, str, int]] = []
         """Heap of (time, sequence number or -1 if the worker dies, worker, task that it finishes)."""
@@ -197,7 +199,7 @@ class _Run:
             if is_first and worker.queue:
                 self._begin(name, worker)
 
-    def _begin(self, name: str, worker: _Worker) -> None:
+    def _begin(self, name: str, worker: _SimulatedWorker) -> None:
         """Record when the first task of a worker's queue finishes."""
         task, at = worker.queue[0]
         nbytes, free, busy, is_drawn = self.in_bytes[task], worker.free, worker.busy, name in _DRAWN
@@ -215,7 +217,7 @@ class _Run:
         # The sequence number breaks ties in the order in which tasks began, so that equal seeds give equal runs.
         heapq.heappush(self.events, (max(at, self.now), self.num_begun, name, task))
 
-    def _ended(self, name: str, worker: _Worker, task: int) -> None:
+    def _ended(self, name: str, worker: _SimulatedWorker, task: int) -> None:
         """Record that the first task of a worker's queue has finished."""
         worker.queue.popleft()
         worker.ended = self.now

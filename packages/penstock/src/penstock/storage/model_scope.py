@@ -133,7 +133,7 @@ class ModelScopeStorage(RepositoryStorage):
         """Do nothing, because a listing always comes from the hub."""
 
 
-class _Entry(msgspec.Struct):
+class _ListedFile(msgspec.Struct):
     """The hub's entry for a file or directory."""
 
     Path: str
@@ -143,16 +143,16 @@ class _Entry(msgspec.Struct):
     Type: str = "blob"
 
 
-class _Files(msgspec.Struct):
+class _FileList(msgspec.Struct):
     """The inner part of an answer about files."""
 
-    Files: list[_Entry] | None = None
+    Files: list[_ListedFile] | None = None
 
 
 class _Answer(msgspec.Struct):
     """The hub's answer about the files at a revision."""
 
-    Data: _Files | list[_Entry] | None = None
+    Data: _FileList | list[_ListedFile] | None = None
 
 
 # Most files of a model in one answer. The hub does not say when it left some out. Source: modelscope_hub,
@@ -177,12 +177,12 @@ class _Listing:
         self._uri = where.at(revision, "")
         self._num_requests = 0
 
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[_ListedFile]:
         """Return all files and directories. Raises as `RepositoryStorage.list_revision`."""
         return self._pages() if self._where.kind == "dataset" else self._below("")
 
-    def _pages(self) -> list[_Entry]:
-        found: list[_Entry] = []
+    def _pages(self) -> list[_ListedFile]:
+        found: list[_ListedFile] = []
         while True:
             page = self._ask(Recursive="True", PageNumber=str(len(found) // _PAGE + 1), PageSize=str(_PAGE))
             found += page
@@ -190,7 +190,7 @@ class _Listing:
             if len(page) != _PAGE:
                 return found
 
-    def _below(self, root: str) -> list[_Entry]:
+    def _below(self, root: str) -> list[_ListedFile]:
         """Return all entries below a directory, by one request or by one for each directory in it."""
         named = {"Root": root} if root else {}
         found = self._ask(Recursive="True", **named)
@@ -202,7 +202,7 @@ class _Listing:
         directories = [entry.Path for entry in found if entry.Type == "tree" and entry.Path != root]
         return found + [entry for directory in directories for entry in self._below(directory)]
 
-    def _ask(self, **parameters: str) -> list[_Entry]:
+    def _ask(self, **parameters: str) -> list[_ListedFile]:
         self._num_requests += 1
         if self._num_requests > _MAX_REQUESTS:
             raise FormatError(f"the listing takes more than {_MAX_REQUESTS} requests", uri=self._uri)
@@ -221,7 +221,7 @@ class _Listing:
             raise SourceUnavailable(message, uri=self._uri, hint=error.hint or _NO_ANSWER) from error
         if answer is None:
             raise _refusal(status, self._uri)
-        data = answer.Data.Files if isinstance(answer.Data, _Files) else answer.Data
+        data = answer.Data.Files if isinstance(answer.Data, _FileList) else answer.Data
         return data or []
 
 

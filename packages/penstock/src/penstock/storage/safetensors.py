@@ -70,16 +70,16 @@ class Header:
 
 
 # gc=False saves the garbage collector's bookkeeping: a header has 60,000 of these, and they form no cycles.
-class _Span(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
+class _DataOffsets(msgspec.Struct, gc=False, array_like=True, forbid_unknown_fields=True):
     start: int
     stop: int
 
 
 # Unknown fields are accepted, as other readers do. They change the number of strings, so the header is walked.
-class _Entry(msgspec.Struct, gc=False):
+class _TensorEntry(msgspec.Struct, gc=False):
     dtype: DType
     shape: tuple[int, ...]
-    data_offsets: _Span
+    data_offsets: _DataOffsets
 
 
 class _MetadataOnly(msgspec.Struct, rename={"value": _METADATA}):
@@ -90,8 +90,8 @@ class _Index(msgspec.Struct):
     weight_map: msgspec.Raw
 
 
-_ENTRY = msgspec.json.Decoder(_Entry)
-_ENTRIES = msgspec.json.Decoder(dict[str, _Entry | None])
+_ENTRY = msgspec.json.Decoder(_TensorEntry)
+_ENTRIES = msgspec.json.Decoder(dict[str, _TensorEntry | None])
 _RAW_ENTRIES = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _METADATA_ONLY = msgspec.json.Decoder(_MetadataOnly)
 _STRINGS = msgspec.json.Decoder(dict[str, str])
@@ -197,7 +197,7 @@ def _split_metadata(raw: bytes, uri: str) -> tuple[dict[str, str], bytes]:
     return metadata, rest
 
 
-def _decode_entries(rest: bytes, uri: str) -> dict[str, _Entry]:
+def _decode_entries(rest: bytes, uri: str) -> dict[str, _TensorEntry]:
     """Decode all entries of a header without metadata. FormatError names the tensor at fault, if there is one."""
     if len(rest) > _LARGE_BYTES:
         # Count before decoding: Python objects for all entries of a hostile header would take gigabytes.
@@ -265,7 +265,7 @@ def table_nbytes(dtypes: Sequence[DType], shapes: Sequence[tuple[int, ...]]) -> 
     return np.fromiter(map(kinds.__getitem__, zip(dtypes, shapes, strict=True)), np.int64, len(dtypes))
 
 
-def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
+def _table(entries: dict[str, _TensorEntry], *, data_offset: int, data_nbytes: int, uri: str) -> TensorTable:
     """Return the entries as columns in file order. Check each against its shape, its neighbours and the file size."""
     # numpy checks columns. Checking 60,000 entries in a Python loop would take longer than decoding them.
     names = tuple(entries)
@@ -314,7 +314,7 @@ def _table(entries: dict[str, _Entry], *, data_offset: int, data_nbytes: int, ur
     return table
 
 
-def _offsets(entries: dict[str, _Entry], uri: str) -> tuple[I64, I64]:
+def _offsets(entries: dict[str, _TensorEntry], uri: str) -> tuple[I64, I64]:
     """Return the offsets at which bodies start and stop, in bytes from the first body."""
     spans = [entry.data_offsets for entry in entries.values()]
     try:

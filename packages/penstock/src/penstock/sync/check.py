@@ -91,7 +91,7 @@ def _decoded(value: _Value) -> Any:
     return flat.view(kind).reshape(value.shape)
 
 
-class _Copies(Mapping[str, torch.Tensor]):
+class _CopiedTensors(Mapping[str, torch.Tensor]):
     """Tensors by name. Each access returns a new copy."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -195,7 +195,7 @@ def staged_version(
     tensors, unknown = requirements.in_copy(lambda tensor: _moved(tensor, live, copy))
     return StagedVersion(
         version=version,
-        tensors=_Copies(tensors),
+        tensors=_CopiedTensors(tensors),
         expected=decode_values(expected),
         unknown=frozenset(unknown),
         model=model,

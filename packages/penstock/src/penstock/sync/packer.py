@@ -52,7 +52,7 @@ class _Buffer:
 
 
 @dataclass(slots=True, eq=False)
-class _Pool:
+class _DeviceBuffers:
     """The buffers on one device. They are allocated when they are first needed."""
 
     most: int
@@ -79,7 +79,7 @@ class Packer(Closeable):
         self.num_packed = 0
         # Guards the pools and their buffers. It is notified when a buffer may be free.
         self._changed = threading.Condition()
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, _DeviceBuffers] = {}
         # Guards the streams.
         self._queueing = threading.Lock()
         self._streams: dict[str, torch.cuda.Stream] = {}
@@ -101,7 +101,7 @@ class Packer(Closeable):
         """
         deadline = time.monotonic() + wait_s
         with self._changed:
-            pool = self._pools.setdefault(device, _Pool(NUM_BUFFERS))
+            pool = self._pools.setdefault(device, _DeviceBuffers(NUM_BUFFERS))
             while True:
                 if self._is_closed:
                     raise StaleDescriptor("this rank stopped serving its memory")

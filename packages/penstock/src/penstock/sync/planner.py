@@ -40,7 +40,7 @@ LayoutToken = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class _Plan:
+class _EncodedPlan:
     """A plan, and its encoded parts that were requested so far."""
 
     plan: SyncPlan
@@ -93,7 +93,7 @@ class Planner:
         # Layouts of sources by their digest, as the hub lists it, and layouts of receivers by member, with the digest.
         self._layouts_by_digest: dict[str, Layout] = {}
         self._wants: dict[str, tuple[str, Layout]] = {}
-        self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[tuple[LayoutToken, ...], tuple[LayoutToken, ...]], _EncodedPlan] = OrderedDict()
 
     def part(self, asker: str, request: PartRequest) -> PartOutcome:
         """Return a receiver's part of the plan with its sources.
@@ -252,7 +252,9 @@ class Planner:
             return NotYet(version=version, epoch=epoch, why=why)
         raise StaleDescriptor(f"no member has version {version} any more", hint="update to the next version")
 
-    def _planned(self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]) -> tuple[_Plan, bytes]:
+    def _planned(
+        self, asker: str, members: Sequence[SyncMember], holders: list[SyncMember]
+    ) -> tuple[_EncodedPlan, bytes]:
         """Return the plan with these sources for all known receivers, and the requester's encoded part."""
         # Make one plan at a time. Receivers ask for the same version within milliseconds, and the second must use the
         # plan of the first.
@@ -284,7 +286,7 @@ class Planner:
         source_token: tuple[LayoutToken, ...],
         layouts: Sequence[Layout],
         wants: dict[str, tuple[str, Layout]],
-    ) -> _Plan:
+    ) -> _EncodedPlan:
         """Return the plan for these layouts. The first request creates it. Only one thread may call this at a time."""
         token = source_token, tuple((member, digest) for member, (digest, _) in sorted(wants.items()))
         cached = self._plans.get(token)
@@ -297,7 +299,7 @@ class Planner:
                     layouts,
                     [wants[receiver][1] for receiver in sorted(wants) if self._fits(layouts, wants[receiver][1])],
                 )
-            cached = self._plans[token] = _Plan(plan)
+            cached = self._plans[token] = _EncodedPlan(plan)
         with self._lock:
             self._plans.move_to_end(token)
             while len(self._plans) > _KEPT_PLANS:
@@ -305,7 +307,7 @@ class Planner:
         if asker not in cached.plan.receivers:
             # The requester was left out because it does not match. Planning for it alone raises the error with the
             # reasons.
-            return _Plan(self._plan(layouts, [wants[asker][1]]))
+            return _EncodedPlan(self._plan(layouts, [wants[asker][1]]))
         return cached
 
     def _plan(self, layouts: Sequence[Layout], wants: Sequence[Layout]) -> SyncPlan:

@@ -156,7 +156,7 @@ class RangeServer:
     def __enter__(self) -> Self:
         for name, data in self._given.items():
             self.replace(name, data)
-        self._server = _Server((self._host, 0), _Handler)
+        self._server = _RangeHttpServer((self._host, 0), _Handler)
         self._server.owner = self
         if self._tls is not None:  # the handshake happens in the connection's own thread, at its first read
             self._server.socket = self._tls.wrap_socket(
@@ -272,7 +272,7 @@ def _shutdown(connection: socket.socket) -> None:
         return  # the client was first
 
 
-class _Server(ThreadingHTTPServer):
+class _RangeHttpServer(ThreadingHTTPServer):
     daemon_threads = False
     block_on_close = True
     request_queue_size = 128
@@ -285,7 +285,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    server: _Server
+    server: _RangeHttpServer
 
     def setup(self) -> None:
         super().setup()

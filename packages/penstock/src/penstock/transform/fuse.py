@@ -66,7 +66,7 @@ class _Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Group:
+class _LaunchTiles:
     """Tiles of one launch."""
 
     key: _Key
@@ -84,7 +84,7 @@ class Fusion:
 
     form: Format
     jobs: tuple[KernelJob, ...]
-    groups: tuple[_Group, ...]
+    groups: tuple[_LaunchTiles, ...]
     peaks: torch.Tensor
     """int32 for each job whose amax is measured."""
 
@@ -114,7 +114,7 @@ class Fusion:
                 self._launch(group)
             self._wholes()
 
-    def _launch(self, group: _Group) -> None:
+    def _launch(self, group: _LaunchTiles) -> None:
         rows, cols = _tile(self.form, group.key.flat)
         if self.form.scaling == "none":
             _launch("cast_tiles", group, TARGET=str(self.form.values), TILE_ROWS=rows, TILE_COLS=cols)
@@ -252,7 +252,7 @@ def _tile(form: Format, flat: bool) -> tuple[int, int]:
     return _WIDE_BLOCK if form.block[0] > 1 else _TILE
 
 
-def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Group:
+def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _LaunchTiles:
     """Return the launch of these matrices. Its table has their columns, the first tile of each, and the matrix of each
     tile."""
     tile_rows, tile_cols = _tile(form, key.flat)
@@ -266,10 +266,10 @@ def _group(form: Format, key: _Key, entries: I64, device: torch.device) -> _Grou
     columns[10 * len(entries) : _COLUMNS * len(entries)] = stop - tiles
     columns[_COLUMNS * len(entries) :] = np.repeat(np.arange(len(entries)), tiles)
     table = host.to(device, non_blocking=True)
-    return _Group(key=key, table=table, num_matrices=len(entries), num_tiles=int(stop[-1]))
+    return _LaunchTiles(key=key, table=table, num_matrices=len(entries), num_tiles=int(stop[-1]))
 
 
-def _launch(name: str, group: _Group, *, num_warps: int = 4, **constants: int | str) -> None:
+def _launch(name: str, group: _LaunchTiles, *, num_warps: int = 4, **constants: int | str) -> None:
     arguments = group.table, group.num_matrices, _COLUMNS * group.num_matrices
     constants |= {"SOURCE": str(group.key.dtype), "WIDE": group.key.wide}
     launch("penstock.transform.quantize_triton", name, group.num_tiles, arguments, constants, num_warps=num_warps)

@@ -329,7 +329,7 @@ _DECODER = msgspec.msgpack.Decoder(CudaPayload)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class _Group:
+class _QueuedCopies:
     """Copies laid out for one stream, which can be queued repeatedly. An event follows them."""
 
     queue: Callable[[], None]
@@ -371,7 +371,7 @@ class CudaIpcTransport:
         page = GenerationTable.create()
         self._endpoint = Endpoint(self.name, page, abstract_name=f"penstock-{page.name}")
         self._mapped: PeerMappings[Mapped] = PeerMappings()
-        self._laid_out: WeakKeyDictionary[Rectangles, dict[tuple[int, int, int], Sequence[_Group]]] = (
+        self._laid_out: WeakKeyDictionary[Rectangles, dict[tuple[int, int, int], Sequence[_QueuedCopies]]] = (
             WeakKeyDictionary()
         )
         """Laid out copies of rectangles by addresses, since a sync reads the same rectangles for each version."""
@@ -446,7 +446,7 @@ class CudaIpcTransport:
         mine = self._endpoint.check_mine(into, source)
         rectangles.check(src_nbytes=source.nbytes, dst_nbytes=mine.memory.nbytes)
 
-        def lay_out(ours: int, base: int, device: int) -> Sequence[_Group]:
+        def lay_out(ours: int, base: int, device: int) -> Sequence[_QueuedCopies]:
             # Both addresses are part of the key. The same rectangles may be read into different memory, or from a peer
             # that was mapped again.
             prepared, at = self._laid_out.setdefault(rectangles, {}), (ours, base, device)
@@ -463,7 +463,7 @@ class CudaIpcTransport:
         mine: OwnHandle,
         source: Descriptor,
         nbytes: int,
-        lay_out: Callable[[int, int, int], Iterable[_Group]],
+        lay_out: Callable[[int, int, int], Iterable[_QueuedCopies]],
     ) -> CudaRead:
         """Queue a read. `lay_out` gets the local address, the peer's mapped address, and the device."""
         payload = decode_payload(source, _DECODER)
@@ -541,14 +541,14 @@ class CudaIpcTransport:
 
     def _groups_of(
         self, rows: Segments, rectangles: Rectangles | None, ours: int, base: int, device: int
-    ) -> Iterator[_Group]:
+    ) -> Iterator[_QueuedCopies]:
         """Yield the copies in groups that alternate between the streams."""
         pool = self._streams.of(device)
         driver = self._driver
         for batch in () if rectangles is None else rectangles.addressed(ours, base, GROUP_BYTES):
             stream = pool.take_stream()
             queue = driver.lay_out_rectangles(batch, device, stream)
-            yield _Group(queue=queue, stream=stream, nbytes=int(batch.nbytes.sum()))
+            yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(batch.nbytes.sum()))
         short = rows.nbytes < SHORT_BYTES
         short &= short.sum() >= MANY
         for is_short in (True, False):
@@ -556,9 +556,9 @@ class CudaIpcTransport:
                 stream = pool.take_stream()
                 gather = partial(driver.gather, dst, src, nbytes, device, stream)
                 queue = gather if is_short else partial(driver.copy, dst, src, nbytes, stream)
-                yield _Group(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
+                yield _QueuedCopies(queue=queue, stream=stream, nbytes=int(nbytes.sum()))
 
-    def _mark(self, read: CudaRead, device: int, group: _Group) -> None:
+    def _mark(self, read: CudaRead, device: int, group: _QueuedCopies) -> None:
         """Record an event after a group, which shows that its bytes have arrived."""
         event = self._streams.of(device).take_event()
         self._driver.record(event, group.stream)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _WorkerThread:
     """A worker's thread, and its connection once there is one."""
 
     thread: threading.Thread | None = None
@@ -45,11 +45,11 @@ class ThreadLauncher(Closeable):
         # Here and not in a worker's thread, where Ctrl-C would not end it: it takes seconds.
         with extras_named():
             importlib.import_module("torch")
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, _WorkerThread] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         """See `Launcher.spawn`. DestinationError: the system starts no more threads."""
-        started = _Worker()
+        started = _WorkerThread()
         # A daemon: a program that ends must not wait for a read that hangs in the kernel.
         started.thread = threading.Thread(
             target=_work, args=(started, worker, device, address, secret), name=f"penstock-{worker}", daemon=True
@@ -77,7 +77,7 @@ class ThreadLauncher(Closeable):
             self.kill(worker)
 
 
-def _work(state: _Worker, worker: str, device: str, address: str, secret: str) -> None:
+def _work(state: _WorkerThread, worker: str, device: str, address: str, secret: str) -> None:
     """Run a worker until its job ends or it is killed: the body of a thread."""
     import torch
 

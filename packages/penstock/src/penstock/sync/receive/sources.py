@@ -601,7 +601,7 @@ class TransferReport:
 
 
 @dataclass(slots=True)
-class _Span:
+class _OccupiedTime:
     """The time during which at least one thread is inside.
 
     Reads overlap, so a sum over threads would exceed the run.
@@ -626,7 +626,7 @@ class _Span:
 class _Counts:
     """The figures of one source."""
 
-    wire: _Span = field(default_factory=_Span)
+    wire: _OccupiedTime = field(default_factory=_OccupiedTime)
     nbytes: int = 0
     ready_s: float = 0.0
 
@@ -641,7 +641,7 @@ class TransferStats:
     def __init__(self, reads: Mapping[int, SourceRead]) -> None:
         self._reads = {read.member: read for read in reads.values()}
         self._counts = {member: _Counts() for member in self._reads}
-        self._wire = _Span()
+        self._wire = _OccupiedTime()
         self._begun = time.perf_counter()
         self._digest_s = 0.0
         self._lock = threading.Lock()

@@ -91,7 +91,7 @@ def written_alone(model: torch.nn.Module, specs: Specs, run: Load, device: torch
         LoaderRaised: the loader needs other tensors too.
     """
     # Again without values. This watch is inside the recorder's, so it sees each operator before that replaces it.
-    seen = _Watch()
+    seen = _WriteWatch()
 
     def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with seen:
@@ -165,7 +165,7 @@ class _Pass:
                 tensor.data = data
 
 
-class _Watch(TorchDispatchMode):
+class _WriteWatch(TorchDispatchMode):
     """Dispatch mode that notes the memory that operators write to."""
 
     def __init__(self) -> None:

@@ -77,7 +77,7 @@ class Recorded(torch.Tensor):
         raise self._recorder.refuse([self], "numpy")
 
 
-class _Watch(TorchDispatchMode):
+class _OperatorWatch(TorchDispatchMode):
     """Dispatch mode that passes every operator of this thread to the recorder: plain ones write live tensors too."""
 
     def __init__(self, recorder: LoadRecorder) -> None:
@@ -94,7 +94,7 @@ class _Watch(TorchDispatchMode):
         return self._recorder.dispatch(func, args, kwargs or {})
 
 
-class _HiddenWatch(_Watch):
+class _HiddenWatch(_OperatorWatch):
     """The same, hidden from Dynamo: for processes that have imported it, as `torch.compile` does."""
 
     @classmethod
@@ -109,7 +109,7 @@ class LoadRecorder:
     """The record of one run of a loader."""
 
     def __init__(self, model: torch.nn.Module, device: torch.device) -> None:
-        self.watch = (_HiddenWatch if "torch._dynamo" in sys.modules else _Watch)(self)
+        self.watch = (_HiddenWatch if "torch._dynamo" in sys.modules else _OperatorWatch)(self)
         self.device = device
         self.read: dict[str, str] = {}
         """Tensors whose values were read, with the reason: this run cannot be used."""

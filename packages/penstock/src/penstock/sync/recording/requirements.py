@@ -466,7 +466,7 @@ class _Source:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Place:
+class _BoxPlace:
     """A destination of a box of a checkpoint tensor; in scratch it has no tensor until that is allocated."""
 
     source: _Source
@@ -492,15 +492,15 @@ class _Destinations:
         self._live = live_tensors(model)
         self._touched = touched
         self._device = next((t.device for t in self._live.values()), torch.device("cpu"))
-        self._places: list[_Place] = []
-        self._whole: dict[str, _Place] = {}
-        self._rows: list[tuple[_Place, Box]] = []
-        self._copies: list[tuple[_Place, _Place, Box]] = []
-        self._moves: list[tuple[_Place, LayoutRecord]] = []
+        self._places: list[_BoxPlace] = []
+        self._whole: dict[str, _BoxPlace] = {}
+        self._rows: list[tuple[_BoxPlace, Box]] = []
+        self._copies: list[tuple[_BoxPlace, _BoxPlace, Box]] = []
+        self._moves: list[tuple[_BoxPlace, LayoutRecord]] = []
 
     def lay(self, source: _Source, records: Sequence[LayoutRecord], *, whole: bool) -> None:
         """Find places for the required boxes of one tensor, the larger boxes first."""
-        mine: list[_Place] = []
+        mine: list[_BoxPlace] = []
         # The loader gets the whole tensor, from scratch; records of the same tensor are copied from there too.
         if whole:
             mine.append(self._add(source, Box.full(source.shape), self._device, None))
@@ -529,8 +529,8 @@ class _Destinations:
             if view is None:
                 self._moves.append((place, entry))
 
-    def _add(self, source: _Source, box: Box, device: torch.device, view: torch.Tensor | None) -> _Place:
-        self._places.append(_Place(source=source, box=box, device=device, tensor=view))
+    def _add(self, source: _Source, box: Box, device: torch.device, view: torch.Tensor | None) -> _BoxPlace:
+        self._places.append(_BoxPlace(source=source, box=box, device=device, tensor=view))
         return self._places[-1]
 
     def _direct(self, record: LayoutRecord, source: _Source) -> torch.Tensor | None:
@@ -590,7 +590,7 @@ class _Destinations:
             _is_inference=any(tensor.is_inference() for tensor in self._live.values()),
         )
 
-    def _allocate(self, places: Sequence[_Place]) -> int:
+    def _allocate(self, places: Sequence[_BoxPlace]) -> int:
         """Allocate one arena per device for all rows in scratch; return the bytes."""
         total = 0
         for device in dict.fromkeys(place.device for place in places):
