@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.benchmarks.test_tiers import ran
+from tests.benchmarks.test_tiers import run_benchmark
 from tests.support.compare import assert_same, by_safetensors
 from tests.support.keeper import KeeperProcess
 
@@ -79,5 +79,5 @@ def test_cached_models_swap_on_device(runtime, tmp_path: Path) -> None:
 
 
 def test_tier_benchmark_runs_on_gpu(tmp_path: Path) -> None:
-    found = ran("--device", "cuda:0", "--dir", str(tmp_path))
+    found = run_benchmark("--device", "cuda:0", "--dir", str(tmp_path))
     assert "| host -> gpu |" in found and "| gpu -> host, first |" in found, found

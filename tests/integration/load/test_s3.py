@@ -245,12 +245,12 @@ def test_multipart_object_is_read(server: S3Server, options: dict[str, str]) -> 
 
 
 def test_unsigned_reads_use_bare_url(server: S3Server, options: dict[str, str]) -> None:
-    """Without signatures the bare URL is read; here the bucket is not public, so only the way is seen."""
+    """The bucket is not public, so the test checks the URL and reads nothing."""
     unsigned = options | {"skip_signature": "true"}
     place = objects.locate_object("s3://weights/some key.bin", settings=SETTINGS, options=unsigned)
-    address, _ = objects._address(place, settings=SETTINGS, options=unsigned)
-    assert address is not None
-    assert address.url().geturl() == f"{server.endpoint}/weights/some%20key.bin"
+    origin, _ = objects._origin(place, settings=SETTINGS, options=unsigned)
+    assert origin is not None
+    assert origin.url().geturl() == f"{server.endpoint}/weights/some%20key.bin"
 
 
 def test_request_payer_is_read_through_obstore(server: S3Server, options: dict[str, str]) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,15 +90,15 @@ def test_sglang_prepares_kernels_where_memory_is_releasable(
 
 
 def test_constants_are_allocated_outside_loading_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, place = [], cuda._place
+    threads, constants = [], xxh3_constants.constants
 
-    def note(*arguments: object) -> torch.Tensor:
+    def note_thread() -> np.ndarray:
         threads.append(threading.get_ident())
-        return place(*arguments)  # type: ignore[arg-type]
+        return constants()
 
-    monkeypatch.setattr(cuda, "_place", note)
+    monkeypatch.setattr(xxh3_constants, "constants", note_thread)
     placed = cuda._constants.__wrapped__(torch.device("cpu"))
-    assert placed.numpy().tolist() == xxh3_constants.constants().tolist()
+    assert placed.numpy().tolist() == constants().tolist()
     assert threads and threads[0] != threading.get_ident()
 
 
