@@ -98,7 +98,7 @@ def test_commands_without_torch_exit_as_usage_errors(tmp_path: Path, llama: str)
     commands = [
         f"load {llama}",
         f"cache {llama}",
-        "keep --accept",
+        "cache --accept",
         f"fetch {llama} --to out --fallback {llama}",
         f"fetch {llama} --device cpu",
         f"convert {llama} out",

@@ -338,7 +338,7 @@ def test_partly_filled_cache_is_no_model_offline(hub: HuggingFaceServer, monkeyp
     for shard in (1, 2):
         huggingface_hub.hf_hub_download("org/sharded", f"model-0000{shard}-of-00003.safetensors", endpoint=hub.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(NotFound, match="holds 2 of 3"):
+    with pytest.raises(NotFound, match="has 2 of 3"):
         ps.load("hf://org/sharded", "cpu")
     first = ps.load("hf://org/sharded/model-00001-of-00003.safetensors", "cpu")
     assert set(first) == {f"layer.{i}.weight" for i in (0, 3, 6, 9)}

@@ -64,7 +64,7 @@ def test_invalid_cluster_raises_config_error(tmp_path: Path) -> None:
 @long_running
 def test_calibrated_rates_are_used(tmp_path: Path, llama: str) -> None:
     file = tmp_path / "rates.json"
-    run("doctor", "--calibrate", str(file))
+    run("calibrate", str(file))
     rates = from_json(file.read_bytes(), Rates)
     rates.check()
     said = dict(rates.source)
