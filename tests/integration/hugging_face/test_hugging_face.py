@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -63,9 +64,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFace
         yield server
 
 
-def load(hub: HuggingFaceServer, uri: str, **options: object) -> ps.Weights:
-    extra = options.pop("storage_options", {})
-    return ps.load(uri, "cpu", **options, settings=ps.ReadSettings(storage_options={"endpoint": hub.url, **extra}))
+def load(hub: HuggingFaceServer, uri: str, *, settings: ps.ReadSettings | None = None, **options: object) -> ps.Weights:
+    settings = settings or ps.ReadSettings()
+    storage_options = {"endpoint": hub.url, **(settings.storage_options or {})}
+    return ps.load(uri, "cpu", **options, settings=replace(settings, storage_options=storage_options))
 
 
 def test_load_streams_and_compares_hub_digest(hub: HuggingFaceServer, tmp_path: Path) -> None:
