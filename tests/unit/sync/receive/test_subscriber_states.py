@@ -589,6 +589,25 @@ def test_refused_copy_keeps_version_staged(sync: MemorySync, holder: MemoryHolde
         assert_live(sync, subscriber, 2)
 
 
+def test_failed_first_flip_resumes_engine(sync: MemorySync, holder: MemoryHolder) -> None:
+    # The engine serves weights from files, and no version is live yet.
+    with sync.subscriber() as subscriber:
+        subscriber.stage()
+        copy = subscriber._update_loop.copy_staged
+
+        def refuse(staged: object) -> None:
+            raise PeerLost("the driver refused")
+
+        subscriber._update_loop.copy_staged = refuse  # type: ignore[method-assign]
+        with pytest.raises(PeerLost, match="the driver refused"):
+            subscriber.commit()
+        assert [name for name, _, _ in sync.calls][-2:] == ["before_pause", "after_resume"]
+        assert (state(subscriber), subscriber.version, subscriber.is_dirty) == (S.STAGED, -1, False)
+        subscriber._update_loop.copy_staged = copy  # type: ignore[method-assign]
+        subscriber.commit()
+        assert_live(sync, subscriber, 1)
+
+
 @MODES
 def test_moved_target_is_read_again(sync: MemorySync, holder: MemoryHolder, mode: str) -> None:
     with sync.subscriber(mode) as subscriber:

@@ -41,7 +41,7 @@ _LOOK_S = 0.2
 """Pause between looks for the drain file: short beside a pod's grace period, nothing beside an engine's work."""
 DRAIN_S = 30.0
 """Longest wait for readers at the end. Source: Kubernetes' default terminationGracePeriodSeconds."""
-OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "serve", "max_bytes_per_s", "drain_file")
+OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "stall_s", "serve", "max_bytes_per_s", "drain_file")
 """Keys of an engine's extra configuration that `FleetOptions.read` takes."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
 _OWN_OPTIONS = ("compile_cache", "device", "distributed", "weight_cache", "memory_bytes", "storage_options", "verify")
@@ -65,6 +65,8 @@ class FleetOptions:
     """Second port at the host of `listen`, for the bytes that others read; 0: any free one."""
     token_file: str | None = None
     """A file whose first token is sent to the hub."""
+    stall_s: float | None = None
+    """Seconds without progress after which the hub or a member counts as stalled. None means `PENSTOCK_STALL_S`."""
     serve: bool = True
     """Keep the checkpoint in memory and serve it until the process ends."""
     max_bytes_per_s: int = 0
@@ -88,8 +90,8 @@ class FleetOptions:
         if "fleet" not in options:
             if _hub_is_known(extra) and not extra.get("distributed"):
                 options["fleet"] = _name_of(model)
-            # A weight cache is found by a hub, too; alone, these two are about the weight cache.
-            elif options.keys() <= {"hub", "token_file"}:
+            # Alone, these options are for a weight cache, which a hub finds too.
+            elif options.keys() <= {"hub", "token_file", "stall_s"}:
                 return None
             else:
                 raise ConfigError(

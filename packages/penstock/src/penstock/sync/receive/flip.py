@@ -159,9 +159,10 @@ class FlipOrder:
         if states.now is not S.FLIPPING:
             return
         states.enter(flip.before if flip.before in (S.STAGED, S.PREPARED) else states.at_rest)
-        if states.version < 0 or states.at_rest is S.DIRTY:
+        if states.at_rest in (S.DIRTY, S.RELEASED):
             return
-        if states.is_current:
+        # Without a live version the engine has other weights, from files for example, and resumes with them.
+        if states.is_current and states.version >= 0:
             self._serving.begin(states.live.epoch, states.version, states.live.metadata)
         self._leases.open_to_readers()
         self._call("after_resume", states.version)

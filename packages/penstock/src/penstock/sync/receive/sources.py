@@ -66,7 +66,7 @@ class SourceLink(Protocol):
 
         Raises:
             StaleDescriptor: the source has a different version now.
-            PeerLost, SourceUnavailable: the source is gone or does not answer.
+            PeerLost, SourceStalled: the source is gone or does not answer.
         """
         ...
 

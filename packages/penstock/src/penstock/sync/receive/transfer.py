@@ -233,7 +233,7 @@ class Transfer:
         Raises:
             PlanError: the part does not match both ends, a source is missing, or the sources have several versions.
             StaleDescriptor: a source changed its bytes.
-            PeerLost, SourceUnavailable, SourceStalled: a source is gone or silent.
+            PeerLost, SourceStalled: a source is gone or silent.
             IntegrityError: a source's bytes differ from its digests. For all source errors `lost` names the source.
             DestinationError: the receiver's device failed, or may still be written to.
         """
