@@ -47,7 +47,7 @@ def run(
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     try:
-        # nosec: the user's own command, without a shell.
+        # This is the command of the user, and no shell reads it.
         os.execvpe(program, command, environment)  # nosec B606
     except OSError as error:
         raise ConfigError(
