@@ -1,7 +1,4 @@
-"""A server of HTTP whose answers are one function, for answers that no real server gives.
-
-In: a function of the request's handler. Out: a URL, the headers of all requests.
-"""
+"""An HTTP server with one handler function, for responses that no real server sends."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ Behave = Callable[[BaseHTTPRequestHandler], None]
 
 
 class Server:
-    """A server that behaves as one function says, and keeps the headers of its requests."""
+    """A server that calls `behave` for each request and keeps the headers of its requests."""
 
     def __init__(self, behave: Behave) -> None:
         self.seen: list[dict[str, str]] = []

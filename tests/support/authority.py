@@ -1,7 +1,4 @@
-"""A certificate authority in a directory, so that tests of TLS meet real certificates.
-
-In: names. Out: PEM files. Not here: what is trusted (`hub.auth`, `hub.tls`).
-"""
+"""A certificate authority in a directory, so that tests of TLS use real certificates. It writes PEM files."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from cryptography.x509.oid import NameOID
 
 
 class Authority:
-    """Signs for an hour, for 127.0.0.1, ::1 and further names of hosts.
+    """An authority that signs certificates for 127.0.0.1, ::1 and further host names, valid for an hour.
 
     Attributes:
-        ca_file: what to trust.
+        ca_file: the certificate to trust.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -30,12 +27,12 @@ class Authority:
         self.ca_file, _ = self._write("ca", self._own, self._key)
 
     def sign(self, name: str, *hosts: str) -> tuple[Path, Path]:
-        """Files of a certificate and its key."""
+        """Return the files of a certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._write(name, _certificate(name, key, self._own, self._key, hosts), key)
 
     def stranger(self, name: str) -> tuple[Path, Path]:
-        """Files of a certificate that signed itself."""
+        """Return the files of a self-signed certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._write(name, _certificate(name, key, None, key), key)
 

@@ -1,7 +1,6 @@
-"""Run `penstock` command lines in processes forked from the tests' fork server, without seconds of imports.
+"""Runs `penstock` commands in processes forked from the tests' fork server, which saves seconds of imports.
 
-In: the words of a command line. Out: its exit code, and what it wrote; or its process, to be stopped and killed.
-Not here: how an interpreter starts one (`tests/unit/cli/test_main.py`).
+`tests/unit/cli/test_main.py` tests how a new interpreter starts a command.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ LAST_S = 120.0
 def run(
     fork_server: ForkServer, words: Sequence[str], *, timeout_s: float = LAST_S
 ) -> subprocess.CompletedProcess[str]:
-    """`penstock` with these words, here and with this environment, to its end.
+    """Run `penstock` with these arguments in this directory and environment, and wait for its end.
 
     Raises:
-        TimeoutExpired: it did not end in time; it is killed.
+        TimeoutExpired: it did not end in time and was killed.
     """
     with tempfile.TemporaryDirectory() as directory:
         out, err = Path(directory, "out"), Path(directory, "err")
@@ -36,9 +35,9 @@ def run(
 def start(
     fork_server: ForkServer, words: Sequence[str], environ: Mapping[str, str] | None = None, *, terminal: str = ""
 ) -> Forked:
-    """`penstock` with these words, here and with this environment and more.
+    """Start `penstock` with these arguments in this directory and environment, plus `environ`.
 
-    What it says on stderr is its `stdout`; with a terminal's path, all that it says goes there.
+    Its stderr is the `stdout` of the process. With a terminal's path, all of its output goes there.
     """
     directory, present = surroundings()
     told = [directory, {**present, **(environ or {})}, terminal or os.devnull, terminal, list(words)]
@@ -46,7 +45,7 @@ def start(
 
 
 def main(told: tuple[str, Mapping[str, str], str, str, Sequence[str]]) -> int:
-    """In the forked process: the command, as its entry point runs it; its exit code."""
+    """Run the command as its entry point does, in the forked process. Return its exit code."""
     from penstock.cli.main import run as command
 
     directory, environ, out, err, words = told

@@ -23,7 +23,7 @@ def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def all_bits(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return a short text per tensor that stands for its dtype, shape and bytes. Processes exchange these texts."""
+    """Return a short text for each tensor, made from its dtype, shape and bytes. Processes exchange these texts."""
     return {name: _digest(tensor) for name, tensor in tensors.items()}
 
 

@@ -1,10 +1,8 @@
-"""Containers of this host's own files: namespaces and an overlay instead of an image, for tests of what images do.
+"""Containers that use this host's files through namespaces and an overlay instead of an image. They need root on Linux.
 
-In: mounts, a user, a command. Out: processes in mount, PID and network namespaces of their own. Needs root on Linux.
-Not here: which containers a manifest or a Dockerfile asks for (`kubernetes`, `tests/integration/deploy`).
-
-The root is an overlay over the host's root directory: the interpreter and the packages are the host's, and what is
-written is lost. A network has a loopback device only, so nothing that listens in it can be reached from elsewhere.
+The root is an overlay over the host's root directory. The interpreter and the packages are the host's, and writes are
+lost. A network has only a loopback device, so nothing can reach what listens in it. `kubernetes` and
+`tests/integration/deploy` decide which containers a manifest or a Dockerfile needs.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _TOOLS = ("unshare", "nsenter", "setpriv", "chroot", "mount", "ip")
 
 
 def missing() -> str | None:
-    """Return why containers cannot run here; None: they can."""
+    """Return why containers cannot run here, or None if they can."""
     if os.geteuid() != 0:
         return "only root makes namespaces and overlays"
     absent = [name for name in _TOOLS if shutil.which(name) is None]
@@ -45,10 +43,10 @@ def missing() -> str | None:
 
 
 class Network(Closeable):
-    """A network namespace with a loopback device, in which several containers can be."""
+    """A network namespace with a loopback device that several containers can share."""
 
     def __init__(self) -> None:
-        # The sleep ends with its standard input, even where this process is killed.
+        # `cat` ends with its standard input, even if this process is killed.
         self._holder = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "ip link set lo up && echo ready && exec cat"],
             stdin=subprocess.PIPE,
@@ -58,12 +56,12 @@ class Network(Closeable):
         self.path = f"/proc/{self._holder.pid}/ns/net"
 
     def run(self, *command: str | Path, timeout_s: float = 30.0) -> subprocess.CompletedProcess[str]:
-        """Run a command of the host in this network, as a node's own process does."""
+        """Run a command of the host in this network, as a process on a node does."""
         words = ["nsenter", f"--net={self.path}", *map(str, command)]
         return subprocess.run(words, capture_output=True, text=True, timeout=timeout_s)
 
     def close(self) -> None:
-        """End it; containers in it keep it until they end."""
+        """Close the namespace. Containers in it keep it alive until they end."""
         with self._holder:
             self._holder.kill()
 
@@ -78,14 +76,14 @@ class Mount:
 
 
 class Container(Closeable):
-    """An overlay over the host's root, in namespaces of its own; its processes end with it.
+    """An overlay over the host's root in its own namespaces. Its processes end with it.
 
     Args:
-        directory: an empty one of the host, for the overlay.
-        network: None: the host's.
-        mounts: in order; mount points are made.
-        hosts: names that are 127.0.0.1 here.
-        is_read_only: nothing but the mounts can be written.
+        directory: an empty directory of the host, for the overlay.
+        network: the network to use. None means the host's.
+        mounts: mounted in this order. Mount points are created.
+        hosts: names that resolve to 127.0.0.1 inside.
+        is_read_only: whether only the mounts are writable.
     """
 
     def __init__(
@@ -119,10 +117,10 @@ class Container(Closeable):
             *(f"echo 127.0.0.1 {name} >> {root}/etc/hosts" for name in hosts),
         ]
         needed = {REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)}
-        # The interpreter may lie in root's home, which other users cannot enter.
+        # The interpreter may be in root's home, which other users cannot enter.
         for path in needed:
             lines += [f"chmod a+x {root}{shlex.quote(str(parent))}" for parent in path.parents]
-            # An overlay shows one file system, not those that are mounted in it.
+            # An overlay shows one file system without the file systems mounted in it.
             if os.stat(path).st_dev != os.stat("/").st_dev:
                 inside = f"{root}{shlex.quote(str(path))}"
                 lines.append(f"mkdir -p {inside} && mount --rbind {shlex.quote(str(path))} {inside}")
@@ -131,7 +129,7 @@ class Container(Closeable):
             lines.append(f"mkdir -p {target} && mount --bind {source} {target}")
             if mount.read_only:
                 lines.append(f"mount -o remount,bind,ro {target}")
-            # A clone below /tmp is covered by the container's own /tmp.
+            # The container's own /tmp hides a clone below /tmp.
             for path in needed:
                 if path.is_relative_to(mount.target):
                     inside = f"{root}{shlex.quote(str(path))}"
@@ -141,7 +139,7 @@ class Container(Closeable):
         return "\n".join([*lines, "echo ready", "exec cat"])
 
     def path(self, path: str) -> Path:
-        """Return the path by which this process sees a path of the container."""
+        """Return the path under which this process sees a path in the container."""
         return Path(f"/proc/{self._holder.pid}/root{self.root}{path}")
 
     def command(
@@ -154,14 +152,14 @@ class Container(Closeable):
         capabilities: Sequence[str] | None = None,
         directory: str = "/",
     ) -> list[str]:
-        """Return a command line of the host that runs `words` here, with this environment only.
+        """Return a host command that runs `words` in the container with only this environment.
 
         Args:
-            words: of the command.
-            environ: all of its environment.
+            words: the command.
+            environ: its whole environment.
             uid, gid: its user and group, without other groups.
-            capabilities: what root keeps, by lower-case names without `cap_`; None: all.
-            directory: where it starts.
+            capabilities: the capabilities that root keeps, in lower case without `cap_`. None means all.
+            directory: its working directory.
         """
         namespaces = f"/proc/{self._holder.pid}/ns"
         inside = [f"--mount={namespaces}/mnt", f"--pid={namespaces}/pid_for_children", f"--ipc={namespaces}/ipc"]
@@ -170,7 +168,7 @@ class Container(Closeable):
             kept = ",".join(["-all", *(f"+{name}" for name in capabilities)])
             privileges += ["--no-new-privs", f"--bounding-set={kept}", "--inh-caps=-all"]
         variables = [f"{name}={value}" for name, value in environ.items()]
-        # By env's own option: the shell of a `cd` would need the right to run in both places.
+        # Use env's own option, because a shell with `cd` would need the right to run in both places.
         start = ["env", "-i", f"--chdir={directory}", *variables, *words]
         return [
             *["nsenter", *inside, f"--net={namespaces}/net", "chroot", str(self.root)],
@@ -179,12 +177,12 @@ class Container(Closeable):
 
     @staticmethod
     def send_signal(process: subprocess.Popen[Any], number: int) -> None:
-        """Send a signal to the process of a `command` that runs; nsenter, its parent, does not pass signals on."""
+        """Send a signal to a running `command`. Its parent nsenter does not pass signals on."""
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         for pid in children:
             os.kill(int(pid), number)
 
     def close(self) -> None:
-        """Kill its processes, unmount all of it. Idempotent."""
+        """Kill its processes and unmount everything. Idempotent."""
         with self._holder:
             self._holder.kill()

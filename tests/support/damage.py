@@ -1,7 +1,4 @@
-"""Damage to another process's weights from outside, as a bad DIMM does it: a bit flips without a notice.
-
-In: a process of the same user. Out: one bit of its arenas changed. Not here: what notices it (tests, the soak).
-"""
+"""Damages another process's weights from outside, as a bad DIMM does: a bit flips without notice."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ _ARENA = "memfd:penstock-arena"
 
 @dataclass(frozen=True, slots=True)
 class ArenaMap:
-    """The mapping of an arena in a process."""
+    """A mapping of an arena in a process."""
 
     pid: int
     address: int
@@ -21,7 +18,7 @@ class ArenaMap:
 
     def flip(self, offset: int = 0) -> None:
         """Flip the lowest bit of the byte at `offset`."""
-        # Through the process's own mapping: a sealed memfd takes no writes by a descriptor.
+        # Write through the process's own mapping, because a sealed memfd cannot be written through a descriptor.
         with open(f"/proc/{self.pid}/mem", "r+b", buffering=0) as memory:
             memory.seek(self.address + offset)
             byte = memory.read(1)[0]
@@ -30,7 +27,7 @@ class ArenaMap:
 
 
 def arenas(pid: int) -> list[ArenaMap]:
-    """The arenas that a process shares, largest first."""
+    """Return the arenas that a process shares, largest first."""
     found = []
     for line in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8").splitlines():
         fields = line.split()

@@ -1,7 +1,6 @@
-"""A member's data port behind a proxy that gives its answers slowly, or accepts and gives nothing.
+"""Puts a proxy in front of a member's data port. The proxy sends slowly, or accepts connections and sends nothing.
 
-In: bytes per second. Out: from then on the `http` transport of this process names the proxy instead of its own port.
-Not here: storage that is slow (`http_server`), members that are stopped (signals).
+`http_server` has slow storage, and signals stop members.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ import time
 from typing import Any
 
 PIECE_BYTES = 16 << 10
-"""Forwarded at once at most."""
+"""Maximum number of bytes forwarded at once."""
 
 
 def throttle_data_port(bytes_per_s: float) -> None:
-    """Have readers of this process's memory over HTTP get this many bytes a second, over each connection; 0: none."""
+    """Limit HTTP readers of this process's memory to this rate for each connection. 0 sends nothing."""
     from penstock.transport.http import HttpTransport
     from penstock.transport.http_reader import RegionAddress
 
@@ -32,7 +31,7 @@ def throttle_data_port(bytes_per_s: float) -> None:
 
 
 class _Proxy:
-    """Forwards connections to `behind`; daemon threads, until the process ends."""
+    """Forwards connections to `behind` in daemon threads until the process ends."""
 
     def __init__(self, behind: Any, bytes_per_s: float) -> None:
         self._behind, self._bytes_per_s = behind, bytes_per_s
@@ -55,8 +54,8 @@ class _Proxy:
 
     @staticmethod
     def _forward(source: socket.socket, sink: socket.socket, pause_s: float) -> None:
-        """Forward until either end closes, with `pause_s` seconds for each byte."""
-        # A tenth of a second at a time: one long pause would look like a stall to the reader.
+        """Forward until either end closes, with a pause of `pause_s` seconds for each byte."""
+        # Pause at most a tenth of a second at a time, because one long pause would look like a stall to the reader.
         most = PIECE_BYTES if not pause_s else max(1, min(PIECE_BYTES, int(0.1 / pause_s)))
         with contextlib.suppress(OSError):
             while piece := source.recv(most):

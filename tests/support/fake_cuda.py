@@ -1,7 +1,7 @@
-"""A CUDA driver of host memory, so that `cuda_ipc` is held to its promises, between processes too, without a device.
+"""A CUDA driver that uses host memory, to test `cuda_ipc` without a device, also between processes.
 
-In: the calls of `CudaDriver`. Out: what they promise, done on memfds; copies run when their event is queried.
-Not here: what only a device shows (rates, drivers' refusals), which `tests/gpu` looks at.
+It implements the calls of `CudaDriver` with memfds. Copies run when their event is queried. `tests/gpu` tests what
+needs a real device, such as rates and refusals by drivers.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _MAP_FIXED = 0x10
 _numbers = itertools.count(1)
 
 PIECE_BYTES = 1 << 20
-"""Of virtual memory; torch's pieces are of 20 MiB."""
+"""Size of a piece of virtual memory in bytes. torch's pieces have 20 MiB."""
 UNIT_BYTES = 1 << 16
-"""Of physical memory; a device's unit is 2 MiB."""
+"""Allocation unit of physical memory in bytes. A device's unit is 2 MiB."""
 
 
 class FakeCuda(CudaDriver):
-    """Any number of devices, all of them this host's memory.
+    """Any number of devices, all with this host's memory.
 
     Attributes:
-        is_stuck: no copy is ever done, as on a device that hangs.
-        pinned: addresses of host memory that is page-locked.
-        num_opened: mappings of peers' memory that are open.
-        is_shareable: whether virtual memory is made with POSIX handles.
-        num_handles: handles of physical memory that were not released.
-        num_waits: waits for all work of a device.
-        most_bytes: room for one piece of physical memory.
-        refuses: the next call that fails, once: `allow`.
+        is_stuck: no copy ever finishes, as on a device that hangs.
+        pinned: addresses of page-locked host memory.
+        num_opened: number of open mappings of peers' memory.
+        is_shareable: whether virtual memory is created with POSIX handles.
+        num_handles: number of unreleased handles of physical memory.
+        num_waits: number of waits for all work on a device.
+        most_bytes: size limit for one piece of physical memory.
+        refuses: the next call that fails, once, such as `allow`.
     """
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class FakeCuda(CudaDriver):
         self._opened: dict[int, int] = {}
 
     def allocate(self, nbytes: int, device: str = "cuda:0") -> Memory:
-        """Memory as of cudaMalloc."""
+        """Allocate memory as cudaMalloc does."""
         mapped = create_memfd("penstock-fake", nbytes)
         return Memory(address=mapped.address, nbytes=nbytes, device=device, owner=mapped)
 
     def allocate_virtual(self, nbytes: int, device: str = "cuda:0") -> Memory:
-        """Memory as of `expandable_segments`: pieces side by side. The first bytes of it are another owner's."""
+        """Allocate adjacent pieces as `expandable_segments` does. The first bytes belong to another owner."""
         num_pieces = -(-(nbytes + 5000) // PIECE_BYTES)
         base = self.reserve(num_pieces * PIECE_BYTES)
         for at in range(base, base + num_pieces * PIECE_BYTES, PIECE_BYTES):
@@ -78,7 +78,7 @@ class FakeCuda(CudaDriver):
             self._pieces[at] = (PIECE_BYTES, fd)
         return Memory(address=base + 5000, nbytes=nbytes, device=device)
 
-    # What follows is as in `CudaDriver`.
+    # The methods below implement `CudaDriver`.
 
     @contextmanager
     def entered(self, device: int) -> Iterator[None]:
@@ -119,8 +119,8 @@ class FakeCuda(CudaDriver):
     def ipc_open(self, handle: bytes) -> int:
         pid, fd, nbytes = _HANDLE.unpack_from(handle)
         if pid == os.getpid():
-            # As CUDA refuses it: cudaIpcOpenMemHandle fails in the process that made the handle.
-            raise PeerLost("a process does not open its own handles")
+            # CUDA refuses it too: cudaIpcOpenMemHandle fails in the process that made the handle.
+            raise PeerLost("a process cannot open its own handles")
         try:
             opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -174,12 +174,12 @@ class FakeCuda(CudaDriver):
         os.close(handle)
 
     def map_handle(self, address: int, nbytes: int, handle: int) -> None:
-        assert address not in self._pieces, "memory is mapped there already"
+        assert address not in self._pieces, "memory is already mapped at this address"
         self.map_fd(address, nbytes, handle)
         self._pieces[address] = (nbytes, os.dup(handle))
 
     def unmap_handle(self, address: int, nbytes: int) -> None:
-        assert self.num_waits, "nothing waited for the device"
+        assert self.num_waits, "memory was unmapped without waiting for the device"
         os.close(self._pieces.pop(address)[1])
         _map(address, nbytes, -1, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED)
 
@@ -211,7 +211,7 @@ class FakeCuda(CudaDriver):
         return next(_numbers)
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
-        assert not any(self._queued.pop(stream) for stream in streams), "a stream is freed under its copies"
+        assert not any(self._queued.pop(stream) for stream in streams), "a stream was freed before its copies ended"
 
     def record(self, event: int, stream: int) -> None:
         self._events[event] = stream

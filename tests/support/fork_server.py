@@ -1,10 +1,9 @@
-"""Processes of tests, forked from one that has imported what they need: some tens of milliseconds each, not seconds.
-
-In: a function of this package by name, its argument, an environment. Out: processes to talk to, stop and kill.
-Not here: forking (`jobs.workers.fork_server`), what workers do (`tests.support.fleet`).
+"""Forks test processes from a process that has imported what they need, in tens of milliseconds instead of seconds.
 
     with ForkServer() as fork_server:
         process = fork_server.fork("tests.support.fleet:run_worker", task);  process.send_signal(signal.SIGKILL)
+
+`jobs.workers.fork_server` does the forking, and `tests.support.fleet` is a worker.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ IMPORTS = (
 
 
 class Forked:
-    """A forked process. `stdin` and `stdout` are its own. A context manager: leaving it kills the process."""
+    """A forked process with its own `stdin` and `stdout`. As a context manager it kills the process on exit."""
 
     def __init__(self, process: fork_server.Forked, stdin: int, stdout: int) -> None:
         self.pid, self.send_signal, self.poll, self.wait = process.pid, process.send_signal, process.poll, process.wait
@@ -81,18 +80,18 @@ class Forked:
 
 
 class ForkServer(Closeable):
-    """A process that has imported the slow packages and forks. A context manager: leaving it ends its processes."""
+    """A process that has imported the slow packages and forks. As a context manager it ends its processes on exit."""
 
     def __init__(self) -> None:
         self._fork_server = fork_server.ForkServer.start(IMPORTS)
 
     def fork(self, function: str, argument: object, environ: Mapping[str, str] | None = None) -> Forked:
-        """Call `module:function` with a value of JSON in a new process; its result is the exit code.
+        """Call `module:function` with a JSON value in a new process. Its result is the exit code.
 
         Args:
-            function: where it is.
-            argument: plain values.
-            environ: what changes in the environment.
+            function: the module and the function.
+            argument: plain JSON values.
+            environ: changes to the environment.
         """
         child_in, stdin = os.pipe()
         stdout, child_out = os.pipe()
@@ -100,7 +99,7 @@ class ForkServer(Closeable):
         try:
             process = self._fork_server.fork(f"{__name__}:begin", arguments, (child_in, child_out))
         finally:
-            # Here at once: while this process keeps its copy, the child's end of input would never be seen.
+            # Close it at once. While this process keeps its copy, the child never sees the end of its input.
             os.close(child_in)
             os.close(child_out)
         return Forked(process, stdin, stdout)
@@ -112,12 +111,12 @@ class ForkServer(Closeable):
             return Graft(here, self._fork_server.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))
 
     def close(self) -> None:
-        """Idempotent."""
+        """End the process. Idempotent."""
         self._fork_server.close()
 
 
 class Graft(fork_server.ForkServer):
-    """A fork server that was itself forked: without the seconds of its imports, and the same from there on."""
+    """A fork server that was itself forked, which saves the time of its imports."""
 
     def __init__(self, line: socket.socket, process: fork_server.Forked) -> None:
         self._lock, self._patience_s, self._connection = threading.Lock(), fork_server.START_S, line
@@ -130,7 +129,7 @@ class Graft(fork_server.ForkServer):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether it has not ended."""
+        """Return whether its process is running."""
         return self._forked.poll() is None
 
     def _kill(self) -> None:
@@ -141,12 +140,12 @@ class Graft(fork_server.ForkServer):
 
 
 def surroundings() -> tuple[str, dict[str, str]]:
-    """Return directory and environment of this process, for `settle`."""
+    """Return the directory and environment of this process, for `settle`."""
     return os.getcwd(), dict(os.environ)
 
 
 def settle(directory: str, environ: Mapping[str, str]) -> None:
-    """Have this process be as one that was started there, with this environment alone."""
+    """Set this process's directory and environment, as if it was started with them."""
     os.chdir(directory)
     os.environ.clear()
     os.environ.update(environ)
@@ -166,7 +165,7 @@ def serve(directory: str, environ: Mapping[str, str]) -> int:
 
 
 def begin(function: str, argument: object, environ: Mapping[str, str]) -> int:
-    """Call the function, in the forked process and this environment; return its result."""
+    """Call the function, in the forked process and this environment. Return its result."""
     os.environ.update(environ)
     faulthandler.enable()
     module, _, name = function.partition(":")

@@ -1,7 +1,6 @@
-"""GGUF files made by the format's own package, and their contents as its reader gives them.
+"""GGUF files written by the format's own package, and their contents as its reader returns them.
 
-In: a path. Out: a file, or several; arrays by name.
-Not here: files with lies in them (`tests.hostile.test_gguf_attacks`).
+`tests.hostile.test_gguf_attacks` has malformed files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def arrays(seed: int = 0) -> dict[str, tuple[npt.NDArray[np.generic], Type | Non
     """Return tensors of plain and quantised types, as the writer takes them."""
     dice = np.random.default_rng(seed)
     values = dice.standard_normal((ROWS, WIDTH)).astype(np.float32)
-    # Any codes, and scales that are numbers: the package writes no K-quants, and reads them.
+    # Use random codes with valid scales, because the package reads K-quants but does not write them.
     q4_k = dice.integers(0, 256, (ROWS, 144), np.uint8)
     q4_k[:, :4] = np.full((ROWS, 2), 0.01, np.float16).view(np.uint8)
     q6_k = dice.integers(0, 256, (2, ROWS, 210), np.uint8)
@@ -43,7 +42,7 @@ def arrays(seed: int = 0) -> dict[str, tuple[npt.NDArray[np.generic], Type | Non
 
 
 def write(path: Path, *, seed: int = 0, tokens: int = 300, parts: int = 0, alignment: int = 0) -> list[Path]:
-    """Write a small model; in files of `parts` tensors where given. Return the files."""
+    """Write a small model, split into files of `parts` tensors if given. Return the files."""
     writer = gguf.GGUFWriter(path, "llama", split_max_tensors=parts)
     writer.add_name("tiny")
     writer.add_block_count(1)
@@ -65,7 +64,7 @@ def write(path: Path, *, seed: int = 0, tokens: int = 300, parts: int = 0, align
 
 
 def expected_tensors(*files: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of files as the package's reader gives them; BF16 with its dtype, which numpy lacks."""
+    """Return the tensors as the package's reader returns them. BF16 keeps its dtype, which numpy lacks."""
     tensors = {}
     for file in files:
         for entry in gguf.GGUFReader(file).tensors:

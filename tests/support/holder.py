@@ -1,12 +1,11 @@
-"""A holder in a process of its own, to be read from, fenced, stopped and killed by tests and benchmarks.
-
-In: a transport's name, a device, a length. Out: descriptors; memory that is a known pattern of a seed.
-Not here: what transports do in one process (`transport_suite`).
+"""A holder in its own process, which tests and benchmarks read from, fence, stop and kill.
 
     with HolderProcess("shm", nbytes=1 << 20) as holder:
         transport.post_read(into, holder.descriptor, segments([(0, 0, 1 << 20)]))
         holder.fence(seed=2)                    # begins a generation, then changes every byte
         holder.process.kill()
+
+Its memory has a known pattern that depends on a seed. `transport_suite` tests transports within one process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from penstock.transport.protocol import Descriptor, Memory, Transport, decode, e
 from penstock.transport.shm import ShmTransport
 
 TILE_BYTES = (1 << 20) + 13
-"""The pattern's period: of no length that hides a chunk out of place."""
+"""The pattern's period in bytes. It is odd, so that a misplaced chunk is detected."""
 
 
 def tile(seed: int) -> npt.NDArray[np.uint8]:
@@ -48,7 +47,7 @@ _fake = FakeCuda()
 
 
 def open_transport(name: str) -> Transport:
-    """Return a transport by its name; `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
+    """Return a transport by name. `fake_cuda` and `fake_virtual` are `cuda_ipc` without a device."""
     if name == "shm":
         return ShmTransport()
     if name == "nixl":
@@ -57,7 +56,7 @@ def open_transport(name: str) -> Transport:
 
 
 def allocate(nbytes: int, device: str, transport: str = "") -> Memory:
-    """Memory in an arena of its own, or of the fake device."""
+    """Allocate memory in its own arena or on the fake device."""
     if transport.startswith("fake"):
         return _fake.allocate_virtual(nbytes) if transport == "fake_virtual" else _fake.allocate(nbytes)
     arena = Arena.allocate(nbytes, device)
@@ -65,7 +64,7 @@ def allocate(nbytes: int, device: str, transport: str = "") -> Memory:
 
 
 def fill(memory: Memory, seed: int) -> None:
-    """Set all of the memory to the pattern; on return it is there for everyone."""
+    """Fill all of the memory with the pattern, visible to everyone on return."""
     if not isinstance(memory.owner, Arena) or memory.device == "cpu":
         one = tile(seed)
         for at in range(0, memory.nbytes, TILE_BYTES):
@@ -81,13 +80,13 @@ def fill(memory: Memory, seed: int) -> None:
 
 
 class HolderProcess:
-    """A child that holds `nbytes` of the pattern of seed 1; killed when the context ends.
+    """A child process that holds `nbytes` of the pattern for seed 1. It is killed when the context ends.
 
     Args:
-        transport: as `open_transport`.
-        device: where the memory is.
-        env: on top of this process's own.
-        forks: whether it forks a child that sleeps on, as data loaders do.
+        transport: name as in `open_transport`.
+        device: device of the memory.
+        env: added to this process's environment.
+        forks: whether it forks a child that keeps sleeping, as data loaders do.
     """
 
     def __init__(
@@ -114,19 +113,19 @@ class HolderProcess:
         return decode(bytes.fromhex(line))
 
     def call(self, line: str) -> Descriptor:
-        """Have it do something: `fence SEED`, `lie NBYTES`, or `close`. Returns its descriptor afterwards."""
+        """Send a command: `fence SEED`, `lie NBYTES`, or `close`. Return its descriptor afterwards."""
         assert self.process.stdin is not None
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
         return self._answer()
 
     def fence(self, seed: int) -> Descriptor:
-        """Begin a generation and fill it with the pattern of another seed."""
+        """Begin a generation and fill it with the pattern for another seed."""
         self.descriptor = self.call(f"fence {seed}")
         return self.descriptor
 
     def lie(self, nbytes: int) -> Descriptor:
-        """Begin a generation that claims `nbytes` bytes, however many there are."""
+        """Begin a generation that claims to have `nbytes` bytes."""
         self.descriptor = self.call(f"lie {nbytes}")
         return self.descriptor
 
@@ -141,12 +140,12 @@ class HolderProcess:
 
 
 def hold(transport_name: str, device: str, nbytes: int, forks: bool) -> None:
-    """Run the child: answer each line of standard input with its descriptor."""
+    """Run the child. Answer each line of standard input with its descriptor."""
     transport, memory = open_transport(transport_name), allocate(nbytes, device, transport_name)
     fill(memory, 1)
     handle = transport.register(memory)
     if forks and os.fork() == 0:
-        # The parent reads to the end of this pipe, which a child that keeps it open would put off.
+        # Close the pipe, because the parent waits for its end.
         os.close(1)
         time.sleep(20)
         os._exit(0)

@@ -1,6 +1,6 @@
-"""A hub's directory on a clock that is set by hand, and members of few words, for tests of coordination.
+"""A hub's directory with a manual clock and minimal members, for tests of coordination.
 
-In: nothing. Out: `HubBench`. Not here: real members (`peer.member`), a hub's server (`hub.server`).
+Real members are in `peer.member`, and a hub's server is in `hub.server`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def key_state(
     state: State | None = None,
     **more: object,
 ) -> HoldingState:
-    """Return the state of a member with some chunks of 16 MiB; whole if they are all."""
+    """Return the state of a member with some chunks of 16 MiB. It is whole if it has all chunks."""
     num_have = sum(stop - start for start, stop in have)
     return HoldingState(
         key=identity.key(),
@@ -53,7 +53,7 @@ def key_state(
 
 @dataclass(slots=True)
 class HubBench:
-    """A store, any number of directories on it, a clock in `now`."""
+    """A store, any number of directories on it, and a clock in `now`."""
 
     now: float = 1000.0
     store: Store = field(init=False)
@@ -62,25 +62,25 @@ class HubBench:
         self.store = MemoryStore(clock=lambda: self.now)
 
     def hub(self, *, fresh: bool = True, **capacity: int) -> Directory:
-        """Return a directory: beats of 2 s, members gone after 10 s."""
+        """Return a directory with heartbeats every 2 s, which removes members after 10 s."""
         limits = Capacity(**capacity)
         return Directory(self.store, fresh=fresh, clock=lambda: self.now, timer=lambda: self.now, capacity=limits)
 
     def join(self, hub: Directory, *members: str, host: str = "", rack: str = "") -> None:
-        """Say hello for each; hosts of their own if none is given."""
+        """Send a hello for each member. Each has its own host if none is given."""
         for member in members:
             hub.hello(Hello(member=member, host=host or f"host-{member}", doors=(f"unix:///{member}",), rack=rack))
 
     def beat(self, hub: Directory, member: str, *holdings: HoldingState) -> None:
-        """All that it holds."""
+        """Send a heartbeat with everything that the member holds."""
         hub.beat(member, Beat(holdings=holdings))
 
     def claim(self, hub: Directory, member: str, state: HoldingState, *, ask: bool = True) -> ClaimReply:
-        """Return what it is to read."""
+        """Return the chunks that the member should read."""
         return hub.claim(ClaimRequest(member=member, holding=state, ask=ask))
 
     def parents(self, hub: Directory, states: Iterable[tuple[str, HoldingState]]) -> dict[str, tuple[str, ...]]:
-        """Each asks twice, so that all know of all: member -> upstreams."""
+        """Return the upstreams of each member. Each asks twice, so that all members are known."""
         asked = list(states)
         found = {}
         for _ in range(2):
@@ -91,5 +91,5 @@ class HubBench:
 
 
 def chunks(ranges: Ranges) -> set[int]:
-    """Chunk numbers of ranges."""
+    """Return the chunk numbers in the ranges."""
     return {chunk for start, stop in ranges for chunk in range(start, stop)}

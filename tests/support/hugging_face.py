@@ -1,4 +1,4 @@
-"""A hub on loopback with the models that a test saved, for libraries that use huggingface_hub in this process."""
+"""A Hugging Face hub on loopback with models that a test saved, for libraries that use huggingface_hub here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def files_of(directory: Path) -> dict[str, bytes]:
 def serving(
     repositories: Mapping[str, Path], cache: Path, monkeypatch: pytest.MonkeyPatch, **options: object
 ) -> Iterator[HuggingFaceServer]:
-    """Serve directories as repositories, and have huggingface_hub use this hub and an empty cache in `cache`."""
+    """Serve directories as repositories. Make huggingface_hub use this hub and an empty cache in `cache`."""
     content = {name: files_of(directory) for name, directory in repositories.items()}
     with HuggingFaceServer(content, **options) as server:
         use_hub(server.url, monkeypatch)
@@ -29,21 +29,21 @@ def serving(
 
 
 def use_hub(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have huggingface_hub ask the hub at `url`, as it would with HF_ENDPOINT set from the start."""
+    """Make huggingface_hub use the hub at `url`, as if HF_ENDPOINT had been set from the start."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
-    # Its functions for models and files are methods of one object, which keeps the endpoint of the import.
+    # Its functions for models and files are methods of one object, which keeps the endpoint from the import.
     monkeypatch.setattr(hf_api.api, "endpoint", url)
-    # So does that of transformers, made at its first use.
+    # The object in transformers, created at its first use, also keeps the endpoint.
     monkeypatch.setattr("transformers.utils.hub._hf_api", None)
-    # One storage for each test: it keeps the listings of commits.
+    # Each test has its own storage, because it caches the listings of commits.
     monkeypatch.setattr("penstock.storage.source._storages", {})
 
 
 def use_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have huggingface_hub keep files in `cache`."""
+    """Make huggingface_hub keep files in `cache`."""
     monkeypatch.setattr(constants, "HF_HOME", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache / "hub"))

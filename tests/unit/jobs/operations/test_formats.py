@@ -9,7 +9,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.formats import Dequantise, StoreOperation
 from penstock.jobs.operations.merge import Linear, Slerp, Ties
 from penstock.jobs.operations.operation import Chain, Rename
-from penstock.testing.operations import check_rows, made, table_of
+from penstock.testing.operations import check_rows, outputs_of, table_of
 from penstock.testing.transform_suite import values
 from penstock.transform.formats import FORMATS, fault, format_of
 from penstock.transform.quantize import dequantise, dtype_of, quantise, torch_dtype
@@ -77,13 +77,13 @@ def test_stacked_experts_have_separate_blocks():
 
 def test_only_and_keep_match_whole_names():
     given = {"a.weight": torch.ones(64, 64), "b.weight": torch.ones(64, 64), "c.table": torch.ones(64, 64)}
-    assert "a.weight_scale" in made(StoreOperation("mxfp8", keep=("b.*",)), given)
+    assert "a.weight_scale" in outputs_of(StoreOperation("mxfp8", keep=("b.*",)), given)
     assert (
-        made(StoreOperation("mxfp8", keep="b.*"), given).keys()
-        == made(StoreOperation("mxfp8", keep=("b.*",)), given).keys()
+        outputs_of(StoreOperation("mxfp8", keep="b.*"), given).keys()
+        == outputs_of(StoreOperation("mxfp8", keep=("b.*",)), given).keys()
     )
-    assert made(StoreOperation("mxfp8", only=("c.*",)), given).keys() == {*given, "c.table_scale"}
-    assert made(StoreOperation("cast:BF16", only=("a.*",)), given)["b.weight"].dtype is torch.float32
+    assert outputs_of(StoreOperation("mxfp8", only=("c.*",)), given).keys() == {*given, "c.table_scale"}
+    assert outputs_of(StoreOperation("cast:BF16", only=("a.*",)), given)["b.weight"].dtype is torch.float32
     with pytest.raises(PlanError, match="no tensor is left"):
         StoreOperation("mxfp8", only=("d.*",)).recipes([table_of(given)])
     with pytest.raises(ConfigError, match="there is no transform"):
@@ -94,7 +94,7 @@ def test_only_and_keep_match_whole_names():
 @pytest.mark.parametrize("to", [DType.BF16, DType.F32])
 def test_dequantise_reads_every_own_format(tag, to):
     given, form = weights(), format_of(tag)
-    stored = made(StoreOperation(tag), given)
+    stored = outputs_of(StoreOperation(tag), given)
     found = check_rows(Dequantise(to), stored)
     assert found.keys() == given.keys()
     for name, tensor in given.items():
@@ -229,7 +229,7 @@ def test_cast_keeps_codes_and_their_scales(tag):
 def test_partly_quantised_model_names_remaining_tensors():
     form, first = format_of("fp8-block128"), {"a.weight": values((256, 256), torch.bfloat16, 4)}
     given = {
-        **made(StoreOperation("fp8-block128"), first),
+        **outputs_of(StoreOperation("fp8-block128"), first),
         "b.weight": torch.ones(128, 128),
         "lm_head.weight": torch.ones(8, 8),
     }
@@ -245,7 +245,7 @@ def test_partly_quantised_model_names_remaining_tensors():
 
 def test_chained_formats_convert_in_one_reading():
     given = {"a.weight": values((260, 300), torch.bfloat16, 4)}
-    stored = made(StoreOperation("fp8-block128"), given)
+    stored = outputs_of(StoreOperation("fp8-block128"), given)
     chain = Chain(Dequantise("F32"), Chain(Rename(((r"^a", "b"),)), StoreOperation("fp8-channel")))
     found = check_rows(chain, stored)
     form = format_of("fp8-block128")

@@ -14,7 +14,7 @@ from penstock.jobs.operations.lora import LoraMerge
 from penstock.jobs.operations.merge import Linear, Slerp, Ties
 from penstock.jobs.operations.operation import StreamedOperation
 from penstock.jobs.operations.spec import operation_of
-from penstock.testing.operations import check_rows, made, table_of
+from penstock.testing.operations import check_rows, outputs_of, table_of
 
 SHAPES = {
     "a": (37, 70),
@@ -80,7 +80,7 @@ def test_first_source_dtype_is_kept():
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
 def test_slerp_matches_shoemake_formula(t):
     given_ = sources(2, torch.float32, **SHAPES, **LONG)
-    found = made(Slerp(t), *given_)
+    found = outputs_of(Slerp(t), *given_)
     for name in ("a", "stack", "flat", "w"):
         a, b = (one[name].double() for one in given_)
         angle = torch.acos((a * b).sum() / a.norm() / b.norm())
@@ -93,7 +93,7 @@ def test_slerp_without_arc_is_linear():
     a = torch.randn(64, 8)
     for b in (a * 3, -a, torch.zeros_like(a)):
         wanted = a * 0.75 + b * 0.25
-        assert torch.allclose(made(Slerp(0.25), {"w": a}, {"w": b})["w"], wanted, atol=1e-6)
+        assert torch.allclose(outputs_of(Slerp(0.25), {"w": a}, {"w": b})["w"], wanted, atol=1e-6)
 
 
 def test_slerp_matches_mergekit():
@@ -101,7 +101,7 @@ def test_slerp_matches_mergekit():
     u, v = a / a.norm(), b / b.norm()
     start = torch.arccos((u * v).sum())
     wanted = torch.sin(start - start * t) / torch.sin(start) * a + torch.sin(start * t) / torch.sin(start) * b
-    assert torch.allclose(made(Slerp(t), {"w": a}, {"w": b})["w"], wanted, atol=1e-5)
+    assert torch.allclose(outputs_of(Slerp(t), {"w": a}, {"w": b})["w"], wanted, atol=1e-5)
 
 
 def ties(base: torch.Tensor, models: list[torch.Tensor], density: float, weights: list[float], scale: float):
@@ -134,13 +134,13 @@ def test_ties_trims_votes_and_averages(density, weights, scale, shape, coarse):
     base, *models = (torch.randn(shape, generator=chance) for _ in range(1 + len(weights)))
     if coarse:  # many changes of one size, many votes that end in a tie
         base, *models = (one.round() for one in (base, *models))
-    found = made(Ties(density, tuple(weights), scale), {"w": base}, *({"w": model} for model in models))["w"]
+    found = outputs_of(Ties(density, tuple(weights), scale), {"w": base}, *({"w": model} for model in models))["w"]
     assert torch.allclose(found.double(), ties(base, models, density, weights, scale), atol=1e-5)
 
 
 def test_ties_over_several_blocks_is_consistent():
     given_ = sources(3, torch.bfloat16, **LONG)
-    found = made(Ties(0.1), *given_)["w"]
+    found = outputs_of(Ties(0.1), *given_)["w"]
     base, *models = (one["w"] for one in given_)
     wanted = ties(base, models, 0.1, [1.0, 1.0], 1.0).to(torch.bfloat16)
     assert torch.allclose(found.float(), wanted.float(), rtol=2**-7)
@@ -151,7 +151,7 @@ def test_nan_stays_nan():
     base, model = torch.zeros(10), torch.arange(10.0)
     model[3] = math.nan
     for operation in (Ties(0.2), Linear(), Slerp(0.5)):
-        assert made(operation, {"w": base}, {"w": model})["w"][3].isnan(), operation.name
+        assert outputs_of(operation, {"w": base}, {"w": model})["w"][3].isnan(), operation.name
 
 
 def test_mismatched_sources_are_refused_with_differences():

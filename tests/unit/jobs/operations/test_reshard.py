@@ -9,7 +9,7 @@ from penstock.errors import ConfigError, PlanError
 from penstock.jobs.operations.operation import Chain, CopyOperation
 from penstock.jobs.operations.reshard import Reshard
 from penstock.plan.tensor_parallel import TensorParallel, heads_of
-from penstock.testing.operations import check_rows, made, table_of
+from penstock.testing.operations import check_rows, outputs_of, table_of
 
 HEADS = (8, 4)
 FP8 = torch.float8_e4m3fn
@@ -99,7 +99,7 @@ def test_any_rank_count_reshards_to_any_other(have, want, layout):
 def test_fused_heads_are_split_and_rejoined(count):
     heads, head_dim = (12, 6), 5
     whole = {"model.layers.0.self_attn.qkv_proj.weight": torch.randn((12 + 6 + 6) * head_dim, 8)}
-    parts = made(Reshard(count, heads=heads), whole)
+    parts = outputs_of(Reshard(count, heads=heads), whole)
     queries, keys, values = next(iter(whole.values())).split([12 * head_dim, 6 * head_dim, 6 * head_dim])
     for rank, part in enumerate(parts.values()):
         assert torch.equal(part, torch.cat([one.chunk(count)[rank] for one in (queries, keys, values)]))
@@ -116,7 +116,7 @@ def test_each_byte_is_read_once():
 
 def test_user_rules_come_first():
     given = {"odd.thing": torch.arange(24.0).reshape(6, 4), "norm.q_proj.weight": torch.arange(4.0)}
-    found = made(Reshard(2, rules=(("odd", "0:2,1"), ("q_proj", "0"))), given)
+    found = outputs_of(Reshard(2, rules=(("odd", "0:2,1"), ("q_proj", "0"))), given)
     assert torch.equal(found["rank-00001-of-00002/odd.thing"], given["odd.thing"][[2, 3, 5]])
     assert torch.equal(found["rank-00001-of-00002/norm.q_proj.weight"], given["norm.q_proj.weight"][2:])
 
@@ -131,7 +131,7 @@ def test_tensors_without_rule_are_listed():
 def test_inconsistent_ranks_are_refused():
     given = [{"norm.weight": torch.tensor([float(i), 1.0])} for i in range(2)]
     with pytest.raises(PlanError, match="rank 1 has other bytes") as caught:
-        made(Reshard(1), *given)
+        outputs_of(Reshard(1), *given)
     assert caught.value.tensor == "norm.weight"
 
 
@@ -210,7 +210,7 @@ def test_differing_head_copies_are_refused(name, want):
     sources = [{part: rank_of(part, one, rank, 4).clone() for part, one in whole.items()} for rank in range(4)]
     sources[3][name][-1] += 1
     with pytest.raises(PlanError, match="rank 3 has other bytes in a head that rank 2 has too") as caught:
-        made(Reshard(want, heads=(8, 2)), *sources)
+        outputs_of(Reshard(want, heads=(8, 2)), *sources)
     assert caught.value.tensor == name
 
 
@@ -227,7 +227,7 @@ def test_heads_in_another_module_are_not_repeated():
 
 def test_whole_tensor_scale_goes_to_every_rank():
     given = {"a.q_proj.weight": torch.zeros(64, 2).to(FP8), "a.q_proj.weight_scale": torch.ones(1)}
-    found = made(Reshard(2, heads=(8, 2)), given)
+    found = outputs_of(Reshard(2, heads=(8, 2)), given)
     assert found["rank-00001-of-00002/a.q_proj.weight_scale"].tolist() == [1.0]
 
 

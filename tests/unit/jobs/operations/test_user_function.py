@@ -13,7 +13,7 @@ from penstock.jobs.operations.operation import Chain, CopyOperation
 from penstock.jobs.operations.spec import code_of, function_of
 from penstock.jobs.request import plan
 from penstock.testing.checkpoints import write_llama
-from penstock.testing.operations import check_rows, made
+from penstock.testing.operations import check_rows, outputs_of
 from penstock.types import MIB
 
 TENSORS = {
@@ -94,13 +94,13 @@ STORED = {
 def test_function_of_quantised_tensor_is_refused_unless_raw(situation, monkeypatch):
     given = STORED[situation] | {"norm.weight": torch.ones(4)}
     with pytest.raises(PlanError, match=r"put `dequantise` before.*halved.names.*halved.raw = True") as refused:
-        made(function_of(here("halved")), given)
+        outputs_of(function_of(here("halved")), given)
     assert refused.value.tensor in STORED[situation]
     monkeypatch.setattr(halved, "names", "norm")
-    assert torch.equal(made(function_of(here("halved")), given)["norm.weight"], torch.ones(4) / 2)
+    assert torch.equal(outputs_of(function_of(here("halved")), given)["norm.weight"], torch.ones(4) / 2)
     monkeypatch.setattr(halved, "names", "")
     monkeypatch.setattr(halved, "raw", True, raising=False)
-    found = made(function_of(here("halved")), given)
+    found = outputs_of(function_of(here("halved")), given)
     for name, tensor in given.items():
         is_float = tensor.dtype is torch.float32
         assert torch.equal(found[name].float(), tensor.float() / 2 if is_float else tensor.float()), name
@@ -108,7 +108,7 @@ def test_function_of_quantised_tensor_is_refused_unless_raw(situation, monkeypat
 
 def test_function_after_dequantise_gets_values():
     given = STORED["scales beside codes"] | {"norm.weight": torch.ones(4)}
-    found = made(Chain(Dequantise("F32"), function_of(here("halved"))), given)
+    found = outputs_of(Chain(Dequantise("F32"), function_of(here("halved"))), given)
     assert found.keys() == {"mlp.weight", "norm.weight"} and torch.equal(found["mlp.weight"], CODES.float() / 2)
 
 
@@ -118,7 +118,7 @@ def test_function_after_dequantise_gets_values():
 )
 def test_undeclared_function_output_is_refused(name, said):
     with pytest.raises(OperationFailed, match=said) as caught:
-        made(function_of(here(name)), TENSORS)
+        outputs_of(function_of(here(name)), TENSORS)
     assert caught.value.tensor in TENSORS and not caught.value.mutated
 
 

@@ -1,4 +1,4 @@
-"""Support for tests, shipped so that others can use it: conformance suites, an HTTP server, made-up checkpoints.
+"""Support for tests that other projects can use too: conformance suites, an HTTP server, synthetic checkpoints.
 
-In / Out: nothing here; import the module you need. Not here: pytest itself, which only tests import.
+Import the module you need. Only the tests import pytest.
 """

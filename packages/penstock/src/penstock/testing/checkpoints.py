@@ -1,8 +1,8 @@
-"""Checkpoints of real shape, made up and deterministic: for tests, the demo and the benchmarks.
+"""Synthetic, deterministic checkpoints with realistic shapes, for tests, the demo and the benchmarks.
 
-In: a shape or a number of bytes, and a seed. Out: safetensors files as the ecosystem lays them out (shards, index).
-Without FP8 tensors a Llama has a `config.json` too, so that engines serve it: its tokens are random.
-Not here: the writer that users call (`storage.safetensors`): these bytes judge that code, so they do not come from it.
+They are safetensors files as the ecosystem lays them out (shards, index). Without FP8 tensors a Llama also has a
+`config.json`, so that engines can serve it, but its output is random. `storage.safetensors` does not write these files,
+because they test it.
 
     a tile of random values per dtype --rolled, rescaled per tensor--> blocks --> one file a shard, shards in parallel
 """
@@ -26,8 +26,8 @@ from penstock.types import DType, bits_to_bytes
 
 Bits = npt.NDArray[Any]
 
-# Elements of a tile: the largest prime below 2^20. A prime, so that a tile repeated through a tensor never meets a leaf
-# boundary at the same place twice: no two leaves are equal, and bytes put in the wrong place are seen.
+# Number of elements in a tile, the largest prime below 2^20. Because it is prime, a tile repeated through a tensor
+# never meets a leaf boundary at the same place twice. No two leaves are equal, so misplaced bytes are detected.
 _TILE = 1_048_573
 _BLOCK_BYTES = 4 << 20
 _FP8_BLOCK = 128
@@ -35,25 +35,25 @@ _FP8_BLOCK = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """A tensor to write: its name, and the kind of values it holds."""
+    """A tensor to write."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
     kind: str
-    """`weight`, `norm`, `fp8` or `scale`."""
+    """Kind of its values: `weight`, `norm`, `fp8` or `scale`."""
     exponent: int = 0
-    """Values of a `weight` are normal with deviation `2**exponent`."""
+    """Values of a `weight` are normally distributed with deviation `2**exponent`."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
+        """Return the size of the tensor in bytes."""
         return bits_to_bytes(prod(self.shape), self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaShape:
-    """The sizes that fix a Llama-like checkpoint; the defaults are those of a 1B model."""
+    """The sizes that define a Llama-like checkpoint. The defaults are those of a 1B model."""
 
     num_layers: int = 16
     hidden: int = 2048
@@ -63,8 +63,8 @@ class LlamaShape:
     num_heads: int = 32
 
     def config(self) -> dict[str, object]:
-        """Return the `config.json` of a Llama of these sizes."""
-        # Attention kernels of engines want heads of 64 elements or more. The tensors fix only the ratio of the heads.
+        """Return the `config.json` of a Llama with these sizes."""
+        # Attention kernels in engines need heads of 64 elements or more. The tensors fix only the ratio of the heads.
         num_heads = max(self.num_heads // self.num_kv_heads, gcd(self.hidden // 64, self.num_heads))
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -86,7 +86,7 @@ class LlamaShape:
 
     @classmethod
     def of_bytes(cls, total_bytes: int, *, fp8: bool = True) -> LlamaShape:
-        """Return the widest shape of about `total_bytes` in 8 layers or more; one layer of the least at worst."""
+        """Return the widest shape of about `total_bytes` with at least 8 layers, or else the smallest single layer."""
         for hidden in (8192, 4096, 2048, 1024, 512, 256, 128):
             vocab = 128256 if hidden >= 2048 else 16 * hidden
             wide = cls(num_layers=0, hidden=hidden, intermediate=4 * hidden, vocab=vocab)
@@ -99,7 +99,7 @@ class LlamaShape:
         return cls(num_layers=max(1, num_layers), hidden=hidden, intermediate=wide.intermediate, vocab=wide.vocab)
 
     def tensors(self, *, fp8: bool) -> Iterator[Tensor]:
-        """Yield every tensor, layer after layer. With `fp8` the MLP is F8_E4M3 with F32 scales per 128 x 128 block."""
+        """Yield every tensor, layer by layer. With `fp8` the MLP is F8_E4M3 with F32 scales per 128 x 128 block."""
         hidden, kv = self.hidden, self.hidden * self.num_kv_heads // self.num_heads
         attention = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden), "o": (hidden, hidden)}
         wide = self.intermediate
@@ -132,22 +132,22 @@ def write_llama(
     shards: int = 2,
     seed: int = 0,
 ) -> list[Path]:
-    """Write a Llama-like checkpoint: BF16, and FP8 with block scales where `fp8`. Without `fp8` engines can serve it.
+    """Write a Llama-like checkpoint in BF16, with an FP8 MLP if `fp8`. Engines can serve it without `fp8`.
 
     Args:
-        directory: made if need be; files of the same names are replaced.
-        total_bytes: approximate size; the shape follows, and `num_layers` ... `vocab` are not used.
-        num_layers: decoder layers.
+        directory: created if it does not exist. Files with the same names are replaced.
+        total_bytes: approximate size. If given, the shape follows from it, and `num_layers` ... `vocab` are not used.
+        num_layers: number of decoder layers.
         hidden: hidden size, a multiple of 32.
-        intermediate: MLP size; 4 x hidden if None.
-        vocab: rows of the embedding and of the head.
-        fp8: the MLP as F8_E4M3 with F32 `weight_scale_inv`.
-        shards: files; one is `model.safetensors` without an index, as the ecosystem does.
-        seed: other values, same shape.
+        intermediate: MLP size. None means 4 x hidden.
+        vocab: number of rows in the embedding and in the head.
+        fp8: write the MLP as F8_E4M3 with F32 `weight_scale_inv`.
+        shards: number of files. A single file is called `model.safetensors` and has no index, as in the ecosystem.
+        seed: changes the values but not the shapes.
 
     Returns:
-        The shards, in order. `model.safetensors.index.json` lies next to them when there are several, and `config.json`
-        without `fp8`.
+        The shards in order. With several shards, `model.safetensors.index.json` is next to them. Without `fp8`,
+        `config.json` is too.
     """
     if total_bytes is None:
         wide = 4 * hidden if intermediate is None else intermediate
@@ -168,10 +168,10 @@ def write_moe(
     shards: int = 8,
     seed: int = 0,
 ) -> list[Path]:
-    """Write a checkpoint of many small BF16 tensors of one size, named as the experts of an MoE model are.
+    """Write a checkpoint of many equal small BF16 tensors with the names of experts in an MoE model.
 
     Returns:
-        The shards, in order.
+        The shards in order.
     """
     projections = ("gate_proj", "up_proj", "down_proj")
     tensors = []
@@ -187,22 +187,22 @@ def write_moe(
 def every_dtype(
     path: str | os.PathLike[str], *, seed: int = 0, aligned: bool = True, skip: Container[DType] = ()
 ) -> dict[str, tuple[DType, tuple[int, ...], bytes]]:
-    """Write one file with every dtype of the format in every shape class: plain, odd, scalar, empty.
+    """Write one file with every dtype of the format in every kind of shape: plain, odd, scalar, empty.
 
     Args:
         path: the file.
-        seed: other values, same shapes.
-        aligned: tensors ordered by the width of their elements, as safetensors writes them. False puts a one-byte
-            tensor first, so that every other tensor starts at an odd offset.
+        seed: changes the values but not the shapes.
+        aligned: order the tensors by element width, as safetensors writes them. False puts a one-byte tensor first, so
+            that every other tensor starts at an odd offset.
         skip: dtypes to leave out.
 
     Returns:
-        By name: dtype, shape, and the bytes that a reader must give.
+        The dtype, the shape, and the bytes that a reader must return, by name.
     """
     rng = np.random.default_rng(seed)
     made: dict[str, tuple[DType, tuple[int, ...], bytes]] = {}
     for dtype in (dtype for dtype in DType if dtype not in skip):
-        # 4 elements of any type fill whole bytes; the packed types take no odd count.
+        # Four elements of any type fill whole bytes. Packed types do not allow odd counts.
         odd = (3, 5, 4) if dtype.bits < 8 else (3, 5, 7)
         shapes = {"matrix": (16, 24), "odd": odd, "empty": (0,), "empty_rows": (0, 8), "empty_columns": (8, 0)}
         shapes |= {"one": (1, 1, 4 if dtype.bits < 8 else 1)} | ({} if dtype.bits < 8 else {"scalar": ()})
@@ -235,10 +235,10 @@ def _fp8(name: str, shape: tuple[int, int]) -> Iterator[Tensor]:
 
 
 def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, seed: int) -> list[Path]:
-    """Tensors in their order, cut into `shards` runs of about equal bytes."""
+    """Write the tensors in order, split into `shards` files of about equal size."""
     directory.mkdir(parents=True, exist_ok=True)
     ends = np.cumsum([tensor.nbytes for tensor in tensors])
-    # A tensor goes where its middle falls.
+    # The middle of a tensor decides its shard.
     middles = ends - np.array([tensor.nbytes for tensor in tensors]) / 2
     shard_of = np.minimum((middles * shards / ends[-1]).astype(np.int64), shards - 1)
     names = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
@@ -246,7 +246,7 @@ def _write_sharded(directory: Path, tensors: Sequence[Tensor], *, shards: int, s
         names = ["model.safetensors"]
 
     def write_shard(shard: int) -> Path:
-        # Widest elements first, then by name: every offset is aligned, as safetensors lays files out.
+        # Sort by element width, then by name, so that every offset is aligned, as safetensors does.
         at: list[int] = np.flatnonzero(shard_of == shard).tolist()
         mine = sorted(at, key=lambda i: (-tensors[i].dtype.bits, tensors[i].name))
         rows = [(tensors[i].name, tensors[i].dtype, tensors[i].shape, tensors[i].nbytes) for i in mine]
@@ -268,7 +268,10 @@ def _write(
     rows: Sequence[tuple[str, DType, tuple[int, ...], int]],
     blocks: Callable[[int], Iterator[bytes | memoryview]],
 ) -> None:
-    """Write one safetensors file: header from `rows`, then the blocks of each row. Renamed into place when whole."""
+    """Write one safetensors file: the header from `rows`, then the blocks of each row.
+
+    Rename it when it is complete.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape, nbytes in rows:
@@ -276,7 +279,7 @@ def _write(
         offset += nbytes
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    # A run that is interrupted must not leave a file that a later test takes for a checkpoint.
+    # An interrupted run must not leave a file that a later test takes for a checkpoint.
     partial = path.with_name(path.name + ".partial")
     with partial.open("wb") as file:
         file.write(len(raw).to_bytes(8, "little") + raw)
@@ -291,19 +294,19 @@ def _write_rows(file: BinaryIO, num_rows: int, blocks: Callable[[int], Iterator[
 
 
 def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
-    """Yield the tensor's bytes. No two tensors of a checkpoint start at the same place of their tile."""
+    """Yield the tensor's bytes. No two tensors of a checkpoint start at the same place in their tile."""
     if not tensor.nbytes:
         return
-    # Primes: starts of neighbouring tensors and seeds fall far apart in the tile.
+    # Primes put the starts of neighbouring tensors and seeds far apart in the tile.
     start = (index * 104_729 + seed * 15_485_863) % _TILE
     left = tensor.nbytes // (tensor.dtype.bits // 8)
-    # Another start for each tensor: two tensors with equal bytes would hide a mix-up from a digest.
+    # Each tensor has a different start, because two tensors with equal bytes would hide a mix-up from a digest.
     bits = _tiles()[tensor.kind][start : start + min(left, _TILE)]
     if tensor.kind == "weight":
-        # BF16 keeps its exponent from bit 7 on: adding there multiplies by a power of two, exactly.
+        # The exponent of BF16 begins at bit 7, so adding there multiplies by an exact power of two.
         bits = bits + np.uint16((tensor.exponent << 7) & 0xFFFF)
     if left > _TILE:
-        # Several tiles at once: fewer, larger writes.
+        # Write several tiles at once, for fewer and larger writes.
         bits = np.tile(bits, max(1, min(_BLOCK_BYTES // bits.nbytes, left // _TILE)))
     block = memoryview(bits.data).cast("B")
     for at in range(0, tensor.nbytes, block.nbytes):
@@ -312,13 +315,16 @@ def _blocks(tensor: Tensor, index: int, seed: int) -> Iterator[memoryview]:
 
 @cache
 def _tiles() -> Mapping[str, Bits]:
-    """Bit patterns of every kind of value, never zero, never NaN; each tile twice over, to be cut from any start."""
-    # A fixed seed: digests of a checkpoint are the same on every machine, so results can be compared.
+    """Return bit patterns for every kind of value, never zero or NaN.
+
+    Each tile appears twice, to be cut from any start.
+    """
+    # The seed is fixed, so that digests and results can be compared between machines.
     rng = np.random.default_rng(20_261_121)
     normal = rng.standard_normal(_TILE, dtype=np.float32)
     normal = np.where(np.abs(normal) < 2.0**-12, np.float32(2.0**-12), normal)
     noise = rng.random(_TILE, dtype=np.float32)
-    # E4M3: 2^-9 steps below 2^-6, then 8 steps a power of two up to 448 (0x7e); 0x7f is NaN.
+    # E4M3 has steps of 2^-9 below 2^-6, then 8 steps per power of two up to 448 (0x7e). 0x7f is NaN.
     codes = np.arange(1, 0x7F)
     exponents, mantissas = codes >> 3, codes & 7
     values = np.where(exponents == 0, mantissas * 2.0**-9, (1 + mantissas / 8) * 2.0 ** (exponents - 7))
@@ -334,5 +340,5 @@ def _tiles() -> Mapping[str, Bits]:
 
 
 def _bf16(values: npt.NDArray[np.float32]) -> Bits:
-    """Upper halves of float32, as uint16."""
+    """Return the upper halves of float32 values as uint16."""
     return (values.view(np.uint32) >> 16).astype(np.uint16)

@@ -1,7 +1,7 @@
-"""A small HTTP/1.1 range server, on loopback unless told otherwise, with faults on demand: for tests and benchmarks.
+"""A small HTTP/1.1 range server with injected faults, for tests and benchmarks. By default it listens on loopback.
 
-In: a directory, or a mapping of names to bytes. Out: `RangeServer.url`, a record of every request, bytes sent.
-Not here: S3 semantics (`tests.support.servers.s3` runs real ones).
+It serves a directory or a mapping of names to bytes, and records every request and the bytes sent. It has no S3
+semantics. `tests.support.servers.s3` runs real S3 servers.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ from typing import Self
 from urllib.parse import unquote, urlsplit
 
 _PIECE_BYTES = 1 << 20
-"""Bytes of one `sendfile` call. Reason: large enough to cost nothing, small enough that faults are placed well."""
+"""Bytes in one `sendfile` call. It is large enough to be cheap, and small enough to place faults precisely."""
 
 _STALL_S = 120.0
-"""Seconds a stalled answer waits for the client or for the server's end. Reason: no wait without a bound."""
+"""Longest time in seconds that a stalled response waits for the client or for the server's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """The faults that a server injects. Byte counts are of one answer's body."""
+    """The faults that a server injects. Byte counts are for the body of one response."""
 
     num_requests: int | None = None
-    """Only the first so many GET requests since the faults were set suffer; None: every one."""
+    """Only this many GET requests after the faults were set are affected. None means all."""
     ranges_with: str = ""
-    """Of those, only requests whose `Range` begins so."""
+    """Only requests whose `Range` begins with this text are affected."""
     every: int = 1
-    """Of those, only each so manyth."""
+    """Only every n-th of these requests is affected."""
     status: int = 0
-    """Answer with this status instead."""
+    """Respond with this status instead."""
     absent_status: int = 404
-    """Answer with this status for what is not there; stores answer 403 to a user who may not list."""
+    """Respond with this status if an object does not exist. Stores send 403 to users who may not list."""
     retry_after: str = ""
-    """`Retry-After` sent with `status`."""
+    """Value of the `Retry-After` header, sent with `status`."""
     error_code: str = ""
-    """The `<Code>` of the XML body sent with `status`, as object stores do."""
+    """The `<Code>` in the XML body, sent with `status`, as object stores do."""
     reset_after: int | None = None
-    """Reset the connection (RST) after so many bytes."""
+    """Reset the connection (RST) after this many bytes."""
     truncate_after: int | None = None
-    """Close the connection in good order after so many bytes."""
+    """Close the connection normally after this many bytes."""
     truncate_share: float | None = None
-    """Close the connection in good order after this share of the body, at least one byte."""
+    """Close the connection normally after this share of the body, but after at least one byte."""
     most_bytes: int | None = None
-    """Answer no more than so many bytes of a closed range (`bytes=A-B`), and say so in `Content-Range`."""
+    """Send at most this many bytes of a closed range (`bytes=A-B`), and say so in `Content-Range`."""
     also_open_ranges: bool = False
-    """Limit ranges to the end (`bytes=A-`) as well."""
+    """Apply `most_bytes` to ranges without an end (`bytes=A-`) too."""
     stall_after: int | None = None
-    """Fall silent after so many bytes, connection open; -1: before the header."""
+    """Stop sending after this many bytes but keep the connection open. -1 means before the header."""
     latency_s: float = 0.0
-    """Wait so long before each answer, as a distant storage does."""
+    """Wait this many seconds before each response, as distant storage does."""
     slow_bytes_per_s: int | None = None
-    """Send each answer no faster than this."""
+    """Limit each response to this rate."""
     total_bytes_per_s: int | None = None
-    """Send all answers together no faster than this: the bandwidth of a storage that every reader shares."""
+    """Limit all responses together to this rate, which is the bandwidth of storage that all readers share."""
     ignore_range: bool = False
-    """Answer 200 with everything."""
+    """Respond with 200 and the whole object."""
     ignore_if_match: bool = False
-    """Serve whatever is there, whatever the condition."""
+    """Serve the object even if the condition does not hold."""
     wrong_content_range: bool = False
-    """Claim a range shifted by one byte."""
+    """Send a `Content-Range` shifted by one byte."""
     wrong_total: bool = False
-    """Claim a total one byte longer."""
+    """Send a total size that is one byte too large."""
     weak_etag: bool = False
     """Mark the ETag as weak."""
     no_etag: bool = False
@@ -80,11 +80,11 @@ class Faults:
     no_validators: bool = False
     """Send neither ETag nor `Last-Modified`."""
     content_encoding: str = ""
-    """Claim this `Content-Encoding`."""
+    """Send this `Content-Encoding`."""
     chunked: bool = False
     """Send the body with chunked transfer encoding and no `Content-Length`."""
     redirect_to: str = ""
-    """Redirect (302) to this absolute URL, or to this URL with the request's path where it ends in `/`."""
+    """Redirect (302) to this absolute URL. If it ends in `/`, append the request's path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,14 +97,14 @@ class Request:
 
     @property
     def range(self) -> tuple[int, int] | None:
-        """`[start, stop)` asked for, in bytes; None without a Range header."""
+        """Return the requested bytes `[start, stop)`, or None without a Range header."""
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("range", ""))
         return (int(found[1]), int(found[2]) + 1) if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Bytes `[start, stop)` of an object that were sent, with the request's `Authorization`."""
+    """The bytes `[start, stop)` of an object that were sent, with the request's `Authorization`."""
 
     path: str
     client: str
@@ -116,11 +116,11 @@ class RangeServer:
     """Serves files or bytes with ranges and conditions on a free port while its `with` block runs.
 
     Args:
-        content: a directory, or names to bytes (a name has no leading `/`).
-        faults: what to do wrong from the start; `faults` may be set again at any time.
-        tls: a server-side context; the URL is then https://.
-        host: the address that it listens on. It has no access control: use only one of this machine, or of a network
-            namespace.
+        content: a directory, or a mapping of names to bytes (a name has no leading `/`).
+        faults: the faults from the start. `faults` may be set again at any time.
+        tls: a server-side context. The URL is then https://.
+        host: the address that it listens on. There is no access control, so use only an address of this machine or of a
+            network namespace.
     """
 
     def __init__(
@@ -147,10 +147,10 @@ class RangeServer:
         self.closing = threading.Event()
         self.requests: list[Request] = []
         self.sent: list[Sent] = []
-        """What was sent of bodies."""
+        """The parts of bodies that were sent."""
         self.num_connections = 0
         self.num_bytes_sent = 0
-        """Bytes of bodies, of all answers, faulty ones too."""
+        """Total bytes of all bodies, including those of faulty responses."""
         self._next_send = 0.0
 
     def __enter__(self) -> Self:
@@ -178,12 +178,12 @@ class RangeServer:
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT` (or https, or another host), without a trailing slash."""
+        """Return `http://127.0.0.1:PORT` (or https, or another host), without a trailing slash."""
         return f"{'https' if self._tls else 'http'}://{self._host}:{self._server.server_address[1]}"
 
     @property
     def faults(self) -> Faults:
-        """Return the faults that it injects; setting them starts its count of requests anew."""
+        """Return the injected faults. Setting them restarts the count of requests."""
         return self._faults
 
     @faults.setter
@@ -192,7 +192,7 @@ class RangeServer:
             self._faults, self._suffered = faults, 0
 
     def replace(self, name: str, data: bytes) -> None:
-        """Make `name` hold `data` from the next request on, under a new ETag. For servers of bytes only."""
+        """Replace the bytes of `name` from the next request on, under a new ETag. Only for servers of bytes."""
         descriptor = os.memfd_create("range-server")
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(data)
@@ -204,17 +204,17 @@ class RangeServer:
             self._objects[name] = (descriptor, len(data), version)
 
     def drop_connections(self) -> None:
-        """End every open connection, as a server does with idle ones."""
+        """Close every open connection, as a server does with idle ones."""
         with self._lock:
             for connection in self._connections:
                 _shutdown(connection)
 
     def open(self, name: str) -> tuple[int, int, float] | None:
-        """Return a new descriptor, the size in bytes and the version (seconds) of `name`; None when absent."""
+        """Return a new descriptor, the size in bytes and the version in seconds, or None if `name` does not exist."""
         if self._directory is None:
             with self._lock:
                 entry = self._objects.get(name)
-                # A descriptor of its own: the object may be replaced while this answer is sent.
+                # Duplicate the descriptor, because the object may be replaced while this response is sent.
                 return None if entry is None else (os.dup(entry[0]), entry[1], entry[2])
         path = self._directory / name  # symbolic links inside the directory are followed: caches of models use them
         if ".." in name.split("/") or not path.is_file():
@@ -224,7 +224,7 @@ class RangeServer:
         return descriptor, state.st_size, state.st_mtime
 
     def saw(self, request: Request) -> Faults:
-        """Record `request`; return the faults for its answer."""
+        """Record `request` and return the faults for its response."""
         with self._lock:
             self.requests.append(request)
             if request.method != "GET":
@@ -237,26 +237,29 @@ class RangeServer:
             return self._faults if suffers else Faults()
 
     def send_turn(self, nbytes: int, bytes_per_s: int) -> float:
-        """Reserve the time that `nbytes` take of a bandwidth all answers share; return the seconds until it begins."""
+        """Reserve the time to send `nbytes` at a bandwidth that all responses share.
+
+        Return the seconds until it begins.
+        """
         with self._lock:
             now = time.monotonic()
-            # One clock for all answers: connections share the bandwidth, as they do on a network card.
+            # All responses use one clock, because connections share the bandwidth as on a network card.
             start = max(now, self._next_send)
             self._next_send = start + nbytes / bytes_per_s
             return start - now
 
     def count_sent(self, nbytes: int) -> None:
-        """Add bytes of a body that are given to the network; negative: that were not, after all."""
+        """Add bytes of a body that are passed to the network. A negative number takes back bytes that were not sent."""
         with self._lock:
             self.num_bytes_sent += nbytes
 
     def record_sent(self, sent: Sent) -> None:
-        """Note that bytes of an object were sent, whether or not the client read them."""
+        """Record that bytes of an object were sent, whether or not the client read them."""
         with self._lock:
             self.sent.append(sent)
 
     def track(self, connection: socket.socket, *, opened: bool) -> None:
-        """Remember an open connection, so that leaving the `with` block ends it."""
+        """Record an open connection, so that leaving the `with` block closes it."""
         with self._lock:
             if opened:
                 self.num_connections += 1
@@ -279,7 +282,7 @@ class _RangeHttpServer(ThreadingHTTPServer):
     owner: RangeServer
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients of a faulty server leave mid-answer; that is no news."""
+        """Do nothing, because clients of a faulty server often disconnect in the middle of a response."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -300,7 +303,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.owner.track(self.connection, opened=False)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: `RangeServer.requests` is the log."""
+        """Log nothing, because `RangeServer.requests` is the log."""
 
     def do_GET(self) -> None:
         self._answer(body=True)
@@ -401,7 +404,7 @@ class _Handler(BaseHTTPRequestHandler):
                     wait_s = self.server.owner.send_turn(piece, faults.total_bytes_per_s)
                     if wait_s > 0 and self.server.owner.closing.wait(wait_s):
                         break
-                # Before they are sent: a client that has read all of them may look at the count at once.
+                # Count before sending, because a client may check the count as soon as it has read all bytes.
                 self.server.owner.count_sent(piece)
                 sent = 0
                 try:

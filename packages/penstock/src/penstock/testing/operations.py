@@ -1,7 +1,7 @@
-"""Operations run without workers: what they give, with rows cut wherever their recipes allow.
+"""Runs operations without workers, with rows cut wherever their recipes allow.
 
-In: an operation, tensors of its sources. Out: its outputs by name, or an AssertionError where cuts change their bits.
-Not here: what the outputs should be: a test compares them with a plain reference.
+It returns the outputs by name, or raises AssertionError if a cut changes their bits. A test compares the outputs with
+its own reference.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def table_of(tensors: Tensors) -> TensorTable:
-    """Return the table of a checkpoint that holds these."""
+    """Return the table of a checkpoint with these tensors."""
     specs = [
         Spec(name=name, dtype=dtype_of(tensor.dtype), shape=tuple(tensor.shape)) for name, tensor in tensors.items()
     ]
     return lay_out(specs, shard_bytes=1 << 62).table
 
 
-def made(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
-    """Return all outputs; with a seed, of recipes cut at random. Dtypes and shapes are those that the recipes say."""
+def outputs_of(operation: Operation, *sources: Tensors, seed: int | None = None) -> dict[str, torch.Tensor]:
+    """Return all outputs. With a seed, the recipes are cut at random. The recipes decide dtypes and shapes."""
     found: dict[str, torch.Tensor] = {}
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
         parts = [_run(operation, recipe, start, stop, sources) for start, stop in _cuts(recipe, seed)]
@@ -43,12 +43,12 @@ def made(operation: Operation, *sources: Tensors, seed: int | None = None) -> di
 
 
 def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = range(3)) -> dict[str, torch.Tensor]:
-    """`made` of whole recipes, held against cuts at random and against what is made in parts, bit for bit."""
-    whole = made(operation, *sources)
+    """Return the outputs of whole recipes. Compare them bit for bit with random cuts and with outputs made in parts."""
+    whole = outputs_of(operation, *sources)
     if isinstance(operation, StreamedOperation):
         _check_parts(operation, sources, whole)
     for seed in seeds:
-        cut = made(operation, *sources, seed=seed)
+        cut = outputs_of(operation, *sources, seed=seed)
         assert cut.keys() == whole.keys()
         for name, tensor in whole.items():
             assert torch.equal(_bytes(tensor), _bytes(cut[name])), (name, seed)
@@ -56,13 +56,13 @@ def check_rows(operation: Operation, *sources: Tensors, seeds: Sequence[int] = r
 
 
 def _check_parts(operation: Operation, sources: Sequence[Tensors], whole: Tensors) -> None:
-    """Recipes that can be made in parts, made so."""
+    """Check the recipes that can be made in parts."""
     assert isinstance(operation, StreamedOperation)
     for recipe in operation.recipes([table_of(tensors) for tensors in sources]):
 
         def read(index: int, start: int, stop: int, recipe: Recipe = recipe) -> torch.Tensor:
-            given = recipe.inputs[index]
-            return sources[given.source][given.spec.name].reshape(-1)[start:stop].clone()
+            wanted = recipe.inputs[index]
+            return sources[wanted.source][wanted.spec.name].reshape(-1)[start:stop].clone()
 
         unit = operation.part_unit(recipe)
         for num_part in (unit, 3 * unit) if unit else ():
@@ -83,10 +83,10 @@ def _run(
     operation: Operation, recipe: Recipe, start: int, stop: int, sources: Sequence[Tensors]
 ) -> Sequence[torch.Tensor]:
     inputs: list[torch.Tensor | None] = []
-    for given in recipe.inputs:
-        tensor, box = sources[given.source][given.spec.name], given.taken(start, stop)
-        if (dtype_of(tensor.dtype), tuple(tensor.shape)) != (given.spec.dtype, given.spec.shape):
-            # Its bytes, as an operation may ask for.
+    for wanted in recipe.inputs:
+        tensor, box = sources[wanted.source][wanted.spec.name], wanted.taken(start, stop)
+        if (dtype_of(tensor.dtype), tuple(tensor.shape)) != (wanted.spec.dtype, wanted.spec.shape):
+            # An operation may request the bytes of a tensor.
             tensor = _bytes(tensor)
         cut = () if box is None else tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         inputs.append(None if box is None else tensor[cut].clone().contiguous())

@@ -1,9 +1,9 @@
-"""The conformance suite of `storage.Source`: subclass it, say how to make a source of given bytes, run pytest.
-
-In: `make(data)`. Out: tests. Not here: faults of a particular source, which need their own tests.
+"""The conformance suite for `storage.Source`. Subclass it, implement `make(data)`, and run pytest.
 
     class TestMine(SourceTests):
         def make(self, data: bytes) -> Source: ...
+
+Faults of a particular source need their own tests.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from penstock.errors import SourceTruncated
 from penstock.storage import Source
 
 _NBYTES = 3_000_017
-"""Size of the object the tests read: some pages, not a multiple of any block."""
+"""Size of the test object in bytes: some pages, and not a multiple of any block."""
 
 
 def sample(nbytes: int, seed: int = 7) -> bytes:
-    """`nbytes` bytes that differ at every offset scale, the same for the same seed."""
+    """Return `nbytes` bytes that differ at every scale of offsets. The same seed returns the same bytes."""
     return random.Random(seed).randbytes(nbytes)
 
 
 def read(source: Source, offset: int, lengths: Sequence[int]) -> tuple[bytes, str]:
-    """Return the bytes that `readv` scatters over buffers of `lengths`, joined again, and the path they took."""
+    """Return the joined bytes that `readv` scatters over buffers of `lengths`, and the path they took."""
     buffers = [memoryview(bytearray(nbytes)) for nbytes in lengths]
     path = source.readv(offset, buffers)
     return b"".join(buffers), path
@@ -35,11 +35,11 @@ class SourceTests:
     """Conformance tests of a `Source`. Subclass it with `make`."""
 
     def make(self, data: bytes) -> Source:
-        """Return a new source of exactly `data`; the suite closes it."""
-        raise NotImplementedError("say how to make the source under test")
+        """Return a new source with exactly `data`. The suite closes it."""
+        raise NotImplementedError("implement make() to return the source under test")
 
     def test_size_and_uri_are_known(self) -> None:
-        """`nbytes` is the size; `uri` is not empty."""
+        """Check that `nbytes` is the size and `uri` is not empty."""
         source = self.make(sample(1000))
         try:
             assert source.nbytes == 1000
@@ -60,7 +60,7 @@ class SourceTests:
             source.close()
 
     def test_scattered_read_fills_buffers_in_order(self) -> None:
-        """Several buffers are filled one after the other, empty ones among them, at unaligned offsets."""
+        """Fill several buffers in order from unaligned offsets. Some are empty."""
         data = sample(_NBYTES)
         source = self.make(data)
         try:
@@ -77,7 +77,7 @@ class SourceTests:
             source.close()
 
     def test_read_writes_only_into_buffers(self) -> None:
-        """Bytes beside a buffer stay as they were."""
+        """Leave bytes outside of the buffers unchanged."""
         data = sample(100_000)
         source = self.make(data)
         try:
@@ -90,7 +90,7 @@ class SourceTests:
             source.close()
 
     def test_empty_read_succeeds(self) -> None:
-        """Accept no buffers, and buffers of no bytes, anywhere up to the end."""
+        """Accept a read without buffers, and empty buffers at any offset up to the end."""
         source = self.make(sample(100))
         try:
             for offset, buffers in [(0, []), (100, [memoryview(bytearray())])]:
@@ -99,7 +99,7 @@ class SourceTests:
             source.close()
 
     def test_empty_object_is_readable(self) -> None:
-        """An object of no bytes opens, and holds nothing to read."""
+        """Open an empty object and read nothing from it."""
         source = self.make(b"")
         try:
             assert source.nbytes == 0
@@ -109,7 +109,7 @@ class SourceTests:
             source.close()
 
     def test_read_past_end_raises_source_truncated(self) -> None:
-        """Reading past the end is SourceTruncated, with the source's name; the source stays usable."""
+        """Raise SourceTruncated with the source's name for a read past the end. The source stays usable."""
         data = sample(5000)
         source = self.make(data)
         try:
@@ -120,7 +120,7 @@ class SourceTests:
             source.close()
 
     def test_concurrent_reads_return_correct_bytes(self) -> None:
-        """Eight threads read random ranges of one source at once."""
+        """Read random ranges of one source in eight threads at once."""
         data = sample(_NBYTES)
         source = self.make(data)
         wrong: list[tuple[int, int]] = []
@@ -144,7 +144,7 @@ class SourceTests:
         assert not wrong
 
     def test_close_is_idempotent(self) -> None:
-        """Closing twice is closing once."""
+        """Allow a second close."""
         data = sample(10)
         source = self.make(data)
         found = read(source, 0, [10])[0]

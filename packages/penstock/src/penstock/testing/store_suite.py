@@ -1,9 +1,9 @@
-"""The conformance suite of `hub.store.Store`: subclass it, say how to make one, run pytest.
-
-In: `make()`. Out: tests. Not here: a server that dies, which needs its own tests.
+"""The conformance suite for `hub.store.Store`. Subclass it, implement `make()`, and run pytest.
 
     class TestMine(StoreTests):
         def make(self) -> Store: ...
+
+A store server that dies needs its own tests.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class StoreTests:
     """Conformance tests of a `Store`. Subclass it with `make`."""
 
     def make(self) -> Store:
-        """Return a store, which may be one that other tests have used."""
-        raise NotImplementedError("say how to make the store under test")
+        """Return a store. Other tests may have used it before."""
+        raise NotImplementedError("implement make() to return the store under test")
 
     def num_names(self, store: Store) -> int:
-        """Return how many names the store keeps in memory, expired ones included."""
-        raise NotImplementedError("say how to count the names that the store under test keeps")
+        """Return the number of names that the store keeps in memory, including expired ones."""
+        raise NotImplementedError("implement num_names() to count the names that the store keeps")
 
     @contextmanager
     def store(self) -> Iterator[tuple[Store, str]]:
-        """A store, closed afterwards, and a folder in it that no other test uses."""
+        """Yield a store, which is closed afterwards, and a folder in it that no other test uses."""
         made = self.make()
         try:
             yield made, f"test/{secrets.token_hex(8)}/"
@@ -38,7 +38,7 @@ class StoreTests:
             made.close()
 
     def test_written_value_is_read(self) -> None:
-        """Bytes of any kind, and none."""
+        """Read back any bytes, including empty values."""
         with self.store() as (store, at):
             for value in (b"", b"\x00\xff" * 1000, bytes(range(256))):
                 assert store.write(f"{at}a", value)
@@ -46,14 +46,14 @@ class StoreTests:
                 assert entry is not None and entry.value == value
 
     def test_missing_name_reads_none(self) -> None:
-        """Neither in `read` nor in `scan`; deleting it is no fault."""
+        """Find a missing name neither with `read` nor with `scan`. Deleting it is no error."""
         with self.store() as (store, at):
             assert store.read(f"{at}a") is None
             assert store.scan(at) == {}
             assert store.write(f"{at}a", None)
 
     def test_deleted_name_is_gone(self) -> None:
-        """Find a deleted value absent, also by a write that expects so."""
+        """Find a deleted value absent. A write that expects it to be absent succeeds."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             assert store.write(f"{at}a", None)
@@ -62,7 +62,7 @@ class StoreTests:
             assert store.write(f"{at}a", b"2", expected=ABSENT)
 
     def test_write_changes_version(self) -> None:
-        """Even one of the same value."""
+        """Change the version even when the value stays the same."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             before = store.read(f"{at}a")
@@ -72,7 +72,7 @@ class StoreTests:
             assert {before.version, after.version}.isdisjoint({ANY, ABSENT})
 
     def test_compare_and_set_requires_current_version(self) -> None:
-        """Only over the version that was read; else nothing happens."""
+        """Write only if the version is the one that was read."""
         with self.store() as (store, at):
             assert store.write(f"{at}a", b"1", expected=ABSENT)
             assert not store.write(f"{at}a", b"2", expected=ABSENT)
@@ -87,7 +87,7 @@ class StoreTests:
             assert not store.write(f"{at}a", b"4", expected=second.version)
 
     def test_scan_finds_names_with_prefix(self) -> None:
-        """By the rest of the name, folders below included, neighbours not."""
+        """Return the rest of each name, including subfolders but not neighbours."""
         with self.store() as (store, at):
             for name in ("x/a", "x/b", "x/c/d", "xy", "y/a"):
                 store.write(at + name, name.encode())
@@ -100,14 +100,14 @@ class StoreTests:
             assert set(store.scan(at)) == {"x/a", "x/b", "x/c/d", "xy", "y/a"}
 
     def test_scan_and_read_return_same_version(self) -> None:
-        """So that what was scanned can be changed."""
+        """Allow a write with the version from a scan."""
         with self.store() as (store, at):
             store.write(f"{at}a", b"1")
             assert store.scan(at)["a"] == store.read(f"{at}a")
             assert store.write(f"{at}a", b"2", expected=store.scan(at)["a"].version)
 
     def test_value_with_time_to_live_expires(self) -> None:
-        """Find a value absent after its time to live; a write renews it, or makes it stay."""
+        """Find a value absent after its time to live. Another write extends or removes the limit."""
         with self.store() as (store, at):
             for name in "abc":
                 store.write(at + name, b"1", ttl_s=1.0)
@@ -120,7 +120,7 @@ class StoreTests:
             assert store.write(f"{at}a", b"3", expected=ABSENT)
 
     def test_expired_names_are_removed(self) -> None:
-        """Later writes of other names remove them: a store of short-lived names does not grow."""
+        """Remove expired names during later writes, so that a store of short-lived names does not grow."""
         with self.store() as (store, at):
             before = self.num_names(store)
             for number in range(2_000):
@@ -133,14 +133,14 @@ class StoreTests:
             assert store.read(f"{at}renewed") is not None
 
     def test_clock_is_shared_and_monotonic(self) -> None:
-        """Two users of one store agree on the time, whatever the clocks of their hosts say."""
+        """Check that two users of one store agree on the time, whatever the clocks of their hosts say."""
         with self.store() as (store, _):
             times = [store.now() for _ in range(1_000)]
             assert times == sorted(times)
             assert store.now() - times[0] < 10
 
     def test_concurrent_compare_and_set_has_one_winner(self) -> None:
-        """A counter that eight threads raise is as high as they raised it."""
+        """Increment a counter in eight threads and find the sum of their increments."""
         with self.store() as (store, at):
             store.write(f"{at}n", b"0")
 
@@ -161,6 +161,6 @@ class StoreTests:
             assert entry is not None and entry.value == b"200"
 
     def test_close_is_idempotent(self) -> None:
-        """Idempotent."""
+        """Allow a second close."""
         with self.store() as (store, _):
             store.close()

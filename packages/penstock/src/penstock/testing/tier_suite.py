@@ -1,9 +1,9 @@
-"""The conformance suite of `memory.tier.Tier`: subclass it, say how to make one, run pytest.
-
-In: `make()`. Out: tests. Not here: budgets, which are not a tier's own (`memory.tiers`).
+"""The conformance suite for `memory.tier.Tier`. Subclass it, implement `make()`, and run pytest.
 
     class TestMine(TierTests):
         def make(self) -> Tier: ...
+
+Budgets are not part of a tier, but of `memory.tiers`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class TierTests:
     """Conformance tests of a `Tier`. Subclass it with `make`."""
 
     def make(self) -> Tier:
-        """Return a tier with room for 64 MiB."""
-        raise NotImplementedError("say how to make the tier under test")
+        """Return a tier with 64 MiB of space."""
+        raise NotImplementedError("implement make() to return the tier under test")
 
     @contextmanager
     def tier(self) -> Iterator[Tier]:
-        """A tier, closed afterwards."""
+        """Yield a tier, which is closed afterwards."""
         made = self.make()
         try:
             yield made
@@ -35,7 +35,7 @@ class TierTests:
             made.close()
 
     def test_written_bytes_are_read(self) -> None:
-        """Move bytes of any size in from host memory and out to it, by one thread or several."""
+        """Copy bytes of any size from host memory into a tier and back, in one thread or several."""
         with self.tier() as tier:
             for nbytes in SIZES:
                 source = filled(nbytes)
@@ -49,7 +49,7 @@ class TierTests:
                     room.close()
 
     def test_reservations_do_not_overlap(self) -> None:
-        """Two rooms at once hold two blocks; a closed one leaves the other alone, and may be closed again."""
+        """Keep two reservations separate. Closing one, even twice, leaves the other unchanged."""
         with self.tier() as tier:
             blocks = [filled(5000, seed) for seed in range(2)]
             rooms = [tier.open_room(5000) for _ in blocks]
@@ -63,7 +63,7 @@ class TierTests:
             rooms[1].close()
 
     def test_copy_between_reservations_preserves_bytes(self) -> None:
-        """Also where neither is in host memory, by a buffer between."""
+        """Copy between two reservations, through a buffer if neither is in host memory."""
         with self.tier() as tier:
             nbytes = PIECE_BYTES + 5
             source, back = filled(nbytes), HeapRoom(nbytes)
@@ -76,7 +76,7 @@ class TierTests:
             second.close()
 
     def test_views_show_written_bytes(self) -> None:
-        """A room in host memory shows all of its bytes; what is written to the views is in the room."""
+        """Check that a reservation in host memory shows all of its bytes, and keeps bytes written to its views."""
         with self.tier() as tier:
             room = tier.open_room(PIECE_BYTES + 5)
             if isinstance(room, HostRoom):
@@ -91,7 +91,7 @@ class TierTests:
 
 
 def filled(nbytes: int, seed: int = 0) -> HeapRoom:
-    """Return a room of the reference tier with bytes of chance."""
+    """Return a reservation in the reference tier with random bytes."""
     room = HeapTier().open_room(nbytes)
     room.views()[0][:] = random.Random(seed).randbytes(nbytes)
     return room

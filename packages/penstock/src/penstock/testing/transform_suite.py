@@ -1,7 +1,9 @@
-"""Conformance cases for the kernels of transforms: the reference's bits, over every kind of value and place.
+"""Conformance cases for transform kernels.
 
-In: a format and a device. Out: nothing, or an AssertionError that names the first job that differs.
-Not here: whether the reference is right, which `tests/unit/transform` holds against formats written down a second time.
+They must return the bits of the reference for every kind of value and placement.
+
+An AssertionError names the first job that differs. `tests/unit/transform` checks the reference against independently
+written formats.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ LARGE = ((128, 128), (40, 400), (300, 1056), (2, 3, 130, 160), (4099, 3), (2000,
 
 
 def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Normal numbers at scales from 2^-40 to 2^6, with zeros, subnormal and extreme numbers, NaN and infinities."""
+    """Return normal numbers at scales from 2^-40 to 2^6, with zeros, subnormal and extreme numbers, NaN and inf."""
     chance = torch.Generator().manual_seed(seed)
     made = torch.randn(shape, generator=chance)
     if made.ndim > 1:
@@ -38,7 +40,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tenso
 
 
 def sources(form: Format, shapes: Sequence[tuple[int, ...]]) -> Iterator[torch.Tensor]:
-    """On the CPU: every dtype and shape that the format takes, whole, transposed, a view of a larger one, unaligned."""
+    """Yield CPU tensors in every dtype and shape of the format: whole, transposed, unaligned, and views."""
     dtypes = [torch.bfloat16, torch.float16, torch.float32, *([torch.float64] if form.scaling == "none" else [])]
     for seed, shape in enumerate(shapes):
         for number, dtype in enumerate(dtypes):
@@ -53,7 +55,7 @@ def sources(form: Format, shapes: Sequence[tuple[int, ...]]) -> Iterator[torch.T
 
 
 def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int, ...]] = SMALL) -> int:
-    """Compare, bit for bit; the number of jobs."""
+    """Compare bit for bit. Return the number of jobs."""
     jobs, expected = [], []
     for number, source in enumerate(sources(form, shapes)):
         amax = None
@@ -63,7 +65,7 @@ def check_kernels(form: Format, device: torch.device, shapes: Sequence[tuple[int
         shape = tuple(source.shape)
         parts = formats.outputs(form, "", quantize.dtype_of(source), shape, Box.full(shape))
         outs = tuple(_place(part.shape, part.dtype, number, device) for part in parts)
-        # Moved with its strides: a copy would be contiguous.
+        # Move it with its strides, because a copy would be contiguous.
         base = torch.empty(source.untyped_storage().nbytes() // source.element_size(), dtype=source.dtype)
         base.copy_(torch.as_strided(source, base.shape, (1,), 0))
         moved = torch.as_strided(base.to(device), source.shape, source.stride(), source.storage_offset())
@@ -87,7 +89,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _place(shape: tuple[int, ...], dtype: DType, number: int, device: torch.device) -> torch.Tensor:
-    """Memory for an output, of every second job within a larger one."""
+    """Return memory for an output. Every second output lies within a larger tensor."""
     if number % 2 == 0 or len(shape) < 2:
         return torch.empty(shape, dtype=quantize.torch_dtype(dtype), device=device)
     return torch.empty((*shape[:-1], shape[-1] + 5), dtype=quantize.torch_dtype(dtype), device=device)[..., : shape[-1]]

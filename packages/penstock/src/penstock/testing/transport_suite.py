@@ -1,10 +1,10 @@
-"""The conformance suite of `transport.protocol.Transport`: subclass it, say how to make one, run pytest.
-
-In: `make()`; for a device's memory also `allocate`, `write` and `read`. Out: tests.
-Not here: faults of a particular transport (a killed peer, a cut link), which need their own tests.
+"""The conformance suite for `transport.protocol.Transport`. Subclass it, implement `make()`, and run pytest.
 
     class TestMine(TransportTests):
         def make(self) -> Transport: ...
+
+For device memory, override `allocate`, `write` and `read` too. Faults of a particular transport (a killed peer, a cut
+link) need their own tests.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _GONE = (StaleDescriptor, PeerLost)
 
 
 def segments(rows: Sequence[tuple[int, int, int]]) -> Segments:
-    """Segments of `(src, dst, nbytes)` rows."""
+    """Return the segments for `(src, dst, nbytes)` rows."""
     columns = np.array(rows, np.int64).reshape(-1, 3)
     return Segments(src=columns[:, 0], dst=columns[:, 1], nbytes=columns[:, 2])
 
 
 def sample(nbytes: int, seed: int = 7) -> bytes:
-    """`nbytes` bytes that differ at every offset scale, the same for the same seed."""
+    """Return `nbytes` bytes that differ at every scale of offsets. The same seed returns the same bytes."""
     return random.Random(seed).randbytes(nbytes)
 
 
@@ -42,24 +42,24 @@ class TransportTests:
     """Conformance tests of a `Transport`. Subclass it with `make`."""
 
     def make(self) -> Transport:
-        """Return a new transport of this process; the suite closes it."""
-        raise NotImplementedError("say how to make the transport under test")
+        """Return a new transport in this process. The suite closes it."""
+        raise NotImplementedError("implement make() to return the transport under test")
 
     def allocate(self, nbytes: int) -> Memory:
-        """Memory of the kind under test, filled with 0xAA."""
+        """Return memory of the kind under test, filled with 0xAA."""
         return Memory.of_buffer(bytearray(b"\xaa" * nbytes))
 
     def write(self, memory: Memory, data: bytes) -> None:
-        """Set all of the memory."""
+        """Write all of the memory."""
         ctypes.memmove(memory.address, data, memory.nbytes)
 
     def read(self, memory: Memory) -> bytes:
-        """Return all of the memory."""
+        """Read all of the memory."""
         return ctypes.string_at(memory.address, memory.nbytes)
 
     @contextmanager
     def pair(self, data: bytes, nbytes: int) -> Iterator[tuple[Transport, Handle, Transport, Handle]]:
-        """A holder with `data` registered, and a receiver with `nbytes` to read into; both as transport and handle."""
+        """Yield a holder with registered `data` and a receiver with `nbytes` bytes, both as transport and handle."""
         holder, receiver = self.make(), self.make()
         try:
             memory = self.allocate(len(data))
@@ -72,11 +72,11 @@ class TransportTests:
     def fetch(
         self, receiver: Transport, into: Handle, source: Descriptor, rows: Sequence[tuple[int, int, int]]
     ) -> None:
-        """Post and wait, the descriptor having crossed the wire."""
+        """Send the descriptor over the wire, post a read and wait for it."""
         receiver.wait(receiver.post_read(into, decode(encode(source)), segments(rows)), stall_s=_STALL_S)
 
     def test_descriptor_survives_encoding(self) -> None:
-        """Find a descriptor unchanged by encoding, short, and true to what was registered."""
+        """Check that encoding leaves a descriptor unchanged, short, and true to the registration."""
         with self.pair(sample(1000), 10) as (holder, handle, _, _):
             raw = encode(handle.descriptor)
             assert len(raw) <= MAX_DESCRIPTOR_BYTES
@@ -85,7 +85,7 @@ class TransportTests:
             assert handle.descriptor.device == handle.memory.device
 
     def test_whole_read_copies_all_bytes(self) -> None:
-        """Read everything as one segment; progress ends at the whole."""
+        """Read everything as one segment. At the end, progress reports all bytes."""
         data = sample(_NBYTES)
         with self.pair(data, _NBYTES) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, _NBYTES)]))
@@ -95,7 +95,7 @@ class TransportTests:
             assert self.read(into.memory) == data
 
     def test_scattered_segments_are_copied(self) -> None:
-        """Unaligned runs of any length, out of order, some empty; bytes beside them stay as they were."""
+        """Read unaligned runs of any length, out of order and some empty. Other bytes stay unchanged."""
         data, chance, rows, expected = sample(_NBYTES), random.Random(1), [], bytearray(b"\xaa" * _NBYTES)
         at = 0
         while at < _NBYTES - 200_000:
@@ -110,7 +110,7 @@ class TransportTests:
             assert self.read(into.memory) == bytes(expected)
 
     def test_empty_read_succeeds(self) -> None:
-        """Accept no segments, empty ones up to the very end, and memory of no bytes."""
+        """Accept a read without segments, empty segments up to the end, and empty memory."""
         with self.pair(sample(100), 50) as (holder, handle, receiver, into):
             self.fetch(receiver, into, handle.descriptor, [])
             self.fetch(receiver, into, handle.descriptor, [(100, 50, 0), (0, 0, 0)])
@@ -118,7 +118,7 @@ class TransportTests:
             assert self.read(into.memory) == b"\xaa" * 50
 
     def test_read_outside_memory_is_refused(self) -> None:
-        """A segment outside either side is PlanError before anything moves; the transport stays usable."""
+        """Raise PlanError for a segment outside either memory before anything moves. The transport stays usable."""
         data, far = sample(1000), 2**63 - 1
         outside = [(0, 0, 501), (0, 500, 1), (999, 0, 2), (1000, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 0, -1), (far, 0, 1)]
         with self.pair(data, 500) as (_, handle, receiver, into):
@@ -132,14 +132,14 @@ class TransportTests:
             assert self.read(into.memory) == data[500:]
 
     def test_released_memory_is_stale(self) -> None:
-        """After the handle is closed its descriptor is stale, and nothing is touched. Closing twice is closing once."""
+        """Find the descriptor of a closed handle stale, with nothing written. A second close is allowed."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             handle.close()
             handle.close()
             self._gone(receiver, into, handle.descriptor)
 
     def test_reused_address_does_not_revive_descriptor(self) -> None:
-        """A new registration of the same memory is not the old one."""
+        """Distinguish a new registration of the same memory from the old one."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             old = handle.descriptor
             handle.close()
@@ -149,7 +149,7 @@ class TransportTests:
             self.fetch(receiver, into, again.descriptor, [(0, 0, 1000)])
 
     def test_fence_makes_descriptor_stale(self) -> None:
-        """A fence makes the descriptors before it stale; the one it gives reads what was written after it."""
+        """Make older descriptors stale with a fence. The new descriptor reads what is written after it."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             old = handle.descriptor
             new = handle.fence()
@@ -160,7 +160,7 @@ class TransportTests:
             assert self.read(into.memory) == sample(1000, seed=8)
 
     def test_fence_during_read_raises_stale_descriptor(self) -> None:
-        """A read under way when the holder fences and writes ends with the bytes before, or with an error."""
+        """End a read during a fence and a write with the old bytes, or with an error."""
         old = sample(_NBYTES)
         for _ in range(5):
             with self.pair(old, _NBYTES) as (_, handle, receiver, into):
@@ -175,7 +175,7 @@ class TransportTests:
                     assert self.read(into.memory) == old
 
     def test_forged_descriptor_is_refused(self) -> None:
-        """Refuse a descriptor that was not given by the transport, in every forged form."""
+        """Refuse every kind of descriptor that the transport did not create."""
         with self.pair(sample(1000), 5000) as (holder, handle, receiver, into):
             given = handle.descriptor
             other = holder.register(self.allocate(10)).descriptor
@@ -190,7 +190,7 @@ class TransportTests:
             _raised(ConfigError, lambda: self.fetch(receiver, into, foreign, [(0, 0, 10)]))
 
     def test_concurrent_reads_copy_all_bytes(self) -> None:
-        """Reads posted together are waited for in any order, by many threads."""
+        """Wait for reads that were posted together, in any order and in many threads."""
         data, width = sample(64 * 10_007), 10_007
         with self.pair(data, len(data)) as (_, handle, receiver, into):
             rows = [(i * width, i * width, width) for i in range(64)]
@@ -214,7 +214,7 @@ class TransportTests:
             assert self.read(into.memory) == data
 
     def test_released_destination_is_refused(self) -> None:
-        """Posting into a closed handle is Cancelled; so is a read under way, unless it was done."""
+        """Raise Cancelled for a read into a closed handle, even while it runs, unless it was done."""
         with self.pair(sample(1000), 1000) as (_, handle, receiver, into):
             pending = receiver.post_read(into, handle.descriptor, segments([(0, 0, 1000)]))
             into.close()
@@ -227,7 +227,7 @@ class TransportTests:
             _raised(Cancelled, lambda: self.fetch(receiver, into, handle.descriptor, [(0, 0, 1)]))
 
     def test_close_releases_registrations(self) -> None:
-        """Closing twice is closing once; nothing can be registered after; what was given is stale, others are not."""
+        """Allow a second close. Afterwards nothing can be registered and this transport's descriptors are stale."""
         with self.pair(sample(1000), 1000) as (holder, handle, receiver, into):
             third = self.make()
             third.close()
@@ -238,7 +238,7 @@ class TransportTests:
             self._gone(receiver, into, handle.descriptor)
 
     def _gone(self, receiver: Transport, into: Handle, source: Descriptor) -> None:
-        """Reading by this descriptor blames the source and touches nothing."""
+        """Check that a read with this descriptor blames the source and writes nothing."""
         before = self.read(into.memory)
         error = _raised(_GONE, lambda: self.fetch(receiver, into, source, [(0, 0, 1000)]))
         assert (error.blame, error.mutated) == ("source", False)
@@ -246,7 +246,7 @@ class TransportTests:
 
 
 def _raised(kinds: type[PenstockError] | tuple[type[PenstockError], ...], call: object) -> PenstockError:
-    """Return what `call()` raised; it must be of these kinds."""
+    """Return the error that `call()` raised. It must be of these kinds."""
     assert callable(call)
     try:
         call()

@@ -27,7 +27,7 @@ from penstock.sync.copy_plan import StagingCopy, aliases_of
 from penstock.sync.local_version import LocalVersion, VersionRegions
 from penstock.sync.messages import TableReply
 from penstock.sync.recording.layout import Load, Recording, live_tensors
-from penstock.sync.recording.loader_run import users_code
+from penstock.sync.recording.loader_run import user_code
 from penstock.sync.recording.requirements import Requirements, record, wanted
 from penstock.sync.shards import Declarable, ShardRow, declared, layout_of, regions_of
 from penstock.transform.formats import Format, format_of, is_format
@@ -133,7 +133,7 @@ def tensors_of(target: Target, table: TensorTable) -> torch.nn.Module | Mapping[
         return _new_tensors(table)
     made: Mapping[str, Declarable] = {}
     if not isinstance(target, torch.nn.Module | Mapping):
-        with users_code("the target function"):
+        with user_code("the target function"):
             made = target(_published(table))
     return target if isinstance(target, torch.nn.Module | Mapping) else made
 

@@ -1,7 +1,7 @@
-"""Buffers of a recording: what each consists of, as boxes of checkpoint tensors, numbers and unknown elements.
+"""The buffers of a recording. Each consists of boxes from checkpoint tensors, numbers and unknown elements.
 
-In: pieces, each written over those before it. Out: the pieces that are left; what a view of a buffer shows.
-Not here: the operators that write them (`meta_tensors`), copies by strides (`stride_map`).
+A new piece overwrites the pieces below it. `meta_tensors` has the operators that write pieces, and `stride_map`
+describes strided copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.types import Box
 
 
 class BufferPiece(msgspec.Struct, frozen=True, kw_only=True):
-    """Part of a buffer: from the one checkpoint tensor in `names`; or a `value`; or unknown, with `why` and names."""
+    """A part of a buffer: a piece of the one checkpoint tensor in `names`, a `value`, or unknown because of `why`."""
 
     map: StrideMap
     names: tuple[str, ...] = ()
@@ -31,7 +31,7 @@ class BufferPiece(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Buffer:
-    """An allocation: of a live tensor, or of a temporary one."""
+    """The allocation of a live or a temporary tensor."""
 
     def __init__(
         self, dtype: torch.dtype, grid: StrideGrid, offset: int = 0, *, piece: BufferPiece | None = None
@@ -40,11 +40,11 @@ class Buffer:
         self.grid = grid
         self.offset = offset
         self.pieces: list[BufferPiece] = [] if piece is None else [piece]
-        # Still the one piece that it was made with.
+        # True while the buffer still is the single piece it was made with.
         self.untouched = piece is not None
-        # Checkpoint tensors that were overwritten as a whole, with the one that took their place.
+        # Checkpoint tensors that were overwritten as a whole, each with the tensor that replaced it.
         self.replaced: dict[str, str] = {}
-        # Made when it is first written to: temporaries are read once and need none.
+        # Created at the first write, because temporaries are read once and do not need it.
         self._boxes: _Boxes | None = None
 
     def names(self) -> tuple[str, ...]:
@@ -71,12 +71,13 @@ class Buffer:
 
 
 class LiveBuffer(Buffer):
-    """The allocation of a live tensor: found by its storage, of which it has a range of bytes."""
+    """The allocation of a live tensor, found by its storage and its range of bytes in it."""
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
         super().__init__(tensor.dtype, grid_of(tuple(tensor.shape), tensor.stride()), int(tensor.storage_offset()))
         self.name = name
-        # Keeps the storage alive: its identity is the key, and a freed one would be given to another tensor.
+        # Keep the storage alive. Its identity is the key, and another tensor could reuse the identity of a freed
+        # storage.
         self.tensor = tensor.detach()
         span = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self.start_bytes = self.offset * tensor.itemsize
@@ -84,7 +85,7 @@ class LiveBuffer(Buffer):
 
 
 class _Boxes:
-    """Boxes in the order of where they begin in the first dim: few of an expert's thousands can meet a new one."""
+    """Boxes sorted by their start in the first dim, so that a new box is compared with few of thousands."""
 
     def __init__(self, boxes: Iterable[Box]) -> None:
         self._starts: list[int] = []
@@ -102,22 +103,22 @@ class _Boxes:
         self._longest = max(self._longest, stop - start)
 
     def meet(self, box: Box) -> bool:
-        """Return whether a box has an element in common with one of these."""
+        """Return whether a box overlaps one of these boxes."""
         start, stop = _first_dim(box)
-        # One that begins earlier than the longest of them before this box ends before it, too.
+        # A box that begins earlier than the longest length before this box also ends before it.
         low = bisect.bisect_right(self._starts, start - self._longest)
         high = bisect.bisect_left(self._starts, stop)
         return any(_meet(box, old) for old in self._boxes[low:high])
 
 
 def _first_dim(box: Box) -> tuple[int, int]:
-    """Return the range of a box in the first dim; a scalar's has none."""
+    """Return the range of a box in the first dim. A scalar counts as one element."""
     return (box.start[0], box.stop[0]) if box.start else (0, 1)
 
 
 def _meet(box: Box, other: Box) -> bool:
-    """Return whether two boxes have a common element."""
-    # `intersect.common_box` without allocating a box.
+    """Return whether two boxes overlap."""
+    # This is `intersect.common_box` without allocating a box.
     for a, b, c, d in zip(box.start, box.stop, other.start, other.stop, strict=True):  # noqa: SIM110 - twice as fast
         if a >= d or c >= b:
             return False
@@ -125,22 +126,22 @@ def _meet(box: Box, other: Box) -> bool:
 
 
 def identity(box: Box) -> StrideMap:
-    """Return the map of each element of a box to its own place."""
+    """Return the map from each element of a box to itself."""
     digits = tuple((n, dim, 1, dim, 1) for dim, n in enumerate(box.shape) if n > 1)
     return StrideMap(source_start=box.start, target_start=box.start, digits=digits)
 
 
-# Loaders copy thousands of tensors of the same few shapes.
+# Cached, because loaders copy thousands of tensors with the same few shapes.
 grid_of = functools.lru_cache(maxsize=1024)(StrideGrid)
 
 
 def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
-    """Return the rest of a piece after `box` is written."""
+    """Yield the rest of a piece after `box` is overwritten."""
     whole = piece.map.target_box()
     if common_box(whole, box) is None:
         yield piece
         return
-    # Dim by dim the parts before and after the box are cut off; what remains in the end is inside the box.
+    # Cut off the parts before and after the box in each dim. What remains at the end is inside the box.
     start, stop = list(whole.start), list(whole.stop)
     for dim in range(len(start)):
         for low, high in ((start[dim], box.start[dim]), (box.stop[dim], stop[dim])):
@@ -151,7 +152,7 @@ def _without(piece: BufferPiece, box: Box) -> Iterator[BufferPiece]:
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a buffer that a tensor shows; the offset in elements from the buffer's first."""
+    """The part of a buffer that a tensor shows. The offset counts elements from the buffer's first."""
 
     buffer: Buffer
     offset: int
@@ -160,16 +161,19 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     dtype: torch.dtype
 
     def region(self) -> list[StrideMap]:
-        """Return the boxes of the buffer that are shown, each as a map to itself. NotBoxes: they are not boxes."""
+        """Return the shown boxes of the buffer, each as a map to itself. Raise NotBoxes if they are not boxes."""
         grid = self.buffer.grid
         return boxes(between(grid, self.offset, self.strides, grid, self.offset, self.strides, self.shape))
 
     def pieces_to(self, target: View) -> Iterator[BufferPiece]:
-        """Yield this view's pieces as pieces of `target`'s buffer; both have one shape. NotBoxes as `region`."""
+        """Yield this view's pieces as pieces of `target`'s buffer. Both have the same shape.
+
+        Raise NotBoxes as `region` does.
+        """
         mine, theirs = self.buffer, target.buffer
         whole = between(mine.grid, self.offset, self.strides, theirs.grid, target.offset, target.strides, self.shape)
         for part in boxes(whole):
-            # A whole checkpoint tensor, the usual source: no need to intersect with its single piece.
+            # The usual source is a whole checkpoint tensor, which needs no intersection with its single piece.
             if mine.untouched:
                 yield replace(mine.pieces[0], map=part)
                 continue

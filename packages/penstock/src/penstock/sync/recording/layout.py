@@ -1,9 +1,8 @@
-"""Recorded copies of a loader as values, and their use: boxes to fetch, the reference fill, the reversed declaration.
+"""The recorded copies of a loader as values, and their use.
 
-In: the copies that `record` observed; real tensors; a trainer's own parameters. Out: the boxes needed of each
-checkpoint tensor; `fill`, which applies the records and is the reference for every transfer; `checkpoint_shards`, which
-declares parameters as `Shard`s of the checkpoint's tensors, in the same memory.
-Not here: the recording itself (`requirements.record`), the plan of a transfer (`plan`), rows (`sync.shards`).
+A `Recording` says which boxes of each checkpoint tensor are needed. `fill` applies the records and is the reference for
+every transfer. `checkpoint_shards` declares a trainer's own parameters as `Shard`s of the checkpoint's tensors, in the
+same memory. `requirements.record` makes the recording, and `plan` plans a transfer.
 
     transformers merges experts.0.gate_proj.weight, experts.0.up_proj.weight, ... into experts.gate_up_proj: a trainer
     has a shard of the merged tensor, and engines request the separate ones
@@ -29,17 +28,18 @@ from penstock.sync.shards import Declarable, Shard, ShardRow, declared
 from penstock.types import Box, DType
 
 Step = tuple[Literal["cast", "view"], DType]
-"""A conversion of each element: its value cast to another dtype, or its bits viewed as one of the same width."""
+"""A conversion of each element. It casts the value to another dtype, or views the bits as another dtype of the same
+width."""
 
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], object]
-"""A model's `load_weights`: it takes tensors by their checkpoint names and fills the model."""
+"""A model's `load_weights`, which takes tensors by their checkpoint names and fills the model."""
 
 
 class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A copy of one box of a checkpoint tensor into one box of a parameter or buffer.
+    """A copy from one box of a checkpoint tensor into one box of a parameter or buffer.
 
-    target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), by `steps`.
-    Boxes are of tensors as torch shows them: two elements of F4 count as one.
+    target[target_box] = source[source_box].reshape(split).permute(permutation).reshape(target_box.shape), after
+    `steps`. Boxes count elements as torch shows them: two F4 elements count as one.
     """
 
     source: str
@@ -52,13 +52,13 @@ class LayoutRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_order(self) -> bool:
-        """Return whether both boxes have their elements in the same order, so that nothing is permuted on arrival."""
+        """Return whether both boxes have their elements in the same order, so that nothing has to be permuted."""
         return self.permutation == tuple(range(len(self.permutation)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constant:
-    """A box that the loader sets to one number: padding."""
+    """A box that the loader sets to one number, such as padding."""
 
     target: str
     target_box: Box
@@ -70,27 +70,27 @@ class Recording:
     """The copies of a loader from a checkpoint, without values. No element of a parameter is in two records."""
 
     layout: str
-    """Digest of the checkpoint's names, dtypes and shapes that were recorded."""
+    """Digest of the recorded checkpoint's names, dtypes and shapes."""
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of the checkpoint tensors that are recorded or unrecorded."""
+    """Shapes of the checkpoint tensors that are recorded or unrecorded."""
     records: tuple[LayoutRecord, ...]
     constants: tuple[Constant, ...]
     unrecorded: Mapping[str, str]
     """Checkpoint tensors that must be received whole and pass through the loader itself, with the reason."""
     unused: tuple[str, ...]
-    """Checkpoint tensors that fill nothing in this model, for example those of other ranks."""
+    """Checkpoint tensors that fill nothing in this model, for example those for other ranks."""
     unfilled: Mapping[str, int]
-    """The number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
+    """Number of elements that neither records nor constants fill, for each parameter and persistent buffer."""
     touched: frozenset[str] = frozenset()
-    """The live tensors that the loader writes to when it gets the unrecorded tensors alone. Records into these must be
-    installed after it has run."""
+    """Live tensors that the loader writes to when it gets only the unrecorded tensors. Records into these tensors must
+    be installed after it has run."""
     fillable: frozenset[str] | None = None
-    """The live tensors that the unrecorded tensors may fill; None: any, because the loader decides by values."""
+    """Live tensors that the unrecorded tensors may fill. None means any, because the loader decides by values."""
     repeated: Mapping[str, str] = field(default_factory=dict)
-    """Checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
+    """Checkpoint tensors that were replaced in a tied parameter, each with the tensor that remains there."""
 
     def wants(self) -> tuple[TensorRequirement, ...]:
-        """Return the boxes needed of each checkpoint tensor, sorted by name; unrecorded tensors are needed whole."""
+        """Return the needed boxes of each checkpoint tensor, sorted by name. Unrecorded tensors are needed whole."""
         boxes: dict[str, dict[Box, None]] = {}
         for record in self.records:
             boxes.setdefault(record.source, {})[record.source_box] = None
@@ -104,18 +104,18 @@ class Recording:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRequirement:
-    """The boxes that one receiver needs of one checkpoint tensor."""
+    """The boxes that a receiver needs from one checkpoint tensor."""
 
     name: str
     boxes: tuple[Box, ...]
-    """No box lies inside another; two may overlap where a loader uses elements twice."""
+    """No box lies inside another. Two boxes may overlap if a loader uses elements twice."""
     whole: bool = False
-    """Whether the tensor is unrecorded: it must be received whole, and passed through the loader."""
+    """Whether the tensor is unrecorded, so that it must be received whole and passed through the loader."""
 
 
 def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
     """Return the boxes that lie in no other box, in order."""
-    # The largest first: a box can only lie in one that is at least as large.
+    # Start with the largest, because a box can only lie in one that is at least as large.
     outermost: list[Box] = []
     for box in sorted(boxes, key=lambda box: (-box.num_elements, box.start)):
         if not any(_inside(box, other) for other in outermost):
@@ -124,7 +124,7 @@ def _outermost(boxes: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _inside(box: Box, other: Box) -> bool:
-    """Return whether a box lies in another."""
+    """Return whether `box` lies in `other`."""
     return all(a >= b for a, b in zip(box.start, other.start, strict=True)) and all(
         a <= b for a, b in zip(box.stop, other.stop, strict=True)
     )
@@ -134,9 +134,9 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's parameters and buffers under all their names, detached, with the same memory.
 
     Raises:
-        PlanError: one of them has no shape yet.
+        PlanError: a parameter or buffer has no shape yet.
     """
-    # Under all names: a loader may fill a tied weight by either, and buffers that no state dict has too.
+    # Use all names, because a loader may fill a tied weight by either name, and buffers that no state dict has.
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
         require_initialised(name, tensor)
@@ -144,30 +144,30 @@ def live_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def writing(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which these tensors may be written, also if they were made in inference mode."""
+    """Return a context in which these tensors may be written, even if they were made in inference mode."""
     return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
 
 
 def fill(
     recording: Recording, source: Mapping[str, torch.Tensor], model: torch.nn.Module, *, load: Load | None = None
 ) -> None:
-    """Fill a model from whole checkpoint tensors by the records alone: the reference for every transfer.
+    """Fill a model from whole checkpoint tensors using only the records. This is the reference for every transfer.
 
     Args:
-        recording: of this model, or of a model with the same parameters.
+        recording: made from this model, or from a model with the same parameters.
         source: the checkpoint's tensors by name.
         model: filled in place.
         load: the model's own loader, for unrecorded tensors.
 
     Raises:
-        PlanError: tensors are unrecorded and there is no `load`; the model is untouched.
+        PlanError: tensors are unrecorded and there is no `load`. The model is unchanged.
     """
     if recording.unrecorded and load is None:
-        some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
+        examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
         hint = "pass the model's loader as load="
-        raise PlanError(f"{len(recording.unrecorded)} tensors are unrecorded: {some}", hint=hint)
+        raise PlanError(f"{len(recording.unrecorded)} tensors are unrecorded: {examples}", hint=hint)
     if recording.unrecorded and load is not None:
-        # First, as in an update: records and constants may overwrite some of what the loader writes.
+        # Run the loader first, as in an update, because records and constants may overwrite some of its writes.
         load((name, source[name]) for name in recording.unrecorded)
     targets = live_tensors(model)
     with writing(targets.values()):
@@ -178,8 +178,8 @@ def fill(
 
 
 def install(record: LayoutRecord, piece: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy a record's source box, on any device and of that box's shape, to its place in the target."""
-    # The inverse of the recorded view: the source's runs, in the target's order.
+    """Copy a record's source box to its place in the target. `piece` has that box's shape and may be on any device."""
+    # Invert the recorded view, so that the source's runs are in the target's order.
     value = piece.reshape(record.split).permute(record.permutation)
     for kind, dtype in record.steps:
         value = value.to(torch_dtype(dtype)) if kind == "cast" else value.view(torch_dtype(dtype))
@@ -199,18 +199,18 @@ def checkpoint_shards(
 
     Args:
         params: as for `declared`, by the parameters' names.
-        recording: of the whole model's loader, on one rank; a model on the meta device is enough. Casts are ignored: a
-            parameter is declared in its own dtype.
+        recording: made from the whole model's loader on one rank. A model on the meta device is enough. Casts are
+            ignored, because a parameter is declared in its own dtype.
 
     Raises:
-        PlanError: part of the loading was not recorded, so it cannot be reversed; or as `declared`.
+        PlanError: part of the loading was not recorded, so it cannot be reversed. Others as `declared`.
 
     Elements that no record fills (padding, computed buffers, the second name of a tied parameter) are not included.
     """
     if recording.unrecorded:
-        some = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
-        hint = "declare the parameters under names of your own"
-        raise PlanError(f"{len(recording.unrecorded)} tensors are not recorded: {some}", hint=hint)
+        examples = "; ".join(f"{name}: {why}" for name, why in list(recording.unrecorded.items())[:10])
+        hint = "declare the parameters under your own names"
+        raise PlanError(f"{len(recording.unrecorded)} tensors are not recorded: {examples}", hint=hint)
     by_target: dict[str, list[LayoutRecord]] = {}
     for record in recording.records:
         by_target.setdefault(record.target, []).append(record)
@@ -222,28 +222,28 @@ def checkpoint_shards(
 
 
 def _shards(row: ShardRow, record: LayoutRecord, shape: tuple[int, ...]) -> Iterator[Shard]:
-    """Return a row's shards of one record's source."""
+    """Yield a row's shards of one record's source."""
     box = _torch_box(row)
     common = common_box(box, record.target_box)
     if common is None:
         return
     if any(kind == "view" for kind, _ in record.steps):
-        # A shard declares values of one dtype; bits under another dtype would be sent as wrong values.
-        raise PlanError(f"its loader reads its bits as another dtype in {record.target}", tensor=record.source)
-    shown = torch_shape(row.form.dtype, shape)
+        # A shard declares values of one dtype. Bits under another dtype would be sent as wrong values.
+        raise PlanError(f"the loader views its bits as another dtype in {record.target}", tensor=record.source)
+    global_shape = torch_shape(row.form.dtype, shape)
     strides = row.tensor.stride()
     first = int(row.tensor.storage_offset())
-    # The recorded map, restricted to the part of the target that is on this rank, and cut until both ends are boxes.
+    # Restrict the recorded map to the part of the target on this rank, and cut it until both ends are boxes.
     for part in (piece for cut in restrict(_map_of(record), common) for piece in boxes(cut)):
         inside = zip(part.target_start, box.start, strides, strict=True)
         begin = first + sum((at - start) * step for at, start, step in inside)
         for start, extent, steps, offset in _boxes(part, strides):
             tensor = row.tensor.as_strided(extent, steps, begin + offset)
-            yield Shard(tensor=tensor, global_shape=shown, offset=start, tag=row.form.tag)
+            yield Shard(tensor=tensor, global_shape=global_shape, offset=start, tag=row.form.tag)
 
 
 def _torch_box(row: ShardRow) -> Box:
-    """Return a row's box in torch's elements, where two elements of F4 count as one."""
+    """Return a row's box in torch's elements, where two F4 elements count as one."""
     start = row.form.box.start
     if row.form.dtype is DType.F4:
         start = (*start[:-1], start[-1] // 2)
@@ -251,8 +251,9 @@ def _torch_box(row: ShardRow) -> Box:
 
 
 def _map_of(record: LayoutRecord) -> StrideMap:
-    """Return the stride map that a record was made from."""
-    # A record keeps shapes, not steps: those follow from the boxes, whose digits fill each dim from the outer one.
+    """Return the stride map from which a record was made."""
+    # A record keeps shapes but no steps. The steps follow from the boxes, whose digits fill each dim from the outermost
+    # one.
     source = _places(record.source_box.shape, record.split)
     target = _places(record.target_box.shape, tuple(record.split[i] for i in record.permutation))
     back = {digit: at for at, digit in enumerate(record.permutation)}
@@ -261,7 +262,7 @@ def _map_of(record: LayoutRecord) -> StrideMap:
 
 
 def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the dim and step of each digit of a box, the outer first."""
+    """Return the dim and step of each digit of a box, outermost first."""
     places: list[tuple[int, int]] = []
     dim, left = -1, 1
     for n in digits:
@@ -276,8 +277,8 @@ def _places(shape: Sequence[int], digits: Sequence[int]) -> list[tuple[int, int]
 def _boxes(
     part: StrideMap, strides: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]]:
-    """Yield start, extent, strides and element offset of the boxes of the source with one stride per dim."""
-    # `as_strided` shows one stride per dim: a dim that the loader split into several runs gives several boxes.
+    """Yield start, extent, strides and element offset of the source boxes with one stride per dim."""
+    # `as_strided` has one stride per dim, so a dim that the loader split into several runs becomes several boxes.
     dims: list[list[tuple[int, int]]] = []
     for dim in range(len(part.source_start)):
         runs = [(1, 1)]
@@ -300,7 +301,7 @@ def _boxes(
 
 
 def _levels(runs: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Yield extent, source step and target stride of the levels above a dim's first."""
+    """Yield extent, source step and target stride of each level above a dim's first."""
     below = runs[0][0]
     for n, step in runs[1:]:
         yield n, below, step

@@ -1,8 +1,7 @@
-"""Runs of a model's own loader on tensors without storage: followed by a recorder, with the model put back afterwards.
+"""Runs a model's own loader on tensors without storage, and restores the model afterwards.
 
-In: a live model, its loader, names with dtypes and shapes. Out: the recorder of a run; what a run writes to; or
-`LoaderRaised`.
-Not here: turning a recorder's pieces into records (`requirements`), the effect of operators (`meta_tensors`).
+A recorder follows each run. `requirements` turns its pieces into records, and `meta_tensors` has the effect of each
+operator.
 """
 
 from __future__ import annotations
@@ -28,43 +27,43 @@ class LoaderRaised(Exception):
     """The loader itself raised an error, which is the cause.
 
     Attributes:
-        last: the last tensor that the loader received; empty: it received all of them, or none.
-        lacked: the loader was not given all tensors of the checkpoint.
+        last: the last tensor that the loader received. Empty if it received all of them or none.
+        lacked: True if the loader did not receive all tensors of the checkpoint.
     """
 
-    # No PenstockError: `record` decides whether the loader can do without a recording.
+    # This is no PenstockError, because `record` decides whether the loader can work without a recording.
 
     def __init__(self, last: str) -> None:
         super().__init__(last)
         self.last = last
-        self.lacked = False
+        self.was_incomplete = False
 
 
-def said(error: BaseException | None) -> str:
-    """Return the text for an error of the user's code."""
+def error_text(error: BaseException | None) -> str:
+    """Return the text for an error in the user's code."""
     return f"{type(error).__name__}: {error}"[:1000]
 
 
 @contextlib.contextmanager
-def users_code(what: str, *, mutated: bool = False) -> Iterator[None]:
-    """Turn any error that the user's code raises in the block into a PlanError, which has it as the cause."""
+def user_code(what: str, *, mutated: bool = False) -> Iterator[None]:
+    """Turn any error from the user's code in the block into a PlanError with that error as its cause."""
     try:
         yield
     except PenstockError as error:
         error.mutated |= mutated
         raise
     except Exception as error:
-        raise PlanError(f"{what} raised {said(error)}", mutated=mutated) from error
+        raise PlanError(f"{what} raised {error_text(error)}", mutated=mutated) from error
 
 
 def follow(
     model: torch.nn.Module, specs: Specs, run: Load, device: torch.device, left_out: dict[str, str]
 ) -> LoadRecorder:
-    """Run the loader until it reads no values, each time without the tensors whose values it read before.
+    """Run the loader until it reads no values, each time without the tensors whose values it has read.
 
     Args:
-        specs: of all tensors that it may be given.
-        left_out: tensors that it is not given, with the reason; those whose values it reads are added.
+        specs: the tensors that it may receive.
+        left_out: tensors that it does not receive, with the reason. Tensors whose values it reads are added.
 
     Raises:
         LoaderRaised: the loader raised an error. PlanError: as `LoadRecorder`.
@@ -72,25 +71,26 @@ def follow(
     # Each run leaves out at least one more tensor, so this ends.
     while True:
         recorder = LoadRecorder(model, device)
-        given = {name: spec for name, spec in specs.items() if name not in left_out}
+        available = {name: spec for name, spec in specs.items() if name not in left_out}
         try:
             with writing(live_tensors(model).values()), _Pass(model, recorder) as running:
-                run(running.tensors(given))
+                run(running.tensors(available))
         except LoaderRaised as raised:
-            raised.lacked = len(given) < len(specs)
+            raised.was_incomplete = len(available) < len(specs)
             raise
         if not recorder.read:
             return recorder
         left_out |= recorder.read
 
 
-def written_alone(model: torch.nn.Module, specs: Specs, run: Load, device: torch.device) -> frozenset[str]:
-    """Return the live tensors that the loader writes to when it gets these tensors alone.
+def targets_written_by(model: torch.nn.Module, specs: Specs, run: Load, device: torch.device) -> frozenset[str]:
+    """Return the live tensors that the loader writes to when it gets only these tensors.
 
     Raises:
         LoaderRaised: the loader needs other tensors too.
     """
-    # Again without values. This watch is inside the recorder's, so it sees each operator before that replaces it.
+    # This run has no values either. The watch is inside the recorder's, so it sees each operator before the recorder
+    # replaces it.
     seen = _WriteWatch()
 
     def watched(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -103,10 +103,10 @@ def written_alone(model: torch.nn.Module, specs: Specs, run: Load, device: torch
 
 
 def own_loader(model: torch.nn.Module) -> Load:
-    """Return the model's own loader: its `load_weights`, else `load_state_dict`."""
-    # The wrappers of torch.compile and of data parallelism add a prefix to all names.
+    """Return the model's own loader, which is `load_weights` or otherwise `load_state_dict`."""
+    # The wrappers for torch.compile and data parallelism add a prefix to all names.
     model = unwrapped(model)
-    # `load_weights` is the convention of vLLM and SGLang: it takes the checkpoint's own names.
+    # vLLM and SGLang call it `load_weights`. It takes the checkpoint's own names.
     own = getattr(model, "load_weights", None)
     if callable(own):
         return own  # type: ignore[no-any-return]
@@ -114,23 +114,23 @@ def own_loader(model: torch.nn.Module) -> Load:
 
 
 class _Pass:
-    """A run of the loader: operators are watched during it, and the model's own tensors put back after it."""
+    """A run of the loader. It watches operators during the run and restores the model's tensors after it."""
 
     def __init__(self, model: torch.nn.Module, recorder: LoadRecorder) -> None:
         self._recorder = recorder
-        # The tensor that the loader received last, until it asks for one more than there are.
+        # The tensor that the loader received last, or "" once it has asked for more tensors than there are.
         self._last = ""
         groups: list[dict[str, Any]] = [g for module in model.modules() for g in (module._parameters, module._buffers)]
-        # The model's tensors and their memory before the run, to be put back.
+        # The model's tensors and their memory before the run, to be restored.
         self._saved = [(group, dict(group)) for group in groups]
         self._data = [(t, t.data) for _, saved in self._saved for t in saved.values() if t is not None]
 
     def tensors(self, specs: Specs) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the recording tensors, one by one."""
+        """Yield the recording tensors one by one."""
         for name, (dtype, shape) in specs.items():
             self._last = name
-            # Unwatched: watching them made is a third of the time of a recording. Not all of them before the loader
-            # runs: in its inference mode torch refuses views of tensors that were made outside of it.
+            # Create them unwatched, because watching takes a third of the time of a recording. Create them during the
+            # run, because in the loader's inference mode torch refuses views of tensors that were made outside.
             with torch._C._DisableTorchDispatch():
                 tensor = self._recorder.checkpoint_tensor(name, dtype, shape)
             yield name, tensor
@@ -142,16 +142,16 @@ class _Pass:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         self._recorder.watch.__exit__(kind, error, tb)  # type: ignore[no-untyped-call]
-        self._put_back()
+        self._restore()
         if isinstance(error, Exception) and self._recorder.read:
-            # The stand-in for a value led the loader astray: the next run leaves that tensor out.
+            # A placeholder for a value misled the loader. The next run leaves that tensor out.
             return True
         if isinstance(error, Exception) and not isinstance(error, PenstockError):
             raise LoaderRaised(self._last) from error
         return False
 
-    def _put_back(self) -> None:
-        """Restore the model's tensors; record a tensor that replaced a parameter as that parameter's values."""
+    def _restore(self) -> None:
+        """Restore the model's tensors. Record a tensor that replaced a parameter as that parameter's values."""
         for group, saved in self._saved:
             for name, old in saved.items():
                 new = group.get(name)
@@ -159,14 +159,14 @@ class _Pass:
                     self._recorder.assigned(old.detach(), new)
             group.clear()
             group.update(saved)
-        # Loaders also assign `param.data`, which leaves the parameter's identity but changes its memory.
+        # Loaders also assign `param.data`, which changes a parameter's memory but not its identity.
         for tensor, data in self._data:
             if tensor.data_ptr() != data.data_ptr() or tensor.device != data.device:
                 tensor.data = data
 
 
 class _WriteWatch(TorchDispatchMode):
-    """Dispatch mode that notes the memory that operators write to."""
+    """Dispatch mode that records the memory that operators write to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -178,14 +178,14 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a tensor's storage, its first byte in it, and the end of its last."""
+    """Return a tensor's storage and the range of bytes that it covers there."""
     reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     first = int(tensor.storage_offset()) * tensor.itemsize
     return int(tensor.untyped_storage()._cdata), first, first + (int(reach) * tensor.itemsize if tensor.numel() else 0)
 
 
 def _meeting(live: Mapping[str, tuple[int, int, int]], spans: Iterable[tuple[int, int, int]]) -> Iterator[str]:
-    """Yield the names of live tensors whose bytes meet one of the spans."""
+    """Yield the names of live tensors whose bytes overlap one of the spans."""
     by_storage: dict[int, list[tuple[int, int]]] = {}
     for storage, start, stop in spans:
         by_storage.setdefault(storage, []).append((start, stop))

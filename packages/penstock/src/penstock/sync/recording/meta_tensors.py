@@ -1,12 +1,12 @@
 """Tensors without storage, and the effect of each torch operator on the known provenance of their elements.
 
-In: operators, as torch dispatches them. Out: for each buffer, live or temporary, the pieces that it consists of.
-Not here: running a loader and turning pieces into records (`requirements.record`), copies by strides (`stride_map`).
+For each buffer, live or temporary, a recorder keeps the pieces that it consists of. Pieces do not overlap. A piece is a
+box of a checkpoint tensor, a number, or unknown with a reason. Views need no rules, because a meta tensor's storage,
+offset and strides say what a view shows. Operators that allocate (`MAKE`) or copy elements (`RULES`) have rules. All
+other operators make the elements that they write unknown. So a loader that the recorder does not understand costs time
+at each update, but stays correct.
 
-A buffer is a list of pieces that do not overlap: a box of a checkpoint tensor, a number, or unknown with a reason.
-Views need no rule each: a meta tensor's storage, offset and strides say what a view shows. Operators that allocate
-(`MAKE`) or copy elements (`RULES`) have a rule; all others make the elements that they write unknown. So a loader that
-is not understood costs time at each update, and never correctness.
+`requirements.record` runs the loader and turns pieces into records. `stride_map` describes strided copies.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from penstock.types import Box
 
 
 class ReadsValues(Exception):
-    """The loader read values, which do not exist during a recording. It ends this run and never leaves the room."""
+    """The loader read values, which do not exist during a recording. It ends this run, and callers never see it."""
 
 
 class Recorded(torch.Tensor):
-    """A tensor with a dtype, shape and strides but no values, whose elements' provenance is recorded."""
+    """A tensor with a dtype, shape and strides but no values. The provenance of its elements is recorded."""
 
     _meta: torch.Tensor
     _recorder: LoadRecorder
@@ -45,7 +45,10 @@ class Recorded(torch.Tensor):
     def __new__(
         cls, meta: torch.Tensor, recorder: LoadRecorder, device: torch.device, buffer: Buffer | None
     ) -> Recorded:
-        """Return a tensor that shows what `meta` shows of its storage, which is a buffer; None: without elements."""
+        """Return a tensor that shows the same part of its buffer as `meta`.
+
+        `buffer` is None for tensors without elements.
+        """
         recorded: Recorded = torch.Tensor._make_wrapper_subclass(
             cls, meta.size(), meta.stride(), meta.storage_offset(), dtype=meta.dtype, device=device
         )
@@ -54,14 +57,14 @@ class Recorded(torch.Tensor):
         recorded._buffer = buffer
         return recorded
 
-    # The dispatcher sees every operator: at this level each would only be seen twice.
+    # The dispatcher already sees every operator.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Pass the operator to the recorder; this is the only way to see it in a thread that is not watched."""
+        """Pass the operator to the recorder. In a thread that is not watched, this is the only way to see it."""
         tensor = next(t for t in tree_leaves((args, kwargs)) if isinstance(t, Recorded))
         return tensor._recorder.dispatch(func, args, kwargs or {})
 
@@ -78,7 +81,10 @@ class Recorded(torch.Tensor):
 
 
 class _OperatorWatch(TorchDispatchMode):
-    """Dispatch mode that passes every operator of this thread to the recorder: plain ones write live tensors too."""
+    """Dispatch mode that passes every operator of this thread to the recorder.
+
+    Plain operators write live tensors too.
+    """
 
     def __init__(self, recorder: LoadRecorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -87,7 +93,7 @@ class _OperatorWatch(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # By default torch wraps `__torch_dispatch__` to hide it from Dynamo, and the wrapper imports Dynamo at its
-        # first call: 1 to 4 s of the first update of a process, for nothing where nobody compiles.
+        # first call. This takes 1 to 4 s in the first update of a process, even if nothing is compiled.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,7 +101,7 @@ class _OperatorWatch(TorchDispatchMode):
 
 
 class _HiddenWatch(_OperatorWatch):
-    """The same, hidden from Dynamo: for processes that have imported it, as `torch.compile` does."""
+    """The same watch hidden from Dynamo, for processes that have imported it, as `torch.compile` does."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -112,23 +118,23 @@ class LoadRecorder:
         self.watch = (_HiddenWatch if "torch._dynamo" in sys.modules else _OperatorWatch)(self)
         self.device = device
         self.read: dict[str, str] = {}
-        """Tensors whose values were read, with the reason: this run cannot be used."""
+        """Tensors whose values were read, with the reason. They make this run unusable."""
         self.lost: dict[str, str] = {}
         """Tensors that were copied to an unknown place, with the reason."""
-        # Loaders copy from several threads. Re-entrant, because an operator may decompose into others.
+        # Loaders copy from several threads. The lock is re-entrant because an operator may decompose into others.
         self._lock = threading.RLock()
-        # By storage, which several live tensors may share.
+        # Keyed by storage, which several live tensors may share.
         self._live: dict[int, list[LiveBuffer]] = {}
-        # Tensors of the checkpoint of one dtype and shape differ in their buffers alone.
+        # Checkpoint tensors with the same dtype and shape differ only in their buffers.
         self._metas: dict[tuple[torch.dtype, tuple[int, ...]], tuple[torch.Tensor, StrideGrid, StrideMap]] = {}
-        # The largest first: a tensor inside another's memory is written to as part of that.
+        # Start with the largest, because a tensor inside another's memory is recorded as a part of it.
         for name, tensor in sorted(live_tensors(model).items(), key=lambda item: -item[1].numel()):
             if tensor.numel() and tensor.layout is torch.strided and self._buffer(tensor) is None:
                 buffers = self._live.setdefault(_storage(tensor), [])
                 bisect.insort(buffers, LiveBuffer(tensor, name), key=lambda buffer: buffer.start_bytes)
 
     def checkpoint_tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the recording tensor of one tensor of the checkpoint."""
+        """Return the recording tensor for one tensor of the checkpoint."""
         alike = self._metas.get((dtype, shape))
         if alike is None:
             meta = torch.empty(shape, dtype=dtype, device="meta")
@@ -138,12 +144,12 @@ class LoadRecorder:
         return Recorded(meta, self, self.device, buffer)
 
     def live_pieces(self) -> Iterator[tuple[str, list[BufferPiece]]]:
-        """Yield the name and the pieces of each live tensor; tied tensors come under their first name."""
+        """Yield the name and the pieces of each live tensor. Tied tensors appear under their first name."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.pieces) for buffer in buffers)
 
     def replaced(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield the name of each live tensor, and the checkpoint tensors in it that others took the place of."""
+        """Yield the name of each live tensor that had checkpoint tensors replaced, with their replacements."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.replaced) for buffer in buffers if buffer.replaced)
 
@@ -153,26 +159,26 @@ class LoadRecorder:
         return view.buffer.name if view and isinstance(view.buffer, LiveBuffer) else None
 
     def assigned(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Record that the loader put the tensor `new` in the place of `old`."""
+        """Record that the loader replaced the tensor `old` with `new`."""
         names = self.names([new])
-        # Without names the new tensor is not the checkpoint's: its values are unknown.
+        # Without names the values of the new tensor are unknown, because they are not from the checkpoint.
         if old.shape == new.shape and names:
             self.write(old, new)
         else:
-            self._lose(names, "the loader put a tensor of another shape in the place of a parameter")
-            self.unknown([old], names, "the loader put another tensor in its place")
+            self._lose(names, "the loader replaced a parameter with a tensor of a different shape")
+            self.unknown([old], names, "the loader replaced it with another tensor")
 
     def refuse(self, tensors: Iterable[torch.Tensor], what: str) -> ReadsValues:
         """Note that the values of `tensors` are read, and return the error to raise."""
         names = self.names(tensors)
-        # Without a checkpoint tensor to leave out, a second run would end here again.
+        # Without a checkpoint tensor to leave out, the next run would end here again.
         if not names:
-            raise PlanError(f"the loader reads values that are not the checkpoint's ({what}); it cannot be recorded")
+            raise PlanError(f"the loader reads values that are not from the checkpoint ({what}); it cannot be recorded")
         self.read |= dict.fromkeys(names, f"its values are read ({what})")
         return ReadsValues(what)
 
     def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
-        """Return the buffer that a tensor shows; None if it is not recorded."""
+        """Return the buffer that a tensor shows, or None if it is not recorded."""
         if isinstance(tensor, Recorded):
             return tensor._buffer
         if tensor.layout is not torch.strided:
@@ -180,7 +186,7 @@ class LoadRecorder:
         buffers = self._live.get(_storage(tensor))
         if buffers is None:
             return None
-        # In bytes: a storage can have several parameters, and a view may have another dtype than its buffer.
+        # Compare bytes, because a storage can have several parameters and a view's dtype may differ from its buffer's.
         start = tensor.storage_offset() * tensor.itemsize
         at = bisect.bisect_right(buffers, start, key=lambda buffer: buffer.start_bytes) - 1
         return buffers[at] if at >= 0 and start < buffers[at].stop_bytes else None
@@ -189,18 +195,18 @@ class LoadRecorder:
         """Return the part of a buffer that a tensor shows.
 
         Raises:
-            NotBoxes: its elements are of another width than the buffer's.
+            NotBoxes: its elements have a different width from the buffer's.
         """
         buffer = self._buffer(tensor)
         return None if buffer is None else self._view_of(buffer, tensor)
 
     def _view_of(self, buffer: Buffer, tensor: torch.Tensor) -> View:
-        """Return the part of its buffer that a tensor shows. NotBoxes: as `_view`."""
-        shown = tensor._meta if isinstance(tensor, Recorded) else tensor
-        if shown.itemsize != buffer.dtype.itemsize or shown.is_conj() or shown.is_neg():
-            raise NotBoxes(f"{buffer.dtype} viewed as {shown.dtype}")
-        offset = int(shown.storage_offset() - buffer.offset)
-        return View(buffer=buffer, offset=offset, shape=tuple(shown.shape), strides=shown.stride(), dtype=shown.dtype)
+        """Return the part of its buffer that a tensor shows. Raise NotBoxes as `_view` does."""
+        meta = tensor._meta if isinstance(tensor, Recorded) else tensor
+        if meta.itemsize != buffer.dtype.itemsize or meta.is_conj() or meta.is_neg():
+            raise NotBoxes(f"{buffer.dtype} viewed as {meta.dtype}")
+        offset = int(meta.storage_offset() - buffer.offset)
+        return View(buffer=buffer, offset=offset, shape=tuple(meta.shape), strides=meta.stride(), dtype=meta.dtype)
 
     def names(self, tensors: Iterable[torch.Tensor]) -> tuple[str, ...]:
         """Return the checkpoint tensors that are in the buffers of `tensors`."""
@@ -208,7 +214,7 @@ class LoadRecorder:
         return tuple(dict.fromkeys(name for buffer in buffers if buffer for name in buffer.names()))
 
     def is_tracked(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor's values are not known: it is recorded, or live and written to by the loader."""
+        """Return whether a tensor's values are not known, because it is recorded or the loader wrote to it."""
         if isinstance(tensor, Recorded):
             return True
         buffer = self._buffer(tensor)
@@ -219,23 +225,23 @@ class LoadRecorder:
         self.lost |= dict.fromkeys(names, why)
 
     def unknown(self, tensors: Iterable[torch.Tensor], names: tuple[str, ...], why: str) -> None:
-        """Mark all elements that these tensors show as unknown."""
+        """Mark all elements in these tensors as unknown."""
         for tensor in tensors:
             buffer = self._buffer(tensor) if tensor.numel() else None
             if buffer is None:
-                # A tensor that is not followed: where its elements go from there cannot be known.
+                # The tensor is not tracked, so nobody knows where its elements go from there.
                 self._lose(names, why)
                 continue
             try:
                 view = self._view(tensor)
                 maps = view.region() if view else []
             except NotBoxes:
-                # The elements cannot be named as boxes: the whole buffer must count as unknown, never less.
+                # The elements are not boxes, so the whole buffer must count as unknown.
                 maps = [identity(Box.full(buffer.grid.shape))]
             buffer.put([(BufferPiece(map=region, names=names, why=why), region.target_box()) for region in maps])
 
     def set_number(self, target: torch.Tensor, value: float) -> None:
-        """Set all elements that a tensor shows to one number."""
+        """Set all elements in a tensor to one number."""
         if not target.numel():
             return
         try:
@@ -252,13 +258,13 @@ class LoadRecorder:
             return
         buffer = self._buffer(target)
         if buffer is None:
-            self._lose(self.names([source]), "copied into a tensor that is no parameter or buffer of the model")
+            self._lose(self.names([source]), "copied into a tensor that is not a parameter or buffer of the model")
         elif not self.is_tracked(source):
-            # A scalar that the loader made itself, such as padding: its value is real and the same at every load.
+            # The loader made this scalar itself, for example padding. Its value is real and the same in every load.
             if source.numel() == 1 and self._buffer(source) is None and not source.is_meta:
                 self.set_number(target, source.item())
             else:
-                self.unknown([target], self.names([source]), "values that are not the checkpoint's")
+                self.unknown([target], self.names([source]), "values that are not from the checkpoint")
         else:
             try:
                 self._copy(buffer, target, source)
@@ -266,19 +272,19 @@ class LoadRecorder:
                 self.unknown([target], self.names([source]), str(error))
 
     def _copy(self, buffer: Buffer, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy the pieces of a source to a target in a buffer, with the conversions on the way.
+        """Copy the pieces of a source to a target in a buffer, with conversions.
 
         Raises:
-            NotBoxes: they are no boxes.
+            NotBoxes: the pieces are not boxes.
         """
         # `copy_` broadcasts its source.
-        spread = source
+        expanded = source
         if source.shape != target.shape:
-            spread = self.shown(source, lambda meta: meta.expand(target.shape))
-        to, view = self._view_of(buffer, target), self._view(spread)
+            expanded = self.view_of(source, lambda meta: meta.expand(target.shape))
+        to, view = self._view_of(buffer, target), self._view(expanded)
         if view is None:
             return
-        # The conversion of the values, and on either side the view of a buffer's bits as another dtype.
+        # List the conversion of the values and, on either side, the view of a buffer's bits as another dtype.
         steps: list[Step] = []
         if view.dtype != view.buffer.dtype:
             steps.append(("view", dtype_of(view.dtype)))
@@ -287,32 +293,32 @@ class LoadRecorder:
         if to.dtype != to.buffer.dtype:
             steps.append(("view", dtype_of(to.buffer.dtype)))
         pieces = [(piece, piece.map.target_box()) for piece in view.pieces_to(to)]
-        # Parts of a fresh buffer may never have been written: whatever was in the target there is overwritten by
-        # garbage in a real load, so it becomes unknown here.
+        # Parts of a new buffer may never have been written. A real load would copy garbage from there, so the target is
+        # unknown.
         if not view.buffer.untouched and sum(box.num_elements for _, box in pieces) < target.numel():
             self.unknown([target], self.names([source]), "elements that were never written")
         if steps:
             pieces = [(_stepped(piece, steps), box) for piece, box in pieces]
         to.buffer.put(pieces)
 
-    def shown(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def view_of(self, tensor: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return a view of a tensor, recorded or live."""
         if not isinstance(tensor, Recorded):
             return view(tensor)
         return Recorded(view(tensor._meta), self, tensor.device, tensor._buffer)
 
-    def made(self, meta: torch.Tensor, device: torch.device, piece: BufferPiece | None = None) -> Recorded:
-        """Return a new recording tensor, with one piece for all of it, or without known elements."""
+    def allocated(self, meta: torch.Tensor, device: torch.device, piece: BufferPiece | None = None) -> Recorded:
+        """Return a new recording tensor that consists of one piece, or has no known elements."""
         if not meta.numel():
             return Recorded(meta, self, device, None)
         grid = grid_of(tuple(meta.shape), meta.stride())
         return Recorded(meta, self, device, Buffer(meta.dtype, grid, int(meta.storage_offset()), piece=piece))
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Apply one operator to the recorded provenance; run operators on other tensors as usual."""
+        """Apply one operator to the recorded provenance. Run operators on other tensors as usual."""
         with self._lock:
             packet = func.overloadpacket
-            # Views first: they are most of a loader's operators, and write nothing.
+            # Handle views first, because they are most of a loader's operators and write nothing.
             if packet in VIEWS:
                 whole = args[0]
                 if not isinstance(whole, Recorded):
@@ -323,12 +329,12 @@ class LoadRecorder:
                 return tree_map(lambda meta: Recorded(meta, self, whole.device, whole._buffer), out)
             if packet in MAKE:
                 return make(self, func, args, kwargs)
-            # What `RULES` has for it, without a look at all arguments: nearly all that a loader writes, it copies.
+            # Apply the rule for `copy_` without examining all arguments, because it is nearly all that a loader writes.
             if packet is _aten.copy_ and len(args) > 1 and (self.is_tracked(args[1]) or self._buffer(args[0])):
                 return _copy(self, func, args, kwargs)
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             writes = [t for t in written(func, args, kwargs) if isinstance(t, Recorded) or self._buffer(t)]
-            # A loader's own arithmetic, with shapes, indices or expert maps: run as usual.
+            # This is a loader's own arithmetic with shapes, indices or expert maps. Run it as usual.
             if not writes and not any(self.is_tracked(tensor) for tensor in tensors):
                 return func(*args, **kwargs)
             rule = RULES.get(packet)
@@ -338,13 +344,13 @@ class LoadRecorder:
             return self._other(func, args, kwargs, tensors)
 
     def _other(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
-        """Apply an operator without a rule: its results are unknown."""
+        """Apply an operator without a rule, so that its results are unknown."""
         what = func.overloadpacket.__name__
         names, why = self.names(tensors), f"{what} of its values"
         if writes := written(func, args, kwargs):
             self.unknown(writes, names, why)
             return writes[0] if func._schema.returns else None
-        # Composite operators come apart into ones with rules, for example reshapes and einsums of one operand.
+        # Composite operators decompose into operators with rules, for example reshapes and einsums with one operand.
         with self.watch:
             simpler = func.decompose(*args, **kwargs)
         if simpler is not NotImplemented:
@@ -352,13 +358,13 @@ class LoadRecorder:
         try:
             out = func(*on_meta(args), **on_meta(kwargs))
         except (NotImplementedError, RuntimeError) as error:
-            # No meta kernel: the shape of the result depends on values.
+            # Without a meta kernel, the shape of the result depends on values.
             raise self.refuse(tensors, what) from error
 
         def unknown(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            return self.made(
+            return self.allocated(
                 leaf, tensors[0].device, BufferPiece(map=identity(Box.full(leaf.shape)), names=names, why=why)
             )
 
@@ -366,12 +372,12 @@ class LoadRecorder:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return the identity of a tensor's storage, by which tensors on the meta device can be told apart too."""
+    """Return the identity of a tensor's storage. It distinguishes tensors on the meta device too."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def _stepped(piece: BufferPiece, steps: list[Step]) -> BufferPiece:
-    """Return a piece with further conversions; numbers and unknown elements need none."""
+    """Return a piece with further conversions. Numbers and unknown elements need none."""
     return piece if piece.value is not None or piece.why else replace(piece, steps=(*piece.steps, *steps))
 
 
@@ -383,7 +389,7 @@ VIEWS = frozenset(
     | {_aten.squeeze, _aten.t, _aten.transpose, _aten.unbind, _aten.unfold, _aten.unsqueeze, _aten.view}
     | {_aten._unsafe_view, _aten._reshape_alias, _aten.lift_fresh}
 )
-"""Operators that show the same elements; narrow, chunk, reshape, T, indexing and the like come down to these."""
+"""Operators that show the same elements. narrow, chunk, reshape, T, indexing and the like decompose into these."""
 
 _EMPTY = frozenset({_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided})
 _ZEROS = frozenset({_aten.zeros, _aten.zeros_like, _aten.new_zeros})
@@ -409,7 +415,7 @@ def on_meta(arguments: Any) -> Any:
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Return the tensors that an operator changes, by its schema."""
+    """Return the tensors that an operator changes according to its schema."""
     tensors: list[torch.Tensor] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -420,21 +426,23 @@ def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def make(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Allocate a tensor: a recording one if it can be a weight; counters and indices stay real."""
+    """Allocate a tensor. It is a recording one if it can be a weight. Counters and indices stay real."""
     like = args[0] if args and isinstance(args[0], torch.Tensor) else None
     dtype = kwargs.get("dtype") or (like.dtype if like is not None else torch.get_default_dtype())
     device = torch.device(kwargs.get("device") or (like.device if like is not None else recorder.device))
-    # The loader made it without storage itself, so it cannot become a weight.
+    # The loader itself made it without storage, so it cannot become a weight.
     if device.type == "meta":
         return func(*args, **kwargs)
-    # Loaders compute with integers, such as expert maps: those values are needed during the recording.
-    # `like` may be a recording tensor, which has no real counterpart: an empty one of its shape takes its place.
+    # Loaders compute with integers, such as expert maps, whose values are needed during the recording. `like` may be a
+    # recording tensor without values, so an empty tensor of its shape replaces it.
     if not dtype.is_floating_point:
         return func(*([torch.empty(like.shape, dtype=like.dtype), *args[1:]] if like is not None else args), **kwargs)
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory"}}
     meta = func(*on_meta(args), **kwargs, device="meta")
     whole = identity(Box.full(meta.shape))
-    return recorder.made(meta, device, BufferPiece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None)
+    return recorder.allocated(
+        meta, device, BufferPiece(map=whole, value=0.0) if func.overloadpacket in _ZEROS else None
+    )
 
 
 def _copy(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
@@ -460,7 +468,7 @@ def _fill(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 def _clone(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     device = kwargs.get("device") or args[0].device
     kwargs = {name: value for name, value in kwargs.items() if name not in {"device", "pin_memory", "non_blocking"}}
-    out = recorder.made(func(*on_meta(args), **kwargs), torch.device(device))
+    out = recorder.allocated(func(*on_meta(args), **kwargs), torch.device(device))
     recorder.write(out, args[0])
     return out
 
@@ -468,13 +476,13 @@ def _clone(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     meta = func(*on_meta(args), **on_meta(kwargs))
     dim = (args[1] if len(args) > 1 else kwargs.get("dim", 0)) % max(meta.ndim, 1)
-    out, at = recorder.made(meta, args[0][0].device), 0
+    out, at = recorder.allocated(meta, args[0][0].device), 0
     for part in args[0]:
         # Torch's `cat` ignores an empty tensor of one dim.
         if part.ndim != meta.ndim:
             continue
         extent = part.shape[dim]
-        recorder.write(recorder.shown(out, lambda m, at=at, n=extent: m.narrow(dim, at, n)), part)  # type: ignore[misc]
+        recorder.write(recorder.view_of(out, lambda m, at=at, n=extent: m.narrow(dim, at, n)), part)  # type: ignore[misc]
         at += extent
     return out
 
@@ -482,9 +490,9 @@ def _cat(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
 def _stack(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     meta = func(*on_meta(args), **on_meta(kwargs))
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    out = recorder.made(meta, args[0][0].device)
+    out = recorder.allocated(meta, args[0][0].device)
     for at, part in enumerate(args[0]):
-        recorder.write(recorder.shown(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
+        recorder.write(recorder.view_of(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
     return out
 
 
@@ -492,8 +500,8 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     source, pads = args[0], list(args[1])
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     meta = func(*on_meta(args), **on_meta(kwargs))
-    # All of it is padding first; the source is then written over its middle.
-    out = recorder.made(meta, source.device, BufferPiece(map=identity(Box.full(meta.shape)), value=value))
+    # Everything is padding at first. The source is then written over the middle.
+    out = recorder.allocated(meta, source.device, BufferPiece(map=identity(Box.full(meta.shape)), value=value))
     if min(pads, default=0) < 0:
         recorder.unknown([out], recorder.names([source]), "constant_pad_nd with a negative padding")
         return out
@@ -504,12 +512,12 @@ def _pad(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
             m = m.narrow(-1 - i, before, source.shape[-1 - i])
         return m
 
-    recorder.write(recorder.shown(out, inside), source)
+    recorder.write(recorder.view_of(out, inside), source)
     return out
 
 
 def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Select rows by a list of numbers: `w[[2, 5]]`, `index_select`."""
+    """Select rows by a list of numbers, as in `w[[2, 5]]` or `index_select`."""
     source = args[0]
     if func.overloadpacket is _aten.index_select:
         dim, index = args[1] % max(source.ndim, 1), args[2]
@@ -523,18 +531,18 @@ def _pick(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
     )
     if not real or index.dtype in (torch.bool, torch.uint8) or source.ndim == 0:
         return NotImplemented
-    # Known only because the loader made the index itself: its values are real.
+    # The loader made the index itself, so its values are real.
     rows = [int(row) % max(source.shape[dim], 1) for row in index.tolist()]
     shape = (*source.shape[:dim], len(rows), *source.shape[dim + 1 :])
-    out = recorder.made(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)
+    out = recorder.allocated(torch.empty(shape, dtype=source.dtype, device="meta"), source.device)
     for at, row in enumerate(rows):
-        part = recorder.shown(source, lambda m, row=row: m.select(dim, row))  # type: ignore[misc]
-        recorder.write(recorder.shown(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
+        part = recorder.view_of(source, lambda m, row=row: m.select(dim, row))  # type: ignore[misc]
+        recorder.write(recorder.view_of(out, lambda m, at=at: m.select(dim, at)), part)  # type: ignore[misc]
     return out
 
 
 def _value(recorder: LoadRecorder, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a stand-in for one value; the run cannot be used, but it continues to find the other reads."""
+    """Return a placeholder for one value. The run is unusable, but it continues to find the other reads."""
     recorder.refuse(args[:1], "item")
     dtype = args[0].dtype
     return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -554,4 +562,4 @@ RULES: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     _aten.index_select: _pick,
     _aten._local_scalar_dense: _value,
 }
-"""The rule for each operator that is not a view; NotImplemented leaves the operator to `_other`."""
+"""The rule for each operator that is not a view. A rule that returns NotImplemented leaves the operator to `_other`."""

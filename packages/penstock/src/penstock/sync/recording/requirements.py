@@ -1,10 +1,8 @@
-"""A receiver's requirements of a checkpoint: `record` runs the model's own loader once, `wanted` derives rows from it.
+"""A receiver's requirements from a checkpoint. `record` runs the model's own loader once, and `wanted` derives rows.
 
-In: a live model, its loader, the table of a checkpoint. Out: a `Recording`; the model is unchanged, bit for bit. Then
-`Requirements`: rows for the planner, each element once, in live parameters where these store the same bytes, else in
-scratch; `install` and `finish` for the arrived rows.
-Not here: copies by strides (`stride_map`), the effect of operators on tensors without storage (`meta_tensors`), records
-as values (`layout`), the plan of a transfer (`plan`), staging copies of live memory (`sync.copy_plan`).
+`record` returns a `Recording` and leaves the model unchanged, bit for bit. `Requirements` are rows for the planner with
+each element once, in live parameters if these store the same bytes, otherwise in scratch. `install` and `finish`
+process the arrived rows.
 
     names, shapes -> tensors that only know where their elements came from -> load_weights -> copies into live memory
                                                                                                caught, not carried out
@@ -14,6 +12,9 @@ as values (`layout`), the plan of a transfer (`plan`), staging copies of live me
     elements used twice                 -> one row         -> install: copied
     unrecorded                          -> whole, scratch  -> finish: through the loader
     constants                                              -> finish
+
+`stride_map` describes strided copies, `meta_tensors` has the effect of operators, `layout` has records as values, and
+`sync.copy_plan` has staging copies of live memory.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ from penstock.sync.recording.layout import Constant, LayoutRecord, Load, Recordi
 from penstock.sync.recording.loader_run import (
     LoaderRaised,
     Specs,
+    error_text,
     follow,
     own_loader,
-    said,
     span,
-    users_code,
-    written_alone,
+    targets_written_by,
+    user_code,
 )
 from penstock.sync.recording.meta_tensors import LoadRecorder
 from penstock.sync.shards import ShardRow, row_of
@@ -58,23 +59,25 @@ def record(
     load: Load | None = None,
     device: torch.device | str = "cpu",
 ) -> Recording:
-    """Record a model's loader, as copies of boxes.
+    """Record a model's loader as copies of boxes.
 
     Args:
-        model: live, on any device, "meta" included. Copies into its parameters and buffers are recorded.
+        model: live, on any device, including "meta". Copies into its parameters and buffers are recorded.
         table: the checkpoint's tensors, from its manifest or its publisher.
-        load: takes the tensors as pairs (name, tensor); None is `model.load_weights`, else `model.load_state_dict`.
+        load: takes the tensors as pairs (name, tensor). None means `model.load_weights`, or `model.load_state_dict` if
+            that does not exist.
         device: the device that the recording tensors report.
 
     Raises:
-        PlanError: the loader raised an error, which is the cause; or it reads values that are not the checkpoint's, so
-            that no run of it can be trusted.
+        PlanError: the loader raised an error, which is the cause, or it reads values that are not from the checkpoint,
+            so that no run can be trusted.
 
     If the loader reads a tensor's values (`item`, a comparison), it runs again without that tensor, which later passes
-    through the loader at each update. If it fails without that tensor, all tensors pass through it. The effects of the
-    loader on anything but the model's tensors stay.
-    Order: nothing else may use the model meanwhile; the loader's threads are followed where they use these tensors.
-    Cost: no memory of the tensors' sizes; about 50 us of Python per operator that the loader calls.
+    through the loader at each update. If it fails without that tensor, all tensors pass through it. Effects of the
+    loader on anything but the model's tensors remain.
+    Order: nothing else may use the model during the call. The loader's threads are followed where they use these
+    tensors.
+    Cost: no memory for the tensors; about 50 us of Python per operator that the loader calls.
     """
     run = load or own_loader(model)
     left_out: dict[str, str] = {}
@@ -83,13 +86,13 @@ def record(
         try:
             specs[name] = torch_dtype(dtype), torch_shape(dtype, shape)
         except PlanError as error:
-            # Torch cannot hold it, so no loader gets it; it may be one that this model does not use.
+            # Torch cannot hold it, so no loader gets it. The model may not use it either.
             left_out[name] = error.message
     device, unheld = torch.device(device), dict(left_out)
     try:
         recorder = follow(model, specs, run, device, left_out)
     except LoaderRaised as raised:
-        if not raised.lacked:
+        if not raised.was_incomplete:
             raise _refused(raised) from raised.__cause__
         return _unrecorded(model, table, specs, unheld, raised)
     recording = _recording(model, table, recorder, left_out)
@@ -97,7 +100,7 @@ def record(
     if not alone:
         return recording
     try:
-        touched = written_alone(model, alone, run, device)
+        touched = targets_written_by(model, alone, run, device)
     except LoaderRaised as raised:
         return _unrecorded(model, table, specs, unheld, raised)
     fillable = None if recording.fillable is None else recording.fillable | touched
@@ -107,17 +110,17 @@ def record(
 def _refused(raised: LoaderRaised) -> PlanError:
     """Return the error for a loader that cannot load the checkpoint."""
     return PlanError(
-        f"the loader raised {said(raised.__cause__)} while it was recorded",
+        f"the loader raised {error_text(raised.__cause__)} while it was recorded",
         tensor=raised.last or None,
-        hint="it must take the names, dtypes and shapes that are published",
+        hint="the loader must accept the published names, dtypes and shapes",
     )
 
 
 def _unrecorded(
     model: torch.nn.Module, table: TensorTable, specs: Specs, unheld: Mapping[str, str], raised: LoaderRaised
 ) -> Recording:
-    """Return the recording of a loader that needs all tensors in one call: all of them pass through it."""
-    why = f"the loader needs all tensors in one call: with some of them it raised {said(raised.__cause__)}"
+    """Return the recording of a loader that needs all tensors in one call, so that all of them pass through it."""
+    why = f"the loader needs all tensors in one call: with some of them it raised {error_text(raised.__cause__)}"
     return Recording(
         layout=layout_digest(table),
         shapes={name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True)},
@@ -142,7 +145,7 @@ def _recording(
         for piece in pieces:
             box = piece.map.target_box()
             if piece.why:
-                # Not counted as filled: what the loader makes of unrecorded tensors cannot be known here.
+                # This does not count as filled, because nobody knows what the loader makes of unrecorded tensors.
                 unrecorded |= dict.fromkeys(piece.names, piece.why)
                 computed.add(target)
                 continue
@@ -164,10 +167,10 @@ def _recording(
             )
     used = {entry.source for entry in records} | unrecorded.keys()
     shapes = {name: tuple(shape) for name, shape in zip(table.names, table.shapes, strict=True) if name in used}
-    # Tied parameters, and those inside another's memory, are recorded under that one's name.
+    # Tied parameters, and parameters inside another's memory, are recorded under the other's name.
     homes = {name: (tensor, recorder.name_of(tensor)) for name, tensor in targets_of(model).items()}
     missing = {name: tensor.numel() - filled.get(home, 0) for name, (tensor, home) in homes.items() if home is not None}
-    # Values that the loader has read may decide what it fills, and so may those that went to an unknown place.
+    # Values that the loader read, or that went to an unknown place, may decide what it fills.
     is_known = not left_out and not recorder.lost
     unused = [n for n, shape in zip(table.names, table.shapes, strict=True) if n not in used and 0 not in shape]
     return Recording(
@@ -186,16 +189,16 @@ def _recording(
 def _repeated(
     records: Sequence[LayoutRecord], recorder: LoadRecorder, num_names: Mapping[str | None, int]
 ) -> dict[str, str]:
-    """Return the checkpoint tensors that another one replaced in a tied parameter, with the one that is left there."""
+    """Return the checkpoint tensors that were replaced in a tied parameter, each with the tensor that remains there."""
     targets: dict[str, set[str]] = {}
     for entry in records:
         targets.setdefault(entry.source, set()).add(entry.target)
     repeated = {}
     for home, replaced in recorder.replaced():
-        # In a parameter with one name a loader may overwrite what it likes: its last tensor is what it means.
+        # In a parameter with one name, the loader means the last tensor that it writes.
         for name in replaced if num_names[home] > 1 else ():
             last = name
-            # At most once for each of them: a loader may copy two in turns, and then something else.
+            # Iterate at most once for each, because a loader may copy two of them alternately and then something else.
             for _ in replaced:
                 if last not in targets:
                     last = replaced.get(last, last)
@@ -205,12 +208,12 @@ def _repeated(
 
 
 _NAMED = 10
-"""Unrecorded tensors that a warning names; the rest are counted."""
+"""Maximum number of unrecorded tensors that a warning names. The rest are counted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Step:
-    """A step on arrived bytes: the conversion of a record, or without one a plain copy."""
+    """A step on arrived bytes: the conversion of a record, or a plain copy if there is no record."""
 
     piece: torch.Tensor
     target: torch.Tensor
@@ -227,22 +230,23 @@ class _Step:
 class Requirements:
     """The rows that a receiver needs, and serves once it has a version.
 
-    Staged, all rows arrive in the staging copy and are flipped to live memory and scratch; direct, they arrive there at
-    once. Then `install` and `finish`.
+    With staging, all rows arrive in the staging copy and are then flipped to live memory and scratch. Without it, they
+    arrive there directly. Then `install` and `finish` follow.
     """
 
     rows: tuple[ShardRow, ...]
     num_live: int
-    """Rows before this one lie in live memory; the others in scratch, or in memory of rows before them (`tied`)."""
+    """Number of rows in live memory. The rows after them are in scratch, or share the memory of earlier rows
+    (`tied`)."""
     scratch_bytes: int
     tied: tuple[tuple[int, ...], ...] = ()
-    """Groups of rows that are one memory under several names: their sources must have equal bytes."""
+    """Groups of rows with the same memory under several names. Their sources must have equal bytes."""
     unrecorded: Mapping[str, str] = field(default_factory=dict)
     """Tensors that are received whole and pass through the loader, with the reason."""
     unfilled: Mapping[str, int] = field(default_factory=dict)
-    """The number of elements that no version fills, for each parameter and buffer: they keep their values."""
+    """Number of elements that no version fills, for each parameter and buffer. They keep their values."""
     unsure: tuple[str, ...] = ()
-    """The parameters that the loader fills from unrecorded tensors, or leaves: it reads values to decide that."""
+    """Parameters that the loader may fill from unrecorded tensors. It reads values to decide whether it does."""
     _steps: Mapping[str, tuple[_Step, ...]] = field(default_factory=dict, repr=False)
     _last: tuple[_Step, ...] = field(default=(), repr=False)
     _constants: tuple[tuple[torch.Tensor, float], ...] = field(default=(), repr=False)
@@ -257,16 +261,16 @@ class Requirements:
         """Return these rows as requirements without steps after arrival.
 
         Raises:
-            PlanError: two rows share a part of their memory, or elements of a row do.
+            PlanError: two rows, or elements of one row, share memory.
         """
         tied = tied_targets([row.name for row in rows], [row.tensor for row in rows])
         return cls(rows=tuple(rows), num_live=len(rows), scratch_bytes=0, tied=tuple(map(tuple, tied)))
 
     def with_tied(self, others: Mapping[str, str]) -> Requirements:
-        """Return these requirements with rows for more names of memory that is received already.
+        """Return these requirements with rows for more names of memory that is already received.
 
         Args:
-            others: the further name -> the name whose rows have the memory.
+            others: maps each further name to the name whose rows have the memory.
         """
         rows, tied = list(self.rows), []
         for other, name in others.items():
@@ -282,7 +286,7 @@ class Requirements:
         return tuple(dict.fromkeys(row.name for row in self.rows))
 
     def storages(self) -> frozenset[int] | None:
-        """Return the storages that an update writes to; None: not known, because the loader itself fills tensors."""
+        """Return the storages that an update writes to. None means unknown, because the loader itself fills tensors."""
         if self.unrecorded:
             return None
         steps = [step.target for mine in (*self._steps.values(), self._last) for step in mine]
@@ -290,7 +294,7 @@ class Requirements:
         return frozenset(tensor.untyped_storage()._cdata for tensor in filled)
 
     def why(self) -> tuple[str, ...]:
-        """Return the report's text about unrecorded tensors; () if every tensor is recorded."""
+        """Return the report's text about unrecorded tensors, or () if every tensor is recorded."""
         if not self.unrecorded:
             return ()
         nbytes = sum(tensor.nbytes for tensor in self._whole.values())
@@ -304,12 +308,12 @@ class Requirements:
         return torch.inference_mode() if self._is_inference else torch.no_grad()
 
     def install(self, names: Iterable[str] | None = None) -> None:
-        """Permute, cast and copy the arrived rows of these tensors; None: of all.
+        """Permute, cast and copy the arrived rows of these tensors. None means all tensors.
 
-        Order: once all rows of a tensor have a verified version, in live memory; on the current stream; after every
-            update.
+        Call it on the current stream after every update, once all rows of a tensor have a verified version in live
+        memory.
         """
-        # Names may lack steps: their rows arrived in the parameters themselves.
+        # A name without steps has rows that arrived in the parameters themselves.
         with self._writing():
             for name in self._steps if names is None else names:
                 for step in self._steps.get(name, ()):
@@ -319,14 +323,14 @@ class Requirements:
         """Return the live tensors as an update would leave them, from rows in a copy of the memory.
 
         Args:
-            moved: returns the tensor of the copy at the place of a tensor; None: the copy does not have its memory.
+            moved: returns the tensor in the copy for a tensor, or None if the copy does not have its memory.
 
         Returns:
-            The tensors by name, without those that no row fills; and the names of tensors that the loader itself fills
-            and that are therefore not known.
+            The tensors by name, without those that no row fills. Also the names of tensors that the loader itself fills
+            and that are therefore unknown.
 
-        Order: once all rows have arrived in the copy; nothing live changes. Cost: the steps of `install` and `finish`;
-            a second tensor for each that they fill outside of the copy, or that versions fill in part.
+        Call it once all rows have arrived in the copy. Nothing live changes. It costs the steps of `install` and
+        `finish`, and a second tensor for each that they fill outside of the copy or that versions fill in part.
         """
         if self._model is None:
             names = Counter(row.name for row in self.rows)
@@ -342,7 +346,7 @@ class Requirements:
             copied = moved(tensor)
             if copied is not None:
                 return copied
-            # Filled from scratch alone, so its memory is no region: a copy of its storage stands for it.
+            # It is filled only from scratch, so its memory is no region. A copy of its storage represents it.
             storage = tensor.untyped_storage()
             home = others.get(storage._cdata)
             if home is None:
@@ -353,7 +357,7 @@ class Requirements:
 
         steps = [step for mine in self._steps.values() for step in mine] + list(self._last)
         with self._writing():
-            # Into the copy, at places where no row arrives: a flip does not copy them.
+            # These steps write into the copy where no row arrives, because a flip does not copy these places.
             for step in steps:
                 replace(step, piece=staged(step.piece), target=staged(step.target)).run()
             for target, value in self._constants:
@@ -370,15 +374,15 @@ class Requirements:
     def _partly(
         self, tensor: torch.Tensor, steps: Sequence[_Step], staged: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return a live tensor as an update would leave it: some of its elements keep their values."""
+        """Return a live tensor as an update would leave it if some of its elements keep their values."""
         whole = tensor.clone(memory_format=torch.preserve_format)
         pieces = [row.tensor for row in self.rows[: self.num_live]]
         pieces += [step.target if step.record is None else cut(step.target, step.record.target_box) for step in steps]
         pieces += [target for target, _ in self._constants]
         storage, start, stop = span(tensor)
         for piece in pieces:
-            of, first, last = span(piece)
-            if of == storage and start <= first and last <= stop and whole.stride() == tensor.stride():
+            piece_storage, first, last = span(piece)
+            if piece_storage == storage and start <= first and last <= stop and whole.stride() == tensor.stride():
                 offset = (first - start) // piece.itemsize
                 into = whole.view(piece.dtype) if whole.itemsize == piece.itemsize else whole
                 torch.as_strided(into, piece.shape, piece.stride(), offset).copy_(staged(piece))
@@ -387,25 +391,24 @@ class Requirements:
     def finish(self) -> None:
         """Run the steps that need all tensors: the loader on unrecorded tensors, and constants.
 
-        Raises:
-            PlanError: with `mutated=True`, the loader raised an error, or replaced the memory of a parameter.
+        Call it after `install`.
 
-        Order: after `install` of all tensors.
+        Raises:
+            PlanError: the loader raised an error or replaced the memory of a parameter. `mutated` is True.
         """
         with self._writing():
             if self._whole and self._model is not None and self._load is not None:
                 before = _addresses(self._model)
-                # Clones: a loader may compute in place, and this process serves the received bytes to others.
-                with users_code(f"the loader, given {names_text(list(self._whole))},", mutated=True):
+                # Pass clones, because a loader may compute in place and this process serves the received bytes to
+                # others.
+                with user_code(f"the loader, given {names_text(list(self._whole))},", mutated=True):
                     self._load((name, tensor.clone()) for name, tensor in self._whole.items())
                 if changed := dict(before.items() - _addresses(self._model).items()):
-                    # The registrations and rows are of the old memory: the next version would arrive where no engine
-                    # looks.
+                    # The registrations and rows refer to the old memory, where no engine would see the next version.
                     hint = "use a loader that copies into the parameters"
                     message = f"the loader replaced the memory of {len(changed)} tensors"
                     raise PlanError(message, mutated=True, tensor=min(changed), hint=hint)
-            # After the loader, which may write to the same tensors: a recording of it alone would not show the final
-            # values.
+            # Run these after the loader, which may write to the same tensors.
             for target, value in self._constants:
                 target.fill_(value)
             for step in self._last:
@@ -420,18 +423,18 @@ def wanted(
     load: Load | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> Requirements:
-    """Return a model's requirements of the recorded checkpoint.
+    """Return a model's requirements from the recorded checkpoint.
 
     Args:
-        model: live; the recorded model, or one with the same parameters.
-        recording: of this table.
+        model: the live model that was recorded, or a model with the same parameters.
+        recording: made from this table.
         table: the publishers' tensors.
-        load: as for `record`; only called for unrecorded tensors.
-        tags: name -> tag, for the tensors that are read under a tag.
+        load: as for `record`. It is only called for unrecorded tensors.
+        tags: the tag for each tensor that is read under a tag.
 
     Raises:
-        PlanError: the recording is of another table, the model has no memory, or torch has no dtype for an unrecorded
-            tensor.
+        PlanError: the recording was made from another table, the model has no memory, or torch has no dtype for an
+            unrecorded tensor.
         DestinationError: there is not enough memory for the scratch.
 
     Ownership: rows keep live memory and scratch alive.
@@ -450,7 +453,7 @@ def wanted(
             source = _Source(name=name, kind=torch_dtype(dtype), shape=torch_shape(dtype, shape))
             places.lay(source, by_source.get(name, []), whole=name in recording.unrecorded)
     requirements = places.requirements(recording, run, tags or {})
-    # At the first update and not only in the report: these tensors cost memory and time at each one.
+    # Warn at the first update and not only in the report, because these tensors cost memory and time each time.
     for line in requirements.why():
         warnings.warn(printable(line), RuntimeWarning, stacklevel=2)
     return requirements
@@ -467,7 +470,7 @@ class _Source:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _BoxPlace:
-    """A destination of a box of a checkpoint tensor; in scratch it has no tensor until that is allocated."""
+    """A destination for a box of a checkpoint tensor. In scratch it has no tensor until the scratch is allocated."""
 
     source: _Source
     box: Box
@@ -475,7 +478,7 @@ class _BoxPlace:
     tensor: torch.Tensor | None
 
     def cut(self, box: Box) -> torch.Tensor:
-        """Return the part of this place that a box inside it covers."""
+        """Return the part of this place that an inner box covers."""
         assert self.tensor is not None
         if box == self.box:
             return self.tensor
@@ -485,7 +488,7 @@ class _BoxPlace:
 
 
 class _Destinations:
-    """The destinations of all required boxes, tensor after tensor; scratch is allocated when all are known."""
+    """The destinations of all required boxes. Scratch is allocated when all of them are known."""
 
     def __init__(self, model: torch.nn.Module, touched: frozenset[str]) -> None:
         self._model = model
@@ -501,16 +504,16 @@ class _Destinations:
     def lay(self, source: _Source, records: Sequence[LayoutRecord], *, whole: bool) -> None:
         """Find places for the required boxes of one tensor, the larger boxes first."""
         mine: list[_BoxPlace] = []
-        # The loader gets the whole tensor, from scratch; records of the same tensor are copied from there too.
+        # The loader gets the whole tensor from scratch. Records of the same tensor are copied from there too.
         if whole:
             mine.append(self._add(source, Box.full(source.shape), self._device, None))
             self._rows.append((mine[0], mine[0].box))
             self._whole[source.name] = mine[0]
         views = [(entry, None if whole else self._direct(entry, source)) for entry in records]
-        # The larger first, so that a box inside another needs no row; of equal ones first those read into directly.
+        # Put larger boxes first, so that a box inside another needs no row. Among equal boxes, put those read directly
+        # first.
         views.sort(key=lambda pair: (-pair[0].source_box.num_elements, pair[1] is None))
-        # The experts of a layer are hundreds of boxes: where one dim separates them all, the comparison of each with
-        # each is skipped.
+        # The experts of a layer have hundreds of boxes. If one dim separates them all, skip the pairwise comparison.
         apart = not whole and _apart([entry.source_box for entry in records])
         for entry, view in views:
             overlapping = [] if apart else [(p, m) for p in mine if (m := common_box(p.box, entry.source_box))]
@@ -518,7 +521,7 @@ class _Destinations:
                 self._moves.append((inside, entry))
                 continue
             place = self._add(source, entry.source_box, self._live[entry.target].device, view)
-            # Elements that another place receives already are copied from there, so that none crosses the wire twice.
+            # Copy elements that another place already receives from there, so that no element crosses the wire twice.
             left = [place.box]
             for other, _ in overlapping:
                 for common in filter(None, [common_box(rest, other.box) for rest in left]):
@@ -534,7 +537,7 @@ class _Destinations:
         return self._places[-1]
 
     def _direct(self, record: LayoutRecord, source: _Source) -> torch.Tensor | None:
-        """Return a view of the target's memory with the source box's shape; None: it cannot be read into directly.
+        """Return a view of the target's memory with the source box's shape, or None if it cannot be read into directly.
 
         Direct reads need the same order of elements, contiguous runs, and the same bits.
         """
@@ -545,9 +548,9 @@ class _Destinations:
             try:
                 target = target.view(record.source_box.shape)
             except RuntimeError:
-                # Raised by torch if the strides do not allow the view.
+                # torch raises this if the strides do not allow the view.
                 return None
-        # The innermost dim must be contiguous, else every element would be a read of its own.
+        # The innermost dim must be contiguous. Otherwise every element would be a separate read.
         inner = next((step for n, step in zip(target.shape[::-1], target.stride()[::-1], strict=True) if n > 1), 1)
         if inner != 1:
             return None
@@ -555,7 +558,7 @@ class _Destinations:
 
     def requirements(self, recording: Recording, load: Load, tags: Mapping[str, str]) -> Requirements:
         """Allocate scratch, and return the requirements."""
-        # Before scratch gets its tensors, by which the two kinds are told apart here.
+        # Distinguish live places now, because scratch places have no tensors yet.
         live = {id(place) for place in self._places if place.tensor is not None}
         scratch_bytes = self._allocate([place for place in self._places if place.tensor is None])
         rows = sorted(self._rows, key=lambda pair: id(pair[0]) not in live)
@@ -576,7 +579,8 @@ class _Destinations:
             scratch_bytes=scratch_bytes,
             unrecorded=recording.unrecorded,
             unfilled=recording.unfilled,
-            # Not noticed later either: the loader's threads, and what is no operator of torch, write unseen.
+            # Writes to them are not noticed later either, because the loader's threads and code outside of torch write
+            # unseen.
             unsure=tuple(name for name in recording.unfilled if recording.fillable is None and name in params),
             _steps={name: tuple(mine) for name, mine in steps.items()},
             _last=tuple(last),
@@ -591,12 +595,12 @@ class _Destinations:
         )
 
     def _allocate(self, places: Sequence[_BoxPlace]) -> int:
-        """Allocate one arena per device for all rows in scratch; return the bytes."""
+        """Allocate one arena per device for all rows in scratch. Return the total bytes."""
         total = 0
         for device in dict.fromkeys(place.device for place in places):
             mine = [place for place in places if place.device == device]
             nbytes = [place.box.num_elements * place.source.kind.itemsize for place in mine]
-            # Remappable: a flip exchanges the memory of all regions, or copies all.
+            # The arena is remappable, because a flip exchanges the memory of either all regions or none.
             arena = Arena.allocate(needed_bytes(nbytes), device, is_remappable=True)
             for place, length, offset in zip(mine, nbytes, arena.place(nbytes), strict=True):
                 place.tensor = arena.bytes_at(offset, length).view(place.source.kind).view(place.box.shape)
@@ -605,7 +609,7 @@ class _Destinations:
 
 
 def _apart(boxes: Sequence[Box]) -> bool:
-    """Return whether one dim alone separates all boxes; False does not mean that two boxes overlap."""
+    """Return whether a single dim separates all boxes. False does not mean that two boxes overlap."""
     for dim in range(len(boxes[0].start)) if boxes else ():
         runs = sorted((box.start[dim], box.stop[dim]) for box in boxes)
         if all(run[1] <= other[0] for run, other in pairwise(runs)):

@@ -1,8 +1,7 @@
-"""Copies between strided tensors as digits: each digit maps a run of a source dim to a run of a target dim.
+"""Describes copies between strided tensors as digits. Each digit maps a run in a source dim to a run in a target dim.
 
-In: two strided views of one extent, each of a tensor of known shape and strides. Out: `StrideMap`s, cut until both ends
-are boxes; their restriction to a box, and their composition.
-Not here: the tensors themselves (`meta_tensors`). No torch.
+A `StrideMap` can be cut until both ends are boxes, restricted to a box, and composed with another. `meta_tensors` has
+the tensors themselves. This module does not use torch.
 
     W [heads * 4, n] viewed as [heads, 4, n], transposed to P [4, heads * n]: three digits
     (heads: dim 0 step 4 -> dim 1 step n)  (4: dim 0 step 1 -> dim 0 step 1)  (n: dim 1 step 1 -> dim 1 step 1)
@@ -22,31 +21,35 @@ from penstock.plan.intersect import common_box
 from penstock.types import Box
 
 MAX_BOXES = 1 << 14
-"""Most boxes that one copy is cut into: beyond that, the loader itself is faster. DeepSeek-V3's 128 heads make 128."""
+"""Maximum number of boxes that one copy is cut into. With more, the loader itself is faster. DeepSeek-V3's 128 heads
+make 128 boxes."""
 
 Digit = tuple[int, int, int, int, int]
 """Extent, source dim, source step, target dim, target step. Source dim -1 with step 0 repeats one element."""
 
 
 class NotBoxes(Exception):
-    """The copy is not a copy between a few boxes; the message says why. Never leaves the recording."""
+    """The copy is not a copy between a few boxes. The message says why. It never leaves the recording."""
 
 
-# A Struct, as are the other values of which a recording makes several for each tensor: a dataclass takes five times as
+# The values of which a recording makes several for each tensor are Structs, because a dataclass takes five times as
 # long to make.
 class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
-    """For all values of all digits, one element copied: at start plus the sum of value times step, at either end."""
+    """A set of element copies, one for each combination of digit values.
+
+    The index at either end is start plus value times step.
+    """
 
     source_start: tuple[int, ...]
     target_start: tuple[int, ...]
     digits: tuple[Digit, ...]
 
     def source_box(self) -> Box:
-        """Return the box that is read, once `boxes` has cut the map."""
+        """Return the box that is read. The map must be a result of `boxes`."""
         return _box(self.source_start, _extents(self.digits, 1, len(self.source_start)))
 
     def target_box(self) -> Box:
-        """Return the box that is written, once `boxes` has cut the map."""
+        """Return the box that is written. The map must be a result of `boxes`."""
         return _box(self.target_start, _extents(self.digits, 3, len(self.target_start)))
 
     def flipped(self) -> StrideMap:
@@ -55,17 +58,17 @@ class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
         return StrideMap(source_start=self.target_start, target_start=self.source_start, digits=digits)
 
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the source box's row-major shape by digits, and the permutation of the digits to the target box."""
+        """Return the source box's row-major shape in digits, and the permutation of the digits to the target box."""
         return _order(self.digits)
 
 
-# The copies of a loader have thousands of starts and a handful of digits: what follows from the digits is kept.
+# The copies of a loader have thousands of starts but few digits, so results that depend only on digits are cached.
 
 
 @functools.lru_cache(maxsize=1 << 12)
 def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """See `StrideMap.order`."""
-    # Digits that continue each other at both ends are one: most copies then are in order, and need no permute.
+    """Return the shape and permutation of `StrideMap.order`."""
+    # Merge digits that continue each other at both ends. Most copies are then in order and need no permute.
     merged: list[Digit] = []
     for n, sd, ss, td, ts in sorted(digits, key=lambda digit: (digit[1], -digit[2])):
         if merged and merged[-1][1:] == (sd, ss * n, td, ts * n):
@@ -78,7 +81,10 @@ def _order(digits: tuple[Digit, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 @functools.lru_cache(maxsize=1 << 12)
 def _extents(digits: tuple[Digit, ...], dim_at: int, num_dims: int) -> tuple[int, ...]:
-    """Return the extents of a box at one end: the product of the digits in each dim, which a digit has at `dim_at`."""
+    """Return the extents of a box at one end, which is the product of the digits in each dim.
+
+    `dim_at` is the dim's index in a digit.
+    """
     extents = [1] * num_dims
     for digit in digits:
         extents[digit[dim_at]] *= digit[0]
@@ -86,17 +92,17 @@ def _extents(digits: tuple[Digit, ...], dim_at: int, num_dims: int) -> tuple[int
 
 
 def _box(start: tuple[int, ...], extents: tuple[int, ...]) -> Box:
-    """Return the box of these extents from `start`."""
+    """Return the box with these extents from `start`."""
     return Box(start=start, stop=tuple(map(operator.add, start, extents)))
 
 
 class StrideGrid:
-    """A tensor's shape and strides, to locate element offsets in it. Not for tensors without elements."""
+    """A tensor's shape and strides, to locate element offsets in it. The tensor must have elements."""
 
     def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
         self.shape = tuple(shape)
         self.strides = tuple(strides)
-        # Dims of extent 1 have arbitrary strides, which would confuse the order.
+        # Skip dims of extent 1, because their arbitrary strides would confuse the order.
         wide = [dim for dim, extent in enumerate(self.shape) if extent > 1]
         self._outer_first = sorted(wide, key=lambda dim: -self.strides[dim])
 
@@ -112,7 +118,7 @@ class StrideGrid:
         return tuple(start)
 
     def place(self, offset: int, dims: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], list[list[Digit]]]:
-        """Locate a view of `dims` (extent, stride): its first element, and each dim's digits, the outer first.
+        """Locate a view of `dims` (extent, stride). Return its first element, and each dim's digits, outermost first.
 
         Raises:
             NotBoxes: a dim of the view steps across dims of the tensor unevenly.
@@ -123,21 +129,21 @@ class StrideGrid:
         for n, dim, step, _, _ in itertools.chain.from_iterable(placed):
             if dim >= 0:
                 last[dim] += step * (n - 1)
-        # Each dim may fit alone while their sum leaves a row: check the last element as well as the first.
+        # Each dim may fit while their sum leaves a row, so check the last element as well as the first.
         if any(a >= n for a, n in zip(last, self.shape, strict=True)):
             raise NotBoxes("a view that continues from one row into the next")
         return start, placed
 
     def has(self, start: Sequence[int], reach: Sequence[int]) -> bool:
-        """Return whether the element `reach` after the one at `start` is one of the tensor's, in every dim."""
-        # A plain loop: this runs twice for each copy of a loader.
+        """Return whether the element at `start` plus `reach` is inside the tensor in every dim."""
+        # Use a plain loop, because this runs twice for each copy of a loader.
         for a, b, n in zip(start, reach, self.shape, strict=True):  # noqa: SIM110
             if a + b >= n:
                 return False
         return True
 
     def _split(self, extent: int, stride: int, start: tuple[int, ...]) -> list[Digit]:
-        """Return the digits of one dim of a view, the outer first; their target halves are 0."""
+        """Return the digits of one dim of a view, outermost first. Their target halves are 0."""
         if extent == 1:
             return []
         if stride == 0:
@@ -145,8 +151,8 @@ class StrideGrid:
         level = next((i for i, dim in enumerate(self._outer_first) if self.strides[dim] <= stride), None)
         if level is None:
             raise NotBoxes("a view that steps inside an element")
-        # The inner digit lies in the dim with the largest stride that is not above the view's. Where the view goes on
-        # past the end of that dim, the rest is a digit of the dim around it, if the two are dense together.
+        # The inner digit lies in the dim with the largest stride that is not above the view's. If the view continues
+        # past the end of that dim, the rest is a digit of the dim around it, provided that the two are dense together.
         inner: list[Digit] = []
         while True:
             dim = self._outer_first[level]
@@ -171,13 +177,15 @@ def between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    """Return the copy of a view of `source` to a view of `target`, both of `shape`; offsets and strides in elements.
+    """Return the copy from a view of `source` to a view of `target`, both with `shape`.
+
+    Offsets and strides count elements.
 
     Raises:
         NotBoxes: a view steps unevenly.
     """
-    # Experts differ in where their views begin. The digits of a view do not depend on it as long as each of its dims
-    # ends inside the dim of the tensor in which it begins; else they are found for this start alone.
+    # Views of experts differ in their starts. The digits of a view do not depend on the start while each of its dims
+    # ends inside the tensor dim in which it begins. Otherwise find them for this start.
     even = _even(source, tuple(source_strides), target, tuple(target_strides), tuple(shape))
     if even is not None:
         digits, source_reach, target_reach = even
@@ -197,15 +205,15 @@ def _even(
     target_strides: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> tuple[tuple[Digit, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return the digits of a copy wherever its views begin, and how far they reach in each dim at either end.
+    """Return the digits of a copy for any start of its views, and their reach in each dim at either end.
 
-    None: the digits depend on where the views begin, or the views are not boxes.
+    Returns None if the digits depend on the starts, or if the views are not boxes.
     """
     try:
         whole = _between(source, 0, source_strides, target, 0, target_strides, shape)
     except NotBoxes:
         return None
-    # One digit for each dim of the view: none was split where it leaves a dim of a tensor.
+    # With one digit for each dim of the view, no dim was split at the end of a dim of the tensor.
     if len(whole.digits) != sum(extent > 1 for extent in shape):
         return None
     reach = [[0] * len(source.shape), [0] * len(target.shape)]
@@ -225,8 +233,8 @@ def _between(
     target_strides: Sequence[int],
     shape: Sequence[int],
 ) -> StrideMap:
-    """Do what `between` does, for these offsets alone."""
-    # The source's digits first; then each of them is located in the target, which may split it again.
+    """Return the copy for these offsets only. See `between`."""
+    # Find the source's digits first. Then locate each of them in the target, which may split it again.
     source_start, placed = source.place(source_offset, list(zip(shape, source_strides, strict=True)))
     halves: list[tuple[Digit, int]] = []
     for digits, stride in zip(placed, target_strides, strict=True):
@@ -253,21 +261,21 @@ def boxes(whole: StrideMap) -> list[StrideMap]:
     if _are_dense(whole.digits):
         return [whole]
     loops: set[int] = set()
-    # Taking a digit out can leave a gap under another one: repeat until both ends are boxes.
+    # Removing a digit can leave a gap under another, so repeat until both ends are boxes.
     while True:
         gaps = _gaps(whole.digits, loops)
         if not gaps:
             break
         loops |= gaps
     inner = tuple(digit for i, digit in enumerate(whole.digits) if i not in loops)
-    turned = [whole.digits[i] for i in sorted(loops)]
-    if (count := math.prod(digit[0] for digit in turned)) > MAX_BOXES:
+    looped = [whole.digits[i] for i in sorted(loops)]
+    if (count := math.prod(digit[0] for digit in looped)) > MAX_BOXES:
         raise NotBoxes(f"a copy of {count} separate boxes")
-    # The digits with gaps become loops: one map for each combination of their values.
+    # The digits with gaps become loops, with one map for each combination of their values.
     maps = []
-    for values in itertools.product(*(range(digit[0]) for digit in turned)):
+    for values in itertools.product(*(range(digit[0]) for digit in looped)):
         source, target = list(whole.source_start), list(whole.target_start)
-        for value, (_, source_dim, source_step, target_dim, target_step) in zip(values, turned, strict=True):
+        for value, (_, source_dim, source_step, target_dim, target_step) in zip(values, looped, strict=True):
             if source_dim >= 0:
                 source[source_dim] += value * source_step
             target[target_dim] += value * target_step
@@ -282,9 +290,9 @@ def _are_dense(digits: tuple[Digit, ...]) -> bool:
 
 
 def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
-    """Return the digits that leave gaps in a dim at either end, without those in `loops`."""
+    """Return the digits outside `loops` that leave gaps in a dim at either end."""
     uneven: set[int] = set()
-    # At 1 and 3 a digit has the dims of its source and its target, each followed by the step.
+    # A digit has its source dim at index 1 and its target dim at 3, each followed by the step.
     for dim_at in (1, 3):
         run: dict[int, int] = {}
         for i in sorted(range(len(digits)), key=lambda i: digits[i][dim_at + 1]):
@@ -301,7 +309,7 @@ def _gaps(digits: tuple[Digit, ...], loops: set[int]) -> set[int]:
 def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
     """Return the part of a map of boxes that writes into `box`, which lies inside the map's target.
 
-    It is one map, or several where the box cuts a digit that has others below it.
+    The result has several maps if the box cuts a digit that has others below it.
     """
     parts = [whole]
     for dim in range(len(box.start)):
@@ -311,7 +319,7 @@ def restrict(whole: StrideMap, box: Box) -> list[StrideMap]:
 
 
 def _restrict_dim(whole: StrideMap, dim: int, start: int, stop: int) -> Iterator[StrideMap]:
-    """Yield the parts of a map that write to `[start, stop)` of one target dim."""
+    """Yield the parts of a map that write to `[start, stop)` in one target dim."""
     mine = sorted((digit for digit in whole.digits if digit[3] == dim), key=lambda digit: -digit[4])
     first = whole.target_start[dim]
     if (start, stop) == (first, first + math.prod(digit[0] for digit in mine)):
@@ -333,7 +341,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
     if not extents:
         yield []
         return
-    # As with numbers of several digits: a first part up to a whole step of the outer digit, whole steps, and a rest.
+    # As with decimal numbers, there is a first part up to a whole step of the outer digit, whole steps, and a rest.
     below = math.prod(extents[1:])
     edges = {start, stop, min(-(-start // below) * below, stop), max(stop // below * below, start)}
     for low, high in itertools.pairwise(sorted(edges)):
@@ -346,7 +354,7 @@ def _cut(extents: list[int], start: int, stop: int) -> Iterator[list[tuple[int, 
 
 
 def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
-    """Compose two maps: yield maps from the source of `first` to the target of `then`, which may not be boxes yet.
+    """Compose two maps. Yield maps from the source of `first` to the target of `then`, which may not be boxes yet.
 
     Raises:
         NotBoxes: their digits do not divide each other.
@@ -359,21 +367,21 @@ def chain(first: StrideMap, then: StrideMap) -> Iterator[StrideMap]:
             if writer.target_box() == reader.target_box():
                 yield _joined(writer, reader)
             else:
-                # The reader's box was cut at the writer's digits: cut the writer's at the new ones in turn.
+                # The reader's box was cut at the writer's digits. Now cut the writer's box at the new ones.
                 yield from chain(writer, reader.flipped())
 
 
 def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
-    """Return the map from the writer's source to the reader's, where both have one target box."""
+    """Return the map from the writer's source to the reader's. Both have the same target box."""
     joined: list[Digit] = []
     for dim in range(len(writer.target_start)):
         left, right = _below(writer, dim), _below(reader, dim)
-        # Digits of both ends by turns, the inner first: each pair is cut to the smaller of the two.
+        # Take digits from both ends alternately, innermost first, and cut each pair to the smaller of the two.
         while left and right:
             (n, d, s), (m, e, t) = left.pop(), right.pop()
             common = min(n, m)
             if n % common or m % common:
-                raise NotBoxes("reshapes that do not divide each other")
+                raise NotBoxes("incompatible reshapes: their dimensions do not divide each other")
             joined.append((common, d, s, e, t))
             if n > common:
                 left.append((n // common, d, s * common))
@@ -383,6 +391,6 @@ def _joined(writer: StrideMap, reader: StrideMap) -> StrideMap:
 
 
 def _below(strides: StrideMap, dim: int) -> list[tuple[int, int, int]]:
-    """Return extent, source dim and source step of the digits of one target dim, the outer first."""
+    """Return extent, source dim and source step of the digits of one target dim, outermost first."""
     mine = sorted((digit for digit in strides.digits if digit[3] == dim), key=lambda digit: -digit[4])
     return [digit[:3] for digit in mine]
