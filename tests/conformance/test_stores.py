@@ -1,4 +1,4 @@
-"""Every `Store` passes the one suite."""
+"""Every `Store` passes the conformance suite."""
 
 from __future__ import annotations
 

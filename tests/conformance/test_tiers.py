@@ -1,4 +1,4 @@
-"""Every `Tier` of host memory and disk passes the one suite; a device's is in tests/gpu."""
+"""Every `Tier` in host memory and on disk passes the conformance suite. tests/gpu tests a device's tier."""
 
 from __future__ import annotations
 

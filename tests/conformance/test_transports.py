@@ -1,4 +1,4 @@
-"""Every `Transport` passes the one suite."""
+"""Every `Transport` passes the conformance suite."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""A conversion whose processes tests stop and kill: a coordinator that says how far it is, workers forked from it.
+"""A conversion whose processes tests stop and kill. The coordinator reports its progress and forks its workers.
 
-In: plain values, for `tests.support.fork_server`. Out: lines of JSON on stdout: processes started, progress, the end.
-Not here: what is done to them (`tests`).
+It prints JSON lines to stdout: started processes, progress, and the end.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class ForkLauncher:
         self._ends: dict[str, str] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Launcher.spawn`."""
+        """Fork a worker. See `Launcher.spawn`."""
         me, pid = os.getpid(), os.fork()
         if not pid:
             end_with_parent(me)
@@ -58,7 +57,7 @@ class ForkLauncher:
         _say(event="spawned", worker=worker, pid=pid)
 
     def ended(self, worker: str) -> str | None:
-        """See `Launcher.ended`."""
+        """Return how a worker ended. See `Launcher.ended`."""
         if worker not in self._ends:
             pid, status = os.waitpid(self._pids[worker], os.WNOHANG)
             if pid:
@@ -66,7 +65,7 @@ class ForkLauncher:
         return self._ends.get(worker)
 
     def kill(self, worker: str) -> None:
-        """See `Launcher.kill`."""
+        """Kill a worker. See `Launcher.kill`."""
         if self.ended(worker) is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pids[worker], signal.SIGKILL)
@@ -82,13 +81,16 @@ def convert_as(
     task_bytes: int | str | None = None,
     **options: Any,
 ) -> ConvertReport:
-    """Convert with tasks of this size. The arguments of a test can then be sent to another process as JSON."""
+    """Convert with tasks of this size.
+
+    The arguments are JSON values, so that a test can send them to another process.
+    """
     settings = replace(WorkerSettings.of(workers), task_bytes=task_bytes)
     return convert(sources, destination, workers=settings, **options)
 
 
 def coordinate(values: dict[str, Any]) -> int:
-    """`convert` with these arguments; the exit code says whether it came to its end."""
+    """Run `convert` with these arguments. The exit code says whether it completed."""
     torch.set_num_threads(1)
 
     def done(num_done: int, total: int) -> None:
@@ -105,12 +107,12 @@ def coordinate(values: dict[str, Any]) -> int:
 
 
 def coordinate_until(values: dict[str, Any]) -> int:
-    """Run `coordinate`, killed just before its nth change to the file system after all tasks are done.
+    """Run `coordinate`, and kill it just before its nth change to the file system after all tasks are done.
 
     Args:
-        values: those of `coordinate`, and `step`: n; it ends as usual where fewer changes are made.
+        values: the values for `coordinate`, and n as `step`. With fewer changes it ends as usual.
     """
-    # The moments that tests are about begin when the result is published.
+    # The moments that tests need begin when the result is published.
     step, publish = int(values.pop("step")), Conversion.publish
     left = itertools.count(step, -1)
     is_armed: list[bool] = []
@@ -134,7 +136,7 @@ def coordinate_until(values: dict[str, Any]) -> int:
 
 
 def slowly(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that leaves time to be killed in."""
+    """Sleep, so that a test can kill the worker."""
     time.sleep(0.003)
     return tensor
 
@@ -143,7 +145,7 @@ slowly.rows = True  # type: ignore[attr-defined]
 
 
 def waits(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that leaves time to look at: tasks of a small checkpoint take seconds, all together."""
+    """Sleep, so that tasks of a small checkpoint take seconds in total."""
     time.sleep(0.15)
     return tensor
 
@@ -152,7 +154,7 @@ waits.rows = True  # type: ignore[attr-defined]
 
 
 def pauses(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that leaves time to strike a worker before its last task, on a busy machine too."""
+    """Sleep, so that a test can stop a worker before its last task, even on a busy machine."""
     time.sleep(0.04)
     return tensor
 
@@ -161,7 +163,7 @@ pauses.rows = True  # type: ignore[attr-defined]
 
 
 def reports(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """An operation that takes six seconds a tensor, and says that it gets on."""
+    """Take six seconds per tensor and report progress."""
     for _ in range(60):
         time.sleep(0.1)
         report_progress()
@@ -172,29 +174,29 @@ reports.names = "norm"  # type: ignore[attr-defined]
 
 
 def says(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Print, as an operation may."""
+    """Print a line, as an operation may."""
     sys.stdout.write(f"saw {name}\n")
     return tensor
 
 
 def raises(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Raise, as an operation may."""
+    """Raise an error, as an operation may."""
     raise ValueError("on purpose")
 
 
 def hangs(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Hang in a busy loop, which holds up the other threads of its process too."""
+    """Hang in a busy loop, which also blocks the other threads of its process."""
     while True:
         pass
 
 
 def exits(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Exit, as an operation may that takes itself for a program."""
+    """Exit the process, as a program does."""
     sys.exit(0)
 
 
 def dies(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Die by SIGKILL, as an operation may that the kernel ends for its memory."""
+    """Die from SIGKILL, as in an out-of-memory kill."""
     os.kill(os.getpid(), signal.SIGKILL)
     return tensor
 
@@ -203,7 +205,7 @@ _kept: list[torch.Tensor] = []
 
 
 def leaks(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Keep a GiB each time, where the process may have three and a half more."""
+    """Keep a GiB each time, while the process may use three and a half more."""
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
     if not _kept:
         resource.setrlimit(resource.RLIMIT_AS, (used + 7 * GIB // 2, resource.RLIM_INFINITY))
@@ -212,21 +214,21 @@ def leaks(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def of_another_shape(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return as many elements in another shape."""
+    """Return the same number of elements in a different shape."""
     return tensor.reshape(-1)
 
 
 def of_another_dtype(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return as many bytes in another dtype."""
+    """Return the same number of bytes in a different dtype."""
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
 def no_tensor(tensor: torch.Tensor, name: str) -> Any:
-    """Return nothing, as a function that forgets to return."""
+    """Return nothing, as a function without a return statement."""
     return None
 
 
-# The checkpoints that they run on have tensors in FP8 with scales, of which only the bytes matter here.
+# The checkpoints have tensors in FP8 with scales. Only their bytes matter here.
 for _function in (
     slowly,
     waits,

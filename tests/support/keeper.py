@@ -1,11 +1,8 @@
-"""`penstock cache` in a process of its own, for tests and benchmarks: started, waited for, stopped and killed by them.
+"""`penstock cache` in its own process, which tests and benchmarks start, wait for, stop and kill.
 
-In: the command's arguments. Out: the process, once it keeps; its standard error.
-Not here: what engines do with it.
-
-    with KeeperProcess(["/ckpt", "--model", "m"], environ={"PENSTOCK_RUNTIME_DIR": directory}) as keeper:
-        penstock.cache.attach("m")
-        keeper.process.send_signal(signal.SIGTERM)
+with KeeperProcess(["/ckpt", "--model", "m"], environ={"PENSTOCK_RUNTIME_DIR": directory}) as keeper:
+    penstock.cache.attach("m")
+    keeper.process.send_signal(signal.SIGTERM)
 """
 
 from __future__ import annotations
@@ -24,17 +21,17 @@ from tests.support.fork_server import Forked, ForkServer
 
 
 class KeeperProcess:
-    """A keeper; killed when the context ends.
+    """A weight cache process, which is killed when the context ends.
 
     Args:
-        arguments: of `penstock cache`.
-        environ: variables on top of this process's own.
-        timeout_s: within which it must keep.
-        fork_server: forks it; None: a process that imports everything itself.
-        prefix: words before its command, of one that is not forked.
+        arguments: arguments of `penstock cache`.
+        environ: variables added to this process's environment.
+        timeout_s: seconds within which the cache must hold the model.
+        fork_server: server that forks the process. None means a new interpreter that imports everything itself.
+        prefix: words before the command of a new interpreter.
 
     Raises:
-        ChildProcessError: it ended, or did not keep in time; says what it wrote.
+        ChildProcessError: it ended, or did not hold the model in time. The message has its output.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class KeeperProcess:
         self._reader.start()
         if not self._keeps.wait(timeout_s) or self._ended.is_set():
             self.__exit__(None, None, None)
-            raise ChildProcessError(f"the keeper does not keep: {''.join(self.errors)}")
+            raise ChildProcessError(f"the cache does not hold the model: {''.join(self.errors)}")
 
     def _read(self) -> None:
         for line in map(bytes.decode, self._says):

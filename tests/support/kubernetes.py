@@ -1,11 +1,8 @@
-"""The manifests of `deploy/kubernetes`, rendered by kustomize, and their pods in containers of this host.
+"""The manifests of `deploy/kubernetes`, rendered by kustomize, and their pods in containers on this host.
 
-In: an overlay and changes to it. Out: Kubernetes objects; processes that run as their pod's spec says.
-Not here: namespaces (`container`), what the objects must say (`tests/test_deploy.py`).
-
-A pod runs as the kubelet would start it: environment with references, volumes, user, capabilities, read-only root, init
-containers. Its image is this host's files. All pods share one network of a loopback device, so every pod's address is
-127.0.0.1; resources are not limited.
+A pod runs as the kubelet would start it, with its environment, references, volumes, user, capabilities, read-only root
+and init containers. Its image is this host's files. All pods share one network with a loopback device, so every pod has
+the address 127.0.0.1. Resources are not limited.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ Object = dict[str, Any]
 
 
 def kubectl() -> str | None:
-    """Return the path of kubectl, of the interpreter's environment or of the host; None: there is none."""
+    """Return the path of kubectl from the interpreter's environment or from the host, or None if there is none."""
     return shutil.which("kubectl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
 
@@ -43,10 +40,10 @@ def render(
     """Return the objects of an overlay that a user would write.
 
     Args:
-        directory: an empty one, for the overlay.
-        resource: of `deploy/kubernetes`, as `overlays/vllm`.
-        components: of `deploy/kubernetes/components`.
-        fleet: what it sets in the fleet's ConfigMap.
+        directory: an empty directory for the overlay.
+        resource: a path below `deploy/kubernetes`, such as `overlays/vllm`.
+        components: names below `deploy/kubernetes/components`.
+        fleet: values for the fleet's ConfigMap.
     """
     import yaml
 
@@ -70,14 +67,14 @@ def render(
 
 
 def find(objects: Sequence[Object], kind: str, name: str) -> Object:
-    """Return the object of a kind whose name is `name`, or begins so and ends in kustomize's digest."""
+    """Return the object of a kind with this name. kustomize may have appended its digest to the name."""
     pattern = re.compile(rf"{re.escape(name)}(-[a-z0-9]{{10}})?")
     (found,) = [one for one in objects if one["kind"] == kind and pattern.fullmatch(one["metadata"]["name"])]
     return found
 
 
 def environment(container: Object, objects: Sequence[Object]) -> dict[str, str]:
-    """Return the variables of a container, ConfigMaps among the objects included; optional Secrets are not there."""
+    """Return the variables of a container, including ConfigMaps among the objects but no optional Secrets."""
     variables: dict[str, str] = {}
     for source in container.get("envFrom", []):
         if "configMapRef" in source:
@@ -91,12 +88,12 @@ def environment(container: Object, objects: Sequence[Object]) -> dict[str, str]:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Return a text with `$(NAME)` replaced, as the kubelet does; an unknown name stays."""
+    """Return a text with `$(NAME)` replaced as the kubelet does. Unknown names remain."""
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), text)
 
 
 def words_of(container: Object, objects: Sequence[Object] = ()) -> list[str]:
-    """Return a container's command line; the entry point of Penstock's images is `penstock`."""
+    """Return a container's command. The entry point of Penstock's images is `penstock`."""
     words = container.get("command") or (["penstock"] if "/penstock" in container["image"] else [])
     variables = environment(container, objects) if objects else {}
     return [expand(word, variables) for word in [*words, *container.get("args", [])]]
@@ -104,16 +101,16 @@ def words_of(container: Object, objects: Sequence[Object] = ()) -> list[str]:
 
 @dataclass(slots=True)
 class Node(Closeable):
-    """A node: its directories, Secrets and ConfigMaps that were created by hand, and the network of its pods."""
+    """A node with its directories, manually created Secrets and ConfigMaps, and the network of its pods."""
 
     directory: Path
     objects: Sequence[Object]
     secrets: Mapping[str, Mapping[str, bytes]]
-    """Files of Secrets and ConfigMaps, by name."""
+    """Files of each Secret and ConfigMap, by name."""
     programs: Mapping[str, Path] = field(default_factory=dict)
-    """Programs of the pods' images that have another name here."""
+    """Programs in the pods' images that have another name here."""
     extra: Sequence[Mount] = ()
-    """Further mounts of every pod."""
+    """Further mounts for every pod."""
     network: Network = field(init=False)
     stack: ExitStack = field(init=False, default_factory=ExitStack)
 
@@ -125,7 +122,7 @@ class Node(Closeable):
             (programs / name).symlink_to(path)
 
     def pod(self, kind: str, name: str) -> Pod:
-        """Return the first pod of a workload, which has not started."""
+        """Return the first pod of a workload. It has not started."""
         return Pod(self, find(self.objects, kind, name)["spec"]["template"]["spec"], self._new(f"pod-{name}"))
 
     def _new(self, name: str) -> Path:
@@ -139,7 +136,7 @@ class Node(Closeable):
 
 
 class Pod:
-    """A pod's volumes, and its containers as they are started."""
+    """The volumes of a pod, and its containers as they start."""
 
     def __init__(self, node: Node, spec: Object, directory: Path) -> None:
         self._node, self._spec, self._directory = node, spec, directory
@@ -148,7 +145,7 @@ class Pod:
         self._volumes = {volume["name"]: self._volume(volume) for volume in spec.get("volumes", [])}
 
     def _volume(self, volume: Object) -> Path:
-        """Make a volume's directory as the kubelet does, and return it."""
+        """Create a volume's directory as the kubelet does, and return it."""
         if "hostPath" in volume:
             path = self._node.directory / "host" / volume["hostPath"]["path"].lstrip("/")
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -166,7 +163,7 @@ class Pod:
         return path
 
     def initialize(self, timeout_s: float = 60.0) -> dict[str, subprocess.CompletedProcess[str]]:
-        """Run the init containers in turn, each to its end; return what they wrote, by name."""
+        """Run the init containers one after another. Return their completed processes by name."""
         done = {}
         for container in self._spec.get("initContainers", []):
             words = self._command(container)
@@ -175,7 +172,7 @@ class Pod:
         return done
 
     def start(self) -> tuple[subprocess.Popen[bytes], Path]:
-        """Start the pod's only container; return its process, and the file of its log."""
+        """Start the pod's only container. Return its process and its log file."""
         (container,) = self._spec["containers"]
         log = self._directory / "log"
         with open(log, "wb") as file:
@@ -186,7 +183,7 @@ class Pod:
         return process, log
 
     def probe(self, name: str, timeout_s: float = 60.0) -> None:
-        """Return once a probe of the pod's container succeeds."""
+        """Wait until a probe of the pod's container succeeds."""
         (container,) = self._spec["containers"]
         probe = container[name]
         request = probe.get("httpGet") or probe["tcpSocket"]
@@ -204,7 +201,7 @@ class Pod:
             time.sleep(0.1)
 
     def _command(self, spec: Object) -> list[str]:
-        """Make a container, and return the command line that runs its process there."""
+        """Create a container, and return the command that runs its process there."""
         security = {**self._spec["securityContext"], **spec["securityContext"]}
         mounts = [
             Mount(

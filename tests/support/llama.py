@@ -1,7 +1,6 @@
-"""A small Llama in plain torch: as trainers have it, and as engines serve it, fused and cut for tensor parallelism.
+"""A small Llama in plain torch, both as trainers have it and as engines serve it, fused and tensor parallel.
 
-In: sizes; a rank of how many. Out: two modules that compute the same, the first under the names of checkpoints.
-Not here: processes (`scripts/demo_sync.py`), training.
+The two modules compute the same. The first has the names of checkpoints.
 
     Llama: q_proj k_proj v_proj gate_proj up_proj   --load_weights-->   LlamaRank: its rows of qkv_proj, gate_up_proj
 """
@@ -16,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""The sum over the ranks."""
+"""Sums a tensor over the ranks."""
 
 FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj") | dict.fromkeys(
     ("gate_proj", "up_proj"), "gate_up_proj"
@@ -26,7 +25,7 @@ BY_ROWS, BY_COLUMNS = {*FUSED, "lm_head"}, {"o_proj", "down_proj"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes that fix the model."""
+    """The sizes that define the model."""
 
     num_layers: int = 4
     hidden: int = 256
@@ -49,7 +48,10 @@ class Sizes:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, head: int) -> torch.Tensor:
-    """Causal attention of grouped queries, with rotary positions; all are [batch, tokens, heads * head]."""
+    """Compute causal attention of grouped queries with rotary positions.
+
+    All tensors are [batch, tokens, heads * head].
+    """
     batch, tokens, _ = q.shape
     q, k, v = (one.view(batch, tokens, -1, head).transpose(1, 2) for one in (q, k, v))
     mixed = functional.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True, enable_gqa=True)
@@ -77,7 +79,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(sizes.num_heads * sizes.head, sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the stream."""
+        """Return the addition to the residual stream."""
         out: torch.Tensor = self.o_proj(attend(self.q_proj(x), self.k_proj(x), self.v_proj(x), self.head))
         return out
 
@@ -92,13 +94,13 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(sizes.inner, sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what is added to the stream."""
+        """Return the addition to the residual stream."""
         out: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
 
 class AttentionRank(nn.Module):
-    """The heads of one rank."""
+    """The attention heads of one rank."""
 
     def __init__(self, sizes: Sizes, world_size: int) -> None:
         super().__init__()
@@ -108,14 +110,14 @@ class AttentionRank(nn.Module):
         self.o_proj = nn.Linear(self.rows[0], sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's share of what is added to the stream."""
+        """Return this rank's share of the addition to the residual stream."""
         q, k, v = self.qkv_proj(x).split(self.rows, dim=-1)
         made: torch.Tensor = self.o_proj(attend(q, k, v, self.head))
         return made
 
 
 class MlpRank(nn.Module):
-    """A part of the inner dim."""
+    """One rank's part of the MLP's inner dim."""
 
     def __init__(self, sizes: Sizes, world_size: int) -> None:
         super().__init__()
@@ -124,14 +126,14 @@ class MlpRank(nn.Module):
         self.down_proj = nn.Linear(self.rows[0], sizes.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's share of what is added to the stream."""
+        """Return this rank's share of the addition to the residual stream."""
         gate, up = self.gate_up_proj(x).split(self.rows, dim=-1)
         made: torch.Tensor = self.down_proj(functional.silu(gate) * up)
         return made
 
 
 class Layer(nn.Module):
-    """A layer, of a whole model or of a rank."""
+    """A layer of a whole model or of one rank."""
 
     def __init__(self, sizes: Sizes, self_attn: nn.Module, mlp: nn.Module, reduce: Reduce) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class Layer(nn.Module):
         self._reduce = reduce
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the stream after it."""
+        """Return the residual stream after this layer."""
         x = x + self._reduce(self.self_attn(self.input_layernorm(x)))
         return x + self._reduce(self.mlp(self.post_attention_layernorm(x)))
 
@@ -160,13 +162,13 @@ class _Model(nn.Module):
 
     @property
     def layers(self) -> Iterable[nn.Module]:
-        """In order."""
+        """Return the layers in order."""
         found = self.model["layers"]
         assert isinstance(found, nn.ModuleList)
         return found
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, of this rank's rows of the vocabulary."""
+        """Return the logits for this rank's rows of the vocabulary."""
         x = self.model["embed_tokens"](tokens)
         for layer in self.layers:
             x = layer(x)
@@ -175,7 +177,7 @@ class _Model(nn.Module):
 
 
 class Llama(_Model):
-    """All of it, under the names of checkpoints."""
+    """The whole model under the names of checkpoints."""
 
     def __init__(self, sizes: Sizes) -> None:
         layers = (Layer(sizes, Attention(sizes), Mlp(sizes), _alone) for _ in range(sizes.num_layers))
@@ -183,12 +185,12 @@ class Llama(_Model):
 
 
 class LlamaRank(_Model):
-    """The model of one rank of an engine: its heads, its part of the inner dim, its rows of the vocabulary.
+    """The model of one rank of an engine: its heads, its part of the inner dim, and its rows of the vocabulary.
 
     Args:
-        sizes: of the whole model; what is cut is a multiple of `world_size`.
-        rank, world_size: of tensor parallelism.
-        reduce: sums over the ranks; None: there is one.
+        sizes: sizes of the whole model. Split dims are multiples of `world_size`.
+        rank, world_size: tensor-parallel rank and size.
+        reduce: sums over the ranks. None means a single rank.
     """
 
     def __init__(self, sizes: Sizes, rank: int = 0, world_size: int = 1, reduce: Reduce | None = None) -> None:
@@ -204,7 +206,7 @@ class LlamaRank(_Model):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """As vLLM does: each tensor's part for this rank, to its place in what is fused."""
+        """Copy each tensor's part for this rank into the fused parameters, as vLLM does."""
         for name, tensor in weights:
             module = name.split(".")[-2]
             into = self.get_parameter(name.replace(module, FUSED.get(module, module)))

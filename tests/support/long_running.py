@@ -1,4 +1,4 @@
-"""Mark for tests that take long. `make test` skips them, and `DRILLS=all make test` runs them."""
+"""Marks slow tests. `make test` skips them, and `DRILLS=all make test` runs them."""
 
 from __future__ import annotations
 

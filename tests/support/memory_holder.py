@@ -1,12 +1,10 @@
-"""A sync in memory: holders of versions, and a subscriber that receives from them, without processes or sockets.
+"""A sync in memory: holders of versions, and a subscriber that receives from them without processes or sockets.
 
-In: values and versions. Out: a real `Subscriber`, whose membership and member answer from this process.
-Not here: what the subscriber should do (tests).
+The planner, the served memory, the update loop, the transfer and the transport (`loopback`) are the real ones. The
+membership and the member of the `Subscriber` are in this process.
 
     sync = MemorySync();  holder = sync.holder("p0");  holder.publish(1, 1.0);  sync.subscriber().update()
     holder.at["digests"] = lambda: holder.withdraw()     runs before each answer to this question
-
-The planner, the served memory, the update loop, the transfer and the transport (`loopback`) are the real ones.
 """
 
 from __future__ import annotations
@@ -56,19 +54,19 @@ STALL_S = 0.3
 
 
 class MemoryHolder:
-    """A publisher of one rank, that answers from this process.
+    """A publisher with one rank that answers from this process.
 
     Attributes:
         id: its member id.
-        at: question -> function that is called before each answer; it may raise.
+        at: for each question, a function that is called before each answer. It may raise.
         asked: the questions so far.
         is_gone: every question raises PeerLost.
-        spoils: the digests that it sends are those of other bytes.
+        spoils: it sends digests of different bytes.
         silent: it never has digests.
         is_listed: whether the hub lists it.
-        decide_s: of versions with a two-phase commit; see `Granted`.
-        refused: the decision by which its versions are withdrawn.
-        decision: of the fleet, on a version with a two-phase commit.
+        decide_s: deadline for versions with a two-phase commit. See `Granted`.
+        refused: the decision that withdraws its versions.
+        decision: the fleet's decision on a version with a two-phase commit.
     """
 
     def __init__(self, sync: MemorySync, name: str) -> None:
@@ -108,7 +106,7 @@ class MemoryHolder:
         )
 
     def publish(self, version: int, value: float, metadata: dict[str, str] | None = None) -> None:
-        """Serve a version, whose elements all have one value."""
+        """Serve a version whose elements all have the same value."""
         if self.local_version.version is not None:
             self.local_version.fence()
         for tensor in self.tensors.values():
@@ -124,7 +122,7 @@ class MemoryHolder:
             self.local_version.fence()
 
     def answer(self, question: str) -> None:
-        """Note a question, and fail it if this holder is told to."""
+        """Record a question. Raise the error that the test has set for it."""
         self.asked.append(question)
         if question in self.at:
             self.at[question]()
@@ -133,7 +131,7 @@ class MemoryHolder:
 
 
 class MemoryClient:
-    """The questions of one member to a holder; the part of `SyncClient` that an update uses."""
+    """The part of `SyncClient` that an update uses, for one member and one holder."""
 
     is_on_host = True
 
@@ -188,7 +186,7 @@ class MemoryClient:
 
 
 class MemoryMembership:
-    """What an update uses of a `Membership`."""
+    """The part of `Membership` that an update uses."""
 
     name = "policy"
     key = "0" * 32
@@ -212,11 +210,11 @@ class MemoryMembership:
         return member not in self._sync.holders
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 class MemoryMember:
-    """What a subscriber uses of a `Member`."""
+    """The part of `Member` that a subscriber uses."""
 
     def __init__(self, sync: MemorySync) -> None:
         self.id = "s0"
@@ -243,13 +241,13 @@ class MemoryMember:
 
 
 class MemorySync:
-    """A sync of this process alone.
+    """A sync within this process.
 
     Attributes:
-        holders: by member id.
-        target: of the last subscriber.
-        calls: the hooks that it called, as (name, version, value of the target then).
-        fails: hook -> error that it raises.
+        holders: the holders by member id.
+        target: the target of the last subscriber.
+        calls: the hooks that were called, as (name, version, value of the target then).
+        fails: the error that each hook raises.
     """
 
     def __init__(self, links: PeerLinks) -> None:
@@ -277,7 +275,7 @@ class MemorySync:
 
     @property
     def value(self) -> float:
-        """Return the value that all elements of the target have; NaN: they differ."""
+        """Return the value of all elements in the target, or NaN if they differ."""
         flat = torch.cat([tensor.reshape(-1) for tensor in self.target.values()])
         return float(flat[0]) if bool((flat == flat[0]).all()) else float("nan")
 

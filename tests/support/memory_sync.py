@@ -1,7 +1,7 @@
-"""A sync within one process: members whose hub, servers and transports are objects in memory.
+"""A sync within one process: the members' hub, servers and transports are objects in memory.
 
-In: names of members. Out: `Membership`s that real publishers use. No sockets, processes or heartbeat threads.
-Not here: assertions; members as processes (`sync`).
+Real publishers use its `Membership`s. There are no sockets, processes or heartbeat threads. `sync` has members as
+processes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHORT = Timing(
 
 
 class Hub:
-    """The hub's own logic on a store in memory, and the members by id."""
+    """The hub's real logic on a store in memory, and the members by id."""
 
     def __init__(self, *, ttl_s: float = 10.0) -> None:
         self.directory = Directory(MemoryStore(), fresh=True, ttl_s=ttl_s, seed=bytes(32))
@@ -65,7 +65,7 @@ class _Server:
 
 
 class MemoryMember:
-    """Stands in for `peer.member.Member`: every change is reported to the hub at once."""
+    """Replaces `peer.member.Member`. It reports every change to the hub at once."""
 
     def __init__(self, hub: Hub, name: str) -> None:
         self.id = name.ljust(32, "0")
@@ -73,7 +73,7 @@ class MemoryMember:
         self.trust = None
         self.hub_is_away = False
         self.is_dead = False
-        """Whether its process ended without a word."""
+        """Whether its process ended without leaving."""
         self.server = _Server()
         self.links = PeerLinks({"loopback": LoopbackTransport})
         self.syncs: list[Callable[[], SyncState]] = []
@@ -102,7 +102,7 @@ class MemoryMember:
         return ""
 
     def die(self) -> None:
-        """End without a word: the hub still lists it, and its server refuses connections."""
+        """End without leaving. The hub still lists it, and its server refuses connections."""
         self.is_dead = True
 
     def leave(self, drain_s: float = 0.0) -> None:
@@ -112,7 +112,7 @@ class MemoryMember:
 
 
 class _Client:
-    """Stands in for `SyncClient`: calls the other member's request handler."""
+    """Replaces `SyncClient`. It calls the other member's request handler."""
 
     def __init__(self, hub: Hub, other: SyncMember, ours: str, key: str) -> None:
         self._hub, self._other, self._ours, self._key = hub, other.member, ours, key
@@ -159,7 +159,7 @@ class MemoryMembership(Membership):
         super().__init__(member, "policy", stall_s, timing=timing)  # type: ignore[arg-type]
         self._memory_hub = hub
         self.on_look: Callable[[], object] = lambda: None
-        """Called before each look at the members."""
+        """Called before each query of the members."""
 
     def look(self, *, max_age_s: float = 0.0) -> tuple[SyncMember, ...]:
         self.on_look()
@@ -170,10 +170,10 @@ class MemoryMembership(Membership):
 
 
 class MemorySubscriber:
-    """A subscriber that only reports: what a publisher knows of one.
+    """A subscriber that only sends reports to a publisher.
 
     Attributes:
-        member: in the hub's list.
+        member: its entry in the hub's list.
     """
 
     def __init__(self, hub: Hub, name: str) -> None:
@@ -183,7 +183,7 @@ class MemorySubscriber:
         self._membership = MemoryMembership(hub, self.member)
 
     def report(self, publisher: str, version: int, outcome: str, *, why: str = "") -> None:
-        """Send the publisher's rank 0 a report."""
+        """Send a report to the publisher's rank 0."""
         progress = RankProgress(version=version, outcome=outcome, why=why)  # type: ignore[arg-type]
         self._membership.ask(publisher, lambda client: client.progress(progress))
 

@@ -32,26 +32,26 @@ from penstock.errors import PenstockError
 NAMESPACES = ("pid", "mnt", "net", "uts", "ipc")
 CODE = Path(__file__).parents[2]
 NEEDED = tuple(sorted({str(CODE), sys.prefix, sys.base_prefix, *filter(os.path.isdir, sys.path)}))
-"""Directories of the host without which no test runs in a pod."""
+"""Directories of the host that every test in a pod needs."""
 ROOT = next(
     path
     for path in ("/mnt", "/srv", "/media", "/home")
     if os.path.isdir(path) and not any(Path(needed).is_relative_to(path) for needed in NEEDED)
 )
-"""Place of a pod's own directories, seen from outside; it is empty on most hosts, and is covered for the pod alone."""
+"""Path of a pod's own directories, seen from outside. It is empty on most hosts, and is covered for the pod only."""
 RUNTIME = f"{ROOT}/run/penstock"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """A pod. /tmp, /dev/shm and /proc are its own; the other files are the host's.
+    """A pod with its own /tmp, /dev/shm and /proc. The other files are the host's.
 
     Attributes:
-        shared: directory mounted as its runtime directory; None: it has one of its own.
-        mounts: directory of the host -> name below `ROOT`, read-only.
-        has_network: whether it has a network namespace of its own.
-        has_pids: whether it has a PID namespace of its own.
-        has_proc: whether it has a /proc of its own.
+        shared: directory mounted as its runtime directory. None means that it has its own.
+        mounts: maps host directories to names below `ROOT`. They are mounted read-only.
+        has_network: whether it has its own network namespace.
+        has_pids: whether it has its own PID namespace.
+        has_proc: whether it has its own /proc.
     """
 
     shared: Path | None = None
@@ -62,8 +62,8 @@ class Pod:
 
     @property
     def environ(self) -> dict[str, str]:
-        """Return the variables of a process in it."""
-        # Also the packages that this process has from elsewhere, such as a directory of `pip install --target`.
+        """Return the environment of a process in the pod."""
+        # Keep other package directories of this process, such as one from `pip install --target`.
         others = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path and not _is_of_code(path)]
         return {
             "PENSTOCK_RUNTIME_DIR": RUNTIME,
@@ -74,12 +74,12 @@ class Pod:
 
     @property
     def prefix(self) -> list[str]:
-        """Return the words before a command of the pod."""
+        """Return the words that run a command in the pod."""
         steps = ["set -e", f"mount -t tmpfs pod {ROOT}", f"mkdir -p {ROOT}/run"]
         binds = [(CODE, f"{ROOT}/code", "ro"), *((path, f"{ROOT}/{name}", "ro") for path, name in self.mounts.items())]
         if self.shared is not None:
             binds.append((self.shared, RUNTIME, "rw"))
-        # An interpreter that is below /tmp must stay there, in a clone too.
+        # Keep an interpreter below /tmp visible, in a clone too.
         kept = [
             path
             for path in NEEDED
@@ -101,7 +101,7 @@ class Pod:
         return [*words, "sh", "-c", "\n".join(steps), "pod"]
 
     def refusal(self) -> str:
-        """Return why this system permits no such pod; empty: it does."""
+        """Return why this system does not permit the pod, or "" if it does."""
         try:
             tried = subprocess.run([*self.prefix, "true"], capture_output=True, text=True, timeout=30)
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -114,9 +114,9 @@ def _is_of_code(path: str) -> bool:
 
 
 def inside(pid: int) -> int:
-    """Return the id, in this namespace, of process 1 of the pod whose `unshare` has this id."""
+    """Return the id (in this namespace) of process 1 in the pod whose `unshare` has this id."""
     for entry in filter(str.isdecimal, os.listdir("/proc")):
-        # An OSError: it ended meanwhile. The parent is the second word behind the name, which may have blanks.
+        # An OSError means that it has ended. The parent is the second word after the name, which may contain blanks.
         with contextlib.suppress(OSError):
             if int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
                 return int(entry)
@@ -129,7 +129,7 @@ def namespaces(pid: int | str) -> dict[str, str]:
 
 
 def arenas(pid: int | str) -> set[int]:
-    """Return the inodes of the arenas that a process has mapped: equal ones are the same physical memory."""
+    """Return the inodes of the arenas that a process has mapped. Equal inodes are the same physical memory."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {int(line.split()[4]) for line in lines if re.search("memfd:penstock-arena", line)}
 
@@ -218,8 +218,8 @@ def _failure(task: EngineTask, device: str) -> dict[str, Any]:
 
 
 def _stranger(task: EngineTask) -> dict[str, Any]:
-    """Attach as another user; then connect to every socket as that user, although the modes would permit it."""
-    # On no device: a forked child has no use of its parent's.
+    """Attach as another user. Then connect to every socket as that user, even if its mode would permit it."""
+    # Use no device, because a forked child cannot use its parent's.
     said: dict[str, Any] = run_as(STRANGER, lambda: _failure(task, "cpu"))
     runtime = Path(os.environ["PENSTOCK_RUNTIME_DIR"])
     sockets = list(runtime.rglob("*.sock"))
@@ -235,7 +235,7 @@ def _stranger(task: EngineTask) -> dict[str, Any]:
 
 
 def _answer(path: Path) -> str:
-    """Return what a socket sends to a stranger: bytes and descriptors."""
+    """Return the bytes and descriptors that a socket sends to another user."""
     is_packets = path.name == "fds.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET if is_packets else socket.SOCK_STREAM) as sock:
         sock.settimeout(10)

@@ -1,7 +1,4 @@
-"""Facts of the kernel about a process, for tests: the ports on which it listens.
-
-In: a process id. Out: port numbers. Not here: starting processes (`fork_server`, `commands`).
-"""
+"""Facts from the kernel about a process, for tests."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Runs a function on several ranks of a torch.distributed group, each a process of its own, within a deadline.
+"""Runs a function on several ranks of a torch.distributed group, each in its own process, within a deadline.
 
-In: a module-level function `body(rank, world_size, *args)`, a back end. Out: one `Outcome` a rank.
-Not here: what the ranks do.
-
-A rank may fail, die or hang: none of that hangs the caller. Whoever is left at the deadline is killed and says so.
+A rank may fail, die or hang without blocking the caller. Ranks that still run at the deadline are killed and reported.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ IMPORTS = (
     "penstock.sync.publish.publisher",
     "pytest",
 )
-"""What a rank shares with the others of all tests of a process; none of it looks for a device."""
+"""Modules that all ranks share. None of them accesses a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +34,13 @@ class Outcome:
 
     ended: Literal["returned", "raised", "died", "hung"]
     value: Any = None
-    """What the body returned; for `raised` the message."""
+    """The return value of the body, or the message if it raised."""
     error: str = ""
-    """Class name of what it raised."""
+    """Class name of the error that it raised."""
     mutated: bool = False
-    """Of a PenstockError."""
+    """`mutated` of a PenstockError."""
     seconds: float = 0.0
-    """In the body, the joining of the group not counted."""
+    """Seconds in the body, without joining the group."""
 
 
 def run_ranks(
@@ -54,11 +51,11 @@ def run_ranks(
     timeout_s: float = 60.0,
     environ: dict[str, str] | None = None,
 ) -> list[Outcome]:
-    """Runs `body(rank, world_size, *args)` on `world_size` ranks; rank r of NCCL uses device r.
+    """Run `body(rank, world_size, *args)` on `world_size` ranks. With NCCL, rank r uses device r.
 
     Args:
-        timeout_s: of all of it; a rank still running then is killed and `hung`.
-        environ: variables set in each rank before anything of Penstock is imported.
+        timeout_s: total time limit. A rank that still runs then is killed and `hung`.
+        environ: variables set in each rank before Penstock is imported.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTS))

@@ -1,7 +1,4 @@
-"""A real redis-server on a Unix socket of its own, which can be killed and started again.
-
-In: a directory. Out: a running server's URL. Not here: its installation (`scripts/setup_redis.sh`).
-"""
+"""A real redis-server on its own Unix socket, which can be killed and restarted. See `scripts/setup_redis.sh`."""
 
 from __future__ import annotations
 
@@ -17,12 +14,15 @@ START_S = 20.0
 
 
 def missing() -> str | None:
-    """Return why it cannot run here; None: it can."""
+    """Return why it cannot run here, or None if it can."""
     return None if shutil.which("redis-server") else "redis-server is not installed: scripts/setup_redis.sh"
 
 
 class RedisServer:
-    """Started by `start` or `with`; keeps nothing on disk. With a password it answers no client without it."""
+    """A server started by `start` or `with`. It keeps nothing on disk.
+
+    With a password it refuses clients without it.
+    """
 
     def __init__(self, directory: Path, *, password: str | None = None) -> None:
         self._directory, self._password = directory, password
@@ -31,7 +31,7 @@ class RedisServer:
         self.url = f"unix://{self._socket}"
 
     def start(self) -> RedisServer:
-        """Return once it answers."""
+        """Start the server and wait until it answers."""
         command = ["redis-server", "--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory), "--logfile", "redis.log"]
         if self._password is not None:
@@ -48,18 +48,18 @@ class RedisServer:
         return self
 
     def kill(self) -> None:
-        """SIGKILL: what it knew is lost."""
+        """Send SIGKILL. The data is lost."""
         self._signal(signal.SIGKILL)
         if self._process is not None:
             self._process.wait(10)
         self._socket.unlink(missing_ok=True)
 
     def pause(self) -> None:
-        """SIGSTOP: it takes connections and does not answer."""
+        """Send SIGSTOP. It then accepts connections but does not answer."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:

@@ -1,10 +1,8 @@
-"""Processes of a release: drivers, which answer calls of the public API, and `penstock` commands, forked from one.
+"""Processes of a release, forked from one: drivers, which answer calls of the public API, and `penstock` commands.
 
-In: requests for processes on the socket named on the command line; to a driver, lines of `{"call": function,
-"arguments": {...}}`. Out: their process ids; lines of `{"result": ...}` or `{"error": type, "message": ...}`.
-Not here: which release runs it (`tests.support.releases`).
-
-Only the public API is used, as far as both releases have it, and nothing of this tree but this file.
+Requests for processes arrive on the socket named on the command line, and their process ids are returned. A driver
+receives lines of `{"call": function, "arguments": {...}}` and sends lines of `{"result": ...}` or `{"error": type,
+"message": ...}`. It uses only the public API that both releases have, and no other file of this tree.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from blake3 import blake3
 import penstock as ps
 from penstock.hub.messages import PROTOCOL
 
-# Public modules of this release; in the previous one their names are at the top, and a keeper is `Keeper`.
+# Public modules of this release. In the previous release their names are at the top, and a cache is `Keeper`.
 _CACHE: Any
 _HUB: Any
 _CACHE, _HUB = (ps, ps) if hasattr(ps, "Keeper") else (ps.cache, ps.hub)
@@ -48,16 +46,16 @@ IMPORTS = (
     "penstock.transport.http",
     "penstock.transport.shm",
 )
-"""What most processes need."""
+"""Modules that most processes need."""
 _open: dict[str, Any] = {}
-"""Fleets, publishers, subscribers and attached models, by the name that the test chose."""
+"""Fleets, publishers, subscribers and attached models, by the name from the test."""
 _tensors: dict[str, dict[str, torch.Tensor]] = {}
 _published: dict[str, Future[Any]] = {}
 _thread = ThreadPoolExecutor(1)
 
 
 def about() -> dict[str, str]:
-    """Return which release this is."""
+    """Return the release's description."""
     return {"file": str(ps.__file__), "protocol": PROTOCOL}
 
 
@@ -74,7 +72,7 @@ def digests(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def join(name: str, model: str, connection: dict[str, Any]) -> str:
-    """Join a fleet; return the member's id."""
+    """Join a fleet and return the member's id."""
     fleet = _open[name] = ps.join(model, connection=ps.ConnectionSettings(**connection))
     return fleet.member.id
 
@@ -93,7 +91,7 @@ def fetch(name: str, fallback: str | None = None) -> dict[str, Any]:
 
 
 def _waiting(seconds: float) -> dict[str, float]:
-    """Return the argument for the longest wait, by the name that this release has for it."""
+    """Return the timeout argument under the name that this release has for it."""
     return {"timeout_s" if "timeout_s" in inspect.signature(_CACHE.attach).parameters else "wait_s": seconds}
 
 
@@ -119,16 +117,16 @@ def publisher(name: str, sync: str, connection: dict[str, Any], options: dict[st
 
 
 def publish(name: str, version: int, subscribers: int = 0) -> None:
-    """Begin to publish a version in a thread, once `subscribers` of them joined; see `published`."""
+    """Start to publish a version in a thread, once `subscribers` have joined. See `published`."""
     _open[name].wait_subscribers(subscribers)
     for tensor, new in zip(_tensors[name].values(), weights_of(version).values(), strict=True):
         tensor.copy_(new)
-    # In a thread: a live publish waits for the subscribers, and one of them may be in this process.
+    # Use a thread, because a live publish waits for the subscribers, and one of them may be in this process.
     _published[name] = _thread.submit(_open[name].publish, version)
 
 
 def published(name: str) -> dict[str, Any]:
-    """Return the outcome of the publish that was begun last, once it is over."""
+    """Wait for the last publish and return its outcome."""
     report = _published.pop(name).result(30)
     return {"committed": list(report.committed), "late": list(report.late), "failed": dict(report.failed)}
 
@@ -144,8 +142,8 @@ def subscriber(name: str, sync: str, connection: dict[str, Any], options: dict[s
 
 
 def update(name: str, version: int) -> dict[str, Any]:
-    """Wait for a version and take it."""
-    # Former releases call it `wait_version`.
+    """Wait for a version and update to it."""
+    # Earlier releases call it `wait_version`.
     wait = getattr(_open[name], "wait", None) or _open[name].wait_version
     wait(version, timeout_s=30.0)
     report = _open[name].update(version)
@@ -185,14 +183,14 @@ def why(model: str, hub: str | None = None) -> list[str]:
 
 
 def close(name: str) -> None:
-    """End what has this name."""
+    """Close the object with this name."""
     opened = _open.pop(name)
     _tensors.pop(name, None)
     (opened.leave if hasattr(opened, "leave") else opened.close)()
 
 
 def close_all() -> None:
-    """End everything, the latest first."""
+    """Close all objects, the latest first."""
     for name in reversed(list(_open)):
         close(name)
 
@@ -211,7 +209,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def run(words: list[str], environ: dict[str, str], fd: int) -> int:
-    """Be a driver on this socket, or with words a `penstock` command that writes to it; return the exit code."""
+    """Run a driver on this socket, or a `penstock` command if `words` are given. Return the exit code."""
     os.environ.update(environ)
     if not words:
         answer(socket.socket(fileno=fd))
@@ -229,9 +227,9 @@ def run(words: list[str], environ: dict[str, str], fd: int) -> int:
 
 
 def main() -> None:
-    """Fork a process for each request `{"words": ..., "environ": ...}` with a socket; reap it at `{"reap": pid}`.
+    """Fork a process for each request `{"words": ..., "environ": ...}` with a socket. Reap it at `{"reap": pid}`.
 
-    Imports take seconds, and are made here once. This process has no threads, which a fork would not copy.
+    Imports take seconds, so they are done once here. This process has no threads, because a fork would not copy them.
     """
     for name in IMPORTS:
         importlib.import_module(name)
@@ -250,7 +248,7 @@ def main() -> None:
             if not pid:
                 code = 1
                 try:
-                    # No process outlives the test, however that ends. Source: Linux, PR_SET_PDEATHSIG.
+                    # No process outlives the test, however the test ends. Source: Linux, PR_SET_PDEATHSIG.
                     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))
                     requests.close()
                     if os.getppid() == parent:

@@ -1,7 +1,6 @@
-"""Two releases of Penstock on one host: this tree, and the previous release in an environment of its own.
+"""Two releases of Penstock on one host: this tree, and the previous release in its own environment.
 
-In: the repository's history. Out: processes of either release: drivers of the API, and `penstock` commands.
-Not here: the calls that a driver answers (`tests.support.release_driver`).
+It starts processes of either release: drivers of the API (see `tests.support.release_driver`) and `penstock` commands.
 """
 
 from __future__ import annotations
@@ -28,28 +27,28 @@ from penstock.lifecycle import Closeable
 
 ROOT = Path(__file__).resolve().parents[2]
 PREVIOUS = "e78e21d2243e079bfee6bde292d2037b9fb44e29"
-"""The commit of the previous release. With each release move it to the commit that was released last, so that
-tests/integration/deploy/test_upgrade.py always joins two neighbouring releases. CONTRIBUTING.md says so too."""
+"""The commit of the previous release. Update it with each release, so that tests/integration/deploy/test_upgrade.py
+always tests two neighbouring releases. CONTRIBUTING.md says so too."""
 CALL_S = 120.0
-"""Deadline of a call, and of a command's first words."""
+"""Time limit for a call and for a command's first output, in seconds."""
 
 
 def this_release() -> Release:
     """Return the release of this tree."""
-    # In front: with an editable installation of another checkout, that one would be tested.
+    # Put this tree first, because an editable installation of another checkout would be tested otherwise.
     path = os.pathsep.join(filter(None, (source_path(), os.environ.get("PYTHONPATH"))))
     return Release("new", Path(sys.executable), {**os.environ, "PYTHONPATH": path})
 
 
 def previous_release() -> Release:
-    """Return the previous release, installed at the first call; skip the test where that is not possible."""
+    """Return the previous release. Install it at the first call. Skip the test if that is not possible."""
     name = f"previous-{PREVIOUS[:12]}-{sys.version_info.major}.{sys.version_info.minor}"
     directory = ROOT / ".cache" / name
     if not directory.exists():
         directory.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent, prefix=name) as building:
             _install(Path(building))
-            # All at once: an interrupted build leaves nothing that a later run takes for whole.
+            # Move it at the end, so that an interrupted build leaves nothing that a later run takes for complete.
             shutil.move(Path(building, "environment"), directory)
     environ = {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
     return Release("old", directory / "bin" / "python", environ)
@@ -77,8 +76,8 @@ def _install(building: Path) -> None:
     if built.returncode and "hatchling" in built.stderr:
         pytest.skip("the build needs hatchling from a package index, which does not answer here")
     assert built.returncode == 0, built.stderr
-    # Dependencies are those of this environment. By a .pth file, which does not read the .pth files in the directories
-    # that it names: this tree's editable installation is one of them, and must not be found.
+    # Use this environment's dependencies through a .pth file. It ignores .pth files in the directories that it names,
+    # so this tree's editable installation is not found.
     depends = [entry for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}]
     (packages / "dependencies.pth").write_text("\n".join(depends) + "\n")
 
@@ -96,17 +95,17 @@ class CallFailed(Exception):
 
 
 class Release(Closeable):
-    """A release that is installed, as a process that has imported it and forks others. A context manager.
+    """An installed release, as a process that has imported it and forks others. Use it as a context manager.
 
     Args:
-        name: for people.
+        name: name for messages.
         python: its interpreter.
         environ: the environment.
     """
 
     def __init__(self, name: str, python: Path, environ: Mapping[str, str]) -> None:
         self.name, self.python = name, python
-        # Packets: a request and its descriptor arrive together.
+        # Use packets, so that a request and its descriptor arrive together.
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._requests.settimeout(CALL_S)
         command = [python, "-P", ROOT / "tests" / "support" / "release_driver.py", str(theirs.fileno())]
@@ -119,30 +118,30 @@ class Release(Closeable):
         return self.name
 
     def fork(self, words: Sequence[str], environ: Mapping[str, str], fd: int) -> int:
-        """Start a driver, or with words a command, on this descriptor; return its process id."""
+        """Start a driver on this descriptor, or a command if `words` are given. Return its process id."""
         request = json.dumps({"words": words, "environ": dict(environ)}).encode()
         socket.send_fds(self._requests, [request], [fd])
         return int(self._requests.recv(64))
 
     def reap(self, pid: int) -> int:
-        """Return the exit code of a process that has ended."""
+        """Return the exit code of an ended process."""
         self._requests.send(json.dumps({"reap": pid}).encode())
         return int(self._requests.recv(64))
 
     def close(self) -> None:
-        """End it and all processes that it forked."""
+        """End the process and all processes that it forked."""
         self._requests.close()
         self._process.kill()
         self._process.wait(30)
 
 
 class Process(Closeable):
-    """A process of a release. A context manager; killed at its end.
+    """A process of a release. As a context manager it is killed on exit.
 
     Args:
-        release: which one.
-        words: of a `penstock` command; none: a driver.
-        environ: changes of the environment.
+        release: the release.
+        words: arguments of a `penstock` command. Empty means a driver.
+        environ: changes to the environment.
     """
 
     def __init__(self, release: Release, words: Sequence[str], environ: Mapping[str, str]) -> None:
@@ -154,7 +153,7 @@ class Process(Closeable):
         self._code: int | None = None
         ours.settimeout(CALL_S)
         self.lines = ours.makefile("rw")
-        # Closed with the file made of it.
+        # The file closes its descriptor.
         ours.close()
 
     def send_signal(self, number: int) -> None:
@@ -163,14 +162,14 @@ class Process(Closeable):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def wait(self) -> int:
-        """Return its exit code once it has ended."""
+        """Wait for its end and return its exit code."""
         if self._code is None:
             assert select.select([self._pidfd], [], [], CALL_S)[0], f"process {self.pid} has not ended"
             self._code = self.release.reap(self.pid)
         return self._code
 
     def close(self) -> None:
-        """Kill it, if it still runs."""
+        """Kill it if it still runs."""
         self.send_signal(signal.SIGKILL)
         self.wait()
         os.close(self._pidfd)
@@ -178,17 +177,17 @@ class Process(Closeable):
 
 
 class Driver(Process):
-    """A process of a release that answers calls of `release_driver`. A context manager; killed at its end."""
+    """A process of a release that answers calls of `release_driver`. As a context manager it is killed on exit."""
 
     def __init__(self, release: Release, environ: Mapping[str, str]) -> None:
         super().__init__(release, [], environ)
 
     def send(self, call: str, /, **arguments: Any) -> None:
-        """Start a call; see `result`."""
+        """Start a call. See `result`."""
         print(json.dumps({"call": call, "arguments": arguments}), file=self.lines, flush=True)
 
     def result(self) -> Any:
-        """Return the result of the call that was sent. CallFailed: it failed."""
+        """Return the result of the sent call, or raise CallFailed."""
         line = self.lines.readline()
         assert line, f"the driver ended with {self.wait()}"
         answer = json.loads(line)
@@ -197,19 +196,19 @@ class Driver(Process):
         return answer["result"]
 
     def __call__(self, call: str, /, **arguments: Any) -> Any:
-        """Make a call and return its result. CallFailed: it failed."""
+        """Make a call and return its result, or raise CallFailed."""
         self.send(call, **arguments)
         return self.result()
 
 
 class Command(Process):
-    """A `penstock` command of a release that runs until it is stopped. A context manager; killed at its end.
+    """A `penstock` command of a release that runs until it is stopped. As a context manager it is killed on exit.
 
     Args:
-        release: whose command.
+        release: the release.
         words: its arguments.
-        environ: changes of its environment.
-        until: the start of the line by which it says that it serves.
+        environ: changes to its environment.
+        until: the start of the output line that reports that it serves.
     """
 
     def __init__(self, release: Release, words: Sequence[str], environ: Mapping[str, str], until: str) -> None:

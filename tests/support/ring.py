@@ -1,4 +1,4 @@
-"""Whether this system gives an io_uring."""
+"""Tells whether this system supports io_uring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from penstock.storage.io_uring import Uring, refusal
 
 
 def ring_refused() -> str:
-    """Return why this system gives no ring; empty where it does."""
+    """Return why this system has no io_uring, or "" if it has."""
     if why := refusal():
         return why
     try:

@@ -1,4 +1,4 @@
-"""Cut a tensor evenly over ranks, as tensor parallelism does."""
+"""Splits a tensor evenly over ranks, as tensor parallelism does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shard_box(shape: tuple[int, ...], dim: int, rank: int, world_size: int) -> B
         raise PlanError(f"dim {dim} does not exist in shape {shape}")
     dim %= len(shape)
     if not 0 <= rank < world_size or shape[dim] % world_size:
-        raise PlanError(f"dim {dim} of shape {shape} does not split over {world_size} ranks (rank {rank})")
+        raise PlanError(f"dim {dim} of shape {shape} cannot be split evenly over {world_size} ranks (rank {rank})")
     width = shape[dim] // world_size
     start = tuple(rank * width if d == dim else 0 for d in range(len(shape)))
     stop = tuple((rank + 1) * width if d == dim else n for d, n in enumerate(shape))

@@ -1,4 +1,4 @@
-"""Where the packages of this repository are."""
+"""The source directories of this repository's packages."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ SOURCES = sorted(ROOT.glob("packages/*/src"))
 
 
 def source_path() -> str:
-    """Return a PYTHONPATH with which a process imports all packages of this tree."""
+    """Return a PYTHONPATH that makes all packages of this tree importable."""
     return os.pathsep.join(map(str, SOURCES))

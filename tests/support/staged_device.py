@@ -1,6 +1,6 @@
-"""A device for staged copies: a thread for each stream that carries out copies of host memory, later than queued.
+"""A fake device for staged copies. A thread for each stream runs queued copies of host memory with a delay.
 
-It stands for a CUDA device where there is none; `tests/gpu/test_convert_gpu.py` has the real one.
+It replaces a CUDA device. `tests/gpu/test_convert_gpu.py` tests a real one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 
 class Device:
-    """Copies of host memory, carried out by a thread for each stream until the device's events are freed."""
+    """Copies host memory in one thread for each stream until the device's events are freed."""
 
     def __init__(self, delay_s: float = 0.0005) -> None:
         self.delay_s = delay_s
@@ -58,6 +58,7 @@ class Device:
 
     def free(self, streams: Sequence[int], events: Sequence[int]) -> None:
         self.freed += events
-        # Behind what is queued: `StagedCopies.close` makes this call last, and a copy that hangs may still end.
+        # End the queues after their copies. `StagedCopies.close` makes this call last, and a copy that hangs may still
+        # end.
         for queue in self._streams.values():
             queue.put(None)

@@ -1,4 +1,4 @@
-"""Write one safetensors file from bytes in memory, atomically, by Penstock's own encoder of headers."""
+"""Writes a safetensors file from bytes in memory, atomically, with Penstock's own encoder of headers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def write_file(
     tensors: Mapping[str, tuple[DType, Sequence[int], bytes | bytearray | memoryview]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file, atomically, readable as the umask says.
+    """Write a safetensors file atomically, with permissions from the umask.
 
-    Bodies keep the order of `tensors` where that leaves each aligned to its element; else the widest come first.
+    Bodies keep the order of `tensors` if each is then aligned to its element size. Otherwise the widest come first.
 
     Args:
         path: replaced if it exists.
-        tensors: name -> (dtype, shape, contiguous bytes of exactly that size).
-        metadata: the file's own `__metadata__`.
+        tensors: maps each name to (dtype, shape, contiguous bytes of exactly that size).
+        metadata: the file's `__metadata__`.
 
     Raises:
         FormatError: bytes and shape of a tensor differ, or the header would be longer than the format allows.
-        DiskFull, DestinationError: `path` is untouched.
+        DiskFull, DestinationError: `path` is unchanged.
     """
     views = {name: _bytes_of(data) for name, (_, _, data) in tensors.items()}
     names = list(tensors)

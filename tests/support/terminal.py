@@ -1,8 +1,4 @@
-"""A pseudo-terminal of a given size that shows what a user sees of a command.
-
-In: the words of a command line, rows and columns, keys. Out: the lines on the screen while it runs and at its end.
-Not here: the emulation of a terminal (`pyte`), commands whose output is a file (`commands`).
-"""
+"""A pseudo-terminal of a given size that shows what a user sees of a command. `pyte` emulates the terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +24,7 @@ ENVIRON = {"TERM": "xterm-256color", "PENSTOCK_PROGRESS": "", "COLUMNS": "", "LI
 
 
 class Terminal:
-    """A terminal with one command. A context manager: leaving it hangs up, and kills the command.
+    """A terminal with one command. As a context manager it hangs up and kills the command on exit.
 
     Attributes:
         seen: every screen that the command has drawn, as text.
@@ -43,12 +39,12 @@ class Terminal:
         self.resize(columns, rows)
 
     def fork(self, fork_server: ForkServer, words: Sequence[str], environ: Mapping[str, str] | None = None) -> None:
-        """Start `penstock` with these words from the fork server, which has imported what it needs."""
+        """Start `penstock` with these arguments from the fork server, which has imported what it needs."""
         path = os.ttyname(self._slave)
         self._process = commands.start(fork_server, words, {**ENVIRON, **(environ or {})}, terminal=path)
 
     def spawn(self, words: Sequence[str], command: Sequence[str] = (sys.executable, "-m", "penstock")) -> None:
-        """Start a new interpreter as the foreground job, whose processes all get Ctrl-C, as those of a shell do."""
+        """Start a new interpreter as the foreground job. Ctrl-C reaches all of its processes, as in a shell."""
         self._process = subprocess.Popen(
             [*command, *words],
             stdin=self._slave,
@@ -60,12 +56,12 @@ class Terminal:
         )
 
     def resize(self, columns: int, rows: int) -> None:
-        """Change the size, as a user who drags the window."""
+        """Change the size, as a user does by dragging the window."""
         fcntl.ioctl(self._master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self._screen.resize(rows, columns)
 
     def press(self, keys: bytes) -> None:
-        """Type: `b"\\x03"` is Ctrl-C."""
+        """Type keys. `b"\\x03"` is Ctrl-C."""
         os.write(self._master, keys)
 
     def send_signal(self, number: int) -> None:
@@ -74,7 +70,7 @@ class Terminal:
 
     @property
     def lines(self) -> list[str]:
-        """The lines on the screen and above it, without those that are empty."""
+        """Return the lines on the screen and above it, without empty lines."""
         above = ["".join(row[at].data for at in range(self._screen.columns)) for row in self._screen.history.top]
         return [line.rstrip() for line in [*above, *self._screen.display] if line.strip()]
 
@@ -83,13 +79,13 @@ class Terminal:
         return "\n".join(self.lines)
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Read until what the caller waits for is on the screen. AssertionError: the command ended before."""
+        """Read until `reached` returns True. Raise AssertionError if the command ends before."""
         deadline = time.monotonic() + DEADLINE_S
         while not reached():
             assert self._read(deadline), f"it has ended:\n{self.text}"
 
     def end(self) -> int:
-        """Read to the end of the command; return its exit code."""
+        """Read to the end of the command and return its exit code."""
         deadline = time.monotonic() + DEADLINE_S
         while self._read(deadline):
             pass
@@ -97,7 +93,7 @@ class Terminal:
         return self._process.wait(1.0)
 
     def _read(self, deadline: float) -> bool:
-        """Feed the next output to the screen; False once the command has ended and all of it was read."""
+        """Feed the next output to the screen. Return False once the command has ended and all output was read."""
         assert self._process is not None
         is_over = self._process.poll() is not None
         if not select.select([self._master], [], [], 0.0 if is_over else 0.1)[0]:

@@ -1,4 +1,4 @@
-"""Small models of transformers with random weights, saved as it saves them."""
+"""Small transformers models with random weights, saved by transformers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def save_llama(
     std: float | None = None,
     **config: Any,
 ) -> Path:
-    """Save a Llama of two layers, or as the options of its configuration say; return the directory.
+    """Save a Llama with two layers, or with the given options of its configuration. Return the directory.
 
-    `std` is of all values, those of norms too; None: as transformers initialises them.
+    All values have the deviation `std`, including norms. None means the initialisation by transformers.
     """
     torch.manual_seed(seed)
     sizes = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -36,7 +36,10 @@ def save_llama(
 
 
 def save_mixtral(directory: Path) -> Path:
-    """Save a Mixtral of two layers and four experts, which the files hold apart; return the directory."""
+    """Save a Mixtral with two layers and four experts, which have separate tensors in the files.
+
+    Return the directory.
+    """
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
         vocab_size=320,

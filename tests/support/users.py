@@ -1,8 +1,4 @@
-"""Another user of the same host, for tests of who is let in.
-
-In: a function, a user id. Out: what the function returns there, as JSON. Needs root.
-Not here: processes of the same user (`fork_server`, `commands`).
-"""
+"""Runs a function as another user on the same host, for tests of access control. It needs root."""
 
 from __future__ import annotations
 
@@ -13,16 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 STRANGER = 65534
-"""`nobody`, which owns nothing on a usual system."""
+"""The user `nobody`, which usually owns no files."""
 
 
 def run_as(uid: int, function: Callable[[], Any]) -> Any:
-    """Call a function in a forked child of another user and return its result; everything it imports must be there.
+    """Call a function in a forked child as another user and return its result as JSON.
 
-    The child is forked, not executed: the interpreter may lie where that user cannot read it.
+    The child is only forked, because that user may not be able to read the interpreter. Modules that it needs must be
+    imported before.
 
     Raises:
-        RuntimeError: the function raised; the message is the child's traceback.
+        RuntimeError: the function raised. The message is the child's traceback.
     """
     receiving, sending = os.pipe()
     child = os.fork()

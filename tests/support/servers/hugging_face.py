@@ -1,13 +1,12 @@
-"""A small hub of Hugging Face on loopback, with signed URLs that expire and faults on demand: for tests and demos.
-
-In: repositories as files by name. Out: `HuggingFaceServer.url` for `HF_ENDPOINT`, and records of every request.
-Not here: Xet's own protocol (its headers are sent, its servers are not there), uploads, web pages.
+"""A small Hugging Face hub on loopback with signed URLs that expire and injected faults, for tests and demos.
 
     /api/models/org/name[/revision/REVISION]   commit and files, with sizes and digests
     /org/name/resolve/REVISION/FILE            302 to the storage with a signature, or 307 to a small file
     storage: /SHA256?expires=SECONDS           ranges; 403 after the time
 
-Source of the answers: huggingface_hub's client, and what huggingface.co answered in 2025 and 2026.
+Set `HF_ENDPOINT` to `HuggingFaceServer.url`. It records every request. It sends Xet's headers but has no Xet servers,
+uploads or web pages. Source of the responses: huggingface_hub's client, and responses of huggingface.co in 2025 and
+2026.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from penstock.testing.http_server import Faults, RangeServer, Request
 
 LARGE = (".safetensors", ".bin", ".gguf", ".pt")
-"""Endings of files that are not in git itself: they have a SHA-256, and servers of their own."""
+"""Endings of files that git does not store itself. They have a SHA-256 and separate servers."""
 _API = re.compile(
     r"/api/(?P<kind>models|datasets|spaces)/(?P<name>[^/]+/[^/]+)(?:/(?P<what>revision|tree)/(?P<rev>[^/]+))?/?"
 )
@@ -36,10 +35,10 @@ _SMALL = "/api/resolve-cache/"
 
 
 class _Storage(RangeServer):
-    """The servers that signed URLs lead to; a URL is refused after its time."""
+    """The servers for signed URLs. An expired URL is refused."""
 
     def saw(self, request: Request) -> Faults:
-        """See `RangeServer.saw`."""
+        """Record the request. See `RangeServer.saw`."""
         faults = super().saw(request)
         expires = parse_qs(urlsplit(request.path).query).get("expires", ["0"])[0]
         return Faults(status=403, error_code="AccessDenied") if float(expires) < time.time() else faults
@@ -49,18 +48,18 @@ class HuggingFaceServer:
     """Serves repositories while its `with` block runs.
 
     Args:
-        repositories: `org/name` (datasets: `datasets/org/name`) to files by name, each the content of `main`.
-        token: requests for private and gated repositories must carry it.
-        private: repositories that do not exist for requests without the token.
-        gated: repositories whose files are refused without the token; they are listed all the same.
-        signed_s: seconds that the URL of a redirect is valid.
-        host: the address that it listens on; see `RangeServer`.
+        repositories: maps `org/name` (datasets: `datasets/org/name`) to files by name, the content of `main`.
+        token: token that requests for private and gated repositories need.
+        private: repositories that requests without the token cannot see.
+        gated: repositories that are listed, but whose files need the token.
+        signed_s: seconds for which the URL in a redirect is valid.
+        host: the address that it listens on. See `RangeServer`.
 
     Attributes:
-        requests: `METHOD PATH` of all requests to the hub, without those to the storage.
-        storage: the servers behind the redirects: their `requests`, `num_bytes_sent`, and `faults` to be set.
-        status: if set, every request to the hub is answered with it, `num_status` times.
-        retry_after: sent with it.
+        requests: `METHOD PATH` for all requests to the hub, without those to the storage.
+        storage: the servers behind the redirects, with their `requests`, `num_bytes_sent` and settable `faults`.
+        status: if set, the next `num_status` requests to the hub get this status.
+        retry_after: sent with `status`.
     """
 
     handler: type[BaseHTTPRequestHandler]
@@ -90,7 +89,7 @@ class HuggingFaceServer:
         self.num_status = 0
         self.retry_after = ""
         self.lists_names_only = False
-        """List files as some mirrors do: without size and digest."""
+        """Whether to list files without size and digest, as some mirrors do."""
         self._initial = repositories
 
     def __enter__(self) -> Self:
@@ -111,17 +110,17 @@ class HuggingFaceServer:
 
     @property
     def url(self) -> str:
-        """`http://127.0.0.1:PORT`, or with another host, without a trailing slash."""
+        """Return `http://127.0.0.1:PORT`, or with another host, without a trailing slash."""
         return f"http://{self._host}:{self._server.server_address[1]}"
 
     @property
     def storage_url(self) -> str:
-        """The address that redirects lead to: of another host than `url`, as the real hub's storage is."""
+        """Return the address for redirects. It has a different host from `url`, as the real hub's storage does."""
         # huggingface_hub 1.x follows redirects within a host itself, and expects the hub's headers there.
         return self.storage.url.replace("//127.0.0.1:", "//localhost:")
 
     def commit(self, name: str, files: Mapping[str, bytes], *, branch: str = "") -> str:
-        """Make `files` the whole content of a branch; return the commit, which stays readable for ever."""
+        """Make `files` the whole content of a branch. Return the commit, which stays readable."""
         branch = branch or self.default_branch
         with self.lock:
             content = {path: sha256_of(data) for path, data in sorted(files.items())}
@@ -136,14 +135,14 @@ class HuggingFaceServer:
         return sha
 
     def files_of(self, name: str, revision: str) -> tuple[str, dict[str, bytes]] | None:
-        """Return the commit of a revision and its files; None if there is none."""
+        """Return the commit of a revision and its files, or None if it does not exist."""
         with self.lock:
             sha = self._heads.get(name, {}).get(revision, revision)
             files = self._commits.get((name, sha))
         return None if files is None else (sha, files)
 
     def refusal(self, name: str, authorization: str, *, is_file: bool) -> tuple[int, str, str] | None:
-        """Return the status, code and message for a repository that this request may not see; None: it may."""
+        """Return the status, code and message if this request may not see the repository, or None if it may."""
         may = bool(self._token) and authorization == f"Bearer {self._token}"
         if name not in self._heads or (name in self.private and not may):
             return 401 if not authorization else 404, "RepoNotFound", "Repository not found"
@@ -153,7 +152,7 @@ class HuggingFaceServer:
         return None
 
     def fault(self) -> int:
-        """Return the status that this request is answered with; 0: as usual."""
+        """Return the injected status for this request, or 0 if there is none."""
         with self.lock:
             if not self.num_status:
                 return 0
@@ -167,25 +166,25 @@ class _Server(ThreadingHTTPServer):
     owner: HuggingFaceServer
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients may leave at any time."""
+        """Do nothing, because clients may disconnect at any time."""
 
 
 class HubHandler(BaseHTTPRequestHandler):
-    """Answers of a hub: faults first, then what `answer` sends."""
+    """A handler that sends injected faults, or the response from `answer`."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
     server: _Server
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: `HuggingFaceServer.requests` is the log."""
+        """Log nothing, because `HuggingFaceServer.requests` is the log."""
 
     def do_GET(self) -> None:
-        """Answer with a body."""
+        """Respond with a body."""
         self._answer()
 
     def do_HEAD(self) -> None:
-        """Answer without a body."""
+        """Respond without a body."""
         self._answer()
 
     def _answer(self) -> None:
@@ -199,11 +198,11 @@ class HubHandler(BaseHTTPRequestHandler):
             self.answer(hub)
 
     def answer(self, hub: HuggingFaceServer) -> None:
-        """Send the answer to this request."""
+        """Send the response to this request."""
         raise NotImplementedError
 
     def send(self, status: int, headers: Mapping[str, str], body: bytes = b"") -> None:
-        """Send an answer with a body of known length."""
+        """Send a response with a body of known length."""
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
@@ -212,7 +211,7 @@ class HubHandler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def send_range(self, data: bytes, headers: Mapping[str, str]) -> None:
-        """Send the range of `data` that was asked for, or all of it."""
+        """Send the requested range of `data`, or all of it."""
         headers = {**headers, "Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked is None:
@@ -228,7 +227,7 @@ class HubHandler(BaseHTTPRequestHandler):
 
 class _Handler(HubHandler):
     def answer(self, hub: HuggingFaceServer) -> None:
-        """See `HubHandler.answer`."""
+        """Send the response. See `HubHandler.answer`."""
         path = unquote(urlsplit(self.path).path.replace("%2F", "%252F"))
         if path.startswith(_SMALL):
             self._send_small(path.removeprefix(_SMALL))
@@ -240,7 +239,7 @@ class _Handler(HubHandler):
             self.send(404, {"X-Error-Code": "EntryNotFound"})
 
     def _content(self, match: re.Match[str], *, is_file: bool) -> tuple[str, str, dict[str, bytes]] | None:
-        """Return repository, commit and files, or None after the answer was sent."""
+        """Return repository, commit and files, or None if a response was already sent."""
         kind = match["kind"] or "models"
         name = match["name"] if kind == "models" else f"{kind}/{match['name']}"
         refusal = self.server.owner.refusal(name, self.headers.get("Authorization", ""), is_file=is_file)
@@ -298,7 +297,7 @@ class _Handler(HubHandler):
             "Location": f"{hub.storage_url}/{sha}?expires={time.time() + hub.signed_s}&Signature=secret",
             "X-Linked-Etag": f'"{sha}"',
             "X-Linked-Size": str(len(data)),
-            # For clients that speak Xet; others follow the redirect.
+            # This link is for clients that use Xet. Others follow the redirect.
             "Link": f'<{hub.url}/api/models/{name}/xet-read-token/{commit}>; rel="xet-auth"',
         }
         self.send(302, headers)
@@ -318,7 +317,7 @@ class _Handler(HubHandler):
 HuggingFaceServer.handler = _Handler
 
 
-# Once for each content: a client must not wait for digests that a real hub has stored.
+# Cached, because a client must not wait for digests that a real hub has stored.
 @functools.lru_cache
 def sha256_of(data: bytes) -> str:
     """Return the hub's digest of a large file."""
@@ -327,5 +326,5 @@ def sha256_of(data: bytes) -> str:
 
 @functools.lru_cache
 def _blob_id(data: bytes) -> str:
-    """Return git's name of a content. Source: git-hash-object(1)."""
+    """Return git's name for a content. Source: git-hash-object(1)."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()

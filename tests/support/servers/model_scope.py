@@ -1,13 +1,11 @@
-"""A small hub of ModelScope on loopback, with signed URLs that expire and faults on demand: for tests and demos.
-
-In: repositories as files by name. Out: `ModelScopeServer.url` for `MODELSCOPE_ENDPOINT`, and records of every request.
-Not here: what it has in common with `hugging_face`; uploads, accounts, web pages.
+"""A small ModelScope hub on loopback with signed URLs that expire and injected faults, for tests and demos.
 
     /api/v1/models/org/name/repo/files?Revision=            files, with sizes and digests
     /api/v1/datasets/org/name/repo/tree?Revision=&PageNumber=   the same in pages
     /api/v1/models/org/name/repo?Revision=&FilePath=        302 to the storage with a signature, or a small file itself
 
-Source of the answers: the client modelscope_hub 0.5.
+Set `MODELSCOPE_ENDPOINT` to `ModelScopeServer.url`. It has no uploads, accounts or web pages. Source of the responses:
+the client modelscope_hub 0.5.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _PATH = re.compile(r"/api/v1/(?P<kind>models|datasets)/(?P<name>[^/]+/[^/]+)/rep
 
 class _Handler(HubHandler):
     def answer(self, hub: HuggingFaceServer) -> None:
-        """See `HubHandler.answer`."""
+        """Send the response. See `HubHandler.answer`."""
         place = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(place.query).items()}
         match = _PATH.fullmatch(unquote(place.path))
@@ -35,7 +33,7 @@ class _Handler(HubHandler):
         refusal = hub.refusal(name, self.headers.get("Authorization", ""), is_file=not match["what"])
         found = hub.files_of(name, query.get("Revision", "master"))
         if refusal is not None:
-            # It says of a private repository that it is not there, with a token or without.
+            # It reports a private repository as missing, with or without a token.
             self._refuse(403 if refusal[1] == "GatedRepo" else 404, refusal[2])
         elif found is None:
             self._refuse(404, "no such revision")
@@ -76,7 +74,7 @@ class _Handler(HubHandler):
 
 
 class ModelScopeServer(HuggingFaceServer):
-    """Serves repositories as ModelScope does; see `HuggingFaceServer` for arguments and attributes."""
+    """Serves repositories as ModelScope does. See `HuggingFaceServer` for arguments and attributes."""
 
     handler = _Handler
     default_branch = "master"

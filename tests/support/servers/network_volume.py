@@ -1,14 +1,12 @@
-"""A read-only network volume on this host, with the latency and the bandwidth of a link: for tests and benchmarks.
-
-In: a directory, whose files are shown; milliseconds a request takes; bytes a second. Out: a mounted FUSE file system.
-Not here: writing, subdirectories, the protocols of real servers (NFS, SMB): the kernel treats a page fault on a FUSE
-file as it does one on theirs, as a request of up to `read_ahead_kb` that the process waits for.
+"""A read-only network volume on this host with the latency and bandwidth of a link, for tests and benchmarks.
 
     with NetworkVolume(directory, mount_point, latency_s=0.005) as volume:
         open(volume / "model.safetensors", "rb")
 
-It speaks the kernel's protocol itself, so it needs no library: Linux, `/dev/fuse` and the right to mount. The server is
-a process of its own, because a program that waits for a page fault may hold the interpreter's lock.
+It is a FUSE file system without writes and subdirectories. The kernel treats a page fault on a FUSE file like one on
+NFS or SMB, as a request of up to `read_ahead_kb` that the process waits for. It implements the kernel's protocol
+itself, so it needs no library, only Linux, `/dev/fuse` and the right to mount. The server is a separate process,
+because a program that waits for a page fault may hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ _MINOR = 31
 _ASYNC_READ, _MAX_PAGES = 1 << 0, 1 << 22
 _KEEP_CACHE = 1 << 1
 _VALID_S = 3600
-# 256 pages of 4 KiB: the largest read of today's FUSE file systems, as rsize of NFS.
+# 256 pages of 4 KiB are the largest read of today's FUSE file systems, like rsize in NFS.
 _READ_PAGES = 256
-# 128 KiB and 12: what libfuse 3 asks for unless it is told otherwise; a mount of rclone or sshfs has these.
+# 128 KiB and 12 are the defaults of libfuse 3, so mounts of rclone or sshfs have them.
 _READ_AHEAD_BYTES = 128 << 10
 _MAX_BACKGROUND = 12
 _REQUEST_BYTES = 1 << 17
@@ -48,30 +46,30 @@ _REQUEST_BYTES = 1 << 17
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 1, 2, 4, 2
 
 _START_S = 20.0
-"""Longest wait for the mount, and for the server's end."""
+"""Longest wait for the mount, and for the server's end, in seconds."""
 
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
 def refusal() -> str:
-    """Return why no volume can be mounted by this process; "" if one can."""
+    """Return why this process cannot mount a volume, or "" if it can."""
     if sys.platform != "linux":
         return "FUSE is mounted on Linux only"
     if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse is not there, or this user may not open it"
+        return "/dev/fuse does not exist, or this user may not open it"
     capabilities = Path("/proc/self/status").read_text().partition("CapEff:")[2].split()[0]
-    # 21: CAP_SYS_ADMIN, which mount(2) needs.
+    # Bit 21 is CAP_SYS_ADMIN, which mount(2) needs.
     return "" if int(capabilities, 16) >> 21 & 1 else "this user may not mount"
 
 
 class NetworkVolume:
-    """A mounted volume, for a `with` block, which gives the path it is mounted at.
+    """A mounted volume. Its `with` block returns the mount point.
 
     Args:
-        directory: its regular files are the volume's, as they are when it is mounted.
-        mount_point: an empty directory; made if it is not there.
-        latency_s: time from a request to the first byte of its answer. Requests do not wait for each other.
-        bytes_per_s: of all answers together; 0: no limit.
+        directory: directory whose regular files are shown, as they are at the time of the mount.
+        mount_point: an empty directory, created if it does not exist.
+        latency_s: seconds from a request to the first byte of its response. Requests do not wait for each other.
+        bytes_per_s: limit for all responses together. 0 means no limit.
 
     Raises:
         ConfigError: it cannot be mounted here.
@@ -106,11 +104,11 @@ class NetworkVolume:
         self._end()
 
     def read_bytes(self) -> int:
-        """Return the bytes that reads have asked the server for so far."""
+        """Return the number of bytes that reads have requested so far."""
         return int((self._mount_point / COUNTER).read_text())
 
     def drop_caches(self) -> None:
-        """Forget every page of the volume's files that is in memory."""
+        """Drop all cached pages of the volume's files."""
         for name in os.listdir(self._mount_point):
             descriptor = os.open(self._mount_point / name, os.O_RDONLY)
             try:
@@ -123,7 +121,7 @@ class NetworkVolume:
         if process is None:
             return
         _libc.umount2(os.fsencode(self._mount_point), _MNT_DETACH)
-        # Its read of /dev/fuse fails once nothing is mounted: it ends by itself.
+        # It ends by itself, because its read of /dev/fuse fails after the unmount.
         try:
             process.wait(_START_S)
         except subprocess.TimeoutExpired:
@@ -134,7 +132,7 @@ class NetworkVolume:
 
 
 COUNTER = ".read-bytes"
-"""A file of the volume that is not in the directory; its text is the bytes that reads have asked for."""
+"""A file of the volume that is not in the directory. Its text is the number of bytes that reads have requested."""
 
 
 class _Server:
@@ -145,7 +143,7 @@ class _Server:
         self._latency_s = latency_s
         self._seconds_per_byte = 1 / bytes_per_s if bytes_per_s else 0.0
         paths = [entry.path for entry in os.scandir(directory) if entry.is_file()]
-        # By node: 1 is the root, 2 the counter.
+        # Keyed by node. Node 1 is the root and 2 is the counter.
         self._nodes: dict[int, int] = {number: os.open(path, os.O_RDONLY) for number, path in enumerate(paths, 3)}
         self._names = {os.fsencode(os.path.basename(path)): number for number, path in enumerate(paths, 3)}
         self._names[COUNTER.encode()] = 2
@@ -162,7 +160,7 @@ class _Server:
             try:
                 request = os.read(self._device, _REQUEST_BYTES)
             except OSError as error:
-                # ENODEV: it is unmounted. ENOENT: a request was interrupted before it was read.
+                # ENODEV means that it is unmounted, and ENOENT that a request was interrupted before it was read.
                 if error.errno == errno.ENODEV:
                     return
                 if error.errno in {errno.ENOENT, errno.EINTR, errno.EAGAIN}:
@@ -189,12 +187,12 @@ class _Server:
                     wait_s = self._answers[0][0] - time.monotonic() if self._answers else 1.0
                     self._changed.wait(max(0.0, wait_s))
                 _, _, answer = heapq.heappop(self._answers)
-            # ENOENT: the request was interrupted meanwhile; ENODEV: the volume was unmounted.
+            # ENOENT means that the request was interrupted, and ENODEV that the volume was unmounted.
             with contextlib.suppress(OSError):
                 os.write(self._device, answer)
 
     def _answer(self, opcode: int, node: int, body: bytes) -> tuple[int, bytes]:
-        """Return an errno and the answer's body."""
+        """Return an errno and the body of the response."""
         if opcode == _INIT:
             flags = _ASYNC_READ | _MAX_PAGES
             numbers = (7, _MINOR, _READ_AHEAD_BYTES, flags, _MAX_BACKGROUND, _MAX_BACKGROUND * 3 // 4, 4096, 1)
@@ -207,7 +205,7 @@ class _Server:
         if opcode == _GETATTR:
             return 0, struct.pack("=QII", _VALID_S, 0, 0) + self._attributes(node)
         if opcode in {_OPEN, _OPENDIR}:
-            # The counter changes: it is never cached.
+            # The counter changes, so it is never cached.
             return 0, struct.pack("=QII", 0, _KEEP_CACHE if node != 2 else 1, 0)
         if opcode == _READ:
             offset, size = struct.unpack_from("=QI", body, 8)
@@ -248,7 +246,7 @@ class _Server:
 
 
 def _main(directory: str, mount_point: str, latency_s: str, bytes_per_s: str) -> int:
-    """Mount, say so on stdout, and serve until somebody unmounts."""
+    """Mount, report it on stdout, and serve until the volume is unmounted."""
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={device},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()},allow_other"
     flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV

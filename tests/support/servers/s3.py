@@ -1,8 +1,7 @@
-"""Real S3 servers on loopback, one `with` block each: OpenStack Swift with s3api, and Ceph's object gateway.
+"""Real S3 servers on loopback: OpenStack Swift with s3api, and Ceph's object gateway.
 
-In: a scratch folder. Out: `S3Server`: endpoint, keys, and `storage_options` for penstock. Every process started here
-is ended here; nothing is bound beyond 127.0.0.1.
-Not here: installing them (`scripts/setup_swift.sh`, `scripts/setup_radosgw.sh`).
+Each runs in its own `with` block, which ends all of its processes. They listen only on 127.0.0.1.
+`scripts/setup_swift.sh` and `scripts/setup_radosgw.sh` install them.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ import obstore
 from obstore.store import S3Store
 
 _READY_S = 90.0
-"""Seconds a server may take to answer. Reason: 12 s were seen on two idle cores; a busy machine needs more."""
+"""Time limit for a server's first answer, in seconds. It took 12 s on two idle cores, and a busy machine needs more."""
 
 _BUCKET_S = 30.0
-"""Seconds in which a server that answers may say that it is not ready: Swift does while its parts start."""
+"""Seconds in which a server may say that it is not ready. Swift does so while its parts start."""
 
 _STOP_S = 3.0
-"""Seconds a process may take to end when asked, before it is killed. Reason: there is nothing to save."""
+"""Seconds that a process has to end before it is killed. There is nothing to save."""
 
 
 class Unavailable(RuntimeError):
-    """The server cannot run here; the message says why. Tests skip on it."""
+    """The server cannot run here. The message says why. Tests skip on it."""
 
 
 class S3Server(ABC):
     """An S3 server that runs while its `with` block does.
 
     Args:
-        folder: scratch space, ideally on tmpfs; removed by its owner.
+        folder: scratch directory, ideally on tmpfs. The caller removes it.
 
     Attributes:
         endpoint: `http://127.0.0.1:PORT`.
-        access_key, secret_key, region: what clients give.
+        access_key, secret_key, region: credentials for clients.
     """
 
     name = ""
@@ -82,11 +81,11 @@ class S3Server(ABC):
 
     @abstractmethod
     def _start(self) -> None:
-        """Start the processes; sets `endpoint`."""
+        """Start the processes and set `endpoint`."""
 
     @property
     def storage_options(self) -> dict[str, str]:
-        """Return the options by which penstock reads from here."""
+        """Return the options with which penstock reads from this server."""
         return {
             "endpoint": self.endpoint,
             "access_key_id": self.access_key,
@@ -95,11 +94,11 @@ class S3Server(ABC):
         }
 
     def store(self, bucket: str) -> S3Store:
-        """obstore's store of `bucket`, for writing test data."""
+        """Return obstore's store for `bucket`, to write test data."""
         return S3Store(bucket, config=self.storage_options, client_options={"allow_http": True})  # type: ignore[arg-type]
 
     def make_bucket(self, bucket: str) -> None:
-        """Create `bucket`. Raises RuntimeError when the server refuses; retries while it starts."""
+        """Create `bucket`. Retry while the server starts. Raise RuntimeError if it refuses."""
         deadline = time.monotonic() + _BUCKET_S
         while True:
             status, body = self._put_bucket(bucket)
@@ -113,7 +112,7 @@ class S3Server(ABC):
         url = urlsplit(obstore.sign(self.store(bucket), "PUT", "", timedelta(seconds=60)))
         connection = http.client.HTTPConnection(url.netloc, timeout=30)
         try:
-            # the query of a signed URL is over the path without a trailing slash on some servers, with it on others
+            # Some servers sign the path without a trailing slash, and others with it.
             connection.request("PUT", f"{url.path}?{url.query}", headers={"Content-Length": "0"})
             reply = connection.getresponse()
             return reply.status, reply.read(2000)
@@ -121,7 +120,7 @@ class S3Server(ABC):
             connection.close()
 
     def _run(self, command: Sequence[str | Path], *, name: str, environ: dict[str, str] | None = None) -> None:
-        """Start a process that stays, its output in a file of the scratch folder."""
+        """Start a background process with its output in a file of the scratch folder."""
         with open(self.folder / f"{name}.out", "wb") as out:
             self._processes.append(
                 subprocess.Popen(
@@ -135,7 +134,7 @@ class S3Server(ABC):
             )
 
     def _do(self, *command: str | Path) -> str:
-        """Run a command to its end; its output."""
+        """Run a command to its end and return its output."""
         done = subprocess.run(
             [str(word) for word in command],
             stdin=subprocess.DEVNULL,
@@ -154,7 +153,7 @@ class S3Server(ABC):
                 if process.poll() is not None:
                     raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see {self.folder}")
             if time.monotonic() > deadline_s:
-                raise RuntimeError(f"waited {_READY_S} s in vain for {what}; see {self.folder}")
+                raise RuntimeError(f"waited {_READY_S} s for {what}; see {self.folder}")
             time.sleep(0.1)
 
     def _answers(self) -> bool:
@@ -181,7 +180,7 @@ class S3Server(ABC):
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different ports of 127.0.0.1 that were free just now."""
+    """Return `count` different ports of 127.0.0.1 that were free just now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -190,17 +189,17 @@ def free_ports(count: int) -> list[int]:
 
 
 class SwiftServer(S3Server):
-    """OpenStack Swift with its S3 interface: one proxy, one account, container and object server each."""
+    """OpenStack Swift with its S3 interface, and one proxy, account, container and object server each."""
 
     name = "swift"
     access_key = "test:tester"
     secret_key = "testing"
     environment = Path(".cache/swift")
-    """The virtual environment that `scripts/setup_swift.sh` makes, relative to the repository."""
+    """The virtual environment that `scripts/setup_swift.sh` creates, relative to the repository."""
 
     @classmethod
     def check(cls) -> None:
-        """See `S3Server.check`."""
+        """Raise `Unavailable` if a program is missing. See `S3Server.check`."""
         if not (cls.environment / "pins").exists():
             raise Unavailable("Swift is not installed; run scripts/setup_swift.sh in the repository")
 
@@ -287,7 +286,7 @@ use = egg:swift#slo
 
 
 class RadosgwServer(S3Server):
-    """Ceph's object gateway over one monitor, one manager and one object store that keeps everything in memory."""
+    """Ceph's object gateway with one monitor, one manager and one object store that keeps everything in memory."""
 
     name = "radosgw"
     access_key = "penstock"
@@ -296,7 +295,7 @@ class RadosgwServer(S3Server):
 
     @classmethod
     def check(cls) -> None:
-        """See `S3Server.check`."""
+        """Raise `Unavailable` if a program is missing. See `S3Server.check`."""
         for program in cls.programs:
             if shutil.which(program) is None:
                 raise Unavailable(
