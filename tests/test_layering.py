@@ -146,7 +146,7 @@ BROAD_EXCEPT = frozenset(
             "_operating",
         ),  # an operation, perhaps a user's function; raised again as OperationFailed
         ("sync/receive/sources.py", "_open_all"),  # a kept thread; the caller that takes the link raises it
-        ("sync/recording/loader_run.py", "users_code"),  # an engine's loader; raised again as a PlanError
+        ("sync/recording/loader_run.py", "user_code"),  # an engine's loader; raised again as a PlanError
         ("sync/check.py", "fault_of"),  # a user's check of a version; raised again as VersionRefused
         ("waits.py", "run"),  # a thread of a pool; whoever asks for the result gets it
         ("http/range_request.py", "_send"),  # closes the connection; re-raises all but a stale connection's failure
