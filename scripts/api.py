@@ -1,10 +1,10 @@
-"""The public API and the command line as text: `python -m scripts.api`, and `--check`, `--write` for the snapshot.
+"""Prints the public API and the command line as text:
 
-In: the sources, `penstock.__all__`, the modules below that the documents name, and the command. Out: a line for each
-name, with its kind, signature, methods, properties, fields, attributes and defaults.
+`python -m scripts.api`, with `--check` or `--write` for the snapshot.
 
-Names of the top level are shown without their modules, which may change. Definitions are read from the source, so a
-module is shown whether or not its engine is installed.
+It prints a line for each name in `penstock.__all__`, in the modules that the documents name, and in the command: kind,
+signature, methods, properties, fields, attributes and defaults. Top-level names appear without their modules, which may
+change. Definitions are read from the source, so a module appears whether or not its engine is installed.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.expr
 
 @cache
 def paths() -> dict[str, Path]:
-    """Return the path of every module by its name: its stub where it has one, which says where its names are."""
+    """Return the path of every module by its name, or the path of its stub, which says where its names are defined."""
     stubs = {name: path.with_suffix(".pyi") for name, path in modules()}
     return {name: stubs[name] if stubs[name].exists() else path for name, path in modules()}
 
 
 @cache
 def names_in(module: str) -> dict[str, ast.stmt]:
-    """Return the statements at the top of a module that bind names, also those for type checkers alone."""
+    """Return the statements at the top of a module that bind names, including those for type checkers only."""
     bound: dict[str, ast.stmt] = {}
     todo: list[ast.stmt] = list(reversed(ast.parse(paths()[module].read_text(encoding="utf-8")).body))
     while todo:
@@ -62,7 +62,7 @@ def names_in(module: str) -> dict[str, ast.stmt]:
 
 
 def definition(module: str, name: str) -> tuple[str, ast.stmt] | None:
-    """Return the module and the statement that define a name; None: it is defined outside of the packages."""
+    """Return the module and the statement that define a name, or None if it is defined outside of the packages."""
     if module not in paths():
         return None
     node = names_in(module).get(name)
@@ -102,13 +102,13 @@ def lineage(module: str, node: ast.ClassDef) -> Iterator[tuple[str, ast.ClassDef
 
 
 def attributes(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
-    """Return the public attributes that a method gives to `self`."""
+    """Return the public attributes that a method sets on `self`."""
     stored = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)]
     return [part.attr for part in stored if ast.unparse(part.value) == "self" and not part.attr.startswith("_")]
 
 
 def members(module: str, node: ast.ClassDef) -> list[str]:
-    """Return a line for each public method, property and field, inherited ones included, and for the constructor."""
+    """Return a line for each public method, property and field, including inherited ones, and for the constructor."""
     lines: dict[str, str] = {}
     for _, owner in lineage(module, node):
         for part in owner.body:
@@ -153,7 +153,7 @@ def kind_of(module: str, node: ast.ClassDef) -> str:
 
 
 def describe(shown: str, module: str, node: ast.stmt) -> list[str]:
-    """Return the lines of one name."""
+    """Return the lines for one name."""
     if isinstance(node, _FUNCTIONS):
         return [f"{shown}: function {signature(node)}"]
     if isinstance(node, ast.ClassDef):
@@ -163,7 +163,7 @@ def describe(shown: str, module: str, node: ast.stmt) -> list[str]:
 
 
 def top_level() -> list[str]:
-    """Return the lines of `penstock.__all__`."""
+    """Return the lines for `penstock.__all__`."""
     lines: list[str] = []
     for name in sorted(penstock.__all__):
         value: Any = getattr(penstock, name)
@@ -176,7 +176,7 @@ def top_level() -> list[str]:
 
 
 def public_names(module: str) -> list[str]:
-    """Return the lines of a module's own public names: those of `__all__`, else what it defines without underscore."""
+    """Return the lines for a module's own public names, from `__all__` or else its definitions without underscore."""
     bound = names_in(module)
     every = bound.get("__all__")
     if isinstance(every, ast.Assign | ast.AnnAssign) and every.value is not None:
@@ -207,7 +207,7 @@ def documented() -> dict[str, set[str]]:
 
 
 def below() -> list[str]:
-    """Return the lines of the documented names of modules below the top level."""
+    """Return the lines for the documented names in modules below the top level."""
     lines: list[str] = []
     for module, names in sorted(documented().items()):
         for name in sorted(names):
@@ -229,14 +229,14 @@ def commands(command: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def type_text(annotation: Any) -> str:
-    """Return a parameter's type as text: a choice by its values."""
+    """Return a parameter's type as text. A choice is shown by its values."""
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "|".join(str(member.value) for member in annotation)
     return annotation.__name__ if type(annotation) is type else str(annotation)
 
 
 def command_line() -> list[str]:
-    """Return the lines of the commands: arguments and options, with type, default and variable."""
+    """Return the lines for the commands: arguments and options with type, default and variable."""
     lines: list[str] = []
     for name, command in commands(typer.main.get_command(app)):
         lines.append(f"$ penstock {name}")

@@ -1,10 +1,8 @@
-"""Check the installed packages for known vulnerabilities with `pip-audit`, and say when that could not be done.
+"""Checks the installed packages for known vulnerabilities with `pip-audit`, and says if that was not possible.
 
-In: the packages of this interpreter's environment. Out: findings on stdout; exit code 1 for any vulnerability.
-Not here: the source's own check (`bandit`).
-
-`pip-audit` alone reports "No known vulnerabilities found" where the service knows none of the packages, as a package
-index without that service does: this script counts how many were looked up.
+The exit code is 1 for any vulnerability. `bandit` checks the source itself. `pip-audit` alone reports "No known
+vulnerabilities found" when the service knows none of the packages, as with a package index without that service. So
+this script counts how many packages were looked up.
 """
 
 from __future__ import annotations
@@ -18,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 LAST_S = 90.0
-"""Seconds for all lookups. Reason: 112 packages take 8 s; `make check` is to stay below two minutes."""
+"""Time limit for all lookups in seconds. 112 packages take 8 s, and `make check` should stay below two minutes."""
 UNREACHABLE = ("ConnectionError", "ConnectTimeout", "ReadTimeout", "SSLError", "ServiceError", "Could not connect")
-"""Parts of what `pip-audit` 2.x writes to stderr when the service does not answer."""
+"""Parts of the text that `pip-audit` 2.x writes to stderr if the service does not answer."""
 
 
 def look_up(directory: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the packages as `pip-audit` reports them, or none and the reason."""
+    """Return the packages as `pip-audit` reports them, or an empty list and the reason."""
     out = Path(directory, "audit.json")
     command = [sys.executable, "-m", "pip_audit", "--local", "--skip-editable", "--progress-spinner", "off"]
     command += ["--format", "json", "--output", str(out)]
@@ -39,7 +37,7 @@ def look_up(directory: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def main() -> int:
-    """Print what was found; the exit code."""
+    """Print the findings and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--required", action="store_true", help="fail where the service is not reachable")
     required = parser.parse_args().required

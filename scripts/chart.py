@@ -1,6 +1,6 @@
-"""Draw the chart of the README and write its table: five measured rows, each from one run on one machine.
+"""Draws the chart in the README and writes its table: five measured rows, each from one run on one machine.
 
-The rows come from the `.jsonl` files that the benchmarks wrote. The chart is `chart-light.svg` and `chart-dark.svg` in
+The rows are from the `.jsonl` files that the benchmarks wrote. The chart is `chart-light.svg` and `chart-dark.svg` in
 `docs/assets`. With `--check` the script changes nothing, and exits with 1 if a picture or the README's table differs.
 """
 
@@ -20,7 +20,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 TARGET = ROOT / "docs" / "assets"
 README = ROOT / "README.md"
 WIDTH, ROW, TOP, LABEL, BAR = 980, 74, 46, 330, 300
-"""Pixels: the picture, a row, the head, the labels' column, the longest bar."""
+"""Sizes in pixels: width of the picture, height of a row and of the head, width of the labels and of the longest
+bar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ def from_pretrained_row() -> Row:
 
 
 def load_row() -> Row:
-    """Return a load from memory to a GPU, beside the fastest other loader, in the newest run of both."""
+    """Return a load from memory to a GPU next to the fastest other loader, from the newest run with both."""
     runs: list[list[dict[str, Any]]] = []
     for line in records("h200x1_202611/load.jsonl"):
         if "machine" in line:
@@ -104,7 +105,7 @@ def load_row() -> Row:
 
 
 def cold_row() -> Row:
-    """Return four workers that start at once, as a fleet and each by itself."""
+    """Return four workers that start at the same time, as a fleet and separately."""
     lines = records("h200x4_202611/fetch-cold.jsonl")
     fetches = [slowest_rank(line["said"], "wall_s") for line in lines if "'fallback'" in line["arguments"]]
     loads = [
@@ -122,7 +123,7 @@ def cold_row() -> Row:
 
 
 def sync_row() -> Row:
-    """Return a version from two trainer ranks to two inference ranks, beside NCCL's broadcast."""
+    """Return a version from two trainer ranks to two inference ranks, next to NCCL's broadcast."""
     lines = {line.get("row"): line for line in records("h200x4_202611/sync.jsonl")}
     return Row(
         work="Sync: 64 GB from trainer to engine",
@@ -134,7 +135,7 @@ def sync_row() -> Row:
 
 
 def convert_row() -> Row:
-    """Return a merge of three checkpoints, beside a script of PyTorch."""
+    """Return a merge of three checkpoints, next to a PyTorch script."""
     lines = {line["case"]: line for line in records("h200x1_202611/convert.jsonl")}
 
     def found(name: str, case: str) -> Timing:

@@ -1,11 +1,9 @@
-"""Find code that nothing uses, by `vulture`, and compare it with the committed list of what may look unused.
+"""Finds unused code with `vulture`, and compares it with the committed list of code that only looks unused.
 
-In: the sources, and scripts/dead_code_allowed.txt. Out: findings on stdout; exit code 1 for any, and for names on the
-list that are used again or gone.
-Not here: unused imports and local variables (`ruff`).
-
-The core without `penstock.testing` is judged by its own uses and those of the adapters: code that only tests call is
-dead. What `penstock.testing` ships is judged by the uses of the whole repository. Exported names count as used.
+The list is scripts/dead_code_allowed.txt. The exit code is 1 for any finding, and for names on the list that are used
+or gone. `ruff` finds unused imports and local variables. In the core except `penstock.testing`, only uses in itself and
+in the adapters count, because code that only tests call is dead. For `penstock.testing`, uses in the whole repository
+count. Exported names count as used.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ USERS = ("tests", "benchmarks", "scripts", "examples")
 
 
 def find(*arguments: str) -> list[re.Match[str]]:
-    """Return what vulture finds in the package."""
+    """Return vulture's findings in the package."""
     command = [sys.executable, "-m", "vulture", *arguments]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     if ended.returncode not in {0, 3}:  # 3: something was found
@@ -37,7 +35,7 @@ def find(*arguments: str) -> list[re.Match[str]]:
 
 
 def main() -> int:
-    """Print what is dead and what the list allows without need; return the exit code."""
+    """Print the dead code and the unnecessary entries of the list. Return the exit code."""
     lines = (line.partition("#")[0].strip() for line in ALLOWED.read_text().splitlines())
     allowed = {line for line in lines if line}
     found = find(PACKAGE, *ADAPTERS, "--exclude", "*/testing/*")

@@ -1,10 +1,12 @@
-"""`make demo`: one real-shaped checkpoint, loaded by Penstock beside safetensors, every bit compared, one table.
+"""`make demo`: loads a realistic checkpoint with Penstock and with safetensors, and compares every bit.
 
-In: a size in GiB, a directory, a count. Out: its table, then those of a small fleet (`demo_fleet`), a model in
-training that is served (`demo_sync`), conversions (`demo_convert`); exit 1 when a bit differs, damage goes unseen, the
-fleet reads storage more than once, or a conversion that was killed does not go on.
-Every measurement is a process of its own, so that peak memory is of that load alone; every page is touched inside
-the time, so that a mapping counts only once its bytes are there; bits are compared (XXH3-128 of each tensor) after it.
+It prints a table, then those for a small fleet (`demo_fleet`), a model that is served during training (`demo_sync`) and
+conversions (`demo_convert`). The exit code is 1 if a bit differs, damage is not detected, the fleet reads storage more
+than once, or a killed conversion does not resume.
+
+Every measurement is a separate process, so that its peak memory belongs to that load only. Every page is touched within
+the measured time, so that a mapping counts only when its bytes are there. Bits are compared afterwards (XXH3-128 of
+each tensor).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from urllib.request import urlopen
 from rich.console import Console
 from rich.table import Table
 
-# The drivers of workers are those of the tests.
+# The demo uses the tests' drivers of workers.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 GB = 10**9
@@ -47,11 +49,11 @@ class Case:
     cold: bool = False
 
 
-# --- one measurement, in a process of its own ------------------------------------------------------------------------
+# --- one measurement, in a separate process --------------------------------------------------------------------------
 
 
 def measure(loader: str, uri: str, device: str) -> dict[str, Any]:
-    """Load once; seconds, bytes, peak memory over what the process held before, path, digest of every tensor."""
+    """Load once. Return seconds, bytes, peak memory above the start, path, and the digest of every tensor."""
     import torch
 
     load = {"penstock": prepare_penstock, "safetensors": prepare_safetensors, "download": prepare_download}[loader]()
@@ -95,7 +97,7 @@ def prepare_penstock() -> Any:
 
 
 def prepare_safetensors() -> Any:
-    """The format's own reader, shard after shard."""
+    """Prepare the format's own reader, which reads shard by shard."""
     from safetensors.torch import load_file
 
     def load(uri: str, device: str) -> tuple[dict[str, Any], str, str]:
@@ -108,7 +110,7 @@ def prepare_safetensors() -> Any:
 
 
 def prepare_download() -> Any:
-    """Prepare the way over HTTP without Penstock: download every shard to a file, then `load_file`."""
+    """Prepare HTTP without Penstock: download every shard to a file, then call `load_file`."""
     load_files = prepare_safetensors()
 
     def load(uri: str, device: str) -> tuple[dict[str, Any], str, str]:
@@ -126,7 +128,7 @@ def prepare_download() -> Any:
 
 
 def touch(tensors: dict[str, Any]) -> None:
-    """Read one byte of every page of host memory; wait for the device."""
+    """Read one byte from every page of host memory, and wait for the device."""
     import torch
 
     for tensor in tensors.values():
@@ -137,7 +139,7 @@ def touch(tensors: dict[str, Any]) -> None:
 
 
 def digest(tensor: Any) -> str:
-    """Dtype, shape and bits, as text."""
+    """Return dtype, shape and a digest of the bits as text."""
     import torch
     import xxhash
 
@@ -146,7 +148,7 @@ def digest(tensor: Any) -> str:
 
 
 def resident_bytes(which: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (peak) of this process, in bytes."""
+    """Return `VmRSS` (now) or `VmHWM` (peak) of this process, in bytes."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(which):
@@ -155,7 +157,7 @@ def resident_bytes(which: str) -> int:
 
 
 def reset_peak() -> None:
-    """Let the peak start from now; where the kernel refuses, it counts the imports too."""
+    """Reset the peak. If the kernel refuses, it includes the imports."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -164,7 +166,7 @@ def reset_peak() -> None:
 
 
 def write_checkpoint(directory: Path, total_bytes: int) -> list[Path]:
-    """The checkpoint, written once; BF16, and FP8 with block scales, in four shards with an index."""
+    """Write the checkpoint once, in BF16 and FP8 with block scales, in four shards with an index."""
     from penstock.testing.checkpoints import write_llama
 
     stamp = directory / "demo.json"
@@ -190,7 +192,7 @@ def drop_cached(files: list[Path]) -> None:
 
 
 def run_case(case: Case, files: list[Path], device: str, downloads: Path) -> dict[str, Any]:
-    """Measure a case once, in a fresh process; SystemExit when that process fails."""
+    """Measure a case once in a new process. Raise SystemExit if that process fails."""
     if case.cold:
         drop_cached(files)
     else:
@@ -216,7 +218,7 @@ def run_case(case: Case, files: list[Path], device: str, downloads: Path) -> dic
 
 
 def penstock_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The `penstock` command of this interpreter."""
+    """Run this interpreter's `penstock` command."""
     command = [sys.executable, "-m", "penstock.cli.main", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
 
@@ -241,13 +243,13 @@ def one_bit_flipped(file: Path) -> Iterator[None]:
 
 
 def seconds_and_rate(results: list[dict[str, Any]]) -> tuple[str, str]:
-    """Median seconds and its GB/s, as text."""
+    """Return the median seconds and the GB/s as text."""
     median = statistics.median(result["wall_s"] for result in results)
     return f"{median:.2f}", f"{results[0]['nbytes'] / median / GB:.2f}"
 
 
 def memory_text(results: list[dict[str, Any]]) -> str:
-    """Largest peak of host memory, and of device memory where there is one."""
+    """Return the largest peak of host memory, and of device memory if used."""
     host = max(result["peak_bytes"] for result in results)
     device = max(result["peak_device_bytes"] for result in results)
     return f"{host / GB:.2f} GB" + (f" + {device / GB:.2f} on the device" if device else "")
@@ -256,7 +258,10 @@ def memory_text(results: list[dict[str, Any]]) -> str:
 def add_rows(
     table: Table, cases: list[Case], args: argparse.Namespace, files: list[Path], truth: dict[str, str]
 ) -> bool:
-    """Measure the cases in turn, `args.repeat` times over; False when a bit differs from `truth` (filled if empty)."""
+    """Measure the cases one after another, `args.repeat` times.
+
+    Return False if a bit differs from `truth`, filled if empty.
+    """
     results: dict[Case, list[dict[str, Any]]] = {case: [] for case in cases}
     for _ in range(args.repeat):
         for case in cases:
@@ -278,7 +283,7 @@ def add_rows(
 
 
 def demo(args: argparse.Namespace) -> int:
-    """Everything in order; 0 when every bit is equal and the damage was seen."""
+    """Run everything in order. Return 0 if every bit is equal and the damage was detected."""
     from demo_fleet import disk_place, fleet_demo, http_place
 
     from penstock.storage.weight_set import sidecar_uri
@@ -293,7 +298,7 @@ def demo(args: argparse.Namespace) -> int:
     table = Table(
         title=f"{nbytes / GB:.2f} GB in {len(files)} shards to {args.device}, median of {args.repeat}",
         caption="time: until every page was touched; warm files on the CPU are mapped, not copied\n"
-        "peak memory: of the process, over what it held before the load",
+        "peak memory: growth of the process during the load",
     )
     for column in ("from", "loader", "seconds", "GB/s", "peak memory", "path", "verified", "bits"):
         table.add_column(column, justify="right" if column in {"seconds", "GB/s"} else "left", overflow="fold")
@@ -316,7 +321,7 @@ def demo(args: argparse.Namespace) -> int:
             Case(what="HTTP, manifest", loader="penstock", uri=index),
         ]
         equal &= add_rows(table, verified, args, files, truth)
-        # Both sides of the second table are verified: the manifest is still there.
+        # Both loaders in the second table verify, because the manifest still exists.
         Console(width=None if sys.stdout.isatty() else 120).print(table)
         progress.print("a fleet on this host")
         places = [disk_place(directory, lambda: drop_cached(files)), http_place(server, INDEX)]
@@ -330,7 +335,7 @@ def demo(args: argparse.Namespace) -> int:
 
 
 def demo_of_sync(args: argparse.Namespace) -> int:
-    """A model of a sixteenth of the size, in training and served; 0 when every bit is equal."""
+    """Train and serve a model of a sixteenth of the size. Return 0 if every bit is equal."""
     from demo_sync import sync_demo
 
     progress.print("a model in training, and served")
@@ -338,7 +343,7 @@ def demo_of_sync(args: argparse.Namespace) -> int:
 
 
 def demo_of_convert(args: argparse.Namespace) -> int:
-    """Checkpoints of an eighth of the size; 0 when every bit is equal."""
+    """Convert checkpoints of an eighth of the size. Return 0 if every bit is equal."""
     from demo_convert import convert_demo
 
     progress.print("conversions")
@@ -349,11 +354,11 @@ JOURNEYS = {"load": demo, "sync": demo_of_sync, "convert": demo_of_convert}
 
 
 def main() -> int:
-    """Arguments, then the demo, or one measurement of it."""
-    parser = argparse.ArgumentParser(description="Penstock beside safetensors on a checkpoint of real shape.")
-    parser.add_argument("--only", choices=JOURNEYS, help="one journey; load has the fleet's table with it")
+    """Parse arguments, then run the demo or one of its measurements."""
+    parser = argparse.ArgumentParser(description="Compare Penstock with safetensors on a realistic checkpoint.")
+    parser.add_argument("--only", choices=JOURNEYS, help="run only one journey; load includes the fleet")
     parser.add_argument("--gib", type=float, default=2.0, help="size of the checkpoint")
-    parser.add_argument("--dir", default=".cache/demo", help="where it is written; needs twice the size")
+    parser.add_argument("--dir", default=".cache/demo", help="where the checkpoint is written; needs twice its size")
     parser.add_argument("--repeat", type=int, default=3, help="processes per row; the median is shown")
     parser.add_argument("--workers", type=int, default=3, help="processes of the fleet that start at once")
     parser.add_argument("--device", default="", help="cpu, cuda, ...; default: CUDA where there is a GPU")

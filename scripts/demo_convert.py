@@ -1,9 +1,8 @@
-"""The fourth table of `make demo`: checkpoints converted by Penstock, beside a plain torch script that does the same.
+"""The fourth table of `make demo`: compares conversions by Penstock with a plain torch script.
 
-In: a size, a directory. Out: a table; whether every bit was the script's, the run that was killed went on, and what it
-made was verified.
-Each measurement is a process of its own, and its time begins when its imports are done; Penstock's has the start of its
-workers in it, which import torch themselves.
+It checks that every bit equals the script's, that a killed run resumes, and that the result is verified. Each
+measurement is a separate process, whose time begins after its imports. Penstock's time includes the start of its
+workers, which import torch themselves.
 
     python scripts/demo_convert.py --mib 64
 """
@@ -50,7 +49,10 @@ class Case:
 
 
 def quantised(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """E4M3 in blocks of 128 x 128 with a scale each, as DeepSeek-V3's checkpoints have them; norms and ends stay."""
+    """Quantise to E4M3 in blocks of 128 x 128 with one scale each, as in DeepSeek-V3.
+
+    Norms, embedding and head stay.
+    """
     import torch
 
     (source,) = tensors
@@ -66,13 +68,13 @@ def quantised(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Ten
 
 
 def averaged(name: str, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The mean, in FP32."""
+    """Return the mean, computed in FP32."""
     first, second = tensors
     return {name: ((first.float() + second.float()) / 2).to(first.dtype)}
 
 
 def plain(function: str, sources: Sequence[str], into: str) -> dict[str, Any]:
-    """The script, over all shards."""
+    """Run the script on all shards."""
     from safetensors.torch import load_file, save_file
 
     convert: Callable[[str, Sequence[torch.Tensor]], dict[str, torch.Tensor]] = globals()[function]
@@ -92,7 +94,7 @@ def plain(function: str, sources: Sequence[str], into: str) -> dict[str, Any]:
 
 
 def memory(which: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (peak) of this process."""
+    """Return `VmRSS` (now) or `VmHWM` (peak) of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(which))
 
@@ -101,7 +103,7 @@ def memory(which: str) -> int:
 
 
 def penstock(words: dict[str, Any], sources: Sequence[str], into: str, killed: bool) -> dict[str, Any]:
-    """The conversion; `killed`: this process ends by SIGKILL when half of the tasks are done."""
+    """Run the conversion. With `killed`, this process ends by SIGKILL when half of the tasks are done."""
     import torch  # noqa: F401  (it is in nobody's time)
 
     import penstock as ps
@@ -126,7 +128,7 @@ def penstock(words: dict[str, Any], sources: Sequence[str], into: str, killed: b
 
 
 def measure(**words: Any) -> dict[str, Any]:
-    """Make one measurement in a process of its own; {} if it was killed."""
+    """Make one measurement in a separate process. Return {} if it was killed."""
     command = [sys.executable, __file__, "--measure", json.dumps(words)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False, timeout=600)
     if done.returncode == -signal.SIGKILL and words.get("killed"):
@@ -138,7 +140,7 @@ def measure(**words: Any) -> dict[str, Any]:
 
 
 def bits(directory: str) -> dict[str, str]:
-    """Return the dtype, shape and digest of every tensor, by the format's own reader."""
+    """Return the dtype, shape and digest of every tensor, read by the format's own reader."""
     import torch
     import xxhash
     from safetensors.torch import load_file
@@ -152,7 +154,7 @@ def bits(directory: str) -> dict[str, str]:
 
 
 def run_case(case: Case, directory: Path, table: Table, *, killed: bool) -> bool:
-    """The script, then Penstock; whether it was all as it should be."""
+    """Run the script, then Penstock. Return whether all results are right."""
     true, made = str(directory / "plain"), str(directory / "made")
     progress.print(f"  {case.what}: the plain script")
     script = measure(plain=case.plain, sources=case.sources, into=true)
@@ -181,12 +183,15 @@ def run_case(case: Case, directory: Path, table: Table, *, killed: bool) -> bool
 
 
 def memory_text(result: dict[str, Any]) -> str:
-    """A peak."""
+    """Return the peak memory as text."""
     return f"{result['peak_bytes'] / GB:.3f} GB"
 
 
 def convert_demo(nbytes: int, directory: Path) -> bool:
-    """Print the table of checkpoints of about `nbytes` bytes; False if a bit differs or a run did not resume."""
+    """Print the table for checkpoints of about `nbytes` bytes.
+
+    Return False if a bit differs or a run did not resume.
+    """
     from penstock.testing.checkpoints import write_llama
 
     begun = time.monotonic()
@@ -213,20 +218,20 @@ def convert_demo(nbytes: int, directory: Path) -> bool:
         size = sum(file.stat().st_size for file in Path(sources[0]).glob("*.safetensors"))
         table = Table(
             title=f"checkpoints of {size / GB:.3f} GB, converted by {WORKERS} workers on CPU cores",
-            caption="time: imports not counted, Penstock's workers' are; the run that was killed is not in it\n"
-            "peak memory: of the script's process over what it held before; of all workers' tasks together",
+            caption="time: without imports, except in Penstock's workers, and without the killed run\n"
+            "peak memory: growth of the script's process; sum over the tasks of all workers",
         )
         for column in ("conversion", "by", "seconds", "peak memory", "tasks kept", "verified", "bits"):
             table.add_column(column, justify="right" if column == "seconds" else "left", overflow="fold")
         equal = [run_case(case, here, table, killed=case is cases[0]) for case in cases]
     Console(width=None if Console().is_terminal else 120).print(table)
-    progress.print(f"  {time.monotonic() - begun:.0f} s in all")
+    progress.print(f"  {time.monotonic() - begun:.0f} s in total")
     return all(equal)
 
 
 def main() -> int:
-    """The demo, or one measurement of it."""
-    parser = argparse.ArgumentParser(description="Checkpoints converted by Penstock, beside a plain torch script.")
+    """Run the demo, or one of its measurements."""
+    parser = argparse.ArgumentParser(description="Compare conversions by Penstock with a plain torch script.")
     parser.add_argument("--mib", type=float, default=64.0, help="size of each checkpoint")
     parser.add_argument("--dir", default=".cache/demo", help="where they are written; needs five times the size")
     parser.add_argument("--measure", help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""The second table of `make demo`: processes of this host that fill from each other, beside each one's own load.
+"""The second table of `make demo`: processes on this host that fetch from each other, compared with separate loads.
 
-In: a checkpoint on disk, and the same over HTTP. Out: a table; whether every bit was equal and storage was read once.
-Nothing runs but the processes themselves: the first to join hosts the hub. Times are inside each process, with its
-imports done, from a common start: `own load` of all at once, then `join` and `fetch` of all at once; the late one
-starts when the others are whole, has no way to read storage, and its own load had the machine for itself.
+It reads a checkpoint from disk and over HTTP, and checks that every bit is equal and that storage was read once. Only
+the processes themselves run, and the first to join hosts the hub. Times are measured inside each process, after its
+imports, from a common start: first separate loads at the same time, then `join` and `fetch` at the same time. The late
+process starts when the others are whole and cannot read storage. Its separate load had the machine for itself.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ GB = 10**9
 STARTED_S = 120.0
 DONE_S = 600.0
 MOST_READ = 1.01
-"""Of the model's bytes: storage was read once, but for rounding of reads to pages."""
+"""Limit as a fraction of the model's bytes. Storage was read once, except for rounding of reads to pages."""
 progress = Console(stderr=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A storage that the checkpoint is read from."""
+    """A storage from which the checkpoint is read."""
 
     what: str
     uri: str
     forget: Callable[[], None]
-    """Called before a measurement: let no cache of an earlier one help."""
+    """Called before a measurement to drop caches of an earlier one."""
     served_bytes: Callable[[], int] | None = None
-    """What the storage itself says that it gave since `forget`; None: the workers' reports are all there is."""
+    """Bytes that the storage itself has sent since `forget`. None means that only the workers' reports are known."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Outcome:
 
 
 def http_place(server: RangeServer, index: str) -> Place:
-    """The checkpoint behind `server`, which counts the bytes that it gives."""
+    """Return the checkpoint behind `server`, which counts the bytes that it sends."""
     start = [0]
 
     def forget() -> None:
@@ -68,7 +68,7 @@ def http_place(server: RangeServer, index: str) -> Place:
 
     def served() -> int:
         asked = [one for one in server.requests[start[0] :] if one.method == "GET" and one.range]
-        # What begins at 0 is a header, which everybody reads.
+        # Reads that begin at 0 are headers, which every process reads.
         return sum(stop - begin for begin, stop in (one.range for one in asked if one.range) if begin > 0)
 
     return Place(what="HTTP", uri=f"{server.url}/{index}", forget=forget, served_bytes=served)
@@ -76,7 +76,7 @@ def http_place(server: RangeServer, index: str) -> Place:
 
 @contextmanager
 def ready_workers(tasks: Sequence[Task]) -> Iterator[list[Worker]]:
-    """Workers that have imported all they need and wait for a word; at the end they leave together."""
+    """Yield workers that have imported everything and wait for input. At the end they leave together."""
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(replace(task, waits_for_input=True))) for task in tasks]
         for worker in workers:
@@ -90,7 +90,7 @@ def ready_workers(tasks: Sequence[Task]) -> Iterator[list[Worker]]:
 
 
 def load_alone(tasks: Sequence[Task], outcome: Outcome) -> None:
-    """Each loads everything by itself, all at once."""
+    """Let each worker load everything separately, all at once."""
     with ready_workers([replace(task, loads_alone=True) for task in tasks]) as workers:
         outcome.place.forget()
         for worker in workers:
@@ -104,7 +104,7 @@ def load_alone(tasks: Sequence[Task], outcome: Outcome) -> None:
 
 
 def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
-    """All but the last at once, as a fleet; then the last, from the others alone."""
+    """Let all but the last worker fetch at once as a fleet, then the last one from the others."""
     *together, late = tasks
     with ready_workers([*together, replace(late, fallback=None)]) as workers:
         outcome.place.forget()
@@ -122,10 +122,10 @@ def fetch_together(tasks: Sequence[Task], outcome: Outcome) -> None:
 
 
 def measure(place: Place, devices: Sequence[str]) -> Outcome:
-    """Own loads, then the fleet; each in fresh processes, one for each of `devices`."""
+    """Measure separate loads, then the fleet, in new processes, one for each of `devices`."""
     outcome = Outcome(place)
     with tempfile.TemporaryDirectory(prefix="penstock-") as runtime:
-        # A hub of their own: not the one of whatever else this user runs here.
+        # Use a separate hub and not the one for other processes of this user.
         environ = {"PENSTOCK_RUNTIME_DIR": runtime}
         tasks = [Task(model="demo", fallback=place.uri, device=device, environ=environ) for device in devices]
         progress.print(f"  {place.what}: own loads")
@@ -137,7 +137,7 @@ def measure(place: Place, devices: Sequence[str]) -> Outcome:
 
 
 def paths_of(fetched: dict[str, Any], names: dict[str, str]) -> str:
-    """Return the bytes by path, members by their number."""
+    """Return the bytes by path. Members are shown by their number."""
     found = []
     for path, nbytes in fetched["paths"].items():
         if path.startswith("storage "):
@@ -148,7 +148,7 @@ def paths_of(fetched: dict[str, Any], names: dict[str, str]) -> str:
 
 
 def add_rows(table: Table, outcome: Outcome) -> None:
-    """A row a worker, and their sum."""
+    """Add a row for each worker, and their sum."""
     names = {one["member"][:8]: str(number) for number, one in enumerate(outcome.joined, 1)}
     last = len(outcome.fetched)
     bits = "equal" if len(outcome.digests) == 1 else "[red]DIFFERENT[/red]"
@@ -173,7 +173,7 @@ def add_rows(table: Table, outcome: Outcome) -> None:
 
 
 def reasons(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return the reason for each transport, a line each."""
+    """Return a line with the reason for each transport."""
     found: dict[str, None] = {}
     for outcome in outcomes:
         for fetched in outcome.fetched:
@@ -183,7 +183,7 @@ def reasons(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 def fleet_demo(places: Sequence[Place], device: str, workers: int) -> bool:
-    """Print the table; False when a bit differs, or storage was read more than once."""
+    """Print the table. Return False if a bit differs or storage was read more than once."""
     devices = [device] * (workers + 1)
     if device == "cuda":
         import torch
@@ -209,5 +209,5 @@ def fleet_demo(places: Sequence[Place], device: str, workers: int) -> bool:
 
 
 def disk_place(directory: Path, forget: Callable[[], None]) -> Place:
-    """The checkpoint on disk."""
+    """Return the checkpoint on disk."""
     return Place(what="disk, cold", uri=str(directory), forget=forget)

@@ -1,9 +1,9 @@
-"""The third table of `make demo`: a Llama in training gives each version to the ranks that serve it.
+"""The third table of `make demo`: a Llama in training sends each version to the ranks that serve it.
 
-In: sizes. Out: a table; whether the logits after each version were, bit for bit, those of the gathered weights.
-Two processes train (FSDP2 over gloo, AdamW on made-up tokens) and publish what they hold; two serve under tensor
-parallelism, with parameters fused as engines fuse them. One of these is killed before the second version, comes back
-when the other has it, and catches up while training has gone on.
+It checks that the logits after each version are, bit for bit, those of the gathered weights. Two processes train (FSDP2
+over gloo, AdamW on synthetic tokens) and publish their shards. Two serve with tensor parallelism and fused parameters,
+as engines do. One of these is killed before the second version, returns when the other has it, and catches up while
+training continues.
 
     python scripts/demo_sync.py --mib 64
 """
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 GB, MIB = 10**9, 1 << 20
 RANKS, VERSIONS, STEPS, KILLED = 2, 3, 2, 1
-"""Of each side; versions; optimiser steps for each; the serving rank that is killed, before version 2."""
+"""Ranks of each side, versions, optimiser steps for each version, and the serving rank that is killed before version
+2."""
 BATCH = (2, 32)
 WAIT_S = 120.0
 SEED = 20_261_121
@@ -55,24 +56,24 @@ class RankTask:
 
 
 class Rank(SyncWorker):
-    """A process. Lines of input: `step V` to a trainer; `update V`, then `logits V`, to an engine."""
+    """A process. It accepts `step V` for a trainer, and `update V` and then `logits V` for an engine."""
 
     module = "demo_sync"
 
     def ask_done(self, line: str) -> dict[str, Any]:
-        """Send a line and return the answer; SystemExit if it failed."""
+        """Send a line and return the answer. Raise SystemExit if it failed."""
         return done(self, line, self.call(line, timeout_s=WAIT_S))
 
 
 def done(rank: Rank, line: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer, unless it is an error."""
+    """Return the answer. Raise SystemExit if it is an error."""
     if "error" in found:
         raise SystemExit(f"{rank.task.side} {rank.task.rank}: {line}: {found['error']}: {found['message']}")
     return found
 
 
 def all_done(ranks: Sequence[Rank], line: str) -> list[dict[str, Any]]:
-    """Tell all, then hear all."""
+    """Send a line to all ranks, then return all answers."""
     for rank in ranks:
         rank.send(line)
     return [done(rank, line, rank.result(line, timeout_s=WAIT_S)) for rank in ranks]
@@ -83,7 +84,7 @@ def all_done(ranks: Sequence[Rank], line: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def process_group(directory: str, name: str, rank: int) -> Iterator[None]:
-    """The ranks of one side, met in a file."""
+    """Create the process group for one side's ranks, which rendezvous through a file."""
     import torch.distributed as dist
 
     met = f"file://{directory}/{name}"
@@ -95,12 +96,12 @@ def process_group(directory: str, name: str, rank: int) -> Iterator[None]:
 
 
 def gathered(directory: str, version: int) -> Path:
-    """Return the file of a whole version, for comparisons."""
+    """Return the file for a whole version, for comparisons."""
     return Path(directory, f"gathered-{version}.safetensors")
 
 
 def train(task: RankTask, sizes: Sizes) -> None:
-    """Steps on made-up tokens; after them this rank's shards are the next version."""
+    """Train on synthetic tokens. After the steps, this rank's shards are the next version."""
     import torch
     from tests.support.llama import Llama
     from torch.distributed.device_mesh import init_device_mesh
@@ -145,7 +146,7 @@ def train(task: RankTask, sizes: Sizes) -> None:
 
 
 def serve(task: RankTask, sizes: Sizes) -> None:
-    """Takes versions; computes with them, and with the gathered weights loaded by the model's own loader."""
+    """Receive versions. Compute with them, and with the gathered weights loaded by the model's own loader."""
     import torch
 
     import penstock as ps
@@ -172,7 +173,7 @@ def serve(task: RankTask, sizes: Sizes) -> None:
 
 
 def served_model(sizes: Sizes, rank: int) -> LlamaRank:
-    """Return the parameters of a rank, with its sums over the ranks."""
+    """Return the model of a rank, with its sums over the ranks."""
     import torch
     import torch.distributed as dist
     from tests.support.llama import LlamaRank
@@ -192,7 +193,7 @@ def plain(report: Any) -> dict[str, Any]:
 
 
 def obey(answers: dict[str, Callable[[int], dict[str, Any]]]) -> None:
-    """Lines of input, one after the other, until they end."""
+    """Execute lines of input one by one until they end."""
     for line in sys.stdin:
         word, number = line.split()
         try:
@@ -220,7 +221,7 @@ def sizes_of(nbytes: int) -> Sizes:
 
 
 def run(sizes: Sizes, directory: str, table: Table) -> tuple[bool, list[str]]:
-    """All versions; whether all was equal, and what is said below the table."""
+    """Run all versions. Return whether everything was equal, and the notes below the table."""
     environ = {
         "PENSTOCK_RUNTIME_DIR": f"{directory}/run",  # a hub of their own
         "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]).rstrip(
@@ -274,7 +275,7 @@ def add_rows(
     notes: Sequence[str],
     names: dict[str, str],
 ) -> None:
-    """A row for each rank that serves."""
+    """Add a row for each serving rank."""
     for rank, (report, is_equal) in enumerate(zip(reports, compared, strict=True)):
         seconds = (f"{report[name]:.3f}" for name in ("wire_s", "install_s", "pause_s"))
         table.add_row(
@@ -290,14 +291,14 @@ def add_rows(
 
 
 def named(text: str, names: dict[str, str]) -> str:
-    """Members by what they are here."""
+    """Replace member ids by their names in this demo."""
     for member, name in names.items():
         text = text.replace(member, name)
     return text
 
 
 def sync_demo(nbytes: int) -> bool:
-    """Print the table of a model of about `nbytes` bytes; False if a bit differs."""
+    """Print the table for a model of about `nbytes` bytes. Return False if a bit differs."""
     begun, sizes = time.monotonic(), sizes_of(nbytes)
     table = Table(
         title=f"{RANKS} ranks train a Llama of {2 * sizes.num_params / GB:.3f} GB under FSDP2, {RANKS} serve it under "
@@ -312,7 +313,7 @@ def sync_demo(nbytes: int) -> bool:
     Console(width=None if Console().is_terminal else 120).print(table)
     for line in below:
         Console().print(line, highlight=False, soft_wrap=True)
-    progress.print(f"  {time.monotonic() - begun:.0f} s in all")
+    progress.print(f"  {time.monotonic() - begun:.0f} s in total")
     return equal
 
 
@@ -328,10 +329,10 @@ def work(values: dict[str, Any]) -> int:
 
 
 def main() -> int:
-    """The demo, or one process of it."""
+    """Run the demo, or one of its processes."""
     if sys.argv[1:2] and sys.argv[1].startswith("{"):
         return work(json.loads(sys.argv[1]))
-    parser = argparse.ArgumentParser(description="A Llama in training gives each version to the ranks that serve it.")
+    parser = argparse.ArgumentParser(description="A Llama in training sends each version to the ranks that serve it.")
     parser.add_argument("--mib", type=float, default=64.0, help="size of the model")
     return 0 if sync_demo(int(parser.parse_args().mib * MIB)) else 1
 

@@ -1,8 +1,7 @@
-"""Hooks of the documentation site: pages generated from the repository, and every page as Markdown.
+"""Hooks for the documentation site, which generate pages from the repository and write every page as Markdown.
 
-In: `docs/`, files of the repository that pages link to, the command's options. Out: pages under `repository/` and
-`reference/commands.md`, `llms.txt`, and a `.md` file beside each page.
-Not here: what the pages say, the site's settings (`mkdocs.yml`).
+The generated pages are below `repository/`, `reference/commands.md` and `llms.txt`, with a `.md` file next to each
+page. `mkdocs.yml` has the site's settings.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)(?=[)#])")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".toml": "toml", ".jsonl": "json"}
 GENERATED = ("CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "SECURITY.md")
-"""Files of the repository that the navigation names."""
+"""Repository files in the navigation."""
 
 _texts: dict[str, str] = {}
-"""Markdown of each page, by its path in the site, as `llms.txt` and the `.md` files have it."""
+"""Markdown of each page by its path in the site, for `llms.txt` and the `.md` files."""
 _titles: dict[str, str] = {}
 
 
@@ -63,7 +62,7 @@ def linked_files(page: Path) -> list[Path]:
 
 
 def page_of(path: Path) -> str:
-    """Return the place in the site of a file of the repository."""
+    """Return the path in the site for a file of the repository."""
     name = path.relative_to(ROOT).as_posix()
     return f"repository/{name}" if path.suffix == ".md" else f"repository/{name}.md"
 
@@ -72,7 +71,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Point links at the pages generated for files of the repository."""
     uri = page.file.src_uri
     page.meta.setdefault("search", search_rank(uri))
-    # A generated page stands in the site where its file does not stand in the repository.
+    # A generated page has a different path in the site from its file in the repository.
     origin = ROOT / uri.removeprefix("repository/") if uri.startswith("repository/") else ROOT / "docs" / uri
 
     def target(link: re.Match[str]) -> str:
@@ -101,19 +100,19 @@ def search_rank(uri: str) -> dict[str, float | bool]:
 
 
 def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> None:
-    """Note the order of the pages for `llms.txt`."""
+    """Record the order of the pages for `llms.txt`."""
     _titles.clear()
     for page in nav.pages:
         _titles[page.file.src_uri] = ""
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> None:
-    """Note the title of a page."""
+    """Record the title of a page."""
     _titles[page.file.src_uri] = str(page.title)
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Write `llms.txt`, and every page as Markdown beside its HTML."""
+    """Write `llms.txt`, and every page as Markdown next to its HTML."""
     site = Path(config.site_dir)
     for uri, text in _texts.items():
         target = site / uri

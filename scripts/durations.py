@@ -1,7 +1,9 @@
-"""Record how long each test file took: `python -m scripts.durations [.cache/tests-0-unit.xml ...]`, after `make test`.
+"""Records the duration of each test file:
 
-In: reports in JUnit's form, by default those that `scripts.run_tests` left. Out: `tests/durations.json`.
-Files that no report has keep their seconds. Files that are gone lose them.
+`python -m scripts.durations [.cache/tests-0-unit.xml ...]`, after `make test`.
+
+It reads JUnit reports, by default those of `scripts.run_tests`, and writes `tests/durations.json`. Files without a
+report keep their seconds. Files that no longer exist are removed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from scripts.source_roots import ROOT
 
 
 def read(reports: Iterable[Path]) -> dict[str, float]:
-    """Return the seconds of each test file in the reports, with its fixtures."""
+    """Return the seconds for each test file in the reports, including fixtures."""
     seconds = defaultdict[str, float](float)
     for report in reports:
         for case in ElementTree.parse(report).getroot().iter("testcase"):

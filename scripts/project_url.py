@@ -1,8 +1,8 @@
-"""Write the address of the repository into the metadata and pages of all packages, before a release.
+"""Writes the address of the repository into the metadata and pages of all packages, before a release.
 
     python scripts/project_url.py https://HOST/OWNER/penstock
 
-Until then they have `PLACEHOLDER`, which leads nowhere.
+Until then they contain `PLACEHOLDER`.
 """
 
 from __future__ import annotations

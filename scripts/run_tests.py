@@ -29,19 +29,19 @@ ENGINES = ROOT / "tests" / "engines"
 BEFORE = "before"
 """Name in the recorded durations of the command that one group begins with."""
 UNKNOWN_S = 15.0
-"""Seconds that a file without a recorded duration counts."""
+"""Assumed seconds for a file without a recorded duration."""
 QUICK_ROOTS = ("tests/unit", "tests/wire", "tests/api", "tests/hostile", "tests/conformance")
-"""Folders of `--quick`, beside the files directly in `tests`."""
+"""Folders for `--quick`, in addition to the files directly in `tests`."""
 QUICK_FILE_S = 10.0
 WHOLE = ("tests/integration/", "tests/benchmarks/", "tests/chaos/")
-"""Folders whose tests run in a pytest process of their own, beside no unit test."""
+"""Folders whose tests run in a separate pytest process, without unit tests."""
 NO_TESTS = 5
-"""The exit status of pytest if nothing was collected. A group of files that the options deselect is no failure."""
+"""The exit status of pytest if nothing was collected. It is no failure if the options deselect a group's files."""
 
 
 @dataclass
 class Group:
-    """Files that run one after the other, and the seconds that they are expected to take."""
+    """Files that run one after another, with their expected seconds."""
 
     files: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -73,7 +73,10 @@ def quick_files(durations: Mapping[str, float]) -> list[str]:
 
 
 def divide(files: Iterable[str], durations: Mapping[str, float], count: int, before: str = "") -> list[Group]:
-    """Deal files to at most `count` groups: the longest first, each to the group with the fewest seconds."""
+    """Divide files into at most `count` groups.
+
+    The longest file comes first, each into the group with the fewest seconds.
+    """
     groups = [Group() for _ in range(count)]
     if before:
         groups[-1].before, groups[-1].seconds = before, durations.get(BEFORE, UNKNOWN_S)
@@ -85,11 +88,11 @@ def divide(files: Iterable[str], durations: Mapping[str, float], count: int, bef
 
 
 def command_of(group: Group, number: int) -> str:
-    """Return the shell command of a group, which runs its parts in turn. Its status is the last failure's, or 0."""
+    """Return the shell command for a group, which runs its parts in order. Its status is the last failure's, or 0."""
     parts = ["status=0"]
     if group.before:
         parts.append(f"{{ {group.before}; }} || status=$?")
-    # Tests of whole journeys leave members and their threads to the end of the process. Unit tests count threads.
+    # Tests of whole journeys leave members and threads until the process ends, but unit tests count threads.
     whole = [file for file in group.files if file.startswith(WHOLE)]
     for kind, files in (("whole", whole), ("unit", [file for file in group.files if file not in whole])):
         if files:

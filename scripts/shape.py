@@ -85,7 +85,7 @@ class Module:
         return len(found - docs)
 
     def imports(self, known: set[str]) -> set[str]:
-        """Return the modules among `known` that it imports, or imports a name of."""
+        """Return the modules among `known` that it imports or imports a name from."""
         found: set[str] = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
@@ -111,7 +111,7 @@ class Module:
         return self.distribution != CORE or any(f"{self.name}.".startswith(f"{room}.") for room in ADAPTERS)
 
     def classes(self) -> Iterator[ast.ClassDef]:
-        """Yield every class, nested ones too."""
+        """Yield every class, including nested ones."""
         return (node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef))
 
     def functions(self) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
@@ -149,7 +149,7 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
 
 
 def num_parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Return the number of parameters but for `self` and `cls`."""
+    """Return the number of parameters without `self` and `cls`."""
     spec = node.args
     names = [arg.arg for arg in [*spec.posonlyargs, *spec.args]]
     return len(names) - (names[:1] in (["self"], ["cls"])) + len(spec.kwonlyargs) + bool(spec.vararg) + bool(spec.kwarg)
@@ -181,7 +181,7 @@ def pauses_of(module: Module) -> list[str]:
 
 
 def io_calls(node: ast.ClassDef) -> list[str]:
-    """Return the calls in a class's constructor that do I/O, by the rule of this module's docstring."""
+    """Return the calls in a class's constructor that do I/O. The rule is in this module's docstring."""
     if node.name[0].islower():
         return []
     methods = {part.name: part for part in node.body if isinstance(part, _FUNCTIONS)}
@@ -205,7 +205,7 @@ def io_calls(node: ast.ClassDef) -> list[str]:
 
 
 def _own_calls(node: ast.AST) -> Iterator[ast.Call]:
-    """Yield the calls that a function makes itself, not those in functions that it defines."""
+    """Yield the calls that a function makes itself, without those in nested functions."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (*_FUNCTIONS, ast.Lambda)):
             continue
@@ -270,7 +270,7 @@ def users(tree: list[Module]) -> dict[str, set[str]]:
 
 @dataclass
 class Row:
-    """A row of the table: a measure, its value, and the offenders behind it."""
+    """A row of the table: a measure, its value, and the offenders."""
 
     measure: str
     value: str
@@ -335,7 +335,7 @@ def _counted(values: dict[str, int]) -> list[str]:
 
 
 def print_files(tree: list[Module]) -> None:
-    """Print every file with its lines and its longest function; mark what exceeds a budget."""
+    """Print every file with its lines and its longest function. Mark sizes above a budget."""
     print(f"{'module':<56} {'lines':>6}  {'longest function':<44} {'lines':>5}")
     marked = 0
     for module in tree:
@@ -351,7 +351,7 @@ def print_files(tree: list[Module]) -> None:
 
 
 def print_table(table: Iterable[Row], *, offenders: bool) -> None:
-    """Print the table, with what is behind each value if wanted."""
+    """Print the table, with the offenders if requested."""
     for row in table:
         print(f"{row.measure:<56} {row.value}")
         if offenders:
@@ -359,7 +359,7 @@ def print_table(table: Iterable[Row], *, offenders: bool) -> None:
 
 
 def main() -> int:
-    """Print what the options choose."""
+    """Print the report that the options choose."""
     parser = argparse.ArgumentParser(description="print the shape of a tree")
     parser.add_argument("tree", nargs="?", type=Path, default=ROOT)
     parser.add_argument("--list", action="store_true", help="name the offenders")

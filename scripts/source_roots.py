@@ -1,7 +1,4 @@
-"""The places of Python packages in a tree, whatever its layout: `src/` and `packages/*/src/`.
-
-In: the root of a tree. Out: its source roots, and the modules below them.
-"""
+"""The directories of Python packages in a tree, for the layouts `src/` and `packages/*/src/`."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def source_roots(tree: Path = ROOT) -> list[Path]:
-    """Return the directories that belong on `sys.path`. FileNotFoundError: the tree has none."""
+    """Return the directories that belong on `sys.path`. Raise FileNotFoundError if the tree has none."""
     found = [root for root in (tree / "src", *sorted(tree.glob("packages/*/src"))) if root.is_dir()]
     if not found:
         raise FileNotFoundError(f"{tree} has neither src/ nor packages/*/src/")

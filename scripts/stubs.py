@@ -1,7 +1,6 @@
-"""Write the stubs of the modules whose names are imported when they are first used, from `penstock.exports`.
+"""Writes stubs for the modules that import their names at first use, from the tables in `penstock.exports`.
 
-In: the tables. Out: `.pyi` files beside the modules. With --check, nothing is written, and the exit code is 1 if a file
-is not what would be written.
+The `.pyi` files are next to the modules. With `--check` nothing is written, and the exit code is 1 if a file differs.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ STUBS = {
 
 
 def stub(table: Mapping[str, str], more: str) -> str:
-    """Return the text of a stub: each name, imported from where it is defined."""
+    """Return the text of a stub, which imports each name from where it is defined."""
     lines = []
     for name, place in table.items():
         module, _, there = place.partition(":")
@@ -43,7 +42,7 @@ def stub(table: Mapping[str, str], more: str) -> str:
 
 
 def main() -> int:
-    """Write or check all stubs; return the exit code."""
+    """Write or check all stubs. Return the exit code."""
     wrong = 0
     for path, (table, more) in STUBS.items():
         text = stub(table, more)

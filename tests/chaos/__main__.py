@@ -1,4 +1,4 @@
-"""The command: `python -m tests.chaos --rounds 1000 --seed 7`; exit code 1 where anything did not hold."""
+"""Runs chaos rounds: `python -m tests.chaos --rounds 1000 --seed 7`. The exit code is 1 if any promise did not hold."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tests.chaos.totals import lines, totals
 
 
 def main() -> int:
-    """Parse arguments, run, print; the exit code."""
+    """Parse arguments, run, print, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=100, help="how many (default: 100)")
-    parser.add_argument("--seed", type=int, default=7, help="of all rounds (default: 7)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no round after so long (default: 60)")
-    parser.add_argument("--only", default="", help=f"kinds, by commas: {', '.join(KINDS)}")
-    parser.add_argument("--round", type=int, action="append", default=[], help="this round alone; may be repeated")
+    parser.add_argument("--rounds", type=int, default=100, help="number of rounds (default: 100)")
+    parser.add_argument("--seed", type=int, default=7, help="seed for all rounds (default: 7)")
+    parser.add_argument("--minutes", type=float, default=60.0, help="start no round after this time (default: 60)")
+    parser.add_argument("--only", default="", help=f"kinds, separated by commas: {', '.join(KINDS)}")
+    parser.add_argument("--round", type=int, action="append", default=[], help="run only this round; may be repeated")
     parser.add_argument("--at-once", type=int, default=PLACES, help=f"places for rounds (default: {PLACES})")
     parser.add_argument("--format", choices=["human", "json"], default="human")
     told = parser.parse_args()
     wanted = set(told.only.split(",")) if told.only else set(KINDS)
     if unknown := wanted - set(KINDS):
-        parser.error(f"no such kind: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}")
+        parser.error(f"unknown kind: {', '.join(sorted(unknown))}; choose from {', '.join(KINDS)}")
     numbers = told.round
     if not numbers:
         numbers, number = [], 0

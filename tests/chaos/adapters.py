@@ -1,7 +1,7 @@
-"""Rounds of a sync whose versions are an adapter: each is for one base, and the receivers' base moves or does not.
+"""Sync rounds whose versions are adapters. Each is for one base, and the receivers' base may change.
 
-In: a round. Out: the violations of a sync round; also an adapter that is live on another base than its own.
-Not here: processes that are killed or stopped, and what is asserted of bytes (`syncs`).
+They check what sync rounds check, and that no adapter is live on a base that it was not made for. `syncs` kills and
+stops processes and compares bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ OLD, NEW = "base:1", "base:2"
 
 
 class AdapterRound(SyncRound):
-    """Version 1 is for the old base. Version 2 is for either, and each receiver's base moves before it, while it is
-    staged, or not at all; meanwhile ranks are killed or stopped. Version 3 is for the new base, which all have."""
+    """A round with three versions of an adapter while ranks are killed or stopped.
+
+    Version 1 is for the old base and version 2 for either base. Each receiver's base changes before version 2, while it
+    is staged, or not at all. Version 3 is for the new base, which all receivers have by then.
+    """
 
     kind = "adapters"
     refusals: ClassVar[frozenset[str]] = REFUSALS | {"BaseMismatch"}
@@ -26,7 +29,7 @@ class AdapterRound(SyncRound):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         rng = self.rng
-        # Over shared memory a receiver's tensors are in an arena, and those of an adapter are its own.
+        # With shared memory a receiver's tensors are in an arena, but an adapter has its own tensors.
         self.tag, self.transport = "", "http"
         self.expected = rng.choice([OLD, NEW])
         self.moves = [
@@ -68,11 +71,14 @@ class AdapterRound(SyncRound):
             one.send("commit" if self.commits(moves) else "update")
 
     def commits(self, moves: str) -> bool:
-        """Say whether a receiver commits what it has staged, and for which its base is then no longer the right one."""
+        """Return whether a receiver commits a staged version although its base changed after staging."""
         return moves == "after staging" and self.expected == OLD
 
     def check_outcome(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """A receiver with another base refuses version 2 and keeps version 1 whole; the others are as in any sync."""
+        """Check that a receiver with a different base refuses version 2 and keeps version 1.
+
+        Check the others as in any sync.
+        """
         have = {}
         for worker, moves in zip(subscribers, self.moves, strict=True):
             if worker in self.lost:
@@ -81,7 +87,7 @@ class AdapterRound(SyncRound):
             line = "commit" if self.commits(moves) else "update"
             said = self.done(worker, line)
             if line == "commit" and not is_staged and said.get("error") == "ConfigError":
-                # Nothing was staged, since a publisher was lost.
+                # Nothing was staged, because a publisher was lost.
                 worker.send("digests")
                 said = self.done(worker, "digests")
             elif "error" not in said and "metadata" not in said:
@@ -94,13 +100,13 @@ class AdapterRound(SyncRound):
                 if has == self.expected or said["mutated"]:
                     self.violate("unexpected error", f"{self.expected} of version 2, {has} here: {said['message']}")
             version = self.check(worker, said, {1, 2} if has == self.expected else {1})
-            # A publisher counts a receiver that has staged the version: that it did not commit it comes after.
+            # A publisher counts a receiver that has staged the version. That it did not commit follows later.
             have[worker.events["joined"]["member"]] = 2 if is_staged else version
             self.check_metadata(worker, version)
         self.check_publishers(publishers, have)
 
     def check_metadata(self, worker: SyncWorker, version: int) -> None:
-        """The base that a receiver names is that of the version that it has."""
+        """Check that a receiver names the base of the version that it has."""
         worker.send("digests")
         said = self.done(worker, "digests")
         due = {1: OLD, 2: self.expected}.get(version)

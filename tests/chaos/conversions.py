@@ -1,7 +1,7 @@
-"""Rounds of a conversion: coordinator, workers, fork server killed or stopped, disks full, sources changed meanwhile.
+"""Rounds with a conversion: processes are killed or stopped, disks fill up, or sources change.
 
-In: a round. Out: its violations: other files than those of an undisturbed run, files left, a hang, an untyped error.
-Not here: operations and formats (their own tests).
+Violations are files that differ from an undisturbed run's, left-over files, a hang, or an untyped error. Operations and
+formats have their own tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TROUBLE = ("hits", "hits", "hits", "file limit", "small disk", "source truncated
 PHASES = ("start", "begin", "run", "end", "publish")
 STALL_S = "4.0"
 NUM_RUNS = 6
-"""Calls until one succeeds, at most. Reason: a round kills at most two; each later call goes on from there."""
+"""Maximum number of calls until one succeeds. A round kills at most two, and each later call resumes."""
 FULL = {"DiskFull", "DestinationError"}
 CHANGED = {"SourceChanged", "SourceTruncated", "IntegrityError", "FormatError"}
 _truth_lock = threading.Lock()
@@ -43,7 +43,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 
 class ConvertRound(Round):
-    """One conversion, called again until it is done."""
+    """A conversion, which is called again until it is done."""
 
     kind = "convert"
     at_once = 2
@@ -83,7 +83,7 @@ class ConvertRound(Round):
         return self.start("convert", {"arguments": arguments, "limit_file_bytes": self.limit_bytes})
 
     def expected(self) -> dict[str, bytes]:
-        """Return the files of an undisturbed run, made once."""
+        """Return the files of an undisturbed run, which runs once."""
         with _truth_lock:
             if "convert" not in self.world.results:
                 into = self.world.directory / "expected"
@@ -126,16 +126,16 @@ class ConvertRound(Round):
     def check(self, expected: dict[str, bytes], *, is_same_source: bool = True) -> None:
         result = files(self.into / "out")
         if not is_same_source:
-            # The stamp names the job, and the job its sources: a copy of a source is another one.
+            # The stamp names the job and so its sources. A copy of a source is a different source.
             result[STAMP] = expected[STAMP]
         if result != expected:
-            self.violate("wrong bytes", "the files are not those of an undisturbed run")
+            self.violate("wrong bytes", "the files differ from those of an undisturbed run")
         left = [path.name for path in self.into.iterdir() if path.name != "out"]
         if left:
-            self.violate("left files", f"beside the destination: {left}")
+            self.violate("left files", f"next to the destination: {left}")
 
     def through(self, hits: list[tuple[str, str, str]]) -> dict[str, Any]:
-        """Call it, hit it, call it again; what the last call said at its end."""
+        """Call it, disturb it, and call it again. Return the last event of the last call."""
         ended: dict[str, Any] = {"event": "ended"}
         hits = list(hits)
         for _ in range(NUM_RUNS):
@@ -158,7 +158,7 @@ class ConvertRound(Round):
         return ended
 
     def until(self, run: Process, phase: str) -> dict[str, Any]:
-        """Wait for a moment of a phase; or for how the run ended before."""
+        """Wait for a moment in a phase. Return how the run ended if it ended before."""
         share = {"start": None, "begin": None, "run": self.rng.random(), "end": 0.98, "publish": 1.0}[phase]
         while (said := self.next(run))["event"] in {"fork server", "done"}:
             at = (
@@ -171,16 +171,16 @@ class ConvertRound(Round):
         return said
 
     def next(self, run: Process) -> dict[str, Any]:
-        """Return what a run says next; at its end, `ended`."""
+        """Return the next event from a run, or `ended` at its end."""
         said = run.next(self.left_s())
         if said is None:
-            self.hang("the conversion says nothing")
+            self.hang("the conversion sends no event")
         if said["event"] == "fork server":
             self.server = said["pid"]
         return said
 
     def follow(self, run: Process) -> dict[str, Any]:
-        """Return what a run says last."""
+        """Return the last event from a run."""
         last: dict[str, Any] = {"event": "ended"}
         while (said := self.next(run))["event"] != "ended":
             if said["event"] in {"converted", "failed"}:
@@ -208,10 +208,10 @@ class ConvertRound(Round):
 
     def refused(self, ended: dict[str, Any], kinds: set[str]) -> None:
         if ended["event"] != "failed" or ended["kind"] not in kinds:
-            self.violate("unexpected error", f"{sorted(kinds)} was due, and it said {ended}")
+            self.violate("unexpected error", f"expected {sorted(kinds)}, got {ended}")
 
     def on_a_small_disk(self, result_bytes: int) -> dict[str, Any]:
-        """Convert onto a file system that fills up meanwhile, then has room."""
+        """Convert onto a file system that becomes full and later has space."""
         libc, nbytes = ctypes.CDLL(None, use_errno=True), 22 * MIB
         if libc.mount(b"none", str(self.into).encode(), b"tmpfs", 0, f"size={nbytes}".encode()):
             return self.through([])  # mounting is not allowed here
@@ -223,7 +223,7 @@ class ConvertRound(Round):
         return self.through([])
 
     def with_a_source_that_changes(self, expected: dict[str, bytes]) -> None:
-        """Truncate or overwrite a source at a moment of the run: it is refused, or was read whole before."""
+        """Truncate or overwrite a source during the run. The run must refuse it, or have read all of it before."""
         source = self.directory / "source"
         shutil.copytree(self.source, source)
         self.fault(self.trouble)

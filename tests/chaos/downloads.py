@@ -1,7 +1,7 @@
-"""Rounds of one process that reads HTTP or S3 storage which is slow, cut, busy, silent, lies or changes.
+"""Rounds with one process that reads HTTP or S3 storage that is slow, cut, busy, silent, wrong or changing.
 
-In: a round. Out: its violations: wrong bytes, an error where bytes went on arriving, a hang, what is left open.
-Not here: fleets (`fleets`), each fault by itself (`tests/integration/load/test_http_faults.py`).
+Violations are wrong bytes, an error although bytes kept arriving, a hang, and leaks. `fleets` has fleets, and
+`tests/integration/load/test_http_faults.py` tests each fault separately.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from tests.chaos.harness import STALL_S, Round
 from penstock.testing.http_server import Faults, RangeServer
 
 MAX_FAULTS = 4
-"""Faults in a row. Reason: five attempts without a byte are the default, and may all meet the same range."""
+"""Maximum number of consecutive faults. Five attempts without a byte are the default, and all may meet the same
+range."""
 ENDLESS = {
     "silent": Faults(stall_after=0),
     "silent before the head": Faults(stall_after=-1),
     "refused": Faults(status=403),
     "gone": Faults(status=500),
 }
-"""What does not end: a typed error within the stall deadline, and nothing left."""
+"""Faults that do not end. They must raise a typed error within the stall deadline and leak nothing."""
 
 
 class StorageRound(Round):
-    """Load, stream or load into, through faults that end; then through some that do not."""
+    """Load, stream or load into, first through faults that end and then through faults that do not."""
 
     kind = "storage"
     at_once = 1
@@ -97,8 +98,8 @@ class StorageRound(Round):
             if what in {*TRANSIENT, "nothing"}:
                 self.violate("unexpected error", f"{what}: {said['error']}: {said['message']}")
             if said["seconds"] > 2 * STALL_S + 10:
-                self.violate("bounded waits", f"{what}: told after {said['seconds']:.1f} s")
+                self.violate("bounded waits", f"{what}: the error took {said['seconds']:.1f} s")
         elif said["digests"] != self.checkpoint.digests:
             self.violate("wrong bytes", f"{what}: loaded {said['digests'][:12]}")
         elif what in ENDLESS:
-            self.violate("wrong bytes", f"{what}: loaded although storage gives nothing")
+            self.violate("wrong bytes", f"{what}: loaded although storage sends nothing")

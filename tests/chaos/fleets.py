@@ -1,7 +1,7 @@
-"""Rounds of a fleet that fetches: cold starters and holders, killed, stopped, silent; hubs, Redis, clocks, storage.
+"""Rounds with a fleet that fetches while members, hubs, Redis, clocks or storage fail.
 
-In: a round. Out: its violations: wrong bytes, hangs, storage read more than once.
-Not here: hostile users (`strangers`), one process that reads storage alone (`downloads`).
+Violations are wrong bytes, hangs, and storage that is read more than once. `strangers` has hostile users, and
+`downloads` has a single process that reads storage.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.testing.http_server import Faults, RangeServer
 from penstock.types import MIB
 
 FORGOTTEN_BYTES = 2 * MIB
-"""Bytes of two claim pieces with the constants of `SHORT_TIMEOUTS`.
+"""Bytes in two claim pieces with the constants in `SHORT_TIMEOUTS`.
 
 A member claims this much at a time, and a hub that lost its state may assign it again.
 """
@@ -31,7 +31,7 @@ LIES = ("shifted range", "wrong total")
 
 
 def storage_faults(kind: str, count: int) -> Faults:
-    """Return what a server does wrong for so many requests."""
+    """Return the faults of a server for this number of requests."""
     return {
         "slow": Faults(slow_bytes_per_s=4 * MIB),
         "cut": Faults(truncate_after=100_000, num_requests=count),
@@ -44,11 +44,12 @@ def storage_faults(kind: str, count: int) -> Faults:
 
 
 class FleetRound(Round):
-    """Members join, start at once or beside a whole holder, fetch, and leave; some are killed or stopped meanwhile."""
+    """Members join, start together or with a whole holder, fetch, and leave. Some are killed or stopped."""
 
     kind = "fetch"
     hubs = ("local",)
-    """Where the hub is: in a member (`local`), in a process (`separate`), in two on one Redis (`two`)."""
+    """Place of the hub: in a member (`local`), in a process (`separate`), or in two processes with one Redis
+    (`two`)."""
     at_once = 2
 
     def __init__(self, *args: Any) -> None:
@@ -74,9 +75,9 @@ class FleetRound(Round):
         self.hits.sort()
         self.dead: list[Worker] = []
         self.hit_clients: set[str] = set()
-        """As whom the members that were killed, stopped or paused read storage."""
+        """The client names under which killed, stopped or paused members read storage."""
         self.num_forgotten = 0
-        """Claims that a hub may have forgotten."""
+        """Number of claims that a hub may have forgotten."""
         self.hub_urls: list[str | None] = [None]
         self.hub_processes: list[Process] = []
         self.redis: RedisServer | None = None
@@ -90,8 +91,8 @@ class FleetRound(Round):
         return "; ".join(words + [f"{what} at {at:.2f} s" for at, what in self.hits])
 
     def environ(self) -> dict[str, str]:
-        # One that heard nothing of its hub for half of this reads storage without a claim: as documented, and not what
-        # rounds without a hub for two seconds are about.
+        # A member without an answer from its hub for half of this reads storage without a claim, as documented. Rounds
+        # without a hub for two seconds do not test that.
         return super().environ() | ({} if self.kind == "fetch" else {"PENSTOCK_STALL_S": "14"})
 
     def run(self) -> None:
@@ -99,7 +100,7 @@ class FleetRound(Round):
         uri = str(self.checkpoint.directory)
         if self.by_server:
             self.server = self.serve(self.checkpoint)
-            # The index is read by its name; without one the first shard stands for none of the others.
+            # Read the index by its name, because the first shard alone does not lead to the others.
             uri = f"{self.server.url}/model.safetensors.index.json"
         holders = [self.member(0, str(self.checkpoint.directory), whole=True)] if self.warm else []
         for holder in holders:
@@ -187,7 +188,7 @@ class FleetRound(Round):
     # Faults.
 
     def disturb(self, readers: list[Worker], holders: list[Worker]) -> None:
-        """Kill, stop and pause members at their moments."""
+        """Kill, stop and pause members at the planned times."""
         begun, candidates = time.monotonic(), [*readers, *holders]
         for at, what in self.hits:
             time.sleep(max(0.0, begun + at - time.monotonic()))
@@ -239,7 +240,7 @@ class FleetRound(Round):
             self.violate("storage factor", f"{factor:.2f} with {self.outcome.num_deaths} deaths; {said[:6]}")
 
     def fetched(self, worker: Worker) -> dict[str, Any] | None:
-        """Return a survivor's report, once its bytes were compared; None where it may fail, and did."""
+        """Return a survivor's report after comparing its bytes, or None if it may fail and did."""
         try:
             report = self.expect(worker, "fetched")
             got = self.expect(worker, "digests")["digests"]
@@ -258,12 +259,12 @@ class FleetRound(Round):
         return report
 
     def may_fail(self) -> bool:
-        """Return whether a fetch may end with a typed error: where storage lies, and nobody else has the bytes."""
+        """Return whether a fetch may raise a typed error, because storage is wrong and nobody else has the bytes."""
         return self.storage_fault in LIES
 
 
 class HubRound(FleetRound):
-    """The hub goes: the member that hosts it, a process of its own, one of two on one Redis."""
+    """The hub fails: the member that hosts it, a separate process, or one of two with one Redis."""
 
     kind = "hub"
     hubs = ("local", "separate", "two")
@@ -299,7 +300,7 @@ class HubRound(FleetRound):
         self.hub_processes[number] = self.start_hub(number, fresh=False)
 
     def host(self, workers: list[Worker]) -> Worker | None:
-        """Return the member that holds the lock of the hub in force."""
+        """Return the member that holds the lock of the current hub."""
         locks = {path.stat().st_ino for path in self.runtime.glob("hub-*.lock")} if self.runtime.is_dir() else set()
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
             words = line.split()
@@ -311,7 +312,7 @@ class HubRound(FleetRound):
 
 
 class RedisRound(FleetRound):
-    """Redis is killed and comes back empty, or is stopped for a while."""
+    """Redis is killed and restarts empty, or is stopped for a while."""
 
     kind = "redis"
     hubs = ("separate", "two")
@@ -334,7 +335,7 @@ class RedisRound(FleetRound):
 
 
 class ClockRound(FleetRound):
-    """The hub's clock steps by a minute, forwards or back, once or more."""
+    """The hub's clock jumps by a minute, forwards or back, once or more."""
 
     kind = "clock"
     hubs = ("separate", "two")

@@ -1,7 +1,7 @@
-"""Run rounds of faults over real processes, each reproducible by its number, and count what did not hold.
+"""Runs rounds of faults with real processes, each reproducible by its number, and counts broken promises.
 
-In: a seed, numbers of rounds, kinds. Out: an `Outcome` a round: faults, storage bytes, violations.
-Not here: what a kind does (`fleets`, `keepers`, `syncs`, `conversions`, `strangers`, `downloads`), totals (`totals`).
+Each round returns an `Outcome`: faults, storage bytes, violations. The kinds are in `fleets`, `keepers`, `syncs`,
+`conversions`, `strangers` and `downloads`, and the totals in `totals`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SMALL = {
     "penstock.hub.claims.MIN_PIECE_BYTES": MIB,
     "penstock.hub.claims.CLAIM_STALL_S": 5.0,
 }
-"""Weights of 8 MiB have 32 chunks then, and are claimed in eight pieces: as many as those of 512 MiB by default."""
+"""Settings for small weights. 8 MiB then have 32 chunks and are claimed in eight pieces, like 512 MiB by default."""
 SHORT_TIMEOUTS = SMALL | {
     "penstock.hub.client.ATTEMPT_S": 1.0,
     "penstock.hub.client._MAX_PAUSE_S": 0.1,
@@ -48,15 +48,15 @@ SHORT_TIMEOUTS = SMALL | {
     "penstock.hub.local_hub.TTL_S": 2.0,
     "penstock.hub.store.ANSWER_S": 0.5,
 }
-"""Beats and silences in proportion to rounds of seconds."""
+"""Shorter heartbeats and timeouts for rounds of seconds."""
 ROUND_S = 90.0
-"""A round takes seconds, or some tens where members fall silent: one that is not over by then hangs."""
+"""Time limit for a round in seconds. A round takes seconds, or some tens of seconds if members fall silent."""
 END_S = 15.0
-"""Seconds for processes to end after those that started them."""
+"""Seconds for processes to end after the processes that started them."""
 
 
 class Hang(Exception):
-    """Something was not over by its deadline; the stacks of all processes are in their files."""
+    """Something missed its deadline. The stacks of all processes are in their files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Violation:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What one round did and found."""
+    """The faults and findings of one round."""
 
     number: int
     kind: str
@@ -78,18 +78,18 @@ class Outcome:
     seconds: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     results: Counter[str] = field(default_factory=Counter)
-    """What came of the faults, where both ways are right: such as a version that is committed or withdrawn."""
+    """Results of faults that allow two outcomes, such as a version that is committed or withdrawn."""
     violations: list[Violation] = field(default_factory=list)
     weight_bytes: int = 0
-    """Of a model that was read from storage once by a fleet; 0: storage is not counted in this round."""
+    """Bytes of a model that a fleet read from storage once. 0 means that storage is not counted in this round."""
     served_bytes: int = 0
     num_deaths: int = 0
     allowed_bytes: int = 0
-    """Beyond `weight_bytes`: what the dead had read and perhaps not passed on."""
+    """Additional bytes allowed because dead members had read them and perhaps not passed them on."""
     settle_s: float = 0.0
-    """How long the slowest of its processes still held something after its work."""
+    """Seconds for which the slowest process still held something after its work."""
     kept: str = ""
-    """Directory with the output of its processes, where something did not hold."""
+    """Directory with the output of its processes, if a promise did not hold."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class Checkpoint:
     nbytes: int
     tensors: list[tuple[str, list[int], str]]
     starts: dict[str, int]
-    """Where the tensors' bytes begin in each file."""
+    """Offset of the tensors' bytes in each file."""
 
     @classmethod
     def of(cls, directory: Path) -> Checkpoint:
@@ -119,7 +119,7 @@ class Checkpoint:
         )
 
     def weight_bytes_of(self, server: RangeServer, clients: Collection[str] | None = None) -> int:
-        """Return how many bytes of weights a server sent, to all or to these; reads of headers begin before them."""
+        """Return how many bytes of weights a server sent, to all clients or to these. Reads of headers do not count."""
         total = 0
         for sent in list(server.sent):
             first = self.starts.get(Path(sent.path).name)
@@ -129,10 +129,10 @@ class Checkpoint:
 
 
 class World:
-    """What all rounds share: checkpoints of 8 MiB, and a process that has imported everything. A context manager.
+    """Shared state of all rounds: checkpoints of 8 MiB, and a process that has imported everything. A context manager.
 
     Args:
-        fork_server: that process; None: one of its own.
+        fork_server: that process. None means that this object starts it.
     """
 
     def __init__(self, fork_server: ForkServer | None = None) -> None:
@@ -141,7 +141,7 @@ class World:
         self._stack.callback(shutil.rmtree, self.directory, ignore_errors=True)
         self.directory.chmod(0o711)
         self.results: dict[str, Any] = {}
-        """Ground truth that a kind has computed once."""
+        """Reference results that a kind computes once."""
 
     def __enter__(self) -> World:
         self.fork_server = self._given or self._stack.enter_context(ForkServer())
@@ -159,18 +159,18 @@ class World:
 
 
 class Round:
-    """One round; a kind is a subclass with `run`.
+    """A round. Each kind is a subclass with `run`.
 
     Args:
-        number: with the seed, all that the round is.
-        seed: of the whole run.
-        world: what rounds share.
-        keep: where output of processes is kept if something does not hold.
+        number: determines the round, together with the seed.
+        seed: seed of the whole run.
+        world: shared state of the rounds.
+        keep: directory for the output of processes if a promise does not hold.
     """
 
     kind: ClassVar[str]
     at_once: ClassVar[int] = 1
-    """How many of the run's places a round takes."""
+    """Number of the run's places that a round takes."""
 
     def __init__(self, number: int, seed: int, world: World, keep: Path) -> None:
         self.world, self._keep = world, keep
@@ -183,16 +183,16 @@ class Round:
         self.deadline = time.monotonic() + ROUND_S
         self.forked: list[Forked] = []
         self.is_rough = False
-        """Whether a process was killed that may leave files, though no member died."""
+        """Whether a process that may leave files was killed although no member died."""
 
     def run(self) -> None:
-        """Do the round. Raises: what went wrong; or calls `violate`."""
+        """Run the round. Raise an error or call `violate` if something goes wrong."""
         raise NotImplementedError
 
-    # What kinds use.
+    # The kinds use the methods below.
 
     def fork(self, function: str, argument: object, environ: Mapping[str, str] | None = None) -> Forked:
-        """Call a function in a process of this round, which is killed at its end; as `ForkServer.fork`."""
+        """Call a function in a process of this round, which is killed at its end. See `ForkServer.fork`."""
         told = {
             "function": function,
             "argument": argument,
@@ -204,7 +204,7 @@ class Round:
         return forked
 
     def environ(self) -> dict[str, str]:
-        """Return what differs in the environment of this round's processes."""
+        """Return the changes to the environment of this round's processes."""
         return {
             "PENSTOCK_RUNTIME_DIR": str(self.runtime),
             "PENSTOCK_STALL_S": str(STALL_S),
@@ -212,7 +212,7 @@ class Round:
         }
 
     def start(self, function: str, argument: object) -> Process:
-        """Start a function, of `processes` or by its path, that talks in lines of JSON."""
+        """Start a function from `processes`, or with its full path, that exchanges JSON lines."""
         return self.stack.enter_context(Process(function, argument, self))
 
     def serve(self, checkpoint: Checkpoint) -> RangeServer:
@@ -224,7 +224,7 @@ class Round:
         self.outcome.faults[kind] += count
 
     def violate(self, kind: str, text: str) -> None:
-        """Note that a promise did not hold."""
+        """Record that a promise did not hold."""
         self.outcome.violations.append(Violation(kind=kind, text=text))
 
     def left_s(self) -> float:
@@ -232,11 +232,11 @@ class Round:
         return max(0.0, self.deadline - time.monotonic())
 
     def expect(self, worker: Worker, word: str) -> dict[str, Any]:
-        """Return what a worker says under a word.
+        """Return the values of a worker's event.
 
         Raises:
-            Hang: not within the round's deadline.
-            PenstockError: it failed or ended instead.
+            Hang: the event did not arrive within the round's deadline.
+            PenstockError: the worker failed or ended.
         """
         try:
             return worker.wait_for(word, timeout_s=self.left_s())
@@ -244,7 +244,7 @@ class Round:
             self.hang(f"no {word!r}: {error.message}")
 
     def hang(self, text: str) -> NoReturn:
-        """Have every process write the stacks of its threads, and end the round."""
+        """Make every process write the stacks of its threads, and end the round."""
         for forked in self.forked:
             with contextlib.suppress(ProcessLookupError):
                 forked.send_signal(signal.SIGCONT)
@@ -253,7 +253,7 @@ class Round:
         raise Hang(text)
 
     def leave(self, workers: list[Worker]) -> None:
-        """Have survivors end by themselves, and look at what they left open."""
+        """Make survivors end by themselves, and check for leaks."""
         for worker in workers:
             assert worker.process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -262,22 +262,22 @@ class Round:
             self.ended(worker)
 
     def ended(self, worker: Worker, *, due: int = 0) -> None:
-        """Look at what a process that was told to end left open, and whether it ended with the code that is due."""
+        """Check what an ended process left open, and whether its exit code is the expected one."""
         worker.events.pop("failed", None)
         self.check_census(self.expect(worker, "census"))
         if (code := worker.process.wait(timeout=END_S)) != due:
-            self.violate("untyped error", f"a process that was to end with {due} ended with {code}")
+            self.violate("untyped error", f"a process ended with {code} instead of {due}")
 
     def check_census(self, found: dict[str, Any]) -> None:
-        """Note what a process that ended by itself had left open."""
+        """Record what a process that ended by itself left open."""
         self.outcome.settle_s = max(self.outcome.settle_s, found["settle_s"])
         for kind, text in found["leaks"].items():
             self.violate(kind, text)
 
-    # What the run calls.
+    # The runner calls the methods below.
 
     def execute(self) -> Outcome:
-        """Do the round, end what it started, and check what is left."""
+        """Run the round, end its processes, and check for leftovers."""
         begun = time.monotonic()
         try:
             with self.stack:
@@ -320,7 +320,7 @@ class Round:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _processes(self) -> dict[int, str]:
-        """Return the processes that have their working directory in this round's, by pid."""
+        """Return the processes whose working directory is in this round's, by pid."""
         found = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit():
@@ -332,7 +332,7 @@ class Round:
         return found
 
     def _check_files(self) -> None:
-        """Where nobody was killed, only what is kept by design may be left."""
+        """Check that only the intended files remain if no process was killed."""
         for path in (self.directory / "tmp").iterdir():
             self.violate("left files", f"in the temporary directory: {path.name}")
         if self.runtime.is_dir():
@@ -342,11 +342,11 @@ class Round:
 
 
 KEPT_FILES = frozenset({"generation", "grant.seed"})
-"""Of the runtime directory: see `penstock.hub.local_hub`."""
+"""Files that stay in the runtime directory. See `penstock.hub.local_hub`."""
 
 
 class Process(Worker):
-    """A process of a round that talks in lines of JSON."""
+    """A process of a round that exchanges JSON lines."""
 
     def __init__(self, function: str, argument: object, round_: Round) -> None:
         path = function if ":" in function else f"tests.chaos.processes:{function}"
@@ -359,7 +359,7 @@ class Process(Worker):
         super().__init__(_Nothing(), Forks())  # type: ignore[arg-type]
 
     def next(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return its next line, `ended` at its end; None where it says nothing for so long."""
+        """Return its next line, `ended` at its end, or None if it sends nothing for this long."""
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:

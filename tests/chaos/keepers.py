@@ -1,7 +1,7 @@
-"""Rounds of a keeper and its engines: killed, stopped and started again while engines attach and hold its memory.
+"""Rounds with a weight cache that is killed, stopped and restarted while engines attach and hold its memory.
 
-In: a round. Out: its violations: wrong bytes before or after the keeper's death, an engine that cannot attach again.
-Not here: tiers, canaries (`tests/integration/cache`).
+Violations are wrong bytes before or after the cache's death, and an engine that cannot attach again. Tiers and canaries
+are tested in `tests/integration/cache`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from tests.chaos.harness import Process, Round
 
 PASSING = {"NotFound", "PeerLost", "StaleDescriptor", "SourceStalled", "HubUnavailable", "SourceUnavailable"}
-"""What may be said of a keeper that is just gone, or stopped."""
+"""Errors that are allowed while a cache has just ended or is stopped."""
 
 
 class KeeperRound(Round):
-    """Engines attach, the keeper is hit, starts again if it is gone, and all attach once more."""
+    """Engines attach, the cache is disturbed and restarts if it has ended, and all engines attach again."""
 
     kind = "keeper"
     at_once = 1
@@ -36,7 +36,7 @@ class KeeperRound(Round):
         return f"{self.num_engines} engines of {self.hold_s:.2f} s; keeper: {self.how} at {self.delay_s:.2f} s"
 
     def keeper(self) -> Process:
-        """Start `penstock cache`, and wait until it keeps."""
+        """Start `penstock cache`, and wait until it holds the model."""
         errors = self.directory / f"keeper{self.num_keepers}.err"
         self.num_keepers += 1
         words = ["cache", str(self.checkpoint.directory), "--model", "m", "--drain-s", "10"]
@@ -47,7 +47,7 @@ class KeeperRound(Round):
             if process.process.poll() is not None:
                 raise OSError(f"the keeper ended: {errors.read_text()[-300:]}")
             if not self.left_s():
-                self.hang("the keeper does not keep")
+                self.hang("the cache does not hold the model")
             time.sleep(0.01)
         return process
 

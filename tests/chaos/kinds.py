@@ -1,4 +1,4 @@
-"""Say which kind of round each number is: the same for a number, whatever else is run."""
+"""Maps each number to a kind of round, independent of the other rounds that run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS: dict[str, type[Round]] = {
 ORDER = ("fetch", "sync", "convert", "hub", "fetch", "storage", "keeper", "redis", "sync", "fetch", "convert", "clock",
          "users", "fetch", "sync", "storage", "hub", "fetch", "keeper", "redis", "together",
          "adapters")  # fmt: skip
-"""How kinds follow each other: a fifth are plain fetches."""
+"""The sequence of kinds. A fifth are plain fetches."""
 
 
 def kind_of(number: int) -> str:

@@ -1,7 +1,6 @@
-"""Run in each process of a chaos round: work with a record of descriptors, threads and memory before and after.
+"""Functions that run in the processes of a chaos round. They record descriptors, threads and memory before and after.
 
-In: a function by name and its argument. Out: what the function says, then a line `census` of what it left behind.
-Not here: starting these processes (`harness`), what is done to them (the kinds).
+Each sends its events and at the end a line `census` with what it left behind. `harness` starts these processes.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from typing import Any
 from tests.support.fleet import digests, send_event, set_constants
 
 SETTLE_S = 4.0
-"""Seconds on top of the stall deadline that threads and descriptors are given to end once the work is over: one that
-waits for an answer of a member that fell silent waits that long."""
+"""Seconds after the stall deadline in which threads and descriptors must end when the work is done. A request to a
+silent member takes that long."""
 GROWTH_BYTES = 128 << 20
-"""Resident memory that a process may gain by work on 8 MiB: libraries loaded and threads' stacks, not copies kept."""
+"""Allowed growth of resident memory by work on 8 MiB, for libraries and threads' stacks but not for copies."""
 _before: dict[str, Any] = {}
 _NUMBER = re.compile(r"[0-9]+")
 
 
 def descriptors() -> list[str]:
-    """Return what each open descriptor refers to, without the numbers that differ from one run to the next."""
+    """Return the target of each open descriptor, without numbers that differ between runs."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself
@@ -44,7 +43,7 @@ def descriptors() -> list[str]:
 
 
 def threads() -> list[str]:
-    """Return the names of all threads, those of libraries too."""
+    """Return the names of all threads, including those of libraries."""
     found = []
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError):  # it has just ended
@@ -70,7 +69,7 @@ def census() -> dict[str, Any]:
 
 
 def leaks(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
-    """Return what a process has open, runs or maps that it had not before, by kind of violation."""
+    """Return what a process newly has open, runs or maps, by kind of violation."""
     found = {}
     descriptors = Counter(after["descriptors"]) - Counter(before["descriptors"])
     if descriptors["socket:[N]"] <= before["pooled"]:
@@ -88,10 +87,10 @@ def leaks(before: dict[str, Any], after: dict[str, Any]) -> dict[str, str]:
 
 
 def mark(*, pooled: int = 0) -> None:
-    """Compare with the state of now at the end: libraries have begun what they keep for the process's life.
+    """Use the present state for the comparison at the end, after libraries have started their permanent threads.
 
     Args:
-        pooled: connections that a library may keep open for the next request, on top.
+        pooled: number of further connections that a library may keep open for the next request.
     """
     gc.collect()
     _before.clear()
@@ -99,7 +98,7 @@ def mark(*, pooled: int = 0) -> None:
 
 
 def run(told: dict[str, Any]) -> int:
-    """Call `told["function"]` in the round's directory; its result.
+    """Call `told["function"]` in the round's directory and return its result.
 
     Its stderr, and the stacks of all threads at SIGUSR1, go to a file there.
     """
@@ -126,7 +125,7 @@ def run(told: dict[str, Any]) -> int:
 
 
 def hub(told: dict[str, Any]) -> int:
-    """Run a hub whose time of day is set by lines of input: seconds that it is ahead of the machine's."""
+    """Run a hub whose clock is set by lines of input, in seconds ahead of the machine's clock."""
     from penstock.hub.directory import Directory
     from penstock.hub.server import run_hub
     from penstock.hub.store import MemoryStore, Store
@@ -154,7 +153,7 @@ def hub(told: dict[str, Any]) -> int:
 
 
 def _report(attempt: Callable[[], dict[str, Any]], word: str) -> None:
-    """Say under `word` what `attempt` returns, or the typed error that ended it."""
+    """Send an event with the result of `attempt`, or with the typed error that it raised."""
     from penstock.errors import PenstockError
 
     begun = time.monotonic()
@@ -166,7 +165,7 @@ def _report(attempt: Callable[[], dict[str, Any]], word: str) -> None:
 
 
 def load(told: dict[str, Any]) -> int:
-    """Load a checkpoint by `how`, once for each line of input; say the digest of what came or the typed error."""
+    """Load a checkpoint with `how` for each line of input. Send the digest of the result or the typed error."""
     import torch
 
     import penstock as ps
@@ -187,7 +186,9 @@ def load(told: dict[str, Any]) -> int:
         except ps.PenstockError as error:
             touched = any(bool(tensor.view(torch.uint8).any()) for tensor in target.values() if tensor.numel())
             if touched and not error.mutated:
-                return {"untold": f"{type(error).__name__} says the destination is untouched, and it is not: {error}"}
+                return {
+                    "untold": f"{type(error).__name__} says that the destination is unchanged, but it changed: {error}"
+                }
             raise
         return {"digests": digests(target)}
 
@@ -199,7 +200,7 @@ def load(told: dict[str, Any]) -> int:
 
 
 def engine(told: dict[str, Any]) -> int:
-    """Attach to a kept model at each line of input, say the digest of its tensors, and give the lease back."""
+    """Attach to a cached model at each line of input, send the digest of its tensors, and return the lease."""
     import torch
 
     import penstock as ps
@@ -220,7 +221,7 @@ def engine(told: dict[str, Any]) -> int:
 
 
 def convert(told: dict[str, Any]) -> int:
-    """Convert with workers forked as in production; say who was started, what is done, and how it ended."""
+    """Convert with workers forked as in production. Send events for started workers, progress, and the end."""
     import resource
 
     import torch
@@ -248,7 +249,7 @@ def convert(told: dict[str, Any]) -> int:
 
 
 def fork_server() -> Any:
-    """Return a production fork server that was itself forked: it needs no seconds to import torch."""
+    """Return a production fork server that was itself forked, which saves the import of torch."""
     from tests.support.fork_server import Graft
 
     from penstock.jobs.workers import fork_server
@@ -291,7 +292,7 @@ def fork_server() -> Any:
 
 
 def stranger(told: dict[str, Any]) -> int:
-    """As another user of the host: reach for every socket, port, file and process of the round; say what gave way."""
+    """Try, as another user, to reach every socket, port, file and process of the round. Send what was reachable."""
     os.setgroups([])
     os.setresgid(65534, 65534, 65534)
     os.setresuid(65534, 65534, 65534)
@@ -313,11 +314,11 @@ def stranger(told: dict[str, Any]) -> int:
 
 
 def _connects(path: str) -> bool:
-    """Return whether a Unix socket (`@`: an abstract one) answers with anything but a refusal."""
+    """Return whether a Unix socket (abstract if it begins with `@`) sends anything but a refusal."""
     with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(OSError):
         probe.settimeout(2.0)
         probe.connect(path.replace("@", "\0", 1) if path.startswith("@") else path)
-        # A listener that takes the connection and looks at the caller's user ends it without an answer.
+        # A listener that checks the caller's user after accepting closes the connection without an answer.
         probe.sendall(b"GET /v1/status HTTP/1.1\r\nHost: hub\r\n\r\n")
         answer = probe.recv(4096)
         return bool(answer) and not answer.startswith(b"HTTP/1.1 4")
@@ -325,7 +326,7 @@ def _connects(path: str) -> bool:
 
 
 def _asks(port: int, secret: str) -> list[bytes]:
-    """Return answers of a port that carry weights, or that say yes."""
+    """Return responses from a port that contain weights or a success."""
     found = []
     asks = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -347,7 +348,7 @@ def _asks(port: int, secret: str) -> list[bytes]:
 
 
 def _holds(port: int, count: int) -> list[socket.socket]:
-    """Return connections that stay open and say half of something, or nothing."""
+    """Return open connections that sent half a request or nothing."""
     held = []
     for number in range(count):
         probe = socket.socket()
@@ -363,7 +364,7 @@ def _holds(port: int, count: int) -> list[socket.socket]:
 
 
 def _looks_into(pid: int) -> list[str]:
-    """Return what of a process another user can list, open or map: its descriptors and its memory."""
+    """Return which descriptors and memory of a process another user can list, open or map."""
     found = []
     with contextlib.suppress(OSError):
         for fd in os.listdir(f"/proc/{pid}/fd"):

@@ -1,7 +1,4 @@
-"""Run rounds by number, several at once.
-
-In: numbers, a seed. Out: outcomes. Not here: arguments (`__main__`), what rounds do (`harness`).
-"""
+"""Runs rounds by number, several at once."""
 
 from __future__ import annotations
 
@@ -14,12 +11,12 @@ from tests.chaos.harness import Outcome, Round, World
 from tests.chaos.kinds import KINDS, kind_of
 
 PLACES = 6
-"""Rounds wait more than they compute: two cores run this many at once."""
+"""Number of places. Rounds wait more than they compute, so two cores run this many at once."""
 KEEP = Path(".cache/chaos")
 
 
 class Places:
-    """A number of places that rounds take, several each; a round waits until there are enough."""
+    """A number of places. A round may take several, and waits until enough are free."""
 
     def __init__(self, count: int) -> None:
         self._free, self._count, self._changed = count, count, threading.Condition()
@@ -40,7 +37,7 @@ class Places:
 def run(
     numbers: Sequence[int], seed: int, *, world: World, places: int, until: float, show: bool, keep: Path = KEEP
 ) -> list[Outcome]:
-    """Run rounds by number, several at once, until all are done or no more may begin; their outcomes."""
+    """Run rounds by number, several at once, until all are done or no more may start. Return their outcomes."""
     free, outcomes, running = Places(places), list[Outcome](), list[threading.Thread]()
     lock = threading.Lock()
 

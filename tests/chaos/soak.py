@@ -1,19 +1,19 @@
-"""Watch whether long-lived processes keep what short-lived ones leave.
+"""Checks whether long-lived processes accumulate what short-lived processes leave behind.
 
     python -m tests.chaos.soak --minutes 30 --seed 1
 
-Long-lived: a hub (`penstock hub`), a keeper (`penstock cache`), a member that serves, a publisher, a subscriber, and a
-client that joins, fetches, leaves, attaches and lets go in a loop. Beside them members, engines and subscribers are
-born, use those, and leave or are killed, by a seed. Every few seconds memory, descriptors and threads of the long-lived
-ones are read from /proc.
+The long-lived processes are a hub (`penstock hub`), a weight cache (`penstock cache`), a member that serves, a
+publisher, a subscriber, and a client that joins, fetches, leaves, attaches and detaches in a loop. Short-lived members,
+engines and subscribers start, use those, and leave or are killed, as a seed decides. Every few seconds, memory,
+descriptors and threads of the long-lived processes are read from /proc.
 
-Memory must be flat: a line fitted to the samples of the last two thirds rises less than `RSS_PER_MINUTE`, less two
-standard errors of the fit. Descriptors and threads must be flat by the same fit, and at rest (nobody else there) as
-many as at rest after the first third. Bytes are compared with the checkpoint's at each step; an error that no kill
-explains counts.
+Memory must be flat. A line fitted to the samples of the last two thirds must rise less than `RSS_PER_MINUTE`, after
+subtracting two standard errors of the fit. Descriptors and threads must be flat by the same fit. At rest, without other
+processes, there must be as many as at rest after the first third. Bytes are compared with the checkpoint at each step.
+An error that no kill explains counts as a fault.
 
-In: minutes, a seed. Out: samples as JSON lines and a page, `benchmarks/results/MACHINE/soak.*`; exit code 1 where it is
-not flat. Not here: single faults and what comes of them (`tests.chaos`).
+The samples and a page are written to `benchmarks/results/MACHINE/soak.*`. The exit code is 1 if something is not flat.
+`tests.chaos` tests single faults.
 """
 
 from __future__ import annotations
@@ -53,33 +53,34 @@ from penstock.testing.checkpoints import write_llama
 RESULTS = Path("benchmarks/results/cpu2_202611")
 MODEL_BYTES = 16_000_000
 RSS_PER_MINUTE = 0.5 * (1 << 20)
-"""Bytes; 30 MiB an hour. Reason: the allocator still moves by some MiB within half an hour, and what a member leaves is
-seen below it: 60 births a minute that leave 10 KiB each are above."""
+"""Allowed growth in bytes per minute, 30 MiB an hour. The allocator varies by some MiB within half an hour. Leaks by
+members are still visible: 60 starts a minute that leak 10 KiB each exceed the limit."""
 COUNT_PER_MINUTE = 0.2
-"""Descriptors or threads. Reason: one left by every hundredth cycle is above; samples catch connections under way."""
+"""Allowed growth of descriptors or threads per minute. A leak in every hundredth cycle exceeds it. Samples include
+connections in use."""
 REST_S = 25.0
-"""Seconds for descriptors and threads to come to rest: a lease of a killed engine ends after 15 s."""
+"""Seconds for descriptors and threads to come to rest. The lease of a killed engine ends after 15 s."""
 SPARE = 2
-"""Descriptors or threads that a process at rest may have more than at rest before: a pool's thread begun later."""
+"""Descriptors or threads that a process at rest may have in addition, such as a later thread of a pool."""
 SPARE_BYTES = 32 << 20
-"""Bytes that a process at rest may have more than at rest before."""
+"""Bytes that a process at rest may have in addition."""
 SMALL = {"penstock.peer.local_weights.CHUNK_BYTES": 256 << 10, "penstock.hub.claims.MIN_PIECE_BYTES": 1 << 20}
-"""More chunks in small weights: more rounds of what a fetch does."""
+"""Settings for more chunks in small weights, and so more rounds in a fetch."""
 WATCHED = ("hub", "keeper", "member", "publisher", "subscriber", "client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One process at one time."""
+    """The state of a process at one time."""
 
     at_s: float
     process: str
     rss: int
-    """Resident bytes, shared memory included."""
+    """Resident bytes, including shared memory."""
     private: int
-    """Of them anonymous: its heap."""
+    """Anonymous resident bytes, which are its heap."""
     pss: int
-    """Resident bytes, what is shared counted by how many share it."""
+    """Resident bytes with shared pages divided by the number of processes that share them."""
     fds: int
     threads: int
 
@@ -102,7 +103,7 @@ def look(process: str, pid: int, at_s: float) -> Sample:
 
 @dataclass(slots=True)
 class Counts:
-    """What was done so far. Any thread adds."""
+    """Counts of actions so far. Any thread may add."""
 
     done: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -119,7 +120,7 @@ class Counts:
 
 
 class Soak:
-    """The long-lived processes, and what happens around them. A context manager; its end kills all."""
+    """The long-lived processes and the activity around them. A context manager, which kills all processes on exit."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.seed, self.directory, self.counts = seed, directory, Counts()
@@ -175,7 +176,7 @@ class Soak:
             thread.start()
 
     def _drain(self, pipe: Any) -> None:
-        """Read what a process says, so that it never waits for us; the last lines are kept for a look."""
+        """Read the output of a process, so that it never blocks. Keep the last lines for errors."""
         self.said: deque[bytes] = deque(maxlen=50)
         threading.Thread(target=lambda: self.said.extend(pipe), daemon=True).start()
 
@@ -191,10 +192,10 @@ class Soak:
         task = SyncTask(side=side, hub=self.hub, environ=self._environ, options={"arena": True}, **more)
         return self._stack.enter_context(SyncWorker(task, self.fork_server))
 
-    # -- what happens
+    # -- Activity.
 
     def _repeat(self, turn: Callable[[random.Random], None], chance: random.Random) -> None:
-        """One thing after another of its kind while this is going; the barrier says that nothing is under way."""
+        """Repeat an activity while the soak runs. The barrier marks the moments without activity."""
         while not self._ended.is_set():
             if not self._going.wait(0.2):
                 continue
@@ -216,7 +217,7 @@ class Soak:
             self.counts.fault("wrong bytes", what)
 
     def _fetches(self, chance: random.Random) -> None:
-        """A member is born, fetches from those that live, serves for a moment, and leaves or is killed."""
+        """Start a member, which fetches from the others, serves for a moment, and leaves or is killed."""
         model = chance.choice(("m", "m", "kept"))
         with self._worker(model, serve=True) as worker:
             self.counts.add("members born")
@@ -235,7 +236,7 @@ class Soak:
                 self.counts.fault("errors of leaving", worker.events)
 
     def _attaches(self, chance: random.Random) -> None:
-        """An engine is born, attaches, and lets go or is killed."""
+        """Start an engine, which attaches, and detaches or is killed."""
         told = {"hub": self.hub, "hold_s": chance.random() * 0.3}
         with self.fork_server.fork("tests.chaos.soak:engine", told, self._environ) as engine:
             self.counts.add("engines born")
@@ -245,13 +246,13 @@ class Soak:
                 return
             line = engine.stdout.readline()
             if not line:
-                raise PenstockError("an engine ended without a word")
+                raise PenstockError("an engine ended without a result")
             self._compare(json.loads(line)["digests"], "an attachment")
             self.counts.add("attachments")
             engine.wait(30)
 
     def _syncs(self, chance: random.Random) -> None:
-        """A version is published and taken, by the subscriber that stays and now and then by one that is born."""
+        """Publish a version, which the permanent subscriber and sometimes a new one receive."""
         version = self.counts.done["versions"] + 1
         self.counts.add("versions")
         told = self.publisher.call(f"publish {version}")
@@ -278,7 +279,7 @@ class Soak:
         time.sleep(chance.random() * 0.2)
 
     def _hear(self) -> None:
-        """Count what the client says of its loop."""
+        """Count the events from the client's loop."""
         for line in self.client.stdout:
             if not line.startswith(b"{"):
                 continue
@@ -294,13 +295,13 @@ class Soak:
     _idle_client: threading.Event
 
     def go(self) -> None:
-        """Let things happen."""
+        """Start the activity."""
         self._idle_client = threading.Event()
         self._going.set()
         self._tell(b"go\n")
 
     def rest(self) -> None:
-        """Let nothing more happen, and return once what was under way is over."""
+        """Stop the activity, and wait until running actions are done."""
         self._going.clear()
         self._tell(b"pause\n")
         self._idle.wait(timeout=90)
@@ -311,10 +312,10 @@ class Soak:
         self.client.stdin.write(line)
         self.client.stdin.flush()
 
-    # -- what is seen
+    # -- Samples.
 
     def sample(self) -> list[Sample]:
-        """Look at every long-lived process. One that has ended is a fault."""
+        """Sample every long-lived process. An ended process is a fault."""
         at_s, found = time.monotonic() - self.begun, []
         for name, pid in self.pids.items():
             try:
@@ -324,7 +325,7 @@ class Soak:
         return found
 
     def at_rest(self, before: Sequence[Sample] = ()) -> list[Sample]:
-        """Samples once they no longer change, or are as before, or `REST_S` are over."""
+        """Return samples once they no longer change, or are as before, or after `REST_S`."""
         deadline, last, same = time.monotonic() + REST_S, [(0, 0)], 0
         while True:
             found = self.sample()
@@ -343,11 +344,11 @@ class Soak:
         self._stack.close()
 
 
-# -- in processes of their own
+# -- Functions that run in separate processes.
 
 
 def engine(told: dict[str, Any]) -> int:
-    """Attach to the kept model, say the digest of its bytes, hold them for a moment and let go."""
+    """Attach to the cached model, send the digest of its bytes, hold it for a moment and detach."""
     with ps.cache.attach("kept", connection=told["hub"], timeout_s=20.0) as attached:
         send_event("attached", digests=digests(dict(attached)))
         time.sleep(told["hold_s"])
@@ -355,7 +356,7 @@ def engine(told: dict[str, Any]) -> int:
 
 
 def client(told: dict[str, Any]) -> int:
-    """Join, fetch, leave, attach and let go, again and again in one process, between lines `go` and `pause`."""
+    """Join, fetch, leave, attach and detach repeatedly in one process, between the lines `go` and `pause`."""
     import torch
 
     torch.set_num_threads(1)
@@ -400,13 +401,13 @@ def _turn(told: dict[str, Any]) -> None:
     send_event("turn")
 
 
-# -- what comes of it
+# -- Results.
 
 
 def slope_per_minute(samples: Sequence[Sample], of: str) -> tuple[float, float]:
-    """Return the rise of a fitted line over these samples, and the standard error of that; NaN of fewer than two.
+    """Return the slope of a line fitted to these samples, and its standard error. NaN for fewer than two samples.
 
-    A busy machine may give a short soak no sample after its warm-up: nothing is known of the rise then.
+    On a busy machine a short soak may have no sample after its warm-up, so the slope is unknown.
     """
     if len(samples) < 2:
         return float("nan"), float("nan")
@@ -420,16 +421,16 @@ def slope_per_minute(samples: Sequence[Sample], of: str) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One process over the whole soak."""
+    """The result for one process over the whole soak."""
 
     process: str
     rss_mib: tuple[float, float]
-    """At rest after the first third, and at the end."""
+    """Resident memory at rest after the first third, and at the end."""
     private_mib: tuple[float, float]
     fds: tuple[int, int]
     threads: tuple[int, int]
     rss_slope_mib: float
-    """A minute, as all slopes."""
+    """Slope per minute, like all slopes."""
     private_slope_mib: float
     pss_slope_mib: float
     fds_slope: float
@@ -438,11 +439,11 @@ class Row:
 
 
 def check_outcome(name: str, samples: Sequence[Sample], before: Sample, after: Sample, *, is_fitted: bool) -> Row:
-    """Hold one process to the bounds; `is_fitted`: the samples are enough for slopes to mean something."""
+    """Compare one process with the limits. `is_fitted` says whether there are enough samples for slopes."""
     mib = float(1 << 20)
     fits = {of: slope_per_minute(samples, of) for of in ("rss", "private", "pss", "fds", "threads")}
     slopes = {of: slope for of, (slope, _) in fits.items()}
-    # What is under way at a sample comes and goes: a rise counts from two standard errors below it.
+    # Activity during a sample varies, so a rise counts from two standard errors below it.
     least = {of: slope - 2 * error for of, (slope, error) in fits.items()}
     faults = []
     if is_fitted and len(samples) < 3:
@@ -480,7 +481,7 @@ def check_outcome(name: str, samples: Sequence[Sample], before: Sample, after: S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of a soak."""
+    """The result of a soak."""
 
     seed: int
     seconds: float
@@ -490,11 +491,11 @@ class Outcome:
 
     @property
     def holds(self) -> bool:
-        """Whether all is flat and every byte was right."""
+        """Return whether all values are flat and every byte was right."""
         return not self.faults and not any(row.faults for row in self.rows)
 
     def lines(self) -> list[str]:
-        """A page for people."""
+        """Return the page as lines of text."""
         said = [
             f"{self.seconds / 60:.1f} minutes, seed {self.seed}: "
             + ", ".join(f"{number:,} {what}" for what, number in sorted(self.counts.items())),
@@ -525,13 +526,13 @@ def run(
     show: Callable[[str], None] = lambda line: None,
     write: Callable[[Sequence[Sample]], None] = lambda samples: None,
 ) -> Outcome:
-    """Soak for so long.
+    """Soak for the given time.
 
     Args:
-        seconds: of the whole; under five minutes slopes are not judged, only what is there at rest.
-        seed: of what happens.
-        show: told a line now and then.
-        write: given samples as they are taken.
+        seconds: total time. Under five minutes only the state at rest is judged, and not the slopes.
+        seed: seed for the activity.
+        show: receives a line from time to time.
+        write: receives samples as they are taken.
     """
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir="/tmp"))
     samples: list[Sample] = []
@@ -579,11 +580,11 @@ def run(
 
 
 def main() -> int:
-    """Parse arguments, run, print and write; the exit code."""
+    """Parse arguments, run, print, write, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30.0, help="how long (default: 30)")
-    parser.add_argument("--seed", type=int, default=1, help="of what happens (default: 1)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"where soak.jsonl and soak.md go ({RESULTS})")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration (default: 30)")
+    parser.add_argument("--seed", type=int, default=1, help="seed for the activity (default: 1)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help=f"directory for soak.jsonl and soak.md ({RESULTS})")
     told = parser.parse_args()
 
     def end(number: int, frame: object) -> None:

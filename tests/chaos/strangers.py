@@ -1,7 +1,7 @@
-"""Rounds with another user of the host, who reaches for every socket, port, process and file of a fleet.
+"""Rounds with another user of the host who tries to reach every socket, port, process and file of a fleet.
 
-In: a round. Out: its violations: anything that was given to the stranger, a member that is held up by it.
-Not here: token holders that misuse what they may do (`tests/integration/fetch/test_fleet_refused.py`).
+Violations are anything that the stranger gets, and members that it blocks.
+`tests/integration/fetch/test_fleet_refused.py` tests token holders that misuse their rights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from tests.support.fleet import Task, Worker
 from penstock.types import MIB
 
 FETCH_S = 40.0
-"""Seconds for a fetch of 8 MiB while a stranger holds connections. Reason: without, it takes one."""
+"""Time limit in seconds for a fetch of 8 MiB while a stranger holds connections. Without a stranger it takes one
+second."""
 
 
 class StrangerRound(Round):
-    """A holder, a stranger, then a reader."""
+    """A round with a holder, a stranger, then a reader."""
 
     kind = "users"
     at_once = 1
@@ -60,9 +61,9 @@ class StrangerRound(Round):
         reader, begun = self.member(), time.monotonic()
         report = self.expect(reader, "fetched")
         if self.expect(reader, "digests")["digests"] != self.checkpoint.digests:
-            self.violate("wrong bytes", "delivered beside a stranger")
+            self.violate("wrong bytes", "received with a stranger present")
         if time.monotonic() - begun > FETCH_S:
-            self.violate("bounded waits", f"a fetch beside a stranger took {time.monotonic() - begun:.0f} s")
+            self.violate("bounded waits", f"a fetch with a stranger present took {time.monotonic() - begun:.0f} s")
         if report["storage_bytes"]:
             self.violate("storage factor", f"a stranger had {report['storage_bytes']} bytes read from storage again")
         self.leave([holder, reader])

@@ -1,8 +1,8 @@
-"""Rounds of a sync: trainer ranks publish, subscribers update, some are killed or stopped; then a version for the rest.
+"""Rounds with a sync: trainer ranks publish, subscribers update, some processes are killed or stopped.
 
-In: a round. Out: its violations: a torn or wrong version, an error that says less than it should, a hang; of versions
-with a two-phase commit also subscribers on different versions, and one on a version that was withdrawn.
-Not here: fleets that fetch a checkpoint (`fleets`).
+The survivors then get a last version. Violations are a torn or wrong version, an uninformative error, and a hang. With
+a two-phase commit, subscribers must not be on different versions or on a withdrawn version. `fleets` has fleets that
+fetch a checkpoint.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.support.sync import SyncTask, SyncWorker, expected_digest
 REFUSALS = frozenset(
     {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
 )
-"""What may be said of a version that could not be had or shown."""
+"""Errors that are allowed for a version that was not available."""
 DEADLINE_S = 4.0
-"""Of a decision: the versions take some tenths of a second."""
+"""Seconds until a decision. The versions take some tenths of a second."""
 SLACK_S = 10.0
-"""For a machine that is busy."""
+"""Additional seconds for a busy machine."""
 ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
 
 
 class SyncRound(Round):
-    """Two versions, of which the second loses ranks; then a third for all that live."""
+    """Two versions, of which the second loses ranks, then a third for all ranks that are alive."""
 
     kind = "sync"
     at_once = 2
@@ -51,7 +51,7 @@ class SyncRound(Round):
         return "; ".join([sides] + [f"{who} {how} at {at:.2f} s" for at, who, how in self.hits])
 
     def rank(self, side: str, **task: Any) -> SyncWorker:
-        # Tensors of an adapter are a receiver's own.
+        # An adapter has its own tensors in a receiver.
         options: dict[str, Any] = {} if side == "subscriber" and "base" in task else {"arena": True}
         connection = {"transports": [self.transport]}
         if self.tag:
@@ -135,7 +135,7 @@ class SyncRound(Round):
                 self.lost.append(worker)
 
     def check_outcome(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """Each that lives says what it has, and it is so; a publisher claims nobody's success that was none."""
+        """Check that each survivor reports the version that it has, and that publishers claim no false success."""
         have = {}
         for worker in subscribers:
             if worker not in self.lost:
@@ -150,10 +150,10 @@ class SyncRound(Round):
                     self.violate("unexpected error", f"publish 2: {said['error']}: {said['message']}")
                 false = [one for one in said.get("committed", ()) if have.get(one, 2) != 2]
                 if false:
-                    self.violate("torn version", f"{false} are said to have version 2, and have not")
+                    self.violate("torn version", f"{false} are reported to have version 2 but do not have it")
 
     def check(self, worker: SyncWorker, said: dict[str, Any], versions: set[int]) -> int:
-        """Return the version that a subscriber has, whole; 0 where it knows that it is dirty."""
+        """Return the version that a subscriber has whole, or 0 if it knows that it is dirty."""
         if "error" in said:
             if said["error"] not in self.refusals:
                 self.violate("unexpected error", f"update: {said['error']}: {said['message']}")
@@ -167,13 +167,13 @@ class SyncRound(Round):
         if said["version"] not in versions or said["is_dirty"]:
             self.violate("torn version", f"version {said['version']}, dirty {said['is_dirty']}; due: {versions}")
         elif said["digests"] != expected_digest(worker.task, said["version"]):
-            self.violate("wrong bytes", f"not the bytes of version {said['version']}")
+            self.violate("wrong bytes", f"the bytes differ from version {said['version']}")
         return int(said["version"])
 
     def go_on(
         self, publishers: list[SyncWorker], subscribers: list[SyncWorker]
     ) -> tuple[list[SyncWorker], list[SyncWorker]]:
-        """Send the next version, of the same trainer or of one that starts again, to all that live; who they are."""
+        """Send the next version, from the same or a restarted trainer, to all that are alive. Return them."""
         if any(one in self.lost for one in publishers):
             for one in publishers:
                 one.kill(signal.SIGKILL)
@@ -188,7 +188,10 @@ class SyncRound(Round):
 
 
 class TogetherRound(SyncRound):
-    """A sync round whose versions the fleet commits together; some have a replica whose check refuses version 2."""
+    """A sync round whose versions the fleet commits together.
+
+    Some rounds have a replica whose check refuses version 2.
+    """
 
     kind = "together"
 
@@ -224,7 +227,7 @@ class TogetherRound(SyncRound):
             one.send("update")
 
     def decided(self, publishers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
-        """What the publishers that live say of the decision."""
+        """Return the decision as the live publishers report it."""
         said = []
         for one in publishers:
             if one not in self.lost:
@@ -246,19 +249,19 @@ class TogetherRound(SyncRound):
                 self.violate("unexpected error", f"together {version}: {said}")
 
     def check_outcome(self, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """All that live settle on one version: the one before, or the new one where it was not withdrawn."""
+        """Check that all survivors have one version, the previous one or a new one that was not withdrawn."""
         begun, told = time.monotonic(), {}
         alive = [one for one in subscribers if one not in self.lost]
         for worker in alive:
             told[worker] = self.done(worker, "update")
         ends = self.decided(publishers, 2)
         if (took_s := time.monotonic() - begun) > DEADLINE_S + 3 * STALL_S + SLACK_S:
-            self.violate("hang", f"the last of all was done after {took_s:.1f} s")
+            self.violate("hang", f"the last rank was done after {took_s:.1f} s")
         outcomes = {said["outcome"] for said in ends if "error" not in said}
         errors = {said["error"] for said in ends if "error" in said}
         if unknown := errors - REFUSALS - {"VersionRefused"}:
             self.violate("unexpected error", f"together 2: {unknown}: {ends}")
-        # Once more: one that was late, or learned nothing, takes what the fleet has decided.
+        # Update again, because a subscriber that was late receives the version that the fleet decided on.
         versions = {}
         for worker in alive:
             for said in (told[worker], None):
@@ -271,15 +274,17 @@ class TogetherRound(SyncRound):
             versions[worker] = self.check(worker, self.done(worker, "digests"), {1, 2})
         refuser = subscribers[self.refuser] if self.refuser >= 0 else None
         if refuser in versions and 2 in versions.values():
-            # The fleet may commit without a replica that was late or failed; it then refuses the version by itself.
+            # The fleet may commit without a replica that was late or failed. That replica then refuses the version
+            # itself.
             member = refuser.events["joined"]["member"]  # type: ignore[union-attr]
             if not any(member in (*said.get("late", ()), *said.get("failed", ())) for said in ends):
-                self.violate("withdrawn version", "it is live although a replica refused it")
+                self.violate("withdrawn version", "the version is live although a replica refused it")
             told.pop(refuser)  # type: ignore[arg-type]
             versions.pop(refuser)  # type: ignore[arg-type]
         if self.stragglers == "leave_out":
-            # One that did not prepare it, and says so, may stay behind: these are ranks of one engine, each with its
-            # own part, and where a publisher died no member has those bytes. One that prepared the version may not.
+            # A rank that reports that it did not prepare the version may stay behind. These are ranks of one engine
+            # with separate parts, and if a publisher died no member has those bytes. A rank that prepared the version
+            # may not stay behind.
             for worker, said in told.items():
                 is_left_out = said.get("error") in REFUSALS and "cannot learn the fleet" not in said["message"]
                 if is_left_out and versions[worker] == 1:
@@ -299,6 +304,6 @@ class TogetherRound(SyncRound):
         self, publishers: list[SyncWorker], subscribers: list[SyncWorker]
     ) -> tuple[list[SyncWorker], list[SyncWorker]]:
         if self.lost:
-            # The dead are listed for as long: a version that all must have would be withdrawn for them.
+            # Wait until dead members are no longer listed, because a version that all must have would be withdrawn.
             time.sleep(SHORT_TIMEOUTS["penstock.hub.local_hub.TTL_S"] + 1.0)
         return super().go_on(publishers, subscribers)

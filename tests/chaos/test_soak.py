@@ -1,4 +1,4 @@
-"""The soak's short form: what members leave behind in those that stay, seen at rest after twenty seconds."""
+"""A short soak: what members leave behind in long-lived processes, at rest after twenty seconds."""
 
 from __future__ import annotations
 

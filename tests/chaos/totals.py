@@ -1,8 +1,4 @@
-"""Add up the outcomes of rounds, and print them for people or as JSON.
-
-In: outcomes. Out: lines of text or one JSON document.
-Not here: the rounds (`harness`).
-"""
+"""Adds up the outcomes of rounds, and prints them as text or JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ COUNTED = (
     "leaked processes",
     "left files",
 )
-"""Kinds of violations that are printed also where there are none."""
+"""Kinds of violations that are printed even if there are none."""
 
 
 def totals(outcomes: Sequence[Outcome]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def _say(**words: object) -> None:
 
 
 class ForkLauncher:
-    """A launcher that forks workers from the coordinator in tens of milliseconds: it need not import torch first."""
+    """A launcher that forks workers from the coordinator, which saves them the import of torch."""
 
     listen: str | None = None
 
