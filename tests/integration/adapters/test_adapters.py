@@ -1,4 +1,4 @@
-"""A LoRA adapter of PEFT syncs by itself, for one base: into PEFT's models, directories for engines, merged weights."""
+"""A LoRA adapter from PEFT syncs without its base: into PEFT's models, directories for engines, and merged weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from penstock_hf.peft import (  # noqa: E402
 )
 from penstock_rl.lora_server import SglangServer, VllmServer, serve_adapter  # noqa: E402
 
-# PEFT 0.21 asks transformers 5.23 by a name that it renamed.
+# PEFT 0.21 uses a name that transformers 5.23 renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 PROMPT = torch.tensor([[1, 5, 9, 200, 17]])
@@ -56,7 +56,7 @@ def base_model(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def model(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    """The base with an adapter of random values."""
+    """Return the base with a random adapter."""
     chosen = {"r": 8, "lora_alpha": 16, "target_modules": MODULES} | options
     made = peft.get_peft_model(base_model(dtype), peft.LoraConfig(**chosen), autocast_adapter_dtype=False)
     return fill(made, seed)
@@ -439,7 +439,7 @@ def test_second_rank_restart_is_refused_first(host: Host, mode: Any) -> None:
             publisher.publish(1)
             subscriber.update()
             other.update()
-        # The former process is listed for a while, and other receivers still have its version.
+        # The old process stays listed for a while, and other receivers still have its version.
         with adapter_publisher("a", model(1, r=4), base="b1") as publisher:
             publisher.publish(2)
             with pytest.raises(ps.PlanError, match="lora_A"):
@@ -466,13 +466,13 @@ def test_directories_follow_peft_layout_and_never_change(host: Host, tmp_path: P
             loaded = peft.PeftModel.from_pretrained(base_model(), written[-1])
             assert torch.equal(logits(loaded), logits(trained))
         assert [path.exists() for path in written] == [False, True, True]
-        # Nothing half written is left.
+        # No partial file remains.
         assert len(list(written[-1].parent.iterdir())) == 2
     assert list(tmp_path.iterdir()) == []
 
 
 class Engine:
-    """An engine in memory that serves what it has read of each directory."""
+    """An engine in memory that serves the directories that it has read."""
 
     def __init__(self) -> None:
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
@@ -511,7 +511,7 @@ def test_engine_lists_each_version_under_separate_name(host: Host) -> None:
         engine.refuses = ""
         served.update()
         assert list(engine.adapters) == ["policy@3", "policy@4"]
-        # The engine's base moves: nothing of the old one may be served on it.
+        # The engine's base changes, so it must not serve an adapter for the old base.
         bases[0] = "b2"
         assert not served.check_base()
         assert (engine.adapters, served.version) == ({}, -1)
@@ -523,7 +523,7 @@ def test_engine_lists_each_version_under_separate_name(host: Host) -> None:
 
 @pytest.fixture
 def routes() -> Iterator[tuple[str, list[tuple[str, Any]], list[int]]]:
-    """A server's URL, what it was asked, and the status of its next answers."""
+    """Yield a server's URL, its requests, and the status of its next responses."""
     asked: list[tuple[str, Any]] = []
     answers: list[int] = []
 
@@ -551,7 +551,7 @@ def routes() -> Iterator[tuple[str, list[tuple[str, Any]], list[int]]]:
 
 
 def test_server_routes_match_vllm_and_sglang(routes: tuple[str, list[tuple[str, Any]], list[int]]) -> None:
-    """As vLLM 0.32 and SGLang 0.5.23 have them; vLLM's are run in `make test-engines`."""
+    """The routes match vLLM 0.32 and SGLang 0.5.23. `make test-engines` runs vLLM's."""
     url, asked, answers = routes
     for server, prefix in ((VllmServer(url), "/v1"), (SglangServer(url), "")):
         server.load("p@1", Path("/there"))
@@ -602,7 +602,7 @@ def test_merge_at_source_matches_merge_at_receiver(host: Host, dtype: torch.dtyp
                 assert torch.allclose(state[name].float(), one.float(), atol=tolerance, rtol=tolerance), name
             assert torch.allclose(logits(here), logits(trained), atol=0.05 if dtype is torch.bfloat16 else 1e-4)
         assert pauses == [1, 2, 3, 4, 5, 6]
-        # No error of a version is left in the next: the sixth is what a merge into a fresh base gives.
+        # Rounding errors do not accumulate: the sixth version equals a merge into a fresh base.
         fresh = base_model(dtype)
         with merging_subscriber("a", fresh, base="b1") as other:
             other.update()
@@ -629,7 +629,7 @@ def test_externally_changed_merged_weights_are_refused(host: Host) -> None:
         ):
             merging.update()
         assert (merging.version, merging.is_dirty) == (1, False)
-        # A new base is said to be one: its values are what is merged into.
+        # The caller announces a new base. Its values are the ones that are merged into.
         fresh = base_model()
         here.load_state_dict(fresh.state_dict())
         bases[0] = "b2"

@@ -1,7 +1,7 @@
-"""Add a storage, a transport, a format and an operation from outside the package, through public entry points only.
+"""Adds a storage, a transport, a format and an operation from outside the package, through public entry points only.
 
-The extensions are a module in a directory of their own, as an installed package would be: nothing of Penstock is
-patched, and no private name is used.
+The extensions are a module in a separate directory, as in an installed package. Nothing in Penstock is patched, and no
+private name is used.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ print(json.dumps({path: report.why[path] for path in report.nbytes_by_path}))
 
 @pytest.fixture
 def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint of two files in the vault, and its tensors by the format's own reader."""
+    """Return a checkpoint with two files in the vault, and its tensors read by the format's own reader."""
     vault = tmp_path / "vault" / "model"
     vault.mkdir(parents=True)
     save_file({"a": torch.randn(300, 700)}, vault / "model-00001-of-00002.safetensors")
@@ -231,7 +231,7 @@ def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of a package with entry points, on the path of this process and of its children."""
+    """Return the directory of a package with entry points, on the path of this process and its children."""
     site = tmp_path / "site"
     information = site / "extensions-1.0.dist-info"
     information.mkdir(parents=True)
@@ -251,14 +251,14 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(code: str) -> str:
-    """Run code in a process of its own, so that what it registers is gone with it."""
+    """Run code in a separate process, so that its registrations end with it."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_storage_registered_in_process_is_used(tensors, installed: Path, tmp_path: Path) -> None:
-    # Without its entry point, so that only the registration can make the scheme known.
+    # Remove its entry point, so that only the registration makes the scheme known.
     (installed / "extensions-1.0.dist-info" / "entry_points.txt").unlink()
     run(
         "import penstock, safetensors.torch\n"
@@ -273,7 +273,7 @@ def test_storage_registered_in_process_is_used(tensors, installed: Path, tmp_pat
 
 
 def test_installed_storage_and_operation_reach_workers(tensors, installed: Path, tmp_path: Path) -> None:
-    """The workers of a conversion are other processes: they know the storage by its entry point."""
+    """Workers of a conversion are separate processes, which know the storage by its entry point."""
     run(
         "import penstock\n"
         "word = {'op': 'function', 'function': 'vault_storage:Negate'}\n"
@@ -288,7 +288,7 @@ def test_installed_storage_and_operation_reach_workers(tensors, installed: Path,
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A runtime directory for processes that find each other by the host's own hub; its path is short."""
+    """Return a short runtime directory for processes that find each other through the host's hub."""
     directory = tempfile.mkdtemp(prefix="pk-")
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
     yield directory
@@ -296,7 +296,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def fetch_in_processes(tmp_path: Path, transports: str = '["peek"]') -> dict[str, str]:
-    """Fetch from one process into another; return the report's paths with the reason for each."""
+    """Fetch from one process into another. Return the report's paths with the reason for each."""
     wanted = {"a": torch.randn(1 << 20), "b": torch.randn(3, 5).bfloat16()}
     save_file(wanted, tmp_path / "in.safetensors")
     holder = subprocess.Popen(
@@ -326,7 +326,7 @@ def fetch_in_processes(tmp_path: Path, transports: str = '["peek"]') -> dict[str
 
 
 def test_installed_transport_carries_fetch(installed: Path, runtime: str, tmp_path: Path) -> None:
-    """Both ends know it by its entry point, and it carries every byte of a fetch."""
+    """Both ends know the transport by its entry point, and it transfers every byte of a fetch."""
     (path,) = fetch_in_processes(tmp_path)
     assert path.startswith("peek")
 
@@ -367,7 +367,7 @@ def test_broken_entry_point_is_named_and_skipped(installed: Path, runtime: str) 
 
 
 def test_installed_format_is_stored_and_dequantised(installed: Path, tmp_path: Path) -> None:
-    """A conversion stores it, describes it in config.json, and `dequantise` reads it again."""
+    """A conversion stores the format and describes it in config.json, and `dequantise` reads it again."""
     source = tmp_path / "model"
     source.mkdir()
     weight = torch.randn(200, 160)
@@ -385,7 +385,7 @@ def test_installed_format_is_stored_and_dequantised(installed: Path, tmp_path: P
     assert codes.dtype == torch.float8_e4m3fn and scales.shape == (4, 3)
     spread = scales.repeat_interleave(64, 0)[:200].repeat_interleave(64, 1)[:, :160]
     values = codes.float() * spread
-    # E4M3 has three bits of mantissa: an error of at most 1/16 of the value, or of the least step of its block.
+    # E4M3 has three bits of mantissa, so the error is at most 1/16 of the value or of the block's smallest step.
     assert bool(((values - weight).abs() <= weight.abs() / 16 + spread * 2**-10).all())
     block = weight[:64, :64].abs().max() / 448
     torch.testing.assert_close(scales[0, 0], block)

@@ -1,4 +1,4 @@
-"""Replicas of an engine in a fleet of this host: the second takes all from the first, which drains when told."""
+"""Replicas of an engine on one host: the second reads everything from the first, which drains when asked to."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ LOG = logging.getLogger("engine")
 
 @pytest.fixture
 def runtime(monkeypatch) -> Iterator[None]:
-    """A hub of this test's own, in a directory whose name is short enough for a socket."""
+    """Use a separate hub in a directory whose name is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         yield
 
 
 def start(options: replica.FleetOptions, uri: str) -> dict[str, torch.Tensor]:
-    """What an engine does: copy each tensor as it comes."""
+    """Load as an engine does: copy each tensor as it arrives."""
     fleet = replica.join(options, uri, log=LOG)
     assert fleet is not None
     return {name: tensor.clone() for name, tensor in replica.tensors(fleet, uri, options, log=LOG)}

@@ -1,4 +1,4 @@
-"""The checkpoint of an engine's replica: from a keeper, from a fleet and re-seeded, or from storage, and it is said."""
+"""The checkpoint for an engine's replica comes from a cache, from a fleet or from storage, and the log says which."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALONE = replica.RankInfo(rank=lambda: 0, device=lambda: "cpu", group=lambda: Non
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A hub of this test's own, in a directory whose name is short enough for a socket."""
+    """Use a separate hub in a directory whose name is short enough for a socket."""
     caplog.set_level(logging.INFO, "engine")
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
@@ -49,7 +49,7 @@ def llama(tmp_path: Path) -> Path:
 
 
 def read(files: Path, wanted: Any = None, **extra: Any) -> dict[str, torch.Tensor]:
-    """What an engine does: check the options, copy each tensor as it comes."""
+    """Load as an engine does: check the options and copy each tensor as it arrives."""
     options = replica.read_options(extra)
     tensors = replica.checkpoint(str(files), wanted, options, ALONE, model=str(files), log=LOG, progress=False)
     return {name: tensor.clone() for name, tensor in tensors}
@@ -68,7 +68,7 @@ def test_replica_reads_cache_then_storage(llama: Path, tmp_path: Path, caplog: p
         assert "no copy" in caplog.text
         only = {name for name in true if "norm" in name}
         assert read(llama, only.__contains__, weight_cache="kept").keys() == only
-        # The name is right and the weights are not.
+        # The name is right but the weights differ.
         write_llama(tmp_path / "other", total_bytes=2 * MIB)
         with pytest.raises(ConfigError, match="other tensors than the checkpoint") as caught:
             read(tmp_path / "other", weight_cache="kept")
@@ -111,7 +111,7 @@ def test_invalid_option_is_refused(extra: dict[str, Any]) -> None:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A hub that the environment names; all else is by default."""
+    """Use a hub from the environment, with defaults for everything else."""
     directory = os.environ["PENSTOCK_RUNTIME_DIR"]
     running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/own.sock", Auth()))
     running.start()
@@ -123,7 +123,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_hub_in_environment_makes_replica_join(llama: Path, hub: str, caplog: pytest.LogCaptureFixture) -> None:
     first = read(llama)
     assert f"storage {llama}" in caplog.text
-    # The heartbeat that says so is sent at the end of the fetch, which does not wait for it.
+    # This heartbeat is sent at the end of the fetch, which does not wait for it.
     deadline = time.monotonic() + 10
     states: list[str] = []
     while states != ["whole"] and time.monotonic() < deadline:
@@ -162,7 +162,7 @@ def test_cache_is_found_by_model_name(llama: Path, hub: str, tmp_path: Path, cap
         caplog.clear()
         assert_equal(read(llama, fleet="another-name"), true)
         assert "another-name" in caplog.text and "no copy" in caplog.text
-        # Names and shapes are equal, values are not.
+        # Names and shapes are equal, but the values differ.
         other = tmp_path / "other" / "llama"
         write_llama(other, total_bytes=4 * MIB, shards=2, seed=1)
         caplog.clear()

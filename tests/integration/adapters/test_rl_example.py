@@ -1,4 +1,4 @@
-"""GRPO under torchrun, in small form: the reward rises, and every step's served log-probabilities are the trainer's."""
+"""A small GRPO run under torchrun: the reward rises, and served log-probabilities equal the trainer's at each step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines behind one client: over a real sync, with engines that have vLLM's four routes and nothing else."""
+"""Several engines behind one client with a real sync. The engines have only vLLM's four routes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock_vllm.servers import FleetClient
 
 
 class Engine:
-    """The routes of `weight_transfer` around a subscriber: receive into a staging tensor, install it."""
+    """The routes of `weight_transfer` with a subscriber, which receives into a staging tensor and installs it."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -24,7 +24,7 @@ class Engine:
         self._subscriber: ps.sync.Subscriber | None = None
 
     def restart(self) -> None:
-        """Lose the subscription and the update, as a server that was restarted."""
+        """Lose the subscription and the update, as a restarted server does."""
         self._subscriber, self.is_updating = None, False
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
@@ -46,7 +46,7 @@ class Engine:
     def update_weights(self, info: dict[str, Any]) -> None:
         assert self.is_updating
         if self.is_broken:
-            # As vLLM: an update that failed is ended.
+            # A failed update is ended, as in vLLM.
             self.is_updating = False
             raise RuntimeError("no room")
         assert self._subscriber is not None
@@ -89,7 +89,7 @@ def test_servers_install_version_together_or_not(stack: ExitStack) -> None:
     with pytest.raises(ps.ConfigError, match="no server has received a version"):
         fleet.finish_weight_update(weight_version="2")
     assert {float(engine.live[0]) for engine in engines.values()} == {1.0}
-    # The servers whose update is still open are not asked to start another.
+    # Servers with an open update are not asked to start another.
     engines["b"].is_broken = False
     send(publisher, weights, fleet, 3)
     assert {(float(engine.live[0]), engine.weight_version) for engine in engines.values()} == {(3.0, "3")}
@@ -122,7 +122,7 @@ def test_restarted_server_subscribes_again(stack: ExitStack) -> None:
     stack.callback(fleet.close)
     fleet.init_weight_transfer_engine({"name": "served"})
     send(publisher, weights, fleet, 1)
-    # One that is gone fails the version for all, and the next one once it is back.
+    # A missing server fails the version for all, and the next version succeeds once it is back.
     engines["b"].is_gone = True
     with pytest.raises(ps.VersionRefused, match="version 2 was withdrawn from all 2 servers: b: no answer"):
         send(publisher, weights, fleet, 2)

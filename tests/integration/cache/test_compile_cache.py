@@ -1,4 +1,4 @@
-"""Compiled code from one home to another: by a directory, S3, a fleet and a keeper; by torch.compile itself."""
+"""Compiled code moves between homes through a directory, S3, a fleet and a cache, also with torch.compile."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CONFIG = {"dtype": "bf16"}
 
 
 class Homes:
-    """A model, a pair of keys, and homes for processes: each a directory of compiled code."""
+    """A model, a pair of keys, and homes for processes. Each home is a directory of compiled code."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory = directory
@@ -54,7 +54,7 @@ class Homes:
         self._monkeypatch = monkeypatch
 
     def enter(self, name: str) -> Path:
-        """Make this process one of a home; return its directory of compiled code."""
+        """Set the home of this process. Return its directory of compiled code."""
         home = self.directory / name
         self._monkeypatch.setenv("PENSTOCK_COMPILE_CACHE_DIR", str(home))
         return home
@@ -64,7 +64,7 @@ class Homes:
         return penstock_compile_cache.restore(options.pop("uri", self.model), **options)  # type: ignore[arg-type]
 
     def bake(self) -> tuple[store.Saved, dict[str, bytes]]:
-        """Compile in a home, and save; return what was saved and the files."""
+        """Compile in a home and save. Return the result and the files."""
         self.enter("first")
         restored = self.restore()
         files = fill(restored.directory)
@@ -88,7 +88,7 @@ def test_compiled_code_is_restored_in_another_home(homes: Homes) -> None:
     assert os.environ["TRITON_CACHE_DIR"] == str(restored.directory / "triton")
     again = homes.restore()
     assert again.is_found and again.num_files == 0 and "already in" in str(again)
-    # The model is the same with bundles beside it.
+    # Bundles next to the model do not change it.
     assert ps.inspect(homes.model).num_tensors == len(ps.load(homes.model))
 
 
@@ -188,7 +188,7 @@ def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -
     homes.enter("second")
     restored = homes.restore()
     assert not restored.is_found and "is not used" in restored.why and read(restored.directory) == {}
-    # It is listed, and keeps nobody from learning how the nearest bundle differs.
+    # The bundle is listed, and the error still says how the nearest bundle differs.
     (listed,) = penstock_compile_cache.list_bundles(homes.model, public_keys=[homes.public])
     assert (listed.signature == "refused") == (name != "content")
     assert not homes.restore(config={"dtype": "f16"}).is_found
@@ -196,9 +196,9 @@ def test_invalid_bundle_file_is_not_used(homes: Homes, name: str, change: str) -
 
 @pytest.mark.parametrize("name", ["description", "signature", "content"])
 def test_oversized_bundle_part_is_not_read(homes: Homes, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header may state any size, and a file may have holes; unsigned bytes must not fill the memory."""
+    """A header may state any size and a file may be sparse, but unsigned bytes must not fill the memory."""
     saved, _ = homes.bake()
-    # Copies: the file that they are mapped from is written anew.
+    # Copy them, because the mapped file is rewritten.
     tensors = {key: value.clone() for key, value in load_file(saved.uri).items()}
     sizes = {key: len(value) for key, value in tensors.items()} | {name: 3 << 30}
     starts = np.cumsum([0, *sizes.values()]).tolist()
@@ -315,7 +315,7 @@ def test_bundle_is_saved_next_to_its_model(homes: Homes) -> None:
     with pytest.raises(ps.ConfigError, match="is for a model with revision h1-"):
         penstock_compile_cache.save(other, restored.key, private_key=homes.private)
     assert not (other / "penstock-artifacts").exists()
-    # A name stands for several models.
+    # A name may stand for several models.
     assert penstock_compile_cache.save(other, named.key, private_key=homes.private).num_files
 
 
@@ -424,7 +424,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running = HubThread(Directory(MemoryStore(), fresh=True), bind(f"unix://{directory}/hub", Auth()), Auth())
     running.start()
     yield running.url
-    # As at the end of a process.
+    # Leave as a process does at its end.
     for leave in left:
         leave(0.0)
     running.stop()
@@ -435,7 +435,7 @@ def test_fleet_distributes_bundle(homes: Homes, hub: str) -> None:
     saved, files = homes.bake()
     homes.enter("second")
     assert homes.restore(connection=hub).source == saved.uri
-    # The second process finds it at the first, and nothing in the storage.
+    # The second process finds it at the first and nothing in storage.
     Path(saved.uri).unlink()
     homes.enter("third")
     restored = homes.restore(connection=hub)

@@ -1,4 +1,4 @@
-"""Processed parameters: handed over to a keeper, and used by the next process without a loader and without a copy."""
+"""Processed parameters are handed over to a cache, and the next process uses them without a loader and a copy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ with torch.no_grad():
     answer = model(torch.ones(1, {width})).tolist()
 print(json.dumps({{"answer": answer, "num_maps": len(maps), "path": attached.report.path}}))
 """
-"""A process whose parameters never had memory of their own."""
+"""A process whose parameters never have their own memory."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +91,7 @@ def test_next_process_attaches_same_memory(keeper: KeeperProcess) -> None:
     assert model[0].weight.data_ptr() != own
     assert [id(p) for p in model.parameters()] == objects
     assert torch.equal(answer(model), wanted)
-    # It has left the fleet: the keeper alone has them.
+    # The process has left the fleet, so only the cache has them.
     assert [state for state, _ in kept()] == ["whole"]
     command = [sys.executable, "-c", ENGINE.format(width=WIDTH)]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
@@ -117,7 +117,7 @@ def test_cache_keeps_parameters_after_engine_exit() -> None:
         gc.collect()
         keeper.drop("finished", drain_s=5)
         assert keeper.models() == []
-        # After a drop it is taken again.
+        # After a drop the cache accepts the model again.
         ps.cache.cache_parameters(make_model(), "finished").close()
         assert [model.model for model in keeper.models()] == ["finished"]
 
@@ -147,7 +147,7 @@ def test_tied_tensors_and_buffers_are_kept() -> None:
 
 
 class TiedByMemory(torch.nn.Module):
-    """Two parameters of one memory that are two objects."""
+    """Two parameter objects with the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def test_tensors_tied_by_memory_are_kept(device: str) -> None:
 
 def test_unbindable_model_is_not_kept() -> None:
     class Other(torch.nn.Linear):
-        """Its state has a tensor more from the second time on."""
+        """A module whose state has an additional tensor from the second time on."""
 
         num_states = 0
 
@@ -222,7 +222,7 @@ def test_conflicting_bytes_under_taken_name_are_refused() -> None:
         first = ps.cache.cache_parameters(make_model(0), "finished")
         with pytest.raises(OperationFailed, match="kept already, with other bytes"):
             ps.cache.cache_parameters(make_model(1), "finished")
-        # The same bytes are one model, however many hand them over.
+        # Equal bytes are one model, no matter how many processes hand them over.
         second = ps.cache.cache_parameters(make_model(0), "finished")
         assert len(keeper.models()) == 1
         first.close()
@@ -232,7 +232,7 @@ def test_conflicting_bytes_under_taken_name_are_refused() -> None:
 def test_concurrent_engines_keep_one_copy() -> None:
     results: list[torch.Tensor] = []
     with ps.cache.WeightCache(accept=True) as keeper:
-        # Made here: the seed is the process's.
+        # Create the models here, because the seed belongs to the process.
         models = [make_model() for _ in range(3)]
 
         def engine() -> None:
@@ -272,7 +272,7 @@ def test_killed_engine_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         while any(state.state != "whole" for one in ps.hub.status("finished").members for state in one.holdings):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        # Either all of it had arrived, verified, or nothing is kept.
+        # Either everything arrived and was verified, or nothing is kept.
         assert all(model.state == "kept" and model.tier == "host" for model in keeper.models())
         with ps.cache.cache_parameters(make_model(), "other"):
             assert "other" in [model.model for model in keeper.models()]
@@ -349,7 +349,7 @@ def test_damage_without_engine_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
 def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.transformers")
     directory = save(tmp_path / "model")
-    # A copy of the files is known to be the same by its digests only.
+    # Only the digests show that a copy of the files is the same model.
     ps.manifest(str(directory))
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
     prompt = torch.arange(6)[None]
@@ -363,11 +363,11 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
             assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.state_dict().items())
             assert all(torch.equal(dict(model.named_buffers())[name], t) for name, t in true.named_buffers())
             assert not model.training
-        # Another dtype is another model.
+        # A different dtype is a different model.
         other = from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True, dtype=torch.float16)
         assert other.dtype == torch.float16
         assert len(keeper.models()) == 2
-        # So is one with a configuration that the user gives, as often as it is loaded.
+        # A user's configuration also makes a different model, at each load.
         config = transformers.AutoConfig.from_pretrained(directory)
         config.rope_parameters = {"rope_type": "default", "rope_theta": 5000.0}
         for is_handed_over in (True, False):
@@ -375,7 +375,7 @@ def test_transformers_model_is_handed_over(save: Any, tmp_path: Path, caplog: py
             from_pretrained(transformers.AutoModelForCausalLM, directory, weight_cache=True, config=config)
             assert ("handed over" in caplog.text) is is_handed_over
         assert len(keeper.models()) == 3
-        # The same model in another place is the same.
+        # The same model in another directory is the same model.
         moved = shutil.copytree(directory, tmp_path / "elsewhere" / "model")
         caplog.clear()
         model = from_pretrained(transformers.AutoModelForCausalLM, moved, weight_cache=True)
@@ -420,7 +420,7 @@ def test_checkpoint_replaced_before_load_is_detected(
     deploy(releases[0])
     with ps.cache.WeightCache(accept=True) as keeper:
         with monkeypatch.context() as patched:
-            # Between the look at the headers and the load.
+            # Change the file between the check of the headers and the load.
             patched.setattr(penstock.cache, "attach", replaced)
             from_pretrained(auto, live, weight_cache=True)
         assert "the checkpoint changed during the load: model" in caplog.text
@@ -442,7 +442,7 @@ def test_unusable_cache_falls_back_to_loading(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    # Made at each call: an error that is kept would keep the model's frame, and with it the lease.
+    # Create the error at each call, because a stored error would keep the model's frame and so the lease.
     def fail(*arguments: Any, **named: Any) -> None:
         raise kind("the reason")
 
@@ -458,7 +458,7 @@ def test_unusable_cache_falls_back_to_loading(
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in true.items())
         del model
         gc.collect()
-        # No lease is left of the attempt.
+        # The attempt leaves no lease.
         keeper.drop(keeper.models()[0].model, drain_s=5)
 
 
@@ -471,7 +471,7 @@ def test_damaged_transformers_parameters_are_reloaded(tmp_path: Path, monkeypatc
         from_pretrained(auto, directory, weight_cache=True)
         gc.collect()
         keeper.member.weights[0].rows[0][0] ^= 1
-        # The keeper looks for another source first. It finds this process, or knows then that there is none.
+        # The cache first looks for another source. It finds this process, or learns that there is none.
         for _ in range(2):
             state = from_pretrained(auto, directory, weight_cache=True).state_dict()
             assert all(torch.equal(state[name], tensor) for name, tensor in true.items())

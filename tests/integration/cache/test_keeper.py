@@ -1,4 +1,4 @@
-"""Keepers and the engines that attach to them, as processes: memory used itself, restarts, draining, loss."""
+"""Caches and engines that attach to them, as processes: shared memory, restarts, draining, loss."""
 
 from __future__ import annotations
 

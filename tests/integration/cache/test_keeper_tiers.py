@@ -1,4 +1,4 @@
-"""A keeper whose idle models make room: where they go, that they come back whole, and who holds them where they are."""
+"""A cache whose idle models make space: where they go, that they return whole, and which processes hold them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.testing.checkpoints import write_llama
 from penstock.timing import Timing
 
 BOUND = 45_000_000
-"""Room for one of the models, not for two."""
+"""Bytes for one of the models, but not for two."""
 
 
 @pytest.fixture(autouse=True)

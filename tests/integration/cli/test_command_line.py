@@ -30,7 +30,7 @@ TO_F32 = ["--to", "cast:F32", "--devices", "cpu", "--workers", "1"]
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Not `tmp_path`: the path of a Unix socket has at most 107 bytes.
+    # `tmp_path` is too long, because the path of a Unix socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="pk-") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         yield
@@ -43,13 +43,13 @@ def test_interrupted_conversion_explains_how_to_resume(tmp_path: Path) -> None:
     with Terminal(columns=400) as terminal:
         terminal.spawn(words)
         terminal.until(lambda: re.search(r"[1-9]\d? % of", terminal.text) is not None)
-        # The terminal sends it to the workers too.
+        # The terminal sends the signal to the workers too.
         terminal.press(b"\x03")
         assert terminal.end() == 130, terminal.text
         said, command = terminal.lines[-2:]
     assert re.search(r"penstock: interrupted; \d+ finished tasks are kept in .* the same call goes on", said)
     assert "Traceback" not in terminal.text and not (tmp_path / "an out").exists()
-    # The line is a command, whatever is in the paths.
+    # The line must be a valid command for any characters in the paths.
     name, *again = shlex.split(command)
     assert (name, again) == ("penstock", words)
     with Terminal(columns=400) as terminal:
@@ -171,7 +171,7 @@ def test_unsupported_exchange_uses_two_renames(
     write(other, tmp_path / "out", replace=True)
     assert revision(tmp_path / "out") != first and "in two steps" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    # A second step that fails brings the old one back.
+    # If the second step fails, the old one is restored.
     rename, second = os.rename, revision(tmp_path / "out")
 
     def fail(one: Path, other: Path) -> None:
@@ -204,7 +204,7 @@ def test_too_small_disk_is_reported_before_writing(
     found = NEEDED.search(done.stderr)
     assert found is not None, done.stderr
     needed, free = (float(number) for number in found.groups())
-    # Headers too; the directory has a page or more of the free space.
+    # Count headers too. The directory uses a page or more of the free space.
     assert needed > ps.inspect(small_checkpoint).nbytes / 1e6 - 0.1 and 4 < free < 4.2
     assert "free some space there" in done.stderr
     assert not any(path.is_file() for path in disk.rglob("*"))
@@ -223,13 +223,13 @@ def test_status_fits_resized_terminal(small_checkpoint: Path, fork_server: ForkS
     with ps.cache.WeightCache() as keeper:
         keeper.keep("a-model-with-a-rather-long-name", small_checkpoint, progress=False)
         whole = commands.run(fork_server, ["status"]).stdout
-        # A pipe gets all of it, however wide.
+        # A pipe receives the whole text, however wide it is.
         assert "a-model-with-a-rather-long-name" in whole and "no member had these chunks" in whole
         for columns in (400, 100, 60, 30):
             with Terminal(columns=columns) as terminal:
                 terminal.fork(fork_server, ["status"])
                 assert terminal.end() == 0
-                # One line for the header, one for the member, one for what was left out.
+                # There is a line for the header, one for the member, and one for the omitted members.
                 assert len(terminal.lines) == (2 if columns == 400 else 3), terminal.text
                 assert terminal.lines[0].startswith("member") and "model" in terminal.lines[0]
                 assert all(len(line) <= columns for line in terminal.lines)
@@ -237,7 +237,7 @@ def test_status_fits_resized_terminal(small_checkpoint: Path, fork_server: ForkS
         with Terminal(columns=100, rows=8) as terminal:
             terminal.fork(fork_server, ["status", "--watch", "0.2"])
             terminal.until(lambda: "Ctrl-C ends it" in terminal.text and "whole" in terminal.text)
-            # The same lines are drawn again, and not below.
+            # The same lines are drawn again in place.
             screens = len(terminal.seen)
             terminal.until(lambda: len(terminal.seen) > screens + 3)
             assert terminal.text.count("Ctrl-C ends it") == 1

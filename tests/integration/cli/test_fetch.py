@@ -1,4 +1,4 @@
-"""`penstock fetch`: what lands in a directory is what was held, whole or not there; exit codes say what failed."""
+"""`penstock fetch`: the directory has the fetched files whole or not at all, and exit codes say what failed."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_pulled_files_have_source_names(names, single, tmp_path, capsys, monkeyp
     with ps.cache.WeightCache() as keeper:
         keeper.keep("m", source)
         assert command("m", "--to", tmp_path / "one") == 0
-        # From a member that has it from a member.
+        # Fetch from a member that fetched from another member.
         with ps.join("m") as relay:
             relay.fetch({})
             keeper.drop("m")
@@ -149,7 +149,7 @@ def test_missing_hub_without_fallback_is_explained(llama, capsys) -> None:
 
 
 def test_revision_has_one_name(keeper, llama, tmp_path, capsys) -> None:
-    """There is no manifest: what members exchange by is another word, of the files."""
+    """Without a manifest the revision that members compare is a digest of the files."""
     (kept,) = keeper.models()
     word = kept.revision
     assert word.startswith("w1-") and not keeper.member.weights[0].identity.revision.startswith("w1-")

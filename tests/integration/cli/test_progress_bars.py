@@ -1,4 +1,4 @@
-"""Bars of the long commands on a terminal: rate, total and time left; at 100 %, or gone, at the end."""
+"""Progress bars of long commands on a terminal show rate, total and time left, and end at 100 % or disappear."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Not `tmp_path`: the path of a Unix socket has at most 107 bytes.
+    # `tmp_path` is too long, because the path of a Unix socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="pk-") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         yield
@@ -86,7 +86,7 @@ def test_running_load_shows_rate_and_time(columns: int, small_checkpoint: Path, 
 
 def test_interrupt_clears_bar(small_checkpoint: Path, fork_server: ForkServer) -> None:
     with RangeServer(small_checkpoint, faults=Faults(total_bytes_per_s=6_000_000)) as server, Terminal() as terminal:
-        # Small chunks, since a load that is interrupted waits for those under way.
+        # Use small chunks, because an interrupted load waits for running reads.
         terminal.fork(
             fork_server, ["load", f"{server.url}/model.safetensors.index.json"], {"PENSTOCK_CHUNK_BYTES": "256K"}
         )
@@ -101,5 +101,5 @@ def test_wait_for_holder_counts_seconds(fork_server: ForkServer) -> None:
         terminal.fork(fork_server, ["fetch", "nobody-has-this", "--device", "cpu", "--timeout-s", "1.5"])
         terminal.until(lambda: "waiting for a holder, 1 of 2 s" in terminal.text)
         assert terminal.end() == 3
-        # Before it, the log says what is waited for.
+        # Before the bar, the log says what it waits for.
         assert any(line.startswith("penstock: NotFound: no member holds") for line in terminal.lines)

@@ -1,4 +1,4 @@
-"""`penstock storage-initializer`, as KServe starts it: what is in the directory, and what its exit code says."""
+"""`penstock storage-initializer`, started as KServe does: the files in the directory, and the exit code."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL_FILES = {"config.json": b"{}", "tokenizer.json": b"[1]", "1_Pooling/config
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two shards of more than one range, a manifest, and files beside and below them."""
+    """Return two shards with more than one range, a manifest, and files next to and below them."""
     directory = tmp_path_factory.mktemp("source") / "llama"
     write_llama(directory, total_bytes=40_000_000, shards=2)
     for name, data in SMALL_FILES.items():
@@ -70,7 +70,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def environ(s3: SwiftServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credentials as KServe gives them to an init container."""
+    """Return credentials as KServe passes them to an init container."""
     for name, value in s3.storage_options.items():
         monkeypatch.setenv(f"AWS_{name.upper()}", value)
 
@@ -82,7 +82,7 @@ def test_s3_pairs_are_copied_and_verified(
     source = upload(s3, model, "llama")
     s3.store("models").put("sklearn/model.joblib", b"no weights")
     first, second = tmp_path / "mnt" / "models", tmp_path / "other"
-    # A volume is there before the container, and an attempt that was killed leaves its files.
+    # The volume exists before the container, and a killed attempt leaves its files.
     (first / PARTIAL).mkdir(parents=True)
     (first / PARTIAL / "model.safetensors").write_bytes(b"half")
     done = run(
@@ -94,7 +94,7 @@ def test_s3_pairs_are_copied_and_verified(
     lines = done.stdout.splitlines()
     assert f"{source}/ -> {first}: 8 files" in lines[0] and "; verified: " in lines[0]
     assert "NOT verified: there are no safetensors files" in lines[1]
-    # Once more over what is there, as after a restart of the pod.
+    # Run it again over the existing files, as after a restart of the pod.
     assert run(fork_server, ["storage-initializer", source, str(first)]).returncode == 0
     assert contents(first) == contents(model)
 
@@ -118,7 +118,7 @@ def test_repository_is_copied_at_one_commit(model: Path, tmp_path: Path) -> None
     words = [sys.executable, "-m", "penstock", "storage-initializer"]
     words += ["penstock+hf://org/tiny", str(whole), "hf://org/tiny/config.json", str(single)]
     with HuggingFaceServer({"org/tiny": files}, token="secret") as hub:
-        # huggingface_hub reads its variables when it is imported: a process of its own.
+        # Use a separate process, because huggingface_hub reads its variables at import.
         environ = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
         done = subprocess.run(words, env=os.environ | environ, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
@@ -168,12 +168,12 @@ def test_weights_and_small_files_have_one_commit(
     write_llama(tmp_path / "new", total_bytes=1_000_000, shards=2, seed=7)
     with HuggingFaceServer({"org/tiny": files}) as repositories, ps.cache.WeightCache():
         constants = {"ENDPOINT": repositories.url, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": tmp_path}
-        # It has the endpoint in it from the import on.
+        # It keeps the endpoint from its import.
         constants["HUGGINGFACE_CO_URL_TEMPLATE"] = f"{repositories.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         for name, value in constants.items():
             monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
         alone = storage_initializer.initialize("hf://org/tiny", tmp_path / "alone")
-        # There is no manifest: the repository's own digests were compared while the files were copied.
+        # There is no manifest. The repository's own digests were compared during the copy.
         num_files = len(list((tmp_path / "alone").glob("*.safetensors")))
         assert alone.verified and alone.why == f"the SHA-256 of {num_files} of {num_files} files is the storage's"
         listing = storage_initializer._files

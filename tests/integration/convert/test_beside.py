@@ -1,4 +1,4 @@
-"""Files beside the weights: configurations, vocabularies, a second copy of the model; what a failure leaves behind."""
+"""Files next to the weights: configurations, vocabularies, a second copy of the model, and leftovers of a failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1}
 SMALL: dict[str, Any] = {"devices": "cpu", "workers": WorkerSettings(num_workers=1, task_bytes="256K")}
-"""The same, with tasks of a quarter of a MiB."""
+"""Convert with tasks of a quarter of a MiB."""
 BESIDE = [
     "tokenizer.json",
     "tokenizer.model",
@@ -58,7 +58,7 @@ def test_invalid_config_is_reported_before_reading(config: bytes, tmp_path: Path
 
 
 class Configured(CopyOperation):
-    """A user's operation whose `config` does not do what it should."""
+    """A user's operation whose `config` is wrong."""
 
     def __init__(self, gives: str) -> None:
         object.__setattr__(self, "gives", gives)
@@ -230,7 +230,7 @@ def test_output_keeps_source_stem(names: list[str], single: str, index: str, tmp
     assert {path.name for path in (tmp_path / "shards").glob("*.safetensors*")} == {*shards, index}
     assert penstock.load(tmp_path / "shards").keys() == wanted.keys()
     assert penstock.verify(tmp_path / "shards").verified
-    # The result is a source again.
+    # The result is a valid source.
     convert(tmp_path / "shards", tmp_path / "again", **TOLD)
     assert [path.name for path in (tmp_path / "again").glob("*.safetensors*")] == [single]
 
@@ -334,7 +334,7 @@ def test_tilde_expands_to_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert penstock.load("~/out").keys() == penstock.load(Path("~/source")).keys()
     assert {path.name for path in (tmp_path / "home").iterdir()} == {"source", "out", "trace.json"}
     assert not (tmp_path / "~").exists()
-    # No user has this name, so it is a name.
+    # No user has this name, so it is a plain file name.
     convert("~/source", "~no-such-user-x", **TOLD)
     assert (tmp_path / "~no-such-user-x").is_dir()
 

@@ -1,4 +1,4 @@
-"""Convert with real workers: what the format reads, bit for bit, whatever workers die, hang or are resumed."""
+"""Conversions with real workers are equal bit for bit, even if workers die, hang or are resumed."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The output's files, by one worker."""
+    """Return the output's files, made by one worker."""
     into = tmp_path_factory.mktemp("expected") / "out"
     report = convert(
         source,
@@ -113,7 +113,7 @@ def test_converted_weights_match_renamed_source(source, expected, tmp_path):
 
 
 class Hostile(LocalLauncher):
-    """Workers that something happens to, once they have begun: a signal for each of the first few."""
+    """Workers that receive a signal once they have begun, one signal for each of the first few."""
 
     def __init__(self, signals: list[int]) -> None:
         super().__init__()
@@ -239,14 +239,14 @@ def test_prewarmed_gpu_processes_end_without_gpu(source, expected, tmp_path, mon
         assert len(launcher._prewarmed) == 2 and launcher.gpus() == [] and not launcher._prewarmed
         run(source, tmp_path / "out", workers=WorkerSettings(num_workers=2, launcher=launcher))
     assert files(tmp_path / "out") == expected
-    # Fewer are possible: the collector closes what earlier tests left.
+    # There may be fewer, because the collector closes leftovers of earlier tests.
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_coordinator_does_not_import_torch(source, tmp_path):
     words = [sys.executable, "-c", COORDINATOR, str(source), str(source), str(tmp_path / "out")]
     subprocess.run(words, check=True, timeout=120)
-    # What is stored as codes and scales is merged by its values, so the result has no scales.
+    # Quantised tensors are merged by value, so the result has no scales.
     assert read(tmp_path / "out").keys() == {name for name in read(source) if not name.endswith("_scale_inv")}
 
 
@@ -263,7 +263,7 @@ TOLD = {"operations": RULES, "devices": "cpu", "task_bytes": "1M", "shard_bytes"
 
 
 def first_done(source: Path, growing: Path) -> tuple[Path, int]:
-    """The file of the first task that was done, and where in it; six were."""
+    """Return the file of the first finished task and the offset in it. Six were finished."""
     job = plan(source, operations=RULES, task_bytes="1M", shard_bytes=10_000_000)
     journal = Journal.open(growing.with_name(f"{growing.name}.journal"), job.key)
     assert len(journal.done) == 6
@@ -368,7 +368,7 @@ def test_too_small_budget_error_states_minimum(source, tmp_path):
 
 
 NARROW = {DType.F6_E2M3, DType.F6_E3M2}
-"""What torch has no dtype for."""
+"""Return tensors for which torch has no dtype."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a conversion ends when its input changes on a server, or its process is killed once all is published."""
+"""Ends of a conversion: its input changes on a server, or its process is killed after publishing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_job_killed_after_publishing_is_complete(small_checkpoint: Path, tmp_pat
 
 
 def test_job_killed_while_publishing_resumes(fork_server: ForkServer, tmp_path: Path) -> None:
-    """A kill before each change to the file system, from the last task's end to the coordinator's own."""
+    """Kill the process before each change to the file system, from the last task's end to the coordinator's own end."""
     write_llama(tmp_path / "made", total_bytes=2 * MIB, shards=2)
     told = {"sources": str(tmp_path / "made"), "devices": "cpu", "workers": 1, "shard_bytes": 1_000_000}
     into = tmp_path / "expected" / "out"
@@ -159,7 +159,7 @@ def test_job_survives_killed_fork_server(seed: int, small_checkpoint: Path, tmp_
 
 
 def test_lost_fork_server_is_restarted(small_checkpoint: Path, tmp_path: Path) -> None:
-    """Killed before each of the first questions it is asked: who asks has seen it alive."""
+    """Kill it before each of the first requests that it receives. The requester has seen it alive."""
     with LocalLauncher("cpu", 2) as launcher:
         launcher.begin()
         seen = list[int]()

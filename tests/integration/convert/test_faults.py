@@ -30,10 +30,10 @@ from penstock.errors import PenstockError
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 NUM_BATCHES, BATCH, ALWAYS = 10, 20, 1
-"""The others are run on demand: `DRILLS=all`, two minutes."""
+"""`DRILLS=all` runs the other seeds, in two minutes."""
 AT_ONCE = 4
 DONE_S = 90.0
-"""A drill takes a second or two, or some more where somebody falls silent: far below this."""
+"""Time limit for a drill. It takes a second or two, or some seconds more if a process falls silent."""
 STALL_S = "4.0"
 TOLD: dict[str, Any] = {
     "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],
@@ -56,7 +56,7 @@ class Run:
         self.process, self.workers = process, list[int]()
 
     def next(self, deadline: float) -> dict[str, Any]:
-        """What it says next; at its end, nothing."""
+        """Return its next event, or nothing at its end."""
         assert select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))[0], "it hangs"
         line = self.process.stdout.readline()
         if not line:
@@ -68,7 +68,7 @@ class Run:
         return said
 
     def until(self, phase: str, rng: random.Random, deadline: float) -> dict[str, Any]:
-        """Wait for a moment of a phase; or for how the run ended before."""
+        """Wait for a moment in a phase. Return how the run ended if it ended before."""
         share = {"spawn": None, "begin": None, "run": rng.random(), "end": 0.98, "publish": 1.0}[phase]
         while (said := self.next(deadline))["event"] in {"spawned", "done"}:
             is_there = (
@@ -84,7 +84,7 @@ class Run:
         return said
 
     def wait_for_workers(self) -> None:
-        """Nobody of them is left; they are given as long as a busy machine takes to end a process."""
+        """Check that none of the processes remains, after the time that a busy machine needs to end a process."""
         for worker in self.workers:
             assert select.select([worker], [], [], 20.0)[0], "a worker outlived its coordinator"
 
@@ -96,7 +96,7 @@ class Run:
 
 
 class FaultRun:
-    """One conversion and its losses."""
+    """A conversion and its losses."""
 
     def __init__(self, seed: int, fork_server: ForkServer, source: Path, expected: dict[str, bytes]) -> None:
         self.fork_server, self.source, self.expected = fork_server, source, expected
@@ -123,7 +123,7 @@ class FaultRun:
         return run
 
     def run(self) -> None:
-        """Convert, through all that happens; raises what went wrong."""
+        """Convert through all faults. Raise what went wrong."""
         with self.stack:
             run, said = self.start(), dict[str, Any]()
             for who, how, phase in self.hits:
@@ -142,7 +142,7 @@ class FaultRun:
             assert penstock.verify(self.directory / "out").verified
 
     def strike(self, run: Run, who: str, how: str) -> bool:
-        """Do it; whether the run is over."""
+        """Inject the fault. Return whether the run is over."""
         number = signal.SIGSTOP if how == "stopped" else signal.SIGKILL
         if who == "worker":
             with suppress(ProcessLookupError):
@@ -163,7 +163,7 @@ class FaultRun:
 
 @pytest.fixture(scope="module")
 def expected(small_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The output's files, by one worker that nothing happens to."""
+    """Return the output's files, made by one undisturbed worker."""
     into = tmp_path_factory.mktemp("expected") / "out"
     assert convert_as(small_checkpoint, into, workers=1, **TOLD).num_tasks > 40
     return files(into)

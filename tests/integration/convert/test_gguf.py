@@ -1,4 +1,4 @@
-"""Conversions from and to GGUF: the bits of the format's own package, whatever the size of a task."""
+"""Conversions from and to GGUF have the bits of the format's own package, for any size of a task."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def convert(sources: Any, into: Path, workers: ps.jobs.WorkerSettings | int = 1,
 
 
 def values_of(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a file, quantised ones as F32, by the package."""
+    """Return every tensor of a file as the package reads it, with quantised ones as F32."""
     return {
         entry.name: torch.from_numpy(np.array(quants.dequantize(entry.data, entry.tensor_type)))
         if entry.tensor_type.name in {kind.type for kind in ps.inspect(path).blocks.values()}
@@ -147,7 +147,7 @@ def test_gguf_round_trip_keeps_tensors(llama: Path, tmp_path: Path) -> None:
 
 
 def _check(path: Path, source: Mapping[str, torch.Tensor], kind: str) -> None:
-    """Compare a file with what the package makes of each tensor."""
+    """Compare a file with the package's result for each tensor."""
     entries = {entry.name: entry for entry in gguf.GGUFReader(path).tensors}
     assert sorted(entries) == sorted(source)
     for name, tensor in source.items():

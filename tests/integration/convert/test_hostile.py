@@ -1,4 +1,4 @@
-"""Conversions among users' functions that misbehave, full disks, stores that go away, and each other."""
+"""Conversions with misbehaving user functions, full disks, stores that fail, and concurrent conversions."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_user_function_output_goes_to_stderr(
 
 
 class Visited(LocalLauncher):
-    """A launcher to whose coordinator somebody talks who is none of its workers."""
+    """A launcher whose coordinator receives a connection from a process that is not a worker."""
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.guest = connect(address, timeout_s=5.0)
@@ -138,7 +138,7 @@ run.names = "^a"
 
 
 class Lost(Closeable):
-    """A launcher of workers that begin the operation on one task, copy another one, and are lost."""
+    """A launcher whose workers start the operation on one task, copy another one, and are lost."""
 
     listen = None
 
@@ -146,7 +146,7 @@ class Lost(Closeable):
         self.job, self.wires, self.threads = job, list[Wire](), dict[str, threading.Thread]()
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """Start a worker: a thread that speaks its part."""
+        """Start a worker as a thread that speaks the protocol."""
         wire = connect(address, timeout_s=5.0)
         self.wires.append(wire)
         wire.send(WorkerHello(worker=worker, secret=secret, device=device))
@@ -177,7 +177,7 @@ class Lost(Closeable):
         return None if self.threads[worker].is_alive() else "it was lost"
 
     def kill(self, worker: str) -> None:
-        """Do nothing: it ends itself."""
+        """Do nothing, because the worker ends itself."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -222,7 +222,7 @@ def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytes
     word = {"op": "function", "function": "first:waits"}
 
     def overwrite(done: int, total: int) -> None:
-        """Write other bytes, as the slower worker does too, unless the end of the job stops it before that."""
+        """Write different bytes. The slower worker does too, unless the end of the job stops it before."""
         (growing,) = tmp_path.glob(".out.penstock-*/*.safetensors")
         with open(growing, "r+b") as file:
             file.seek(-1, os.SEEK_END)
@@ -284,7 +284,7 @@ def test_terminated_command_ends_its_workers(number, small_checkpoint, tmp_path)
     deadline = time.monotonic() + 60
 
     def workers() -> list[str]:
-        """Children of the command's fork server."""
+        """Return the children of the command's fork server."""
         found, parents = [], {}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -382,7 +382,7 @@ def test_trace_shows_concurrent_work_of_both_workers(small_checkpoint, tmp_path)
     spans = [(rows[one["pid"]], one["ts"], one["ts"] + one["dur"]) for one in events if one["ph"] == "X"]
     assert min(start for _, start, _ in spans) >= 0
     steps = [event for event in events if event["ph"] == "X"]
-    # What is only copied is read and written by one step.
+    # Copied tensors are read and written in one step.
     made_bytes = sum(
         e["args"]["bytes"] for e in steps if rows[e["pid"]].endswith("send") or e["name"].startswith("copy")
     )

@@ -1,4 +1,4 @@
-"""A conversion that reports to a hub: what `status` says of it, and a hub that is away or refuses it."""
+"""A conversion that reports to a hub: what `status` shows, and a hub that is away or refuses it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def hub(tmp_path: Path) -> Iterator[HubThread]:
 
 
 class Recorder:
-    """An observer that keeps every state and may do something at each."""
+    """An observer that keeps every state and may act at each."""
 
     def __init__(self, at=lambda state: None) -> None:
         self.states: list[JobState] = []
@@ -77,10 +77,10 @@ def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     assert (last.num_done, last.num_tasks, last.revision) == (report.num_tasks, report.num_tasks, report.revision)
     assert last.done_bytes == last.total_bytes > 16_000_000 and last.gb_per_s > 0 and last.eta_s == 0
     assert {worker.worker for worker in last.workers} == {worker.worker for worker in report.workers}
-    # On a busy machine a task may be given to a second worker, and then both may end it.
+    # On a busy machine a task may be assigned to a second worker, and then both may finish it.
     ended = sum(worker.num_tasks for worker in last.workers)
     assert 0 <= ended - report.num_tasks <= last.num_duplicated + last.num_reassigned
-    # The same call once more: nothing is run, and all of it was done before.
+    # The same call again runs nothing, because everything was done before.
     ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
     assert (seen.states[-1].phase, seen.states[-1].num_resumed) == ("done", report.num_tasks)
 
@@ -90,7 +90,7 @@ def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path)
     late: list[JobState] = []
 
     def at(state: JobState) -> None:
-        """Stop a worker that has ended tasks; once it is late, kill it."""
+        """Stop a worker that has finished tasks. Kill it once it is late."""
         at_work = [worker for worker in state.workers if worker.state == "running"]
         if not stopped and any(worker.num_tasks for worker in at_work):
             stopped.append(next(worker.worker for worker in at_work if worker.num_tasks))
@@ -131,7 +131,7 @@ def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_pa
     (job,) = ps.hub.status(connection=connection).jobs
     assert (job.state.phase, job.state.revision, job.state.num_done) == ("done", report.revision, report.num_tasks)
     assert job.state.destination == str(into)
-    # A token sees the conversions of its models alone.
+    # A token shows only the conversions of its models.
     limited = ps.ConnectionSettings(hub=hub.url, token=LIMITED)
     assert [seen.job for seen in ps.hub.status("llama-slow", connection=limited).jobs] == [job.job]
     assert ps.hub.status("llama", connection=limited).jobs == ()
@@ -153,7 +153,7 @@ def test_error_is_reported_with_blame(hub: HubThread, source: Path, tmp_path: Pa
 def test_missing_or_refusing_hub_is_logged_once(
     hub: HubThread, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, token: str
 ) -> None:
-    """Away where the token is good: then the hub is stopped first."""
+    """The hub is away if the token is valid, because it is stopped first."""
     if token == TOKEN:
         hub.stop()
     reporter = HubReporter(ps.ConnectionSettings(hub=hub.url, token=token))

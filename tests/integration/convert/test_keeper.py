@@ -1,4 +1,4 @@
-"""Conversions into a keeper: what is made is what a directory would have, was never on a disk, and is there whole."""
+"""Conversions into a cache equal those into a directory, and nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[dict[str, Any]]:
-    """Arguments of every conversion; their workers are forked from one process."""
+    """Return the arguments of every conversion. The workers are forked from one process."""
     with LocalLauncher() as launcher:
         yield {
             "to": "cast:F32",
@@ -60,7 +60,7 @@ def told() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def wanted(source: Path, told, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor]]:
-    """The revision and the tensors of the same conversion into a directory."""
+    """Return the revision and the tensors of the same conversion into a directory."""
     into = tmp_path_factory.mktemp("wanted") / "f32"
     return ps.convert(source, into, **told).revision, by_safetensors(into)
 

@@ -32,7 +32,7 @@ MERGES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Three models of one tensor that is large and some that are not; two have a manifest."""
+    """Return three models with one large tensor and some small ones. Two have a manifest."""
     chance, found = torch.Generator().manual_seed(7), list[Path]()
     base = {
         "model.layers.0.mlp.up_proj.weight": torch.randn(ROWS, COLUMNS, generator=chance),
@@ -55,7 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def single(memory_bytes: int | str) -> WorkerSettings:
-    """One worker of this memory."""
+    """Convert with one worker with this memory limit."""
     return WorkerSettings(num_workers=1, memory_bytes=memory_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Who connects to a job's coordinator and is none of its workers: another user of the host, strangers in numbers."""
+"""Connections to a job's coordinator from outside: another user of the host, and many strangers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLD: dict[str, Any] = {"devices": "cpu", "task_bytes": "256K", "shard_bytes": 2
 
 
 class OtherUser(LocalLauncher):
-    """A launcher whose coordinator another user of the host connects to first, and says nothing."""
+    """A launcher whose coordinator first receives a silent connection from another user of the host."""
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.seconds: list[float] = []
@@ -51,7 +51,10 @@ class OtherUser(LocalLauncher):
 def test_different_user_cannot_reach_coordinator(
     small_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The socket has a name and no file, so no mode keeps others out: they were held until the deadline of a hello."""
+    """The socket has a name but no file, so no file mode keeps others out.
+
+    They were held until the hello's deadline before.
+    """
     monkeypatch.setattr(messages, "HELLO_S", 60.0)
     seen: list[bool] = []
 
@@ -73,7 +76,7 @@ def test_different_user_cannot_reach_coordinator(
 
 
 class Strangers(LocalLauncher):
-    """A launcher that is reached by TCP, and 100 connections of one other address that say nothing."""
+    """A launcher reached by TCP, with 100 silent connections from one other address."""
 
     listen: str | None = "127.0.0.1"
 
@@ -110,7 +113,7 @@ def test_strangers_take_limited_coordinator_slots(
         )
         for sock in launcher.strangers:
             stack.enter_context(sock)
-    # A quarter of the 32 places for who has shown nothing; all 100 were held before.
+    # An address without a hello gets a quarter of the 32 places. All 100 were held before.
     assert counts and counts[0] <= 8, counts
 
 
@@ -140,7 +143,7 @@ def test_silent_connection_is_closed_at_deadline(
 
 
 class Newer(LocalLauncher):
-    """A launcher whose workers speak the next major version; before each, a stranger says that it does."""
+    """A launcher whose workers use the next major version. A stranger claims so before each."""
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
         self.open: list[socket.socket] = []

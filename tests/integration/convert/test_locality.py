@@ -1,4 +1,4 @@
-"""Conversions of what is far away: each chunk is read once, through a cache, by whoever has the bytes."""
+"""Conversions of remote sources: each chunk is read once, through a cache, by a worker that is close to the bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Watched(Placement):
-    """Holds every decision to what the two workers said that they have, and begins once both are there."""
+    """Checks every decision against the workers' reports of cached bytes. It begins once both workers exist."""
 
     last: Watched
 

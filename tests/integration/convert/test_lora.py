@@ -1,7 +1,7 @@
-"""Adapters that PEFT made, merged: transformers loads the result, and its logits are those of PEFT's own model.
+"""Merged PEFT adapters: transformers loads the result, and its logits equal those of PEFT's own model.
 
-What is compared with is the model with the adapter beside it, as it was trained. PEFT's `merge_and_unload` adds to a
-tied embedding in place, and so changes what it is tied to as well: its logits are others then, and not a reference.
+The reference is the model with the separate adapter, as it was trained. PEFT's `merge_and_unload` adds to a tied
+embedding in place and so changes the tied head as well. Its logits then differ and are no reference.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(which: str, options: dict[str, Any], into: Path, *, vocab_size: int | None = None) -> torch.Tensor:
-    """Write a base and an adapter of random weights; return the logits of the model with the adapter beside it."""
+    """Write a base and a random adapter. Return the logits of the model with the separate adapter."""
     torch.manual_seed(3)
     make(MODELS[which]()).save_pretrained(into / "base")
     with warnings.catch_warnings():
@@ -117,7 +117,7 @@ def merge(into: Path, task_bytes: str | None = None) -> Path:
 
 
 def assert_computes(merged: Path, wanted: torch.Tensor) -> Any:
-    """The checkpoint is complete, has nothing that its model has no place for, and gives these logits."""
+    """Check that the checkpoint is complete, has no unexpected tensor, and gives these logits."""
     model, info = transformers.AutoModelForCausalLM.from_pretrained(merged, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
     found = logits(model)

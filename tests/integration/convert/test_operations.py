@@ -1,4 +1,4 @@
-"""Operations by real workers and real files: adapters, ranks, deltas, with what lies beside the weights."""
+"""Operations with real workers and files: adapters, ranks, deltas, and the files next to the weights."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_documented_operation_works(tmp_path, monkeypatch):
         assert torch.equal(found[f"{at}.{name}.weight"], wanted.bfloat16())
         assert torch.equal(found[f"{at}.{norm}.weight"], torch.ones(64).bfloat16())
     assert torch.equal(found[f"{at}.mlp.down_proj.weight"], tensors[f"{at}.mlp.down_proj.weight"])
-    # A norm of ones before a layer that was not folded changes the model: FP8 MLPs, and experts of other names.
+    # A norm of ones before an unfolded layer changes the model, as with FP8 MLPs and other names of experts.
     fp8 = {name: t.to(torch.float8_e4m3fn) if ".mlp." in name else t for name, t in tensors.items()}
     experts = {name.replace(".mlp.", ".mlp.experts.0."): tensor for name, tensor in tensors.items()}
     for kind, wrong in (("fp8", fp8), ("experts", experts)):
@@ -241,7 +241,7 @@ def test_prefix_with_foreign_weights_is_refused(tmp_path: Path) -> None:
                 with pytest.raises(ConfigError, match=r"did not write.*model\.safetensors"):
                     one_by_one([source], "s3://weights/other", {"op": "store", "format": "cast:BF16"}, **told)
             assert bytes(store.get("other/model.safetensors").bytes()) == b"precious"
-            # What an upload left that did not end is overwritten.
+            # Leftovers of an incomplete upload are overwritten.
             one_by_one([source], "s3://weights/failed", {"op": "store", "format": "cast:BF16"}, **told)
             assert penstock.verify("s3://weights/failed", storage_options=server.storage_options).verified
             names = {one["path"] for page in store.list("failed/") for one in page}

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of other writers through `convert`: read, merged or refused, and loaded by transformers."""
+"""Quantised checkpoints from other writers through `convert`: read, merged or refused, and loaded by transformers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def convert_into(sources: Any, into: Path, *words: dict[str, object], to: str | 
 
 
 def rewrite(source: Path, into: Path, quantise: Any, quantization: dict[str, object], **beside: str) -> Path:
-    """A copy whose linear weights are stored by `quantise(name, weight) -> tensors`, under that configuration."""
+    """Write a copy whose linear weights are stored by `quantise(name, weight) -> tensors`, under that configuration."""
     shutil.copytree(source, into)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in load_file(into / "model.safetensors").items():
@@ -92,11 +92,11 @@ def qwen3(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 QWEN3 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [64, 64]}
-"""As Qwen3-FP8 has it, in blocks that a small model has several of."""
+"""Use the layout of Qwen3-FP8 with blocks small enough that a small model has several."""
 
 
 def by_compressed_tensors(preset: str) -> tuple[Any, dict[str, object]]:
-    """How llm-compressor stores a weight under one of its presets, by its own library."""
+    """Return a weight as llm-compressor stores it under one of its presets, by its own library."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
@@ -133,7 +133,7 @@ def by_compressed_tensors(preset: str) -> tuple[Any, dict[str, object]]:
 
 
 def reference(directory: Path, said: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The weights as compressed-tensors decompresses them."""
+    """Return the weights as compressed-tensors decompresses them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -169,7 +169,7 @@ def test_llm_compressor_output_matches_its_library(preset: str, llama: Path, tmp
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         assert tensor.dtype is torch.bfloat16
-        # Theirs may be computed in BF16 and rounded twice.
+        # Their values may be computed in BF16 and rounded twice.
         assert torch.allclose(tensor.float(), wanted[name].float(), rtol=2**-6, atol=0), name
     assert "quantization_config" not in json.loads((result / "config.json").read_text())
 
@@ -219,8 +219,8 @@ def test_stored_model_loads_in_transformers(tied: bool, to: str, tmp_path: Path)
     found = logits(stored)
     assert found.isfinite().all()
     assert (found - logits(source)).abs().max() < (2.5 if to == "nvfp4" else 0.7)
-    # Without the quantisation of activations that the configuration asks for, it is its values alone; of rows, rounded
-    # twice by compressed-tensors, which takes their scales in BF16.
+    # Without the configured quantisation of activations, compare the values only. compressed-tensors rounds rows twice,
+    # because it converts their scales to BF16.
     config = json.loads((stored / "config.json").read_text())
     for group in config["quantization_config"].get("config_groups", {}).values():
         group["input_activations"] = None
@@ -259,10 +259,10 @@ def test_partial_edge_blocks_match_compressed_tensors(tmp_path: Path) -> None:
 
 
 def nvfp4_by_modelopt(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As ModelOpt stores it: the format of compressed-tensors with other names, and the inverse of the global scale."""
+    """ModelOpt stores the format of compressed-tensors with other names, and the inverse of the global scale."""
     quantise, _ = by_compressed_tensors("NVFP4A16")
     parts = {part.rpartition(".")[2]: tensor for part, tensor in quantise(name, weight).items()}
-    # A power of two, whose inverse is exact in either.
+    # Use a power of two, whose inverse is exact in both.
     second = torch.exp2(torch.floor(torch.log2(1 / parts["weight_global_scale"]))).reshape(())
     stored = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"], "weight_scale_2": second}
     return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in stored.items()}
@@ -296,7 +296,7 @@ def test_modelopt_nvfp4_matches_converter(declared_in: str, llama: Path, tmp_pat
 
 
 def write_gpt_oss(directory: Path) -> Path:
-    """A model whose experts are MXFP4, as OpenAI's are."""
+    """Return a model whose experts are MXFP4, as in OpenAI's models."""
     torch.manual_seed(0)
     config = transformers.GptOssConfig(
         vocab_size=320,

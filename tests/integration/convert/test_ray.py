@@ -1,6 +1,6 @@
-"""Conversions on a real Ray cluster.
+"""Conversions on a real Ray cluster. When one of two nodes dies midway, the files equal those of one local worker.
 
-One node of two dies in the middle: the files are those of one local worker. The command's stdout is its JSON alone.
+The command's stdout is only JSON.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
 
-# Each worker leaves a mark, and the first waits for the others': whichever node dies, its worker has begun. The pause
-# keeps it busy for seconds: on a loaded machine it had finished before its node was gone.
+# Each worker writes a mark, and the first waits for the others' marks, so every worker has begun when a node dies. The
+# pause keeps it busy for seconds. On a loaded machine it finished before its node was gone.
 MEETING = """
 import os, time
 from pathlib import Path
@@ -86,7 +86,7 @@ cluster.shutdown()
 
 @pytest.fixture
 def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Ray's files in a directory whose name is short enough for sockets; where workers meet, and who does."""
+    """Keep Ray's files in a directory whose name is short enough for sockets. Workers meet in another."""
     (tmp_path / "meeting.py").write_text(MEETING)
     (tmp_path / "alone").mkdir()
     (tmp_path / "both").mkdir()

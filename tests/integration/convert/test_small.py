@@ -1,4 +1,4 @@
-"""Small conversions on the CPU: a thread of the caller's process makes what worker processes make, bit for bit."""
+"""Small conversions on the CPU: a thread in the caller's process makes the same bits as worker processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import penstock as ps
 from penstock.errors import OperationFailed
 
 LARGE = 1 << 16
-"""Elements from which torch splits a loop among threads, twice over."""
+"""Twice the number of elements from which torch splits a loop among threads."""
 
 
 @pytest.fixture
 def torch_threads() -> Iterator[None]:
-    """Give torch back its number of threads."""
+    """Restore torch's number of threads."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -81,19 +81,19 @@ def test_thread_dependent_sums_use_processes(tmp_path: Path, llama: Path) -> Non
 
 
 def started_by(work: Callable[[Callable[[int, int], None]], object]) -> set[str]:
-    """Return the processes that a conversion starts, by a function that it calls after each task."""
+    """Return the processes that a conversion starts. A function called after each task finds them."""
     before, during = children(), set[str]()
     work(lambda done, total: during.update(children()))
     return during - before
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Return the weights of a result, by file; its manifest and small files name the run."""
+    """Return the weights of a result by file, without its manifest and small files, which name the run."""
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*.safetensors")}
 
 
 def children() -> set[str]:
-    """Return the processes that this one has started and not waited for."""
+    """Return the unreaped child processes of this process."""
     return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
 
 

@@ -1,4 +1,7 @@
-"""Inputs of conversions held to their manifests by real workers: what is wrong is named, and nothing is published."""
+"""Real workers compare inputs of conversions with their manifests.
+
+Errors name the wrong tensor, and nothing is published.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ TOLD: dict[str, Any] = {"devices": "cpu", "workers": 1, "task_bytes": "256K"}
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two of one model: `bare`, and `sealed`, which has a manifest."""
+    """Return two copies of one model. `sealed` has a manifest and `bare` has none."""
     made = tmp_path_factory.mktemp("sources")
     for seed, name in enumerate(("bare", "sealed")):
         write_llama(made / name, total_bytes=6_000_000, fp8=False, seed=seed)
@@ -35,7 +38,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damaged(source: Path, into: Path) -> Path:
-    """A copy, one bit of whose last shard is another."""
+    """Return a copy with one flipped bit in its last shard."""
     shutil.copytree(source, into)
     path = sorted(into.glob("*.safetensors"))[-1]
     raw = bytearray(path.read_bytes())

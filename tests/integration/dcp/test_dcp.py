@@ -1,4 +1,4 @@
-"""torch DCP: checkpoints of torch's own writers through `CheckpointReader`, bit for bit as through torch's readers."""
+"""torch DCP: `CheckpointReader` reads checkpoints from torch's own writers bit for bit like torch's readers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from penstock.errors import (
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 
-# DCP says so in every call without a process group.
+# DCP warns in every call without a process group.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 ENVIRON = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 def bits(value: Any) -> Any:
-    """Return a value that compares equal where every bit is."""
+    """Return a value for comparisons that is equal if every bit is."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if isinstance(value, torch.Tensor):
@@ -96,7 +96,7 @@ def failure(error: CheckpointException, rank: int = 0) -> PenstockError:
 
 
 def load_raises(state: dict[str, Any], reader: CheckpointReader) -> PenstockError:
-    """Return the error of a load, which left every tensor as it was."""
+    """Return the error of a load, after checking that it left every tensor unchanged."""
     before = bits(state)
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=reader)
@@ -161,7 +161,7 @@ def test_tensors_are_filled_in_place_once(own: Path) -> None:
     dcp.load(state, storage_reader=reader)
     assert {name: tensor.data_ptr() for name, tensor in state["model"].items()} == before
     tensors = reader.reports[-1]
-    # Small tensors lie among the records of their archives, which are read rather than skipped.
+    # Small tensors lie between the records of their archives, which are read rather than skipped.
     assert tensors.nbytes <= tensors.read_bytes <= sum(f.stat().st_size for f in own.glob("*.distcp"))
 
 
@@ -218,7 +218,7 @@ def test_manifest_verification_detects_damage(llama: Path, tmp_path: Path) -> No
 
 
 def odd_targets(directory: Path) -> dict[str, torch.Tensor]:
-    """Return targets that are read into and targets that are copied to: strided, of another dtype."""
+    """Return targets for direct reads and targets for copies, such as strided ones or ones with a different dtype."""
     state: dict[str, torch.Tensor] = empty_like(directory)
     for number, (name, tensor) in enumerate(sorted(state.items())):
         if number % 3 == 1:
@@ -257,7 +257,7 @@ def test_truncated_file_is_named(llama: Path, dtype: torch.dtype, tmp_path: Path
     file = next(file for file in place.glob("*.safetensors") if name in load_file(file))
 
     class Cutting(DefaultLoadPlanner):
-        """Cuts the file when all files have been opened and checked."""
+        """Truncate the file after all files were opened and checked."""
 
         def resolve_tensor(self, read_item: Any) -> torch.Tensor:
             os.truncate(file, 4096)
@@ -295,13 +295,13 @@ def test_checkpoint_is_loaded_over_http(kind: str, request: pytest.FixtureReques
             state, expected = empty_like(place), penstock.load(place)
         dcp.load(state, storage_reader=CheckpointReader(server.url))
         assert bits(state) == bits(dict(expected))
-        # Bodies and descriptions: no byte of a file is asked for twice but the first of each.
+        # No byte of a body or description is requested twice, except the first byte of each file.
         assert server.num_bytes_sent < 1.1 * sum(f.stat().st_size for f in place.iterdir()) + (64 << 10)
 
 
 def sharded_model(mesh: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    # 30 rows over 4 ranks: shards of different size, and none of the last bias' for some.
+    # 30 rows over 4 ranks make shards of different sizes, and some ranks have no part of the last bias.
     model = torch.nn.Sequential(torch.nn.Linear(24, 30), torch.nn.Linear(30, 3))
     for layer in model:
         fully_shard(layer, mesh=mesh)
@@ -320,7 +320,7 @@ def save_sharded(rank: int, world_size: int, place: str, hugging_face: str) -> A
 
 
 def load_sharded(rank: int, world_size: int, place: str, hugging_face: str) -> Any:
-    """Load model and optimizer by both readers; then columns of each matrix, from both formats."""
+    """Load model and optimizer with both readers, then columns of each matrix from both formats."""
     results = []
     for reader in (CheckpointReader(place), dcp.FileSystemReader(place)):
         model, optimizer = sharded_model(init_device_mesh("cpu", (world_size,)))
@@ -347,7 +347,7 @@ def load_sharded(rank: int, world_size: int, place: str, hugging_face: str) -> A
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Any]:
-    """A checkpoint of 4 ranks in DCP's format and one in safetensors, and the model's bits."""
+    """Write a checkpoint from 4 ranks in DCP's format and one in safetensors. Return the model's bits."""
     root = tmp_path_factory.mktemp("sharded")
     places = str(root / "own"), str(root / "hf")
     outcomes = run_ranks(save_sharded, 4, *places, environ=ENVIRON)
@@ -378,7 +378,7 @@ def test_rank_reads_only_its_bytes(tmp_path: Path) -> None:
     write_llama(tmp_path, num_layers=4, hidden=512, vocab=512, fp8=False, shards=1)
     with RangeServer(tmp_path) as server:
         outcomes = run_ranks(load_half, 2, server.url, environ=ENVIRON)
-    # A matrix has 512 KiB: between the halves of two that are neighbours lies as much of the other rank.
+    # A matrix has 512 KiB, so between the halves of two neighbours lies the same amount for the other rank.
     assert [outcome.value for outcome in outcomes] == [(8 << 18, 8 << 18)] * 2
 
 
@@ -399,7 +399,7 @@ def test_missing_shard_on_one_rank_fails_all(sharded: tuple[str, str, Any], tmp_
     missing = place / "__3_0.distcp"
     missing.unlink()
     outcomes = run_ranks(load_damaged, 2, str(place), environ=ENVIRON)
-    # Rank 0 needs the first half only; it learns of the failure all the same, before a byte was read.
+    # Rank 0 needs only the first half. It learns of the failure too, before it reads a byte.
     assert [outcome.value for outcome in outcomes] == [({1: ("NotFound", str(missing))}, 0.0)] * 2
 
 
@@ -422,7 +422,7 @@ def test_own_format_faults_raise_before_writing(own: Path, tmp_path: Path) -> No
     error = load_raises(odd_state(2), CheckpointReader(place))
     assert isinstance(error, SourceTruncated) and error.uri == str(body)
 
-    # The file has another dtype than the metadata says.
+    # The dtype in the file differs from the metadata.
     damaged()
     metadata = place / ".metadata"
     metadata.write_bytes(metadata.read_bytes().replace(b"\x8c\x07float32", b"\x8c\x05int32", 1))
@@ -444,7 +444,7 @@ def test_own_format_faults_raise_before_writing(own: Path, tmp_path: Path) -> No
 
 
 class Runs:
-    """A value whose pickle runs code."""
+    """A value whose pickle executes code."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -461,7 +461,7 @@ def test_stored_code_is_refused(tmp_path: Path) -> None:
     target = {"weight": torch.zeros(3), "hook": 0}
     error = load_raises(target, CheckpointReader(tmp_path / "checkpoint"))
     assert isinstance(error, FormatError) and error.tensor == "hook" and not mark.exists()
-    # What it replaces runs it.
+    # The original reader executes it.
     dcp.load(target, checkpoint_id=tmp_path / "checkpoint")
     assert mark.exists()
 

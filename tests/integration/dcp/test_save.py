@@ -1,4 +1,4 @@
-"""torch DCP: checkpoints of `CheckpointWriter`, read by all readers; saves that fail, are killed, are asynchronous."""
+"""torch DCP: all readers read checkpoints from `CheckpointWriter`. Saves may fail, be killed or be asynchronous."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_value_kind_is_restored(tmp_path: Path) -> None:
     state, reader = odd_state(2), CheckpointReader(place)
     dcp.load(state, storage_reader=reader)
     assert bits(state) == bits(odd_state(1)) and all(each.verified for each in reader.reports)
-    # Without a state to fill: the planner builds it, nested as it was.
+    # Without a state to fill, the planner builds it with the original nesting.
     dcp.save(odd_state(1), checkpoint_id=tmp_path / "own")
     theirs = _load_state_dict_from_keys(checkpoint_id=tmp_path / "own")
     assert bits(_load_state_dict_from_keys(storage_reader=reader)) == bits(theirs)
@@ -65,7 +65,7 @@ def save_sharded(rank: int, world_size: int, place: str) -> Any:
     model(torch.full((2, 24), rank + 1.0)).sum().backward()
     optimizer.step()
     weights, states = get_state_dict(model, optimizer)
-    # By columns too, and larger than a digest's leaf: no rank has all bytes of one.
+    # Shard by columns too, with tensors larger than a digest's leaf, so that no rank has all bytes of a leaf.
     columns = torch.arange(300_000.0).reshape(300, 1000)
     state = {"model": weights, "optim": states, "columns": distribute_tensor(columns, mesh, [Shard(1)]), "step": 5}
     dcp.save(state, storage_writer=CheckpointWriter(place))
@@ -125,14 +125,14 @@ def test_interrupted_save_keeps_previous_checkpoint(tmp_path: Path, die: bool) -
     place = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(64, 64)}, storage_writer=CheckpointWriter(place))
     before = penstock.verify(place).revision
-    # A rank that lost another waits for the group's own timeout: it is ended here.
+    # A rank that lost another rank waits for the group's own timeout, so end it here.
     outcomes = run_ranks(fail_or_die, 2, str(place), die, environ=ENVIRON, timeout_s=25 if die else 60)
     if die:
         assert outcomes[1].ended == "died"
     else:
         assert [outcome.value for outcome in outcomes] == [{1: "ConfigError"}] * 2
     assert penstock.verify(place).revision == before
-    # What it left is no obstacle to the next one, and is gone then.
+    # Its leftovers do not block the next save, which removes them.
     dcp.save({"w": torch.full((64, 64), 3.0)}, storage_writer=CheckpointWriter(place, replace=True))
     assert float(penstock.load(place)["w"].sum()) == 3 * 64 * 64
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint"]
@@ -152,7 +152,7 @@ def test_failed_save_leaves_nothing_for_next(tmp_path: Path, monkeypatch: pytest
             saved.result()
     assert isinstance(failure(caught.value), DiskFull)
     if fault != "write":
-        # The coordinator knows of the failure.
+        # The coordinator learns of the failure.
         assert not list(tmp_path.iterdir())
     dcp.async_save({"w": torch.ones(64)}, checkpoint_id=tmp_path / "2", storage_writer=writer).result()
     assert [path.name for path in tmp_path.iterdir()] == ["2"] and penstock.verify(tmp_path / "2").verified
@@ -173,7 +173,7 @@ def test_concurrent_saves_to_one_path_do_not_mix(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
 
     class Pausing(CheckpointWriter):
-        """Lets another save run from begin to end before it writes."""
+        """Run another complete save before this one writes."""
 
         def write_data(self, plan: Any, planner: Any) -> Any:
             dcp.save({"w": torch.full((64, 64), 1.0)}, storage_writer=CheckpointWriter(place, replace=True))
@@ -226,7 +226,7 @@ def test_async_save_captures_state_at_call(tmp_path: Path, staging_bytes: str | 
             {"w": torch.full((512, 512), step * 1.0), "small": torch.full((10,), step * 1.0), "step": step}
         )
     arena = writer._arena.numel()
-    # One copy of tied weights; or what was allowed, and no more.
+    # Tied weights are written once, or the allowed values and no more.
     assert arena == {None: weight.nbytes + 64, "64K": 64 << 10, "0": 0}[staging_bytes]
     writer.close()
 
@@ -268,7 +268,7 @@ def test_save_fills_empty_mount_point(small_disk: Any) -> None:
     dcp.save({"w": torch.full((64, 64), 2.0)}, storage_writer=CheckpointWriter(disk))
     assert penstock.verify(disk).verified and float(penstock.load(disk)["w"][0, 0]) == 2.0
     assert not [path.name for path in (*disk.iterdir(), *disk.parent.iterdir()) if path.name.startswith(".")]
-    # Another directory cannot take its name: this is said before anything is written.
+    # Another directory cannot replace it, which is reported before anything is written.
     with pytest.raises(CheckpointException) as caught:
         dcp.save({"w": torch.ones(2)}, storage_writer=CheckpointWriter(disk, replace=True))
     assert isinstance(failure(caught.value), ConfigError) and "mount point" in str(failure(caught.value))

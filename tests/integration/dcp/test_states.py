@@ -1,4 +1,4 @@
-"""torch DCP: states with odd containers, values, tensors and names are saved as they were, or refused by name."""
+"""torch DCP: states with unusual containers, values, tensors and names are saved unchanged, or refused by name."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Layers(list[Any]):
-    """A list of another class."""
+    """A subclass of list."""
 
 
 def save(state: dict[str, Any], place: Path, *, in_background: bool, **options: Any) -> None:
-    """Save a state; raise the error of the first rank that failed."""
+    """Save a state. Raise the error of the first rank that failed."""
     writer = CheckpointWriter(place, **options)
     try:
         if in_background:
@@ -103,7 +103,7 @@ def test_views_of_one_memory_are_saved_separately(tmp_path: Path) -> None:
 
 @dataclasses.dataclass
 class Holder:
-    """A class of the user's with a tensor."""
+    """A user's class with a tensor."""
 
     w: torch.Tensor
 
@@ -177,7 +177,7 @@ def test_tensor_without_bytes_is_refused(tmp_path: Path, kind: str, in_backgroun
 
 
 def test_background_save_refuses_nested_and_lazy_tensors(tmp_path: Path) -> None:
-    # In the foreground torch's own planner raises before the writer is asked.
+    # In the foreground torch's own planner raises before it calls the writer.
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     for odd in (nested, torch.nn.LazyLinear(3).weight, torch.ones(3, 3).to_mkldnn()):
         with pytest.raises(PlanError):
@@ -210,7 +210,7 @@ def test_unreadable_result_keeps_old_checkpoint(tmp_path: Path, at: int | None) 
     save({"w": torch.ones(64)}, place, in_background=False)
 
     class Damaging(CheckpointWriter):
-        """Writes through a disk that loses what it has, before the checkpoint is published."""
+        """Writes to a disk that loses data before the checkpoint is published."""
 
         def finish(self, metadata: Any, results: Any) -> None:
             [file] = [file for file in tmp_path.glob("*/model.safetensors") if file.parent != place]

@@ -1,6 +1,6 @@
-"""The demo: a fleet reads storage once, a model in training is served, conversions go on; all with equal bits.
+"""The demo: a fleet reads storage once, a model is served during training, conversions resume, and all bytes are equal.
 
-CI runs `make demo`, which does the same in larger sizes.
+CI runs `make demo`, which does the same with larger sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 
 
 def script(name: str, monkeypatch) -> ModuleType:
-    """A script, as a module."""
+    """Import a script as a module."""
     spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""The Dockerfile's steps, carried out in namespaces over this host's files; what the image then runs."""
+"""Runs the Dockerfile's steps in namespaces over this host's files, and the commands of the image."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.long_running import long_running
 dockerfile_parse = pytest.importorskip("dockerfile_parse")
 pytestmark = long_running
 PACKAGED = ("PIP_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-"""Variables by which this host reaches a package index; docker would be given them as build arguments."""
+"""Variables with which this host reaches a package index. docker would receive them as build arguments."""
 
 
 @dataclass(slots=True)
 class Stage:
-    """A stage of a build: its files, and what its last instructions set."""
+    """A stage of a build, with its files and the settings of its last instructions."""
 
     container: Container
     environ: dict[str, str]
@@ -38,7 +38,7 @@ class Stage:
     command: list[str] = field(default_factory=list)
 
     def words(self, words: list[str], environ: Mapping[str, str] | None = None) -> list[str]:
-        """Return the command line that runs `words` in the image, with a root directory of its own user."""
+        """Return the command that runs `words` in the image, with its user's own root directory."""
         uid, gid = self.user
         variables = {**self.environ, **(environ or {})}
         capabilities = None if uid == 0 else []
@@ -51,7 +51,7 @@ class Stage:
 
 
 def build(directory: Path, arguments: Mapping[str, str], stack: ExitStack) -> Stage:
-    """Carry out the Dockerfile; return its last stage. Every instruction that it does not know is an error."""
+    """Run the Dockerfile and return its last stage. Unknown instructions are errors."""
     parser = dockerfile_parse.DockerfileParser(path=str(REPOSITORY / "deploy" / "Dockerfile"))
     stages: dict[str, Stage] = {}
     bases: dict[str, str] = {}
@@ -65,7 +65,7 @@ def build(directory: Path, arguments: Mapping[str, str], stack: ExitStack) -> St
             bases[f"${{{key}}}"] = default
         elif name == "FROM":
             base, *alias = value.split(" AS ")
-            # The image is this host: what it must have is an interpreter, pip and the tools of Debian.
+            # The image is this host, so it needs only an interpreter, pip and the tools of Debian.
             assert bases.get(base, base).startswith("python:3.")
             own = directory / str(len(stages))
             own.mkdir()
@@ -89,7 +89,7 @@ def build(directory: Path, arguments: Mapping[str, str], stack: ExitStack) -> St
                 copy(origin / source.lstrip("/"), stage.container.path(f"{stage.directory}/"), target)
         elif name == "RUN":
             index = {key: text for key, text in os.environ.items() if key.upper().startswith(PACKAGED)}
-            # Compiling what these tests do not import would take half of their time.
+            # Compiling modules that these tests do not import would take half of their time.
             index["PIP_NO_COMPILE"] = "1"
             words = stage.words(["/bin/sh", "-c", value], {**stage.arguments, **index})
             done = subprocess.run(words, capture_output=True, text=True, timeout=170)
@@ -121,7 +121,7 @@ def copy(source: Path, directory: Path, target: str) -> None:
 
 
 def root_of(path: Path) -> Path:
-    """Return the container's root above a path that `Container.path` gave."""
+    """Return the container's root for a path from `Container.path`."""
     parts = path.parts
     return Path(*parts[: parts.index("root", 4) + 1])
 
@@ -157,7 +157,7 @@ def test_image_runs_command_as_unprivileged_user(image: Stage) -> None:
     assert done.returncode == 0 and done.stdout.startswith("penstock 0."), done.stderr
     who = image.run("sh", "-c", "id --user --name; touch /opt/penstock/bin/x")
     assert who.stdout == "penstock\n" and "Permission denied" in who.stderr
-    # From the wheel, and nothing of the build is left.
+    # The package is installed from the wheel, and no build files remain.
     where = image.run("python", "-c", "import penstock, sys; print(penstock.__file__, 'torch' in sys.modules)")
     assert where.stdout.startswith("/opt/penstock/lib/python3"), where.stderr
     assert not image.container.path("/source").exists() and not image.container.path("/wheels").exists()

@@ -28,7 +28,7 @@ LAST_S = 150.0
 
 @pytest.fixture
 def environ() -> Iterator[dict[str, str]]:
-    """A hub of the example's own, in a directory whose name is short enough for a socket."""
+    """Use a separate hub in a directory whose name is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         yield {**os.environ, "PENSTOCK_RUNTIME_DIR": runtime}
 
@@ -37,7 +37,7 @@ LONG = {"fetch_torchrun", "load_into_transformers"}
 
 
 def long_one(example: Path) -> Any:
-    """The example, as a drill if it takes long and another one does nearly the same."""
+    """Return the example. It is a drill if it is slow and another example does nearly the same."""
     return pytest.param(example, marks=long_running) if example.stem in LONG else example
 
 
@@ -51,7 +51,7 @@ def test_example_exits_successfully(example: Path, environ: dict[str, str]) -> N
 
 
 def read_until(process: subprocess.Popen[str], word: str) -> list[str]:
-    """Its lines up to the one with `word`; all of them where it ends first."""
+    """Return its lines up to the one with `word`, or all lines if it ends first."""
     assert process.stdout is not None
     said: list[str] = []
     for line in process.stdout:

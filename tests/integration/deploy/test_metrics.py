@@ -82,7 +82,7 @@ def values(url: str, token_file: Path) -> dict[tuple[str, frozenset[tuple[str, s
 
 
 class Scrape:
-    """The difference between two scrapes: the registry of a process lives as long as the process."""
+    """Return the difference between two scrapes, because a process keeps its registry."""
 
     def __init__(self, endpoint: ps.telemetry.MetricsEndpoint, token_file: Path) -> None:
         self._endpoint, self._token_file = endpoint, token_file
@@ -153,7 +153,7 @@ def test_process_has_one_endpoint(endpoint: ps.telemetry.MetricsEndpoint, token_
 
 
 def test_first_free_port_in_range_is_used(token_file: Path) -> None:
-    # Two neighbouring ports that are free now; the first is then taken.
+    # Return two neighbouring free ports, of which the first is then taken.
     while True:
         with bound_socket(("127.0.0.1", 0)) as taken:
             taken.listen()
@@ -171,7 +171,7 @@ def test_first_free_port_in_range_is_used(token_file: Path) -> None:
 
 @pytest.fixture
 def untried(monkeypatch) -> Iterator[None]:
-    """This process as one that has not tried to serve yet; what it serves is closed at the end."""
+    """Treat this process as one that has not served yet. Close its server at the end."""
     monkeypatch.setattr(endpoint_module, "_refused_in", 0)
     yield
     if endpoint_module._endpoint is not None:
@@ -275,7 +275,7 @@ def test_cache_hits_and_retries_are_counted(llama: Path, tmp_path: Path, scrape:
 
 
 def test_fetches_and_damage_are_counted_by_source(llama: Path, scrape: Scrape, monkeypatch) -> None:
-    # A directory of its own: the path of a Unix socket is short.
+    # Use a short directory, because the path of a Unix socket is limited.
     with tempfile.TemporaryDirectory(prefix="ps-") as runtime:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         only_http = ps.ConnectionSettings(transports=["http"])
@@ -287,9 +287,9 @@ def test_fetches_and_damage_are_counted_by_source(llama: Path, scrape: Scrape, m
             received = "penstock_received_bytes_total"
             assert scrape.added(received, source="storage", path="fallback", **labels) == nbytes
             assert scrape.added(received, source="peer", path="http", **labels) == nbytes
-            # With the gaps between neighbours, which are read along with them.
+            # This includes the gaps between neighbours, which are read along with them.
             assert nbytes <= scrape.added("penstock_served_bytes_total") < 1.1 * nbytes
-            # The bytes from storage were hashed as they came: nothing was there to compare them with.
+            # The bytes from storage were hashed on arrival, because there was nothing to compare them with.
             assert scrape.added("penstock_verified_bytes_total", **labels) == nbytes
             assert scrape.added("penstock_held_bytes", model="damaged", tier="host", state="whole") == 2 * nbytes
             assert scrape.added("penstock_members", hub="reachable") == 2
@@ -307,12 +307,12 @@ def test_chunks_with_wrong_digest_are_counted(llama: Path, scrape: Scrape, monke
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", runtime)
         with ps.join("wrong") as holder, ps.join("wrong") as reader:
             tensors: dict[str, torch.Tensor] = {}
-            # Else a heartbeat, also one that has begun, may find the damage first, and the holder serves nothing.
+            # Otherwise a heartbeat may find the damage first, and the holder serves nothing.
             monkeypatch.setattr(holder.member, "_spot_check", lambda: None)
             holder.fetch(tensors, fallback=llama)
             for tensor in tensors.values():
                 tensor.view(-1).view(torch.uint8)[0] ^= 1
-            # From storage, since no chunk of the holder is right.
+            # The bytes are from storage, because all chunks of the holder are wrong.
             report = reader.fetch({}, fallback=llama)
         assert report.faults
         assert scrape.added("penstock_verification_failures_total", journey="fetch") >= 1
@@ -350,7 +350,7 @@ def test_stream_collected_during_scrape_is_counted(
     assert registry is not None
     stream = ps.stream(llama)
     next(stream)
-    # As in a finalizer that runs in the thread of a scrape: that thread has the lock already.
+    # This is like a finalizer in the thread of a scrape, which already holds the lock.
     with registry._lock:
         del stream
         assert not [journey for journey in registry._journeys if journey.ended is None]
@@ -407,7 +407,7 @@ def test_forked_child_does_not_own_endpoint(endpoint: ps.telemetry.MetricsEndpoi
     assert endpoint.is_ours
     pid = os.fork()
     if not pid:
-        # The child counts nothing and does not fail: the registry and its lock are the parent's.
+        # The child counts nothing and does not fail, because the registry and its lock belong to the parent.
         done = 1
         try:
             ps.load(llama)

@@ -1,4 +1,4 @@
-"""Pods of one node share memory by the runtime directory that they mount; nothing else is common to them."""
+"""Pods on one node share memory only through the runtime directory that they mount."""
 
 from __future__ import annotations
 
@@ -110,8 +110,10 @@ def test_pods_without_shared_directory_use_network(
     stack: ExitStack,
     tmp_path: Path,
 ) -> None:
-    """They have one network here, as pods of one node reach each other's addresses. With one PID namespace they report
-    one host, and the socket alone tells that they share no memory."""
+    """They have one network here, as pods on one node reach each other's addresses.
+
+    With one PID namespace they report the same host, and only the socket shows that they share no memory.
+    """
     token = tmp_path / "token"
     token.write_text(TOKEN)
     auth = Auth.of(token_file=token)

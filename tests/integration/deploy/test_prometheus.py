@@ -1,6 +1,6 @@
-"""A real Prometheus reads a fleet of real processes, and evaluates every expression that is shipped in `deploy/`.
+"""A real Prometheus scrapes a fleet of real processes and evaluates every expression in `deploy/`.
 
-The fleet: a hub, a keeper, two members that fetch, a publisher and a subscriber, each a process.
+The fleet has a hub, a cache, two members that fetch, a publisher and a subscriber, each in its own process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 RULES = DEPLOY / "prometheus" / "penstock.rules.yml"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "penstock.json").read_text(encoding="utf-8"))
 RANGE = "20s"
-"""In the place of ranges that Grafana and the rules have: the fleet of this test lives that long."""
+"""Range that replaces those of Grafana and the rules, because the fleet in this test lives only that long."""
 INTERVAL = "500ms"
 SELECTOR = re.compile(r"(?:penstock_\w+|\bup\b)(?:\{[^}]*\})?")
 
@@ -69,11 +69,11 @@ class Fleet:
     url: str
     hub: str
     instances: dict[str, str] = field(default_factory=dict)
-    """Process -> the `instance` that Prometheus calls it."""
+    """The Prometheus `instance` of each process."""
     members: dict[str, Worker] = field(default_factory=dict)
 
     def api(self, path: str, **parameters: str) -> Any:
-        """Return what Prometheus' API answers."""
+        """Return the response of Prometheus' API."""
         query = urllib.parse.urlencode(parameters)
         try:
             with urllib.request.urlopen(f"{self.url}/api/v1/{path}?{query}", timeout=10) as reply:
@@ -92,7 +92,7 @@ class Fleet:
         return {rule["name"]: rule for group in self.api("rules")["groups"] for rule in group["rules"]}
 
     def firing(self) -> dict[str, set[str]]:
-        """Return alert -> instances for which it fires."""
+        """Return the instances for which each alert fires."""
         return {
             name: {alert["labels"].get("instance", "") for alert in rule["alerts"] if alert["state"] == "firing"}
             for name, rule in self.alerts().items()
@@ -101,7 +101,7 @@ class Fleet:
 
 
 def wait_until(reached: Callable[[], object], what: str, *, timeout_s: float = 30.0) -> None:
-    """Look until it is so: Prometheus reads and evaluates by its own clock."""
+    """Poll until the condition holds, because Prometheus scrapes and evaluates by its own clock."""
     deadline = time.monotonic() + timeout_s
     while not (now := reached()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}: {now}"
@@ -131,7 +131,7 @@ def configuration(directory: Path, hub_port: int, ports: list[int]) -> Path:
     processes["authorization"]["credentials_file"] = str(directory / "metrics.token")
     processes["static_configs"] = [{"targets": [f"127.0.0.1:{port}" for port in ports]}]
     (directory / "prometheus.yml").write_text(yaml.safe_dump(config))
-    # The waiting times are left out: what is tested is that an expression sees what it is for.
+    # Leave out the waiting times, because the test checks only that an expression sees its condition.
     text = re.sub(r"^ +for: .*\n", "", RULES.read_text(encoding="utf-8"), flags=re.M)
     (directory / RULES.name).write_text(text)
     return directory / "prometheus.yml"
@@ -139,7 +139,7 @@ def configuration(directory: Path, hub_port: int, ports: list[int]) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    # A directory of its own: the path of a Unix socket is short.
+    # Use a short directory, because the path of a Unix socket is limited.
     with tempfile.TemporaryDirectory(prefix="ps-") as name, ExitStack() as stack:
         directory = Path(name)
         (directory / "hub.token").write_text(secrets.token_hex(16))
@@ -229,7 +229,7 @@ def check_numbers(fleet: Fleet) -> None:
     assert value("max(penstock_tier_limit_bytes)") == 64 * MIB
     assert value('penstock_publish_subscribers_total{result="committed"}') == 2
     assert value("sum(penstock_pause_seconds_count)") == 2
-    # Only metrics of the tables exist, whichever process is asked.
+    # Only metrics in the tables exist, in every process.
     names = {name for name in fleet.api("label/__name__/values") if name.startswith("penstock_")}
     known = {metric.name for metric in METRICS}
     own = {re.sub(r"_(total|bucket|count|sum|created)$", "", name) for name in names}
@@ -242,7 +242,7 @@ def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
     sync(fleet, 1)
     wait_until(lambda: fleet.query('penstock_sync_version{side="subscriber"} == 1'), "version 1 is read")
 
-    # Every selector of a rule names series that exist: an alert with a wrong name would never fire.
+    # Every selector in a rule names existing series, because an alert with a wrong name would never fire.
     selectors = {selector for rule in rules() for selector in SELECTOR.findall(rule["expr"])}
     assert len(selectors) >= len(rules())
     for selector in sorted(selectors):
@@ -251,7 +251,7 @@ def test_expressions_have_data_and_alerts_fire(fleet: Fleet) -> None:
     assert {rule["health"] for rule in fleet.alerts().values()} == {"ok"}
     assert len(fleet.alerts()) == len(rules())
 
-    # A journey that fails: the version is live already, and an older one is asked for.
+    # This journey fails, because the version is live already and an older one is requested.
     subscriber = fleet.members["subscriber"]
     assert isinstance(subscriber, SyncWorker)
     assert subscriber.call("update 0")["error"] == "ConfigError"

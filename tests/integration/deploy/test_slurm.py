@@ -1,4 +1,7 @@
-"""The Slurm script starts a hub and runs a command on each node. Stand-ins for `srun` and `scontrol` use this host."""
+"""The Slurm script starts a hub and runs a command on each node.
+
+Replacements for `srun` and `scontrol` use this host.
+"""
 
 from __future__ import annotations
 

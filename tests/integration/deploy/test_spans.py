@@ -30,7 +30,7 @@ def exporter() -> Iterator[InMemorySpanExporter]:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    # Once in a process: the API allows no second provider.
+    # Set it once per process, because the API allows no second provider.
     trace.set_tracer_provider(provider)
     yield exporter
     provider.shutdown()
@@ -51,14 +51,14 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def runtime(monkeypatch) -> Iterator[None]:
-    """A hub of its own, whose path is short enough for a socket."""
+    """Use a separate hub whose path is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         yield
 
 
 def only(exporter: InMemorySpanExporter, name: str) -> ReadableSpan:
-    """Return the one span of this name."""
+    """Return the only span with this name."""
     (span,) = (span for span in exporter.get_finished_spans() if span.name == name)
     return span
 
@@ -96,7 +96,7 @@ def test_stream_span_lasts_until_last_tensor(llama: Path, spans) -> None:
     with ps.stream(llama) as stream:
         next(stream)
         assert spans.get_finished_spans() == ()
-        # Its span is not the current one of the code between two tensors.
+        # Its span is not current in the code between two tensors.
         assert not trace.get_current_span().get_span_context().is_valid
         list(stream)
     assert dict(only(spans, "penstock load").attributes or {})["penstock.bytes"] == stream.report.nbytes

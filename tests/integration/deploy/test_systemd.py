@@ -1,4 +1,4 @@
-"""The systemd units are valid and confined, their commands exist, and they start what they say."""
+"""The systemd units are valid and sandboxed, their commands exist, and they start the right processes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from penstock.testing.checkpoints import write_llama
 UNITS = REPOSITORY / "deploy" / "systemd"
 HUB, CACHE = "penstock-hub.service", "penstock-cache@.service"
 MAX_EXPOSURE = 25
-"""Of `systemd-analyze security`, from 0 to 100; a service without any restriction has 96."""
+"""Limit for `systemd-analyze security`, from 0 to 100. A service without restrictions has 96."""
 
 
 def variables(path: Path) -> dict[str, str]:
-    """The variables of an environment file."""
+    """Return the variables in an environment file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def value_of(unit: str, key: str) -> list[str]:
-    """All values of a key of a unit."""
+    """Return all values of a key in a unit."""
     return re.findall(rf"^{key}=(.*)$", (UNITS / unit).read_text(encoding="utf-8"), re.M)
 
 
 def command_of(unit: str, environ: dict[str, str]) -> list[str]:
-    """The words of ExecStart as systemd expands them: `${NAME}` in a word, `$NAME` into words."""
+    """Return the words of ExecStart as systemd expands them: `${NAME}` in a word, `$NAME` into words."""
     (line,) = value_of(unit, "ExecStart")
     words = []
     for word in shlex.split(line):
@@ -77,7 +77,7 @@ def test_commented_settings_describe_a_fleet() -> None:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Container]:
-    """A host on which Penstock is in /opt/penstock, its units in systemd's directory, and its user made by sysusers."""
+    """Return a host with Penstock in /opt/penstock, its units in systemd's directory, and its user made by sysusers."""
     if (why := container.missing()) is not None:
         pytest.skip(why)
     absent = [name for name in ("systemd-analyze", "systemd-sysusers") if shutil.which(name) is None]
@@ -91,7 +91,7 @@ def host(tmp_path: Path) -> Iterator[Container]:
     (programs / "penstock").chmod(0o755)
     write_llama(settings / "llama", total_bytes=2_000_000)
     settings.chmod(0o755)
-    # RuntimeDirectory= of the unit, which systemd makes.
+    # systemd creates the RuntimeDirectory= of the unit.
     shutil.chown(runtime, 10001, 10001)
     runtime.chmod(int(value_of(CACHE, "RuntimeDirectoryMode")[0], 8))
     mounts = [

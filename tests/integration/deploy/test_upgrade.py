@@ -34,7 +34,7 @@ NAMES = ("old", "new")
 
 @dataclass
 class Fleet:
-    """A driver of each release, and a directory of its own for each test."""
+    """Start a driver of each release, with a separate directory for each test."""
 
     drivers: dict[str, Driver]
     directory: Path
@@ -75,14 +75,14 @@ def hubs(drivers: dict[str, Driver]) -> Iterator[dict[str, str]]:
 
 @pytest.fixture
 def fleet(drivers: dict[str, Driver]) -> Iterator[Fleet]:
-    # A short path: it is that of a socket.
+    # Use a short path, because it is the path of a socket.
     directory = Path(tempfile.mkdtemp(prefix="penstock-up-", dir="/tmp"))
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         for driver in drivers.values():
             driver("set_environ", values={"PENSTOCK_RUNTIME_DIR": str(directory)})
         yield Fleet(drivers, directory, stack)
-        # Before the hubs end: members that leave would wait for them.
+        # Close them before the hubs, because leaving members would wait for the hubs.
         for driver in drivers.values():
             driver("close_all")
 
@@ -126,7 +126,7 @@ def test_old_driver_runs_previous_release(drivers: dict[str, Driver]) -> None:
     environment = drivers["old"].release.python.parents[1]
     assert PREVIOUS[:12] in environment.name and environment in Path(old["file"]).parents
     assert Path(new["file"]) == ROOT / "packages" / "penstock" / "src" / "penstock" / "__init__.py"
-    # The installed files are the commit's.
+    # The installed files equal the commit's.
     installed = Path(old["file"]).parent / "hub" / "messages.py"
     assert installed.read_bytes() == git("show", f"{PREVIOUS}:src/penstock/hub/messages.py").stdout
     assert f'PROTOCOL = "{old["protocol"]}"' in installed.read_text()
@@ -210,7 +210,7 @@ def test_members_survive_replacement_of_hub(
 
     assert hub.stop() == 0
     fleet.start_hub(hubs[1])
-    # The same lives as before: members register again by themselves, with all that they hold.
+    # Members register again by themselves, with all holdings and the same lives as before.
     wait_until(lambda: fleet["new"]("status", hub=url).get(holder) == ["m"])
     wait_until(lambda: subscribers[0] in fleet["old"]("status", hub=url))
     late("join", name="b", model="m", connection=connection)
@@ -224,7 +224,7 @@ def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: st
     redis = fleet.stack.enter_context(redis_server.RedisServer(fleet.directory))
     urls = {name: fleet.start_hub(name, "--redis", redis.url, name=name)[1] for name in NAMES}
     for hub in NAMES:
-        # Each member at the other release's hub, then each at its own.
+        # Test each member with the other release's hub, then each with its own.
         at = {name: urls[other(name) if hub == "old" else name] for name in NAMES}
         holder = fleet["old"]("join", name=f"a-{hub}", model=hub, connection={"hub": at["old"]})
         check_fetched(fleet["old"]("fetch", name=f"a-{hub}", fallback=str(model)), wanted, None)
@@ -235,7 +235,7 @@ def test_hubs_of_both_releases_share_redis(fleet: Fleet, model: Path, wanted: st
 @pytest.mark.parametrize("first", NAMES)
 def test_local_hub_passes_between_releases(fleet: Fleet, model: Path, wanted: str, first: str) -> None:
     def hosts(driver: Driver) -> bool:
-        """Return whether a driver's process hosts the hub: its number is in the file that it locks."""
+        """Return whether a driver's process hosts the hub. The file that it locks has its process id."""
         return (fleet.directory / "hub-0.lock").read_text() == f"{driver.pid}\n"
 
     hosting, next_one = fleet[first], fleet[other(first)]
@@ -263,7 +263,7 @@ def test_cache_is_handed_over_between_releases(fleet: Fleet, model: Path, wanted
     before = set(fleet[first]("status", model="m"))
 
     successor = fleet.start(other(first), command[other(first)], *words, until="keeping")
-    # All of the model comes out of the first keeper's memory, and nothing from storage.
+    # The whole model is read from the first cache's memory, and nothing from storage.
     (paths,) = [line for line in successor.said if line.startswith("paths: ")]
     assert re.match(rf"paths: [\d.]+ [MG]B by shm <- {min(before)[:8]}", paths), paths
     (member,) = set(fleet[first]("status", model="m")) - before

@@ -33,7 +33,7 @@ EXTRAS = {
     "compile-cache": "penstock-compile-cache",
     "tools": "penstock-tools",
 }
-"""Extra of the core -> the package that it brings."""
+"""The package that each extra of the core installs."""
 ENTRY_POINTS = {
     "penstock-compile-cache": {"penstock.commands": {"compile-cache"}},
     "penstock-hf": {"penstock.commands": {"run"}},
@@ -43,10 +43,7 @@ ENTRY_POINTS = {
     "penstock-vllm": {"vllm.general_plugins": {"penstock"}},
 }
 HOSTS = {"megatron", "peft", "ray", "requests", "safetensors", "sglang", "transformers", "trl", "verl", "vllm"}
-"""Libraries and engines that adapters plug into. A module that fails to import for one of these is as it should be.
-
-TRL brings requests.
-"""
+"""Libraries and engines that adapters extend. A module may fail to import without them. TRL installs requests."""
 OPTIONAL = {
     "boto3",
     "gguf",
@@ -59,12 +56,12 @@ OPTIONAL = {
     "triton",
     "uvicorn",
 }
-"""What the extras of the core bring, as modules."""
+"""Modules that the extras of the core install."""
 BROUGHT = {
     "penstock-vllm": {"penstock-compile-cache", "penstock-hf"},
     "penstock-sglang": {"penstock-hf"},
 }
-"""What an adapter brings besides the core."""
+"""Modules that an adapter installs in addition to the core."""
 NEXT_VERSIONS = ("3.12", "3.13")
 
 PROBE = """
@@ -150,7 +147,7 @@ def torch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Package -> its wheel, as `make wheel` builds them in a clone that was not set up."""
+    """Return the wheel of each package, as `make wheel` builds it in a new clone."""
     directory = tmp_path_factory.mktemp("wheels")
     make = [
         "make",
@@ -173,7 +170,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def install(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
     """Install requirements, by a real resolution of all but torch, into a new environment."""
     overrides = tmp_path_factory.mktemp("install") / "overrides.txt"
-    # Gigabytes on some indexes; every test of the repository runs with it.
+    # torch has gigabytes on some indexes, and every test of the repository runs with it.
     overrides.write_text("torch; python_version < '3'\n")
 
     def install(*requirements: str, python: str = sys.executable) -> Environment:
@@ -183,7 +180,7 @@ def install(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         options = ["--find-links", wheels["penstock"].parent, "--overrides", overrides]
         done = run(sys.executable, ROOT / "scripts" / "install.py", path, *options, *requirements)
         if done.returncode and ("No solution found" in done.stderr or "connect" in done.stderr.lower()):
-            # Our own wheels are in the directory: what is not found is a dependency.
+            # Our own wheels are in the directory, so anything missing is a dependency.
             assert not re.search(r"\bpenstock[a-z-]* was not found", done.stderr), done.stderr
             pytest.skip("no package index answers here")
         assert done.returncode == 0, done.stderr
@@ -294,7 +291,7 @@ def test_core_reads_files_without_torch(core: Environment, tmp_path: Path) -> No
     for verb in ("inspect", "manifest", "verify"):
         done = run(penstock, verb, tmp_path / "model.safetensors")
         assert done.returncode == 0, done.stderr
-    # What needs an extra names packages that pip finds.
+    # Modules that need an extra name packages that pip finds.
     done = run(penstock, "hub")
     assert done.returncode == 2 and "pip install '" in done.stderr, (done.returncode, done.stderr)
     assert "'starlette" in done.stderr and "'uvicorn" in done.stderr, done.stderr
@@ -336,7 +333,7 @@ def test_core_has_extra_for_each_adapter(wheels: dict[str, Path]) -> None:
 
 def test_all_packages_together_add_every_command(install: Callable[..., Environment], torch: Path) -> None:
     environment = install(*PACKAGES)
-    # Its modules import those of other adapters, which are here.
+    # Its modules import those of other adapters, which are installed here.
     found = environment.probe("penstock-rl", torch=torch)
     assert sorted(found["packages"]) == PACKAGES
     assert {needs.partition(".")[0] for needs in found["missing"].values()} <= HOSTS
@@ -346,7 +343,7 @@ def test_all_packages_together_add_every_command(install: Callable[..., Environm
 def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment]) -> None:
     environment = install("penstock-tools", "penstock-hf")
     (broken,) = environment.path.glob("lib/python3*/site-packages/penstock_hf/run_command.py")
-    # The file may be a link into the cache of the installer: make another one.
+    # The file may be a link into the installer's cache, so make a copy.
     broken.unlink()
     broken.write_text("import a_module_that_nobody_has\n")
     done = run(environment.penstock, "--help")
@@ -354,7 +351,7 @@ def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment
     (line,) = done.stderr.splitlines()
     assert line.startswith("penstock: `penstock run` is left out: ") and "a_module_that_nobody_has" in line
     assert run(environment.penstock, "simulate", "--help").returncode == 0
-    # The package is there: the message does not say to install it.
+    # The package is installed, so the message does not say to install it.
     done = run(environment.penstock, "run", "--", "true")
     assert done.returncode == 2 and "a_module_that_nobody_has" in done.stderr, done.stderr
 

@@ -1,4 +1,4 @@
-"""The short form of `make chaos`: rounds of each kind, in which nothing may be wrong, hang or be left behind."""
+"""A short `make chaos`: rounds of each kind, in which nothing may be wrong, hang or leak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fetching between processes of one host: storage read once, every bit equal, each path and reason named."""
+"""Fetches between processes on one host read storage once, every bit is equal, and reports name paths and reasons."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_rate_limit_covers_all_readers(host: Host, small_checkpoint: Path, expec
     holder = host.start(fallback=str(small_checkpoint), join={"max_bytes_per_s": cap, "max_readers": 8})
     assert_fetched(holder, expected_tensors)
     begun = time.monotonic()
-    # None of them can take from another: what they allow only the holder offers.
+    # The readers cannot read from each other, because only the holder offers their transport.
     readers = [host.start(connection={"transports": ["http"]}, join={"max_readers": 0}) for _ in range(2)]
     reports = [assert_fetched(reader, expected_tensors) for reader in readers]
     member = holder.events["joined"]["member"][:8]
@@ -170,7 +170,7 @@ def test_rate_limit_holds_from_first_byte(monkeypatch: pytest.MonkeyPatch, own_r
         reader.fetch(received)
     assert all(torch.equal(received[name], weights[name]) for name in weights)
     assert sum(nbytes for _, nbytes in begun) == 8 * chunk and max(nbytes for _, nbytes in begun) == chunk
-    # At each moment, all that was begun until then fits the limit. A slow machine can only make this easier.
+    # At each moment, all reads that have begun fit the limit. A slow machine only makes this easier.
     begun.sort()
     for count, (at, _) in enumerate(begun, 1):
         assert sum(nbytes for _, nbytes in begun[:count]) <= cap * (at - limited[0]), count
@@ -195,7 +195,7 @@ def test_report_gives_path_and_reason(host: Host, small_checkpoint: Path, expect
     path = f"http <- {holder.events['joined']['member'][:8]}"
     assert list(report["paths"]) == [path]
     assert "shm" in report["why"][path]  # why nothing nearer
-    # Storage is read when nobody has it, and said so; it is never read in a peer's place without a word.
+    # Storage is read when no member has the model, and the report says so. It never silently replaces a peer.
     alone = assert_fetched(host.start(model="other", fallback=str(small_checkpoint)), expected_tensors)
     assert list(alone["paths"]) == [f"storage {small_checkpoint}"]
 

@@ -1,4 +1,4 @@
-"""Mutual TLS: a member is who its certificate says, to the hub and at its door."""
+"""Mutual TLS: the certificate identifies a member, both to the hub and at its own addresses."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_server_certificate_must_match_member(
             report = reader.fetch(found, timeout_s=20.0)
         assert_same(found, expected_tensors)
         assert list(report.nbytes_by_path) == [f"http <- {holder.member.id[:8]}"]
-        # One whose doors lead to another member: it would be shown grants, and answer for it.
+        # A member whose addresses lead to another member would be shown grants and answer for that member.
         liar = HubClient.connect(hub, ca_file=authority.ca_file, certificate=authority.sign("liar"))
         liar.hello(Hello(member=liar.member, host="elsewhere", doors=(door,)))
         liar.beat(liar.member, Beat(holdings=(holder.member.weights[0].status(),)))

@@ -1,4 +1,4 @@
-"""Drain a member of a real fleet by the command: readers go elsewhere, also after the hub lost its memory."""
+"""Draining a member of a real fleet by the command: readers go elsewhere, even after the hub lost its memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def drain(url: str, tokens: Path, *words: str) -> subprocess.CompletedProcess[st
 
 def test_readers_avoid_drained_member(tmp_path: Path) -> None:
     write_llama(tmp_path / "llama", total_bytes=4 << 20)
-    # A command sends the first token of its file.
+    # A command sends the first token in its file.
     for name, first in (("tokens", TOKEN), ("operator", f"{OPERATOR} @operator"), ("all", "")):
         (tmp_path / name).write_text(f"{first}\n" if first else f"{TOKEN}\n{OPERATOR} @operator\n")
     auth = Auth.of(token_file=tmp_path / "all")
@@ -72,7 +72,7 @@ def test_readers_avoid_drained_member(tmp_path: Path) -> None:
             assert next(iter(others))[:8] in path and name[:8] not in path
             before = silent_s()
             wait_until(lambda: silent_s() < before, "the member has sent a heartbeat, whose answer names the order")
-            # The hub loses its memory; the member brings the order back with its first beat.
+            # The hub loses its memory, and the member's first heartbeat restores the order.
             port = hub.url.rpartition(":")[2]
             hub.stop()
             hub = HubThread(Directory(MemoryStore()), bind(f"127.0.0.1:{port}", auth), auth)

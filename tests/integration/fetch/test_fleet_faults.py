@@ -37,7 +37,7 @@ NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES if os.environ.get("DRILLS") == "all" else NUM_BATCHES // 10)
 AT_ONCE = 6
 DONE_S = 60.0
-"""A drill takes two seconds, or some more where somebody falls silent: far below this."""
+"""Time limit for a drill. It takes two seconds, or some more if a process falls silent."""
 SHORT_TIMEOUTS = SMALL_CHUNKS | {
     "penstock.hub.client.ATTEMPT_S": 1.0,
     "penstock.hub.client._MAX_PAUSE_S": 0.1,  # as beats are shorter, so are pauses: a new hub waits a beat and a half
@@ -48,12 +48,12 @@ SHORT_TIMEOUTS = SMALL_CHUNKS | {
 }
 STALL_S = "8.0"
 CAP = 8 << 20
-"""Of a whole holder, so that its weights of 8 MiB leave it in about a second."""
+"""Rate limit of a whole holder, so that its weights of 8 MiB take about a second."""
 ROLES = ("source", "receiver", "relay", "reader of storage", "host of the hub", "hub", "redis")
 
 
 class FaultRun:
-    """One fleet and its loss."""
+    """A fleet and its loss."""
 
     def __init__(self, seed: int, fork_server: ForkServer, uris: tuple[str, str]) -> None:
         self.seed, self.fork_server = seed, fork_server
@@ -91,7 +91,7 @@ class FaultRun:
         return self.stack.enter_context(Worker(task, self.fork_server))
 
     def start_hub(self) -> None:
-        """A hub's process, on a socket that is the same each time."""
+        """Start a hub process on the same socket each time."""
         values = {
             "listen": f"unix://{self.directory}/hub.sock",
             "fresh": self.hub is None,
@@ -105,7 +105,7 @@ class FaultRun:
         self.hub_url = str(values["listen"])
 
     def run(self) -> None:
-        """Lose somebody; raises what went wrong."""
+        """Lose a process. Raise what went wrong."""
         with self.stack:
             if self.role == "redis":
                 (self.directory / "redis").mkdir()
@@ -117,7 +117,7 @@ class FaultRun:
             self.check_outcome(workers, self.lose(workers))
 
     def begin(self) -> list[Worker]:
-        """The first hosts the hub where nobody else does; the last has no way to storage."""
+        """The first member hosts the hub if no process does. The last one cannot read storage."""
         first = self.start(whole=not self.is_cold)
         first.wait_for("joined" if self.is_cold else "fetched")
         return [first, self.start(), self.start(), self.start(fallback=False)]
@@ -150,7 +150,7 @@ class FaultRun:
         return lost
 
     def relay(self, workers: list[Worker]) -> Worker | None:
-        """A receiver that another one reads from now."""
+        """Return a receiver that another one is reading."""
         url = find_hub(self.directory)
         if url is None:
             return None
@@ -170,8 +170,9 @@ class FaultRun:
             if worker is not lost:
                 nbytes, storage_bytes = self.check(worker, deadline)
                 read += storage_bytes if worker is not workers[0] or self.is_cold else 0
-        # What the lost one read or claimed others may read again; nothing else twice. But a new hub knows of claims by
-        # who told it within a beat and a half: on a busy machine one may be late, and its pieces are given again.
+        # Others may read again only what the lost member read or claimed. But a new hub learns of claims from members
+        # within one and a half heartbeats. On a busy machine a member may be late, and then its pieces are assigned
+        # again.
         again = nbytes // 2 if self.role in ROLES[4:] else 0
         assert read <= nbytes + again, f"survivors read {read} of {nbytes} bytes"
         if lost is not None and self.number == signal.SIGSTOP:
@@ -179,7 +180,7 @@ class FaultRun:
             self.check(lost, deadline)  # it was only silent: it goes on where it was
 
     def check(self, worker: Worker, deadline: float) -> tuple[int, int]:
-        """It has the very bytes; how many, and how many of storage."""
+        """Check that it has the right bytes. Return their number and how many are from storage."""
         report = worker.wait_for("fetched", timeout_s=deadline - time.monotonic())
         got = worker.wait_for("digests", timeout_s=deadline - time.monotonic())["digests"]
         assert got == _wanted[self.fallback], "wrong bytes"
@@ -192,7 +193,7 @@ _wanted: dict[str, str] = {}
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """Weights of 8 MiB in few tensors, of which a worker has the least to do; and the same with a manifest."""
+    """Write weights of 8 MiB in few tensors, which are cheap for a worker, without and with a manifest."""
     plain = tmp_path_factory.mktemp("few") / "plain"
     write_llama(plain, num_layers=1, hidden=512, vocab=2048, shards=2)
     sealed = plain.with_name("sealed")
@@ -204,7 +205,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def run_with_fault(seed: int, fork_server: ForkServer, places: tuple[str, str]) -> tuple[str, str, float]:
-    """What it was, what went wrong, how long it took."""
+    """Return a description, the failure, and the seconds."""
     one, begun, verdict = FaultRun(seed, fork_server, places), time.monotonic(), ""
     try:
         one.run()

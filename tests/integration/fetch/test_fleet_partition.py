@@ -1,4 +1,4 @@
-"""Two hosts and the link between them, which breaks in the middle of a transfer: members in namespaces, over `http`."""
+"""Two hosts whose link breaks in the middle of a transfer: members in namespaces, with `http`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def run(*words: str) -> bool:
 
 
 class Link:
-    """Two network namespaces on one link; processes there are in PID namespaces of their own, as on two hosts."""
+    """Two network namespaces on one link. Their processes are in separate PID namespaces, as on two hosts."""
 
     def __init__(self) -> None:
         self.names = {NEAR: f"penstock-{os.getpid()}-near", FAR: f"penstock-{os.getpid()}-far"}
 
     def open(self) -> str:
-        """Why it cannot be; "" if it is."""
+        """Return why it is not possible here, or "" if it is."""
         near, far = self.names.values()
         words = [
             ["ip", "netns", "add", near],
@@ -48,11 +48,11 @@ class Link:
         return f"namespaces are not permitted: {failed}" if failed else ""
 
     def on(self, address: str) -> list[str]:
-        """What to put before a command to run it on that host."""
+        """Return the words that run a command on that host."""
         return ["ip", "netns", "exec", self.names[address], "unshare", "--pid", "--fork", "--kill-child"]
 
     def cut(self) -> None:
-        """Every packet is lost; where that cannot be had, the link is down."""
+        """Drop every packet, or take the link down if that is not possible."""
         near = self.names[NEAR]
         if not run("tc", "-n", near, "qdisc", "replace", "dev", "pv0", "root", "netem", "loss", "100%"):
             assert run("ip", "-n", near, "link", "set", "pv0", "down")
@@ -89,7 +89,7 @@ def test_partition_during_transfer_is_survived(
 
     def start(stack: ExitStack, address: str, **task: object) -> Worker:
         connection = {"token": TOKEN, "listen": f"{address}:0"}
-        # A host has a runtime directory of its own: by a common one the two would be two containers of one host.
+        # Each host has its own runtime directory. With a common one they would be two containers on one host.
         environ = {"PENSTOCK_STALL_S": "15", "PENSTOCK_RUNTIME_DIR": str(tmp_path / address)}
         url = f"http://{NEAR}:7070"
         wanted = Task(hub=url, connection=connection, environ=environ, constants=SMALL_CHUNKS, **task)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A token that is for other models, a holder that drains, one that is not there: each is said, none is waited for."""
+"""A token for other models, a draining holder and a missing holder are reported at once, without a wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.peer.client import PeerClient
 
 ALL, SECOND, OTHERS = "all-models-0123456789", "all-models-9876543210", "other-models-0123456789"
 FAR_S = "120"
-"""A deadline that a test would run into, were anything waited for."""
+"""A deadline that a test would hit if anything waited."""
 
 
 @pytest.fixture(autouse=True)

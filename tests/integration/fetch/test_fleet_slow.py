@@ -1,4 +1,4 @@
-"""Members that are slow, silent, gone, or another's successor: what the others have of it."""
+"""The effects of members that are slow, silent, gone, or replaced by a successor."""
 
 from __future__ import annotations
 

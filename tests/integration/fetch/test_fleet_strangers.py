@@ -16,7 +16,7 @@ NUM_STRANGERS = 600
 
 
 def timed_fetch(host: Host, truth) -> float:
-    """Have a member fetch by data ports, and leave; seconds from its joining on."""
+    """Let a member fetch through data ports and leave. Return the seconds since it joined."""
     reader = host.start(connection={"transports": ["http"]})
     reader.wait_for("joined")
     begun = time.monotonic()
@@ -38,7 +38,7 @@ def test_member_listens_only_when_told(host: Host, small_checkpoint: Path, expec
 
 
 def test_strangers_do_not_delay_readers(host: Host, small_checkpoint: Path, expected_tensors) -> None:
-    """600 connections that said nothing delayed readers 44 s."""
+    """600 silent connections delayed readers by 44 s."""
     holder = host.start(fallback=str(small_checkpoint), connection={"listen": "127.0.0.1:0"})
     assert_fetched(holder, expected_tensors)
     alone_s = timed_fetch(host, expected_tensors)
@@ -47,5 +47,5 @@ def test_strangers_do_not_delay_readers(host: Host, small_checkpoint: Path, expe
             for _ in range(NUM_STRANGERS):
                 stack.enter_context(socket.create_connection(("127.0.0.1", port), 20))
         beside_s = timed_fetch(host, expected_tensors)
-    # Less than the deadline of a head, after which those who said nothing are cut anyway.
+    # This is less than the deadline for a head, after which silent connections are closed anyway.
     assert beside_s < alone_s + 6.0, (alone_s, beside_s)

@@ -1,4 +1,4 @@
-"""Members that show each other certificates: doors and weight bytes by TLS, and nobody without one is let in."""
+"""Members that present certificates to each other: addresses and weights use TLS, and nobody else is admitted."""
 
 from __future__ import annotations
 

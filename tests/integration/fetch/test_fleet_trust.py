@@ -1,4 +1,4 @@
-"""A member that lies about where it is, and records what it is sent: it learns nothing that it could use elsewhere."""
+"""A member that lies about its address and records its requests learns nothing that it could use elsewhere."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def hub(tmp_path: Path) -> Iterator[str]:
 
 
 class Recorder:
-    """A listener that keeps every byte it is sent, and answers each request with 404."""
+    """A listener that keeps every byte it receives, and answers each request with 404."""
 
     def __init__(self, listener: socket.socket) -> None:
         self.received, self.num_connections = b"", 0
@@ -104,7 +104,7 @@ def record() -> Iterator[Callable[..., Recorder]]:
 
 
 def claim_to_hold(hub: str, made: Path, doors: tuple[str, ...], host: str) -> HubClient:
-    """A client that says it holds all of `made`, at these doors."""
+    """Return a client that claims to hold all of `made` at these addresses."""
     with ps.join("llama-3", connection=ps.ConnectionSettings(hub=hub, token=LLAMA)) as honest:
         honest.fetch({}, fallback=str(made))
         held = honest.member.weights[0].status()
@@ -138,8 +138,8 @@ def test_subscriber_never_sends_its_token_to_members(hub: str, record) -> None:
         with reader:
             deadline = time.monotonic() + 60
             while b"POST /v1/sync" not in door.received and time.monotonic() < deadline:
-                # On a busy machine an update may be over before it has asked anybody, and the hub may have forgotten a
-                # member that said nothing for 10 s.
+                # On a busy machine an update may end before it has asked any member, and the hub may have forgotten a
+                # member that was silent for 10 s.
                 liar.hello(hello)
                 liar.beat(liar.member, Beat(syncs=(state,)))
                 with pytest.raises(PenstockError):
@@ -163,7 +163,7 @@ def test_socket_of_another_user_is_not_opened(
     if where == "a shared directory":
         place.chmod(0o755)
     elif not is_named:
-        # A private socket of this user's, such as an agent of SSH has.
+        # A private socket of this user, like an SSH agent's.
         (place / name).chmod(0o600)
     elif os.geteuid():
         pytest.skip("needs root, to give a directory to another user")
@@ -186,7 +186,7 @@ def test_socket_of_another_user_is_not_opened(
 def test_data_port_must_be_on_member_host(
     hub: str, small_checkpoint: Path, expected_tensors, record, alone: Path, monkeypatch: pytest.MonkeyPatch, to: str
 ) -> None:
-    """A map may name any address; a reader connected to it, and sent its token."""
+    """A map may name any address. A reader connected to it and sent its token."""
     place = alone / "private"
     place.mkdir(mode=0o700)
     victim, port = record(place / "agent.sock" if to == "a Unix socket" else None)

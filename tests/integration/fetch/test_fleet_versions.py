@@ -1,4 +1,4 @@
-"""Members, hubs and doors of several versions: added fields are ignored, another major version is refused by name."""
+"""Members, hubs and addresses of several versions: added fields are ignored, and another major version is refused."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from penstock.peer import server as peer_server
 
 NEWER = {"added_later": {"a": [1, "b"]}}
 STRICT = {"identity", "differences", "parallel"}
-"""An identity is compared whole: a field that is ignored would call different weights equal."""
+"""An identity is compared whole. Ignoring a field would treat different weights as equal."""
 
 
 def with_more_fields(value: Any, *, inside: str = "") -> Any:
-    """A message as a newer version would send it: more fields in each object."""
+    """Return a message as a newer version would send it, with more fields in each object."""
     if isinstance(value, dict):
         more = {} if inside in STRICT or inside == "regions" else NEWER
         return {name: with_more_fields(one, inside=name) for name, one in value.items()} | more
@@ -71,7 +71,7 @@ Change = Callable[[Any], Any]
 
 @pytest.fixture
 def proxy(hub: str) -> Iterator[Callable[[Change, Change], str]]:
-    """Between members and the hub, changing what each side says."""
+    """A proxy between members and the hub that changes their messages."""
     servers: list[http.server.ThreadingHTTPServer] = []
 
     def start(asked: Change, answered: Change) -> str:
@@ -203,7 +203,7 @@ def test_refusal_from_newer_hub_is_raised(hub: str, monkeypatch: pytest.MonkeyPa
 
 def test_member_logs_hub_with_different_major_version(hub: str, caplog) -> None:
     with ps.join("m", connection=hub) as fleet:
-        # For the hub it is now a member of another version, as all members are after a replacement.
+        # For the hub it now has a different version, as all members do after an upgrade.
         headers = fleet.member.hub._headers
         headers[PROTOCOL_HEADER] = "3.0"
         fleet.member.beat_now()
@@ -230,7 +230,7 @@ def test_member_refuses_reader_with_different_major_version(hub: str, room: str)
 
 @pytest.fixture
 def newer_members(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have members of this process answer as those of the next major version may."""
+    """Make members of this process answer as members of the next major version may."""
     send = peer_server._send
 
     def newer_answer(exchange: ServerExchange, code: int, value: Any) -> None:
@@ -249,7 +249,7 @@ def test_fetch_names_holder_with_different_major_version(hub: str, small_checkpo
         holder.fetch({}, fallback=small_checkpoint)
         with pytest.raises(PlanError, match=refusal):
             reader.fetch({}, timeout_s=20.0)
-        # With a source to fall back on it is read instead, and the report says why.
+        # With a fallback, storage is read instead and the report says why.
         report = reader.fetch(found, fallback=small_checkpoint)
     assert_same(found, expected_tensors)
     assert report.storage_bytes == report.nbytes and re.search(refusal, str(report.faults))
@@ -263,7 +263,7 @@ def test_attach_names_cache_with_different_major_version(hub: str, small_checkpo
         with pytest.raises(PlanError, match=f"member {MEMBER} speaks protocol 3.0, this process speaks {PROTOCOL}"):
             ps.cache.attach("m", connection=hub)
     finally:
-        # At once: the keeper gave a lease that its reader did not understand.
+        # The error is immediate, because the reader did not understand the cache's lease.
         keeper.leave(0.0)
 
 

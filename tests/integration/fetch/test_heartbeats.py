@@ -1,4 +1,4 @@
-"""Heartbeats of a member: a fetch's first request stands for one, once between two heartbeats."""
+"""Heartbeats of a member: the first request of a fetch replaces one, once between two heartbeats."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
 
 BEAT_S = 1.0
-"""A hub asks for heartbeats after 0.75 to 1 times this."""
+"""Heartbeat interval. A hub asks for heartbeats after 0.75 to 1 times this."""
 
 
 class NotedBeats(Directory):
-    """A hub that notes when heartbeats come."""
+    """A hub that records the times of heartbeats."""
 
     def __init__(self) -> None:
         super().__init__(MemoryStore(), fresh=True, beat_s=BEAT_S, ttl_s=10.0)
@@ -46,15 +46,15 @@ def test_first_request_replaces_one_heartbeat(host: Host, expected_tensors: dict
             fleet.offer(expected_tensors)
             member = fleet.member
             weights = member.weights[0]
-            # A regular one, after those of the start.
+            # Wait for a regular heartbeat after those at the start.
             hub.wait_for(lambda beats: len(beats) > 3)
             time.sleep(0.4 * BEAT_S)
             requested = time.monotonic()
             member.upstreams(weights, can_read_storage=False, is_first=True)
             hub.wait_for(lambda beats: beats[-1] > requested)
-            # Without the request it would have come 0.6 s after it at most.
+            # Without the request, it would have arrived at most 0.6 s later.
             assert hub.beats[-1] - requested > 0.7 * BEAT_S
-            # Other requests do not put one off, nor does a second first one before the heartbeat.
+            # Other requests do not delay a heartbeat, and neither does a second first request before it.
             for is_first in (False, True):
                 begun = time.monotonic()
                 while hub.beats[-1] < begun:

@@ -1,4 +1,4 @@
-"""A descriptor of the `http` transport works for as long as the lease that it was given under, and no longer."""
+"""A descriptor for the `http` transport is valid as long as the lease under which it was issued."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def holder(tmp_path_factory, monkeypatch) -> Iterator[ps.Fleet]:
 
 
 def borrow(reader: Member, holder: ps.Fleet) -> tuple[PeerClient, Descriptor]:
-    """A lease, and the descriptor given under it."""
+    """Return a lease and the descriptor issued under it."""
     (holding,) = holder.member.weights
     asked = HoldingState(key=holding.key, identity=holding.identity, num_chunks=0, nbytes=0)
     reply = reader.hub.upstreams(UpstreamsRequest(member=reader.id, holding=asked, source=holder.member.id))
@@ -42,7 +42,7 @@ def borrow(reader: Member, holder: ps.Fleet) -> tuple[PeerClient, Descriptor]:
 
 
 class Reader:
-    """Reads a descriptor by a transport of its own."""
+    """Read a descriptor with a separate transport."""
 
     def __init__(self) -> None:
         self.memory = np.zeros(NBYTES, np.uint8)

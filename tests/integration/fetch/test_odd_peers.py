@@ -1,4 +1,4 @@
-"""Members that cannot be reached, or say what cannot be: a fetch goes on without them and names them."""
+"""Members that cannot be reached or send impossible values: a fetch continues without them and names them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_unreachable_member_is_skipped(small_checkpoint: Path, expected_tensors,
 
 
 def test_finished_fetch_keeps_no_dead_member_memory(small_checkpoint: Path) -> None:
-    """Memory is given back with the last tensor, not when Python's collector comes by."""
+    """Memory is released with the last tensor, not when Python's collector runs."""
     with HubClient.connect(None) as hub:
         with ps.join("m") as first:
             first.fetch({}, fallback=str(small_checkpoint))
@@ -143,7 +143,7 @@ def test_impossible_log_blames_peer(change: dict[str, bytes]) -> None:
         true_log = other.log_after
 
         def wait_for_lie(serial: int, wait_s: float) -> LogReply:
-            # Else the reader may have everything from this member before it asks the other one.
+            # Otherwise the reader may have everything from this member before it asks the other one.
             assert told.wait(20)
             return true_log(serial, wait_s)
 
@@ -159,7 +159,7 @@ def test_impossible_log_blames_peer(change: dict[str, bytes]) -> None:
 def test_unreachable_memory_is_read_from_storage(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As of two GPUs that cannot reach each other: the driver says so at the first read."""
+    """Like two GPUs that cannot reach each other, the driver reports it at the first read."""
 
     def refuse(*_: object) -> None:
         raise ConfigError("these devices cannot reach each other's memory")
@@ -175,7 +175,7 @@ def test_unreachable_memory_is_read_from_storage(
 
 
 def test_target_with_wrong_bytes_is_reported_mutated(tmp_path: Path) -> None:
-    """Of one chunk, so that nothing is verified before it is found to be wrong."""
+    """Use one chunk, so that nothing is verified before it is found to be wrong."""
     path = tmp_path / "model.safetensors"
     write_file(path, {"t": (DType.U8, (1000,), memoryview(bytes(range(250)) * 4))}, {})
     manifest(str(path))
@@ -200,7 +200,7 @@ def test_untouched_target_is_reported_unmutated() -> None:
 def test_unreadable_claim_is_reassigned_soon(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets on by what members give it, so that it would keep its claim for as long."""
+    """It makes progress with members' bytes, so it would keep its claim for that long."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads = storage_reader.StorageReader.read, list[storage_reader.StorageReader]()
 
@@ -252,7 +252,7 @@ def test_repeated_fetch_leaves_no_old_registration(small_checkpoint: Path) -> No
 
 
 def test_weights_contradicting_revision_are_not_committed() -> None:
-    """Their digests and their bytes agree: only the revision tells."""
+    """Their digests and bytes agree, so only the revision reveals it."""
     with ps.join("m") as bad, ps.join("m") as reader:
         bad.offer(weights(), revision=f"w1-{'0' * 64}")
         found: dict[str, torch.Tensor] = {}
@@ -276,7 +276,7 @@ def test_storage_with_wrong_revision_is_not_read(checkpoint_with_manifest: Path)
 
 
 def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
-    """It holds a part of what the manifest's revision names."""
+    """It holds a part of the revision in the manifest."""
     both = {"a": torch.arange(100.0), "b": torch.arange(100.0)}
     save_file(both, tmp_path / "model.safetensors")
     manifest(str(tmp_path))
@@ -296,7 +296,7 @@ def test_tied_module_serves_members_without_storage(tmp_path: Path) -> None:
 def test_member_with_hanging_storage_blocks_nobody(
     small_checkpoint: Path, expected_tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It lives, and its storage is given up no sooner than they would give up waiting for it."""
+    """It is alive, and abandons storage no sooner than the others would stop waiting for it."""
     monkeypatch.setattr("penstock.hub.claims.CLAIM_STALL_S", 60.0)
     read, reads, over = storage_reader.StorageReader.read, list[storage_reader.StorageReader](), threading.Event()
 

@@ -1,4 +1,4 @@
-"""No silent fallback: report, `status` and `why` name the path of every byte, and why it came by that one."""
+"""No silent fallback: report, `status` and `why` name the path of every byte and the reason for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.types import MIB  # noqa: E402
 
 @pytest.fixture
 def runtime(monkeypatch) -> Iterator[None]:
-    """A hub of this test's own, in a directory whose name is short enough for a socket."""
+    """Use a separate hub in a directory whose name is short enough for a socket."""
     with tempfile.TemporaryDirectory(prefix="ps-") as directory:
         monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", directory)
         yield
@@ -35,7 +35,7 @@ def said(*command: str) -> str:
 
 
 def wait_until_whole(count: int) -> None:
-    """A beat says it to the hub."""
+    """A heartbeat tells the hub."""
     deadline = time.monotonic() + 30
     while json.dumps(json.loads(said("status", "m", "--format", "json"))).count('"whole"') < count:
         assert time.monotonic() < deadline

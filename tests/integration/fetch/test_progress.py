@@ -1,4 +1,4 @@
-"""Progress is bytes: holders that live and give nothing end a fetch or send it to storage; slow ones do neither."""
+"""Progress is measured in bytes. Silent holders end a fetch or send it to storage, and slow holders do neither."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from penstock.types import MIB
 
 STALL_S = 4.0
 SLACK_S = 8.0
-"""For processes that share two cores with others: joining, and looks at who is silent."""
+"""Time for processes that share two cores with others, for joining and for checks of silent members."""
 ONE_CHUNK = {"penstock.peer.local_weights.CHUNK_BYTES": 4 * MIB}
 SLOW_BYTES_PER_S = 400e3
-"""A chunk of 2 MiB takes five seconds, longer than a stall; a compressed block of 1 MiB, which counts once it is whole,
-takes less."""
+"""A chunk of 2 MiB takes five seconds, longer than a stall. A compressed block of 1 MiB, which counts when it is
+complete, takes less."""
 
 
 @pytest.fixture(scope="module")
 def one_chunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 MiB in one file, of one chunk."""
+    """Write 2 MiB in one file, which is one chunk."""
     directory = tmp_path_factory.mktemp("one") / "m"
     write_llama(directory, total_bytes=2 * MIB, shards=1, fp8=False)
     return directory
@@ -40,14 +40,14 @@ def slow_storage(one_chunk: Path) -> Iterator[RangeServer]:
 
 
 def start_holders(host: Host, source: Path, count: int, bytes_per_s: float, **task: Any) -> None:
-    """Holders that fill each other by shared memory, and whose data ports give so many bytes a second."""
+    """Start holders that fill each other through shared memory, and whose data ports send this many bytes a second."""
     truth = by_safetensors(source)
     for _ in range(count):
         assert_fetched(host.start(fallback=str(source), data_bytes_per_s=bytes_per_s, **task), truth)
 
 
 def start_reader(host: Host, **task: Any) -> Worker:
-    """A reader that can take from holders by their data ports alone."""
+    """Start a reader that can read from holders only through their data ports."""
     return host.start(connection={"transports": ["http"]}, environ={"PENSTOCK_STALL_S": str(STALL_S)}, **task)
 
 

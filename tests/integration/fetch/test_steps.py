@@ -1,4 +1,4 @@
-"""How much one read takes: one chunk at first, more as it turns out fast; at once where memory is only mapped."""
+"""Size of one read: one chunk at first, more if reads are fast, and large at once if memory is only mapped."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CHUNK_BYTES = 256 << 10
 
 
 class Mapped(HttpTransport):
-    """Says that it maps peers' memory."""
+    """A transport that claims to map peers' memory."""
 
     def reach(self, into: Handle, source: Descriptor) -> None:
-        """There is nothing to map."""
+        """Do nothing, because there is nothing to map."""
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])

@@ -1,4 +1,4 @@
-"""What a fetch fills, and what it will not exchange: targets, dtypes, sizes, identities."""
+"""Targets, dtypes, sizes and identities that a fetch fills or refuses."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_several_models_and_draft_are_kept_apart(
 def test_host_identity_is_independent_of_its_name(
     host: Host, small_checkpoint: Path, monkeypatch, same_name: bool
 ) -> None:
-    """Names are for people: containers of many hosts are all called alike, and one host may be called two ways."""
+    """Names are for people. Containers on many hosts may have the same name, and one host may have two."""
     names = itertools.count()
     monkeypatch.setattr("socket.gethostname", lambda: "node" if same_name else f"node{next(names)}")
     if same_name:
@@ -241,7 +241,7 @@ def test_live_tensors_outside_arenas_are_filled_by_shm(small_checkpoint: Path, e
         report = reader.fetch(loose)
         assert list(report.nbytes_by_path) == [f"shm <- {holder.member.id[:8]}"]
         assert_same(loose, expected_tensors)
-        # It cannot show them by shm, and does not say so.
+        # It cannot offer them through shm, and does not claim to.
         assert all("shm" not in region for region in reader.member.weights[0].map().regions)
         third: dict[str, torch.Tensor] = {}
         holder.leave()

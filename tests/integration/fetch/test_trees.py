@@ -1,4 +1,4 @@
-"""Receivers of several hosts, each a thread here, along two trees: what each gives and gets, and one that stalls."""
+"""Receivers on several hosts, each a thread here, in two trees: what each sends and receives, and one that stalls."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ NUM_RECEIVERS = 9
 
 
 class Hosts:
-    """A holder and receivers, each as if on a host of its own, that ask the hub for upstreams at the same moment."""
+    """A holder and receivers, each as if on its own host, that ask the hub for upstreams at the same moment."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.weights = {"t": torch.arange(NUM_CHUNKS * CHUNK_BYTES // 8, dtype=torch.int64).view(torch.uint8)}
         self.fleets: dict[str, ps.Fleet] = {}
         self.holder = ""
         self.given: dict[tuple[str, str], Counter[int]] = defaultdict(Counter)
-        """(reader, source) -> the chunks read, by number."""
+        """Chunk numbers read for each pair (reader, source)."""
         self.orders: dict[str, tuple[tuple[str, ...], ...]] = {}
-        """Reader -> what the hub said first, by the members' names."""
+        """The hub's first answer to each reader, by the members' names."""
         self.member_of: dict[UpstreamReader, str] = {}
-        """Reader of an upstream -> the member that it belongs to."""
+        """The member to which each reader of an upstream belongs."""
         self._stack = contextlib.ExitStack()
         numbers = itertools.count()
         monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host-{next(numbers)}")
-        # As if a few hosts were many, and nobody ever slow: a test's machine may be.
+        # Pretend that few hosts are many and that none is slow, because the test's machine may be.
         monkeypatch.setattr("penstock.plan.relay.MIN_HOPS", -100)
         monkeypatch.setattr("penstock.peer.local_weights.CHUNK_BYTES", CHUNK_BYTES)
         monkeypatch.setattr("penstock.fetcher.upstream.PROBE_S", 60.0)
         self._all_here = threading.Barrier(NUM_RECEIVERS)
         self.is_asked_once = False
-        """Whether receivers hear of no other upstreams than in the hub's first answer."""
+        """Whether receivers learn of no upstreams after the hub's first answer."""
         self._note_orders(monkeypatch)
         self._note_reads(monkeypatch)
 
@@ -67,15 +67,15 @@ class Hosts:
                 now = ask(member, weights, can_read_storage=can_read_storage)
                 if not self.is_asked_once:
                     return now
-                # With grants of now: each is for one connection, and a busy machine can lose one.
+                # Renew the grants. Each is for one connection, and a busy machine can lose one.
                 granted = {upstream.member: upstream for upstream in now.upstreams}
                 same = tuple(granted.get(upstream.member, upstream) for upstream in first[member.id].upstreams)
                 return msgspec.structs.replace(first[member.id], upstreams=same)
-            # The hub answers nobody, not even with a layout, between the first one that it knows and the last one.
+            # The hub does not answer between the first and the last receiver that it knows, not even with a layout.
             self._all_here.wait(timeout=30)
             member.report_now()
             self._all_here.wait(timeout=30)
-            # The hub's relay may be of a moment before the last one reported.
+            # The hub's relay may have been computed before the last one reported.
             deadline = time.monotonic() + 30
             while not ask(member, weights, can_read_storage=can_read_storage).orders:
                 assert time.monotonic() < deadline, "the hub does not place this member"
@@ -106,7 +106,7 @@ class Hosts:
         monkeypatch.setattr(UpstreamReader, "note_read", note_read)
 
     def start(self, **join) -> None:
-        """Let all join by these arguments, and the first one offer the weights."""
+        """Let all join with these arguments, and let the first one offer the weights."""
         connection = ps.ConnectionSettings(listen="127.0.0.1:0", transports=["http"])
         for _ in range(NUM_RECEIVERS + 1):
             fleet = self._stack.enter_context(ps.join("m", connection=connection, **join))
@@ -168,7 +168,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
     def slow_verify(fetch: FetchRun) -> int:
         member = fetch._member.id
         orders = hosts.orders.get(member, ())
-        # The first receiver directly below the holder, which half of the chunks of half of the fleet come through.
+        # Return the first receiver directly below the holder, through which half of the chunks reach half of the fleet.
         if not stalled and orders and hosts.holder in {order[0] for order in orders}:
             stalled.append(member)
         if member in stalled and fetch._weights.have.any():
@@ -203,7 +203,7 @@ def test_children_of_stalled_member_read_elsewhere(hosts: Hosts, monkeypatch: py
 def test_member_stalled_in_one_tree_is_bypassed(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, may_go_on, lock = ChunkChoice.may_read, threading.Event(), threading.Lock()
     half: list[tuple[str, int]] = []
-    """The member, and the tree that it sends in and is to get no more of."""
+    """The member, and the tree in which it sends and receives no more chunks."""
     last_s = [0.0]
 
     def may_read_half(choice: ChunkChoice, reader: UpstreamReader, tree: int) -> bool:
@@ -213,7 +213,7 @@ def test_member_stalled_in_one_tree_is_bypassed(hosts: Hosts, monkeypatch: pytes
                 half.append((member, tree))
         if not half or half[0][0] != member or may_go_on.is_set():
             return may_read(choice, reader, tree)
-        # Of the other tree a chunk now and then: it is never silent.
+        # It sends a chunk of the other tree from time to time, so it is never silent.
         if half[0][1] == tree or time.monotonic() - last_s[0] < 0.3 or not may_read(choice, reader, tree):
             return False
         last_s[0] = time.monotonic()
@@ -240,7 +240,7 @@ def test_member_stalled_in_one_tree_is_bypassed(hosts: Hosts, monkeypatch: pytes
 
 
 def children(hosts: Hosts, member: str, tree: int) -> list[str]:
-    """Return the receivers that the hub sent to a member for the chunks of a tree, and to another for the others."""
+    """Return the receivers that the hub assigned to a member for one tree, and to another member for the other."""
     found = []
     for receiver, orders in hosts.orders.items():
         firsts = [order[0] for order in orders]

@@ -1,4 +1,7 @@
-"""Whose word a fetch takes: the manifest's, else that of who read storage; and who is named when bytes are wrong."""
+"""Which digests a fetch trusts: the manifest's, otherwise those of the member that read storage.
+
+Errors name the culprit.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import penstock as ps
 from penstock.errors import IntegrityError, NotFound, PeerLost
 
 RARE_HEARTBEATS = {"penstock.hub.local_hub.BEAT_S": 5.0, "penstock.hub.local_hub.TTL_S": 60.0}
-"""A hub whose members beat so seldom that none finds in time that its own memory is bad."""
+"""Start a hub with so rare heartbeats that no member finds its own damaged memory in time."""
 
 
 def flip(directory: Path) -> None:
@@ -34,7 +37,7 @@ def test_manifest_identifies_weights_at_any_location(
     shutil.copytree(checkpoint_with_manifest, copy)
     first = assert_fetched(host.start(fallback=str(checkpoint_with_manifest)), expected_tensors)
     assert first["verified"] and first["verified_against"] == "the manifest's digests"
-    # Another place, the same revision: its bytes need not be read.
+    # Another location has the same revision, so its bytes need not be read.
     second = assert_fetched(host.start(fallback=str(copy)), expected_tensors)
     assert second["storage_bytes"] == 0 and second["verified_against"] == "the manifest's digests"
     assert assert_fetched(host.start(), expected_tensors)["revision"] == first["revision"] == second["revision"]
@@ -59,7 +62,7 @@ def test_flipped_bit_in_storage_is_detected_by_reader(
     assert failed["error"] == "IntegrityError" and str(bad) in failed["message"] and not failed["num_tensors"]
     good = host.start(fallback=str(checkpoint_with_manifest))
     assert_fetched(good, expected_tensors)
-    # Who need not read the bad copy is well served.
+    # A reader that does not need the bad copy succeeds.
     assert assert_fetched(host.start(fallback=str(bad)), expected_tensors)["storage_bytes"] == 0
 
 
@@ -105,8 +108,8 @@ def test_holder_with_bad_memory_is_named(
             named = [fault for fault in report["faults"] if member[:8] in fault and any(text in fault for text in why)]
             assert named, report["faults"]
             assert report["storage_bytes"]  # all of it, if the wrong chunk is the first one that is verified
-        # A complaint moves who complains, and nobody else: all members here are one caller. But the holder is told
-        # which chunk it was, finds it wrong itself, and gives up what it holds.
+        # A complaint affects only the member that complains, because all members here are one caller. But the holder
+        # learns which chunk it was, finds it wrong itself, and stops serving.
         hub, deadline = host.hub(), time.monotonic() + 30
         while any(one.member == member and one.holdings for one in hub.status().members):
             assert time.monotonic() < deadline
@@ -158,7 +161,8 @@ def test_holder_contradicting_manifest_is_excluded(
             assert_same(weights, expected_tensors)
             assert any("differ from the manifest's" in fault for fault in report.faults)
             assert report.storage_bytes == report.nbytes  # nothing was taken from it
-        # PeerLost: where the machine is busy, the hub may list the one that left until its heartbeats are missed.
+        # PeerLost may occur on a busy machine, because the hub lists the member that left until its heartbeats are
+        # missed.
         with ps.join("m") as late, pytest.raises((NotFound, PeerLost)):
             reader.fence()
             late.fetch({}, timeout_s=0.0)

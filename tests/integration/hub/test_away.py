@@ -1,4 +1,4 @@
-"""A process whose hub is away when it starts: it reads storage where it can, says so, and joins later."""
+"""A process whose hub is away at the start reads storage if it can, reports it, and joins later."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_fetch_without_hub_reads_fallback(is_given: bool, connection, llama: Pat
     with caplog.at_level(logging.WARNING), ps.join("m", connection=connection, timeout_s=0.3) as fleet:
         report = fleet.fetch(target, fallback=str(llama))
         assert_same(target, truth)
-        # Without a fallback nothing but the fleet has the weights.
+        # Without a fallback only the fleet has the weights.
         with pytest.raises(ps.HubUnavailable, match="refused connections"):
             fleet.fetch({}, timeout_s=0.3)
     assert time.monotonic() - begun < 6

@@ -1,4 +1,4 @@
-"""What one caller of a hub can do to others: nothing by complaints, and nothing once its token is revoked."""
+"""One caller of a hub cannot harm others by complaints, and can do nothing once its token is revoked."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def standing(fleet: ps.Fleet, member: str) -> MemberStatus:
 def test_lying_caller_excludes_holder_only_for_itself(
     hub: GuardedHub, small_checkpoint: Path, expected_tensors
 ) -> None:
-    """Two made-up ids of one token kept every reader from a holder for 600 s; another model's token did, too."""
+    """Two invented ids with one token kept every reader from a holder for 600 s. Another model's token did, too."""
     with ExitStack() as stack:
         holder = stack.enter_context(ps.join("m", connection=ps.ConnectionSettings(hub=hub.url, token=FLEET)))
         holder.fetch({}, fallback=small_checkpoint)
@@ -125,7 +125,7 @@ def test_holder_with_wrong_digests_is_left_by_readers(
         weights: dict[str, torch.Tensor] = {}
         late.fetch(weights, fallback=checkpoint_with_manifest)
         assert_same(weights, expected_tensors)
-        # One reader's complaint moves no other reader.
+        # One reader's complaint affects no other reader.
         assert not any("demoted" in line for line in reader.member.hub.why(_why()).lines)
 
 

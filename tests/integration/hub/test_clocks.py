@@ -1,4 +1,4 @@
-"""Hubs whose clocks step, or differ from each other: readers go on. Each hub is a process with a clock of its own."""
+"""Hubs whose clocks jump or differ: readers continue. Each hub is a process with its own clock."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from penstock.cli.main import run
 
 run(sys.argv[1:])
 """
-"""A hub whose time of day is another by what stands in a file, which may change while it runs."""
+"""A hub whose clock differs by the number in a file, which may change while it runs."""
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_holder_is_readable_after_hub_restart(
             hub.wait()
             with fork_server.fork("tests.support.fleet:run_hub_process", values) as again:
                 assert b"ready" in again.stdout.readline()
-                # The question is made before the new hub's key is known, and asked again after.
+                # The request is made before the new hub's key is known, and repeated afterwards.
                 holder.member.upstreams(holder.member.weights[0], can_read_storage=False)
                 with ps.join("m", connection=listen) as reader:
                     found: dict[str, torch.Tensor] = {}

@@ -46,7 +46,7 @@ def hub(token_file: Path) -> Iterator[str]:
 
 @pytest.fixture
 def variables(hub: str, token_file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    # A hub of this host would be found here: that nothing is here shows that the variable was used.
+    # A hub on this host would be found here. Its absence shows that the variable was used.
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(tmp_path / "none"))
     monkeypatch.setenv("PENSTOCK_HUB", hub)
     monkeypatch.setenv("PENSTOCK_TOKEN_FILE", str(token_file))

@@ -78,7 +78,7 @@ def browser(tmp_path: Path) -> Iterator[webdriver.Chrome]:
 
 
 def scheme(browser: webdriver.Chrome, value: str) -> None:
-    """Have the page believe that its user prefers light or dark colours, and no motion: pictures are still then."""
+    """Make the page see a user who prefers light or dark colours, and no motion, so that pictures are still."""
     features = [{"name": "prefers-color-scheme", "value": value}, {"name": "prefers-reduced-motion", "value": "reduce"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
@@ -121,7 +121,7 @@ def rows(browser: webdriver.Chrome) -> list[list[str]]:
 
 
 def card(browser: webdriver.Chrome, job: str) -> dict[str, str]:
-    """Return what the page says of a conversion, by the names of its facts; `phase` is the first pill."""
+    """Return the page's facts about a conversion by their names. `phase` is the first pill."""
     script = """
       const card = document.querySelector(`[data-job="${arguments[0]}"]`);
       if (!card) return {};
@@ -141,7 +141,7 @@ def text(browser: webdriver.Chrome, name: str) -> str:
 
 
 def log_in(browser: webdriver.Chrome, hub: HubThread, token: str = TOKEN) -> None:
-    """Open the page as a person does: it asks for the token."""
+    """Open the page as a person does. It asks for the token."""
     browser.get("about:blank")
     browser.get_log("performance")  # what the browser itself asked for as it started
     browser.get(hub.url)
@@ -163,7 +163,7 @@ def violations(browser: webdriver.Chrome) -> list[str]:
 
 
 def resize(browser: webdriver.Chrome, width: int, height: int) -> None:
-    """Give the page a size, also below the smallest one of a window."""
+    """Set the size of the page, which may be smaller than the smallest window."""
     metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
@@ -208,7 +208,7 @@ def test_page_shows_fleet_state(
                 engine.send("update 7")
                 assert "error" not in engine.result("update 7")
 
-        # A conversion runs, and two members fill together from slow storage.
+        # A conversion runs, and two members fetch together from slow storage.
         waits = '{"op": "function", "function": "tests.support.jobs:waits"}'
         words = [
             "convert",
@@ -243,7 +243,7 @@ def test_page_shows_fleet_state(
         shot("fleet-page-dark")
         scheme(browser, "light")
 
-        # What the page says of each member is what `status` says.
+        # The page shows the same values for each member as `status`.
         wait_until(lambda: tiles(browser)["Filling"] == "0", "all of them are whole")
         now = status()
         expected = sorted(
@@ -265,13 +265,13 @@ def test_page_shows_fleet_state(
         assert tiles(browser)["Reads saved"] != "0 B"
         ranks = {(s["side"], s["version"]) for member in now["members"] for s in member["syncs"]}
         assert ranks == {("publisher", 8), ("subscriber", 7)}
-        # Why a member reads as it does, by keyboard.
+        # Show by keyboard why a member uses its path.
         node = browser.find_element(By.CSS_SELECTOR, f'#relay [data-member="{second.events["joined"]["member"]}"]')
         node.send_keys(Keys.ENTER)
         why = next(m for m in now["members"] if m["member"] == second.events["joined"]["member"])["holdings"][0]["why"]
         assert why and why in text(browser, "relay-detail")
 
-        # A member is killed: first it is silent, then it is gone.
+        # After a member is killed, it is first silent and then gone.
         killed = fourth.wait_for("fetched") and fourth.events["joined"]["member"]
         fourth.kill()
         wait_until(lambda: "has sent no heartbeat" in text(browser, "problems"), "the page says that it is silent")
@@ -279,7 +279,7 @@ def test_page_shows_fleet_state(
         wait_until(lambda: not any(row[0].startswith(killed[:8]) for row in rows(browser)), "the page does, too")
         assert tiles(browser)["Members"] == str(len(status()["members"])) == "5"
 
-        # One fails, and leaves: its error stays, with the blame and what to do.
+        # A member fails and leaves. Its error stays, with the blame and the next step.
         with Worker(Task(model="nobody-has-it", hub=hub.url, connection=settings, wait_s=0.1), fork_server) as lost:
             lost.wait_for("failed")
             assert lost.leave() == 3
@@ -302,7 +302,7 @@ def test_page_shows_fleet_state(
     wait_until(lambda: tiles(browser)["Members"] == str(len(status()["members"])), "those that left are gone")
     severe = [entry["message"] for entry in browser.get_log("browser") if "401" not in entry["message"]]
     assert severe == []
-    # Nothing was asked of another origin.
+    # No request went to another origin.
     requests = [
         entry["message"] for entry in browser.get_log("performance") if 'Network.requestWillBeSent"' in entry["message"]
     ]
@@ -315,7 +315,7 @@ def label(member: dict[str, Any]) -> str:
 
 
 def announce(directory: Directory, number: int) -> str:
-    """Register a member that holds or fills a model, without a process of its own; return its id."""
+    """Register a member that holds or fills a model, without a separate process. Return its id."""
     name = member_id(number)
     directory.hello(
         Hello(
@@ -407,7 +407,7 @@ def test_operator_drains_member_on_page(directory: Directory, hub: HubThread, br
 
 
 def beat_again(directory: Directory, name: str) -> None:
-    """Send the heartbeat of an announced member, which else would be forgotten."""
+    """Send the heartbeat of an announced member, which would otherwise be forgotten."""
     announce(directory, int(name[8:], 16))
 
 

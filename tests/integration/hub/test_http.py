@@ -1,4 +1,4 @@
-"""The hub over HTTP: refusals, limits, TLS, metrics, and whatever a hostile caller sends."""
+"""The hub over HTTP: refusals, limits, TLS, metrics, and requests from hostile callers."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_every_request_is_answered(serve, tmp_path, listen) -> None:
         assert [upstream.member for upstream in reply.upstreams] == [w.member]
         assert hub.claim(ClaimRequest(member=a, holding=key_state())).ranges == ()
         hub.complain(FaultReport(member=a, of=w.member, key=IDENTITY.key(), fault="stalled", detail="é"))
-        # A snapshot of the hub that was slow to make, as on a busy machine, is used for a moment longer.
+        # A snapshot that was slow to make, as on a busy machine, is used for a moment longer.
         deadline = time.monotonic() + 20
         while not (ranges := hub.claim(ClaimRequest(member=a, holding=key_state())).ranges):
             assert time.monotonic() < deadline
@@ -118,7 +118,7 @@ def test_only_operator_drains_members(serve, tmp_path, caplog) -> None:
         with pytest.raises(PermissionDenied, match="operator"):
             member.drain(member.member, order)
         assert not member.status().may_drain and asks.status().may_drain
-        # As a browser sends it for a page of another site; none of its own could set the token.
+        # A browser sends this for a page on another site. The hub's own page cannot set the token so.
         foreign = {"authorization": f"Bearer {operator}", "sec-fetch-site": "cross-site"}
         answer = httpx.put(f"{url}/v1/drains/{member.member}", json={}, headers=foreign, timeout=5)
         assert answer.status_code == 403
@@ -270,7 +270,7 @@ def test_internal_hub_error_is_500(guarded, monkeypatch, caplog) -> None:
         answer = httpx.get(f"{hub.url}/v1/status", timeout=20, headers=AUTHORIZED)
         assert (answer.status_code, answer.text) == (500, "Internal Server Error")
         assert answer.headers["content-type"] == "text/plain; charset=utf-8"
-        # Over another connection: the hub closes the one whose request failed.
+        # Use another connection, because the hub closes the one whose request failed.
         assert httpx.get(f"{hub.url}/healthz", timeout=20).status_code == 200
     finally:
         hub.stop()

@@ -1,4 +1,4 @@
-"""A hub whose port is reached by callers without a token: they cost it a bounded amount, and members are served."""
+"""A hub with callers without a token: they cost a bounded amount, and members are served."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HALF_HEAD = b"GET /v1/status HTTP/1.1\r\nhost: hub\r\n"
 
 
 class Hub:
-    """`penstock hub` in a process that may open few descriptors."""
+    """Start `penstock hub` in a process that may open few descriptors."""
 
     def __init__(self, directory: Path) -> None:
         (directory / "tokens").write_text(TOKEN)
@@ -108,7 +108,7 @@ def attack(address: tuple[str, int], source: str, data: bytes) -> socket.socket:
 
 
 def is_cut(sock: socket.socket, within_s: float) -> bool:
-    """Whether the other end closes the connection in time, whatever it says before."""
+    """Return whether the other end closes the connection in time, whatever it sends before."""
     deadline = time.monotonic() + within_s
     with contextlib.suppress(ConnectionError):
         while True:
@@ -278,5 +278,5 @@ def test_busy_hub_keeps_its_socket(tmp_path) -> None:
         with pytest.raises(ConfigError, match="is in use"):
             bind(f"unix://{path}", Auth())
         assert path.exists()
-    # Its process has ended and has left the file behind.
+    # Its process has ended and left the file behind.
     bind(f"unix://{path}", Auth()).close()

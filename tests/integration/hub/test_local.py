@@ -1,4 +1,4 @@
-"""The hub of one host: nothing to start, taken over when its host is killed or stopped, private to its user."""
+"""The hub of one host: nothing to start, taken over if its process is killed or stopped, private to its user."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_second_process_takes_over_and_awaits_announcements(place, child, end) -
         assert hello(a) == key
         hello(b)
         assert {member.member for member in b.status().members} == {a.member, b.member}
-        # `a` and `b` are other processes to the kernel's locks: two lines of this one.
+        # The kernel's locks treat `a` and `b` as different processes, although both are in this one.
         asked = ClaimRequest(member=b.member, holding=key_state())
         assert b.claim(asked).ranges == ()
         b.beat(b.member, Beat(holdings=(key_state(((0, 30),)),)))
@@ -177,7 +177,7 @@ def test_request_does_not_wait_for_starting_host(place) -> None:
 
 
 def test_forked_child_does_not_keep_hub(place) -> None:
-    # The child says its own id: by then it has run what a fork runs, and has given back what it inherited.
+    # The child sends its own id. By then it has run its fork handlers and released what it inherited.
     script = _HOST.replace(
         'print("ready", flush=True)',
         "import os\nif os.fork() == 0:\n    print(os.getpid(), flush=True)\n    time.sleep(60)",

@@ -31,7 +31,7 @@ TOKEN, LIMITED = "the-token-of-this-fleet", "a-token-for-another-model"
 
 @pytest.fixture(autouse=True)
 def record(monkeypatch: pytest.MonkeyPatch) -> BootRecord:
-    """This process as one that has just started."""
+    """Treat this process as one that has just started."""
     fresh = BootRecord()
     monkeypatch.setattr(phases, "_record", fresh)
     return fresh
@@ -65,7 +65,7 @@ Ask = Callable[..., http.client.HTTPResponse]
 
 @pytest.fixture
 def get() -> Iterator[Ask]:
-    """Ask a server for a path, each time by a connection of its own."""
+    """Request a path from a server, each time on a new connection."""
     with contextlib.ExitStack() as stack:
 
         def get(url: str, path: str, token: str = "", **headers: str) -> http.client.HTTPResponse:
@@ -114,7 +114,7 @@ def test_member_shows_its_boot(fleet: ps.Fleet, get: Ask, model: Path) -> None:
     move = next(one for one in now["phases"] if one["name"] == "move")
     assert move["done_bytes"] == move["nbytes"] == report.nbytes
     assert now["process_s"] > 0 and now["seconds"] == pytest.approx(report.wall_s, abs=1e-3)
-    # The engine goes on: the replica is not ready until it is warm.
+    # The engine continues. The replica is not ready until it is warm.
     with ps.telemetry.phase("warm up"):
         assert (read(get(local, "/v1/phases"))["phase"], get(local, "/v1/ready").status) == ("warm up", 503)
     assert get(local, "/v1/ready").status == 200

@@ -1,4 +1,4 @@
-"""Two hubs on one Redis: each chunk given once, grants of either good, and a Redis that is killed, stopped or empty."""
+"""Two hubs on one Redis: each chunk is assigned once, both accept each other's grants, and Redis may fail."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lives:
 
 @pytest.fixture
 def hubs(redis, tmp_path, request):
-    """Clients of two hubs; a parameter is the length of their beats."""
+    """Clients of two hubs. A parameter is the length of their heartbeat interval."""
     running, clients, stores = [], [], []
     beat_s = getattr(request, "param", BEAT_S)
     for number in range(2):
@@ -86,7 +86,10 @@ def claim(hub: HubClient, have=(), *, ask: bool = True):
 
 
 def until_given(hub: HubClient, have=()):
-    """A claim, asked again while the hub takes itself for new: its beats are short, and the machine may be busy."""
+    """Make a claim, and repeat it while the hub considers itself new.
+
+    Its interval is short and the machine may be busy.
+    """
     deadline = time.monotonic() + 20
     while "the hub is new" in (reply := claim(hub, have)).why:
         assert time.monotonic() < deadline

@@ -41,7 +41,7 @@ def test_why_for_sync_names_members_and_versions() -> None:
         publisher.publish(version=3)
         subscriber.update()
         publisher.publish(version=4)
-        # Both sides report at once, by a heartbeat of their own.
+        # Both sides report at once with their own heartbeat.
         deadline = time.monotonic() + 4
         while "1 behind" not in (text := str(ps.hub.why("policy"))) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -107,7 +107,7 @@ def test_killed_member_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             holder.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 8
-        # This process's own beats report failures of earlier tests, which have no model of a fleet.
+        # This process's heartbeats report failures of earlier tests, which have no model of a fleet.
         while not (found := [one for one in ps.hub.status().failures if one.model]) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert [(one.model, one.error) for one in found] == [("llama", "PeerLost")]

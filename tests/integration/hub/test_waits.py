@@ -1,4 +1,4 @@
-"""Calls that need the hub wait for it until their own deadline, not until the deadline of one question."""
+"""Calls that need the hub wait until their own deadline, not until the timeout of one request."""
 
 from __future__ import annotations
 

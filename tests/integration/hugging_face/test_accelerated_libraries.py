@@ -1,6 +1,4 @@
-"""diffusers, accelerate, PEFT and sentence-transformers inside `patched_libraries()`, beside themselves, bit for
-bit.
-"""
+"""diffusers, accelerate, PEFT and sentence-transformers inside `patched_libraries()` give the same bits as alone."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def saved_pipeline(directory: Path) -> Path:
-    """A Stable Diffusion pipeline of random weights, whole, as a variant of half precision."""
+    """Save a random Stable Diffusion pipeline, whole and as a half-precision variant."""
     torch.manual_seed(0)
     unet = diffusers.UNet2DConditionModel(
         block_out_channels=(32, 64),
@@ -83,7 +81,7 @@ def saved_pipeline(directory: Path) -> Path:
 
 
 def saved_bert(directory: Path) -> Path:
-    """A sentence-transformers model of random weights."""
+    """Save a random sentence-transformers model."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
@@ -161,7 +159,7 @@ def test_pipeline_is_streamed(
     for part in ("unet", "vae", "text_encoder"):
         assert_same(getattr(mine, part), getattr(true, part))
     assert mine.tokenizer("a b").input_ids == true.tokenizer("a b").input_ids
-    # Files that a tokenizer remembers are there after the block.
+    # Files that a tokenizer refers to still exist after the block.
     mine.save_pretrained(tmp_path / "again")
     again = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "again", torch_dtype=mine.unet.dtype)
     assert_same(again.unet, mine.unet)
@@ -208,7 +206,7 @@ def test_adapters_are_streamed(hub: HuggingFaceServer, models: dict[str, Path]) 
         base = transformers.AutoModelForCausalLM.from_pretrained("org/base")
         mine = peft.PeftModel.from_pretrained(base, "org/adapter")
         mine.load_adapter("org/adapter", adapter_name="second")
-        # transformers finds the adapter, and its base model by the adapter's configuration.
+        # transformers finds the adapter, and its base model through the adapter's configuration.
         other = transformers.AutoModelForCausalLM.from_pretrained("org/base")
         other.load_adapter("org/adapter")
     assert sum("adapter_model.safetensors" in uri for uri in report.streamed) == 3

@@ -1,4 +1,4 @@
-"""Kinds of models and of `from_pretrained` inside `patched_libraries()`, beside transformers alone, bit for bit."""
+"""Kinds of models and of `from_pretrained` calls inside `patched_libraries()` give the same bits as without it."""
 
 from __future__ import annotations
 

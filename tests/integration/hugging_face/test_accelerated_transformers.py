@@ -1,6 +1,4 @@
-"""transformers inside `patched_libraries()`, beside itself: the same models bit for bit, from a hub and from
-directories.
-"""
+"""transformers inside `patched_libraries()` gives the same models bit for bit, from a hub and from directories."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ AutoModelForCausalLM = transformers.AutoModelForCausalLM
 
 
 def assert_same_model(mine: torch.nn.Module, true: torch.nn.Module) -> None:
-    """Compare all parameters and buffers, and which of them are one tensor."""
+    """Compare all parameters and buffers, and which of them are tied."""
     ours, theirs = mine.state_dict(), true.state_dict()
     assert list(ours) == list(theirs)
     for name, tensor in theirs.items():
@@ -59,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFaceServer]:
-    # Where a fault is final, no test waits for another attempt.
+    # A permanent fault must not make a test wait for another attempt.
     monkeypatch.setenv("PENSTOCK_RETRIES", "1")
     monkeypatch.setenv("PENSTOCK_STALL_S", "5")
     with serving(models, tmp_path / "hf", monkeypatch) as server:
@@ -75,7 +73,7 @@ def test_hub_model_is_streamed(
         mine = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     commit = hub.files_of(name, "main")[0]
     assert report.streamed and all(uri.startswith(f"hf://{name}@{commit}/") for uri in report.streamed)
-    # Nothing large was written, neither to the cache nor beside it.
+    # No large file was written to the cache or next to it.
     assert not [path for path in (tmp_path / "hf").rglob("*.safetensors") if path.stat().st_size]
     use_cache(tmp_path / "stock", monkeypatch)
     assert_same_model(mine, AutoModelForCausalLM.from_pretrained(name, dtype=dtype))
@@ -131,7 +129,7 @@ def test_pointer_file_is_invalid_for_other_readers(hub: HuggingFaceServer) -> No
 
 
 def test_blocks_in_two_threads_are_independent(hub: HuggingFaceServer, models: dict[str, Path]) -> None:
-    # One load at a time: transformers sets torch's default dtype, and its tying of weights, for all threads.
+    # Load one at a time, because transformers sets torch's default dtype and its tying of weights for all threads.
     both, one_at_a_time, results = threading.Barrier(2), threading.Lock(), {}
 
     def load(name: str) -> None:
@@ -201,7 +199,7 @@ def test_expired_links_are_renewed(models: dict[str, Path], tmp_path: Path, monk
         with patched_libraries():
             mine = AutoModelForCausalLM.from_pretrained("org/sharded")
         assert_same_model(mine, AutoModelForCausalLM.from_pretrained(models["org/sharded"]))
-        # Expired from the start, and every renewal too.
+        # The URL is expired from the start, and so is every renewal.
         use_cache(tmp_path / "other", monkeypatch)
         hub.signed_s = -10
         with pytest.raises(PenstockError, match="safetensors"), patched_libraries():

@@ -45,7 +45,7 @@ def offline(name: str, **options: str) -> Path:
 
 
 def layout(root: Path) -> dict[str, str]:
-    """Return the paths below a repository's part of the cache, with what links lead to."""
+    """Return the paths in a repository's part of the cache, with the targets of links."""
     return {
         str(path.relative_to(root)): os.readlink(path) if path.is_symlink() else path.read_bytes().hex()
         for path in root.rglob("*")
@@ -65,7 +65,7 @@ def test_cache_layout_matches_huggingface_hub(
     assert offline("org/sharded") == ours
     modes = {path.stat().st_mode for path in (ours.parent.parent / "blobs").iterdir()}
     assert modes == {path.stat().st_mode for path in (stock.parent.parent / "blobs").iterdir()}
-    # The library downloads nothing that is there.
+    # The library downloads no existing file.
     hub.storage.requests.clear()
     assert Path(huggingface_hub.snapshot_download("org/sharded", endpoint=hub.url)) == ours
     assert not hub.storage.requests
@@ -90,7 +90,7 @@ def test_load_fills_and_maps_cache(hub: HuggingFaceServer, monkeypatch: pytest.M
 
 def test_earlier_download_is_not_reported_verified(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(hub)
-    # As in a process that starts: nothing is known of what was compared.
+    # Reset the state as in a new process, which does not know what was compared.
     monkeypatch.setattr("penstock.storage.source._storages", {})
     assert not ps.load("org/sharded", settings=ps.ReadSettings(storage_options={"endpoint": hub.url})).report.verified
 
@@ -118,7 +118,7 @@ def test_moved_branch_is_updated(hub: HuggingFaceServer) -> None:
     assert offline("org/tiny") == old
     new = filled(hub, "org/tiny")
     assert offline("org/tiny") == new != old
-    # A commit sets no reference; a branch with a slash is a directory of references.
+    # A commit sets no reference. A branch with a slash is a directory of references.
     hub.commit("org/tiny", TINY, branch="feature/x")
     assert (
         offline("org/tiny", revision="feature/x") == filled(hub, "hf://org/tiny@feature%2Fx")
@@ -136,7 +136,7 @@ def test_content_differing_from_hub_is_not_cached(
     damaged = bytearray(TINY[name])
     damaged[-1] ^= 1
     if name == "config.json":
-        # Small files are the hub's own; they have no server behind it.
+        # The hub itself sends small files. They have no other server.
         send = HubHandler.send
         monkeypatch.setattr(
             HubHandler, "send", lambda *given: send(*(bytes(damaged) if one == TINY[name] else one for one in given))
@@ -152,7 +152,7 @@ def test_content_differing_from_hub_is_not_cached(
 
 
 def test_uncompared_content_is_not_cached(hub: HuggingFaceServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first range is late by more than `stall_s`: what came before it is not kept, so nothing can be compared.
+    # The first range is later than `stall_s`, so its earlier bytes are not kept and nothing can be compared.
     monkeypatch.setattr(file_digest, "_MAX_AHEAD_BYTES", 1)
     content = bytes(20 * MIB)
     hub.commit("org/tiny", {"model.safetensors": content})
@@ -186,7 +186,7 @@ def test_killed_download_leaves_no_complete_file(hub: HuggingFaceServer) -> None
     code = "from penstock.storage.fill import fill; fill('org/sharded')"
     environ = {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": constants.HF_HUB_CACHE, "HF_ENDPOINT": hub.url}
     with pytest.MonkeyPatch.context() as patch:
-        # The first shard arrives, the last one's bytes stop in the middle.
+        # The first shard arrives, and the bytes of the last one stop midway.
         saw = hub.storage.saw
         stalled = Faults(stall_after=1000)
         patch.setattr(hub.storage, "saw", lambda request: stalled if last in request.path else saw(request))

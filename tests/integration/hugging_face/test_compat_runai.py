@@ -1,4 +1,4 @@
-"""Code written for Run:ai Model Streamer runs unchanged over `penstock_hf.runai_streamer`."""
+"""Code for Run:ai Model Streamer runs unchanged with `penstock_hf.runai_streamer`."""
 
 import subprocess
 import sys

@@ -66,7 +66,7 @@ def credentials(server: S3Server) -> S3Credentials:
 
 @pytest.fixture
 def environment(credentials: S3Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an engine's user sets it."""
+    """Set it as an engine's user does."""
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", str(credentials.access_key_id))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", str(credentials.secret_access_key))
     monkeypatch.setenv("AWS_REGION", str(credentials.region_name or "us-east-1"))

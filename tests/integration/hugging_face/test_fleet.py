@@ -1,4 +1,4 @@
-"""A repository of a hub as the fallback of a fleet: each byte leaves the hub once."""
+"""A hub's repository as the fallback of a fleet: each byte leaves the hub once."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_each_byte_leaves_hub_once(
         nbytes = sum(tensor.nbytes for tensor in expected_tensors.values())
         assert sum(report["storage_bytes"] for report in reports) == nbytes
         assert all(report["storage_bytes"] for report in reports), "both had a part of the reading"
-        # Each member reads headers too, and a byte of each file to see what is there.
+        # Each member also reads headers, and a byte of each file to check that it exists.
         assert nbytes <= hub.storage.num_bytes_sent < 1.05 * nbytes

@@ -1,4 +1,4 @@
-"""`from_pretrained(group=)`: storage is read once for all ranks, and each rank has what stock gives it."""
+"""`from_pretrained(group=)` reads storage once for all ranks, and each rank gets the same as from stock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock_hf.transformers import from_pretrained, patched_libraries
 
 ENVIRON = {
     "PENSTOCK_STALL_S": "60",
-    # Small, so that each rank takes part in several rounds.
+    # The chunks are small, so that each rank takes part in several rounds.
     "PENSTOCK_CHUNK_BYTES": "256K",
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -28,7 +28,7 @@ ENVIRON = {
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # More than ten layers: layers.10 comes after layers.9, and before layers.2 in the file.
+    # Use more than ten layers. layers.10 comes after layers.9, and before layers.2 in the file.
     sizes = {"vocab_size": 1600, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 11}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     return save_llama(tmp_path_factory.mktemp("ranks") / "llama", max_shard_size="10MB", **sizes | heads)
@@ -73,7 +73,7 @@ def assert_same(mine: Any, true: Any) -> int:
 
 
 Case = tuple[str, str, int]
-"""A checkpoint, a kind of load, `memory_bytes`."""
+"""Return a checkpoint, a kind of load, and `memory_bytes`."""
 
 
 def same_as_stock(rank: int, world_size: int, cases: list[Case]) -> Any:
@@ -100,7 +100,7 @@ def test_ranks_load_equal_models_from_one_read(llama: Path, mixtral: Path) -> No
         assert first[1] + second[1] == nbytes, case
         assert first[2] == second[2] == 0, case
         if case[1] in {"tp", "fsdp"} and case[0] == str(llama):
-            # Each has its shards only.
+            # Each rank has only its shards.
             assert first[0] < 0.6 * nbytes, case
 
 
@@ -109,7 +109,7 @@ def over_http(rank: int, world_size: int, url: str, directory: str) -> Any:
     true = transformers.AutoModelForCausalLM.from_pretrained(directory)
     true.config.name_or_path = mine.config.name_or_path
     assert_same(mine, true)
-    # A load without a group, after it, is stock's again.
+    # A later load without a group is stock's again.
     return type(mine).__name__
 
 
@@ -122,7 +122,7 @@ def server(llama: Path) -> Iterator[RangeServer]:
 def test_three_ranks_read_server_once(llama: Path, server: RangeServer) -> None:
     outcomes = run_ranks(over_http, 3, server.url, str(llama), timeout_s=110, environ=ENVIRON)
     assert [(outcome.ended, outcome.value) for outcome in outcomes] == [("returned", "LlamaForCausalLM")] * 3, outcomes
-    # Of every byte of a body that was sent, how often; the headers are read by each rank.
+    # Count how often each byte of a body was sent. Every rank reads the headers.
     for path in sorted(llama.glob("*.safetensors")):
         begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
         sent = [(s.start, s.stop) for s in server.sent if s.path.endswith(path.name) and s.start >= begin]
