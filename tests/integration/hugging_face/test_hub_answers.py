@@ -1,4 +1,4 @@
-"""Answers of model hubs that are too long, too slow, too deep, or lead elsewhere."""
+"""Responses of model hubs that are too long, too slow, too deeply nested, or lead elsewhere."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_redirect_to_metadata_service_is_refused(target: str) -> None:
 
 
 class Names:
-    """A resolver that is injected: a name's answers in turn, the last one again and again."""
+    """An injected resolver, which returns a name's answers one after another and then repeats the last one."""
 
     def __init__(self, patch: pytest.MonkeyPatch, answers: dict[str, list[str]]) -> None:
         self.asked: list[str] = []
@@ -120,7 +120,7 @@ class Names:
             return resolve(found, port, *args, **options)
 
         def connected(sock: socket.socket, address: Any) -> None:
-            # Members of earlier tests, which end with the process, talk to their hub by Unix sockets.
+            # Members of earlier tests end with the process and talk to their hub through Unix sockets.
             if sock.family != socket.AF_UNIX:
                 self.connected.append(address[0])
             connect(sock, address)
@@ -153,14 +153,14 @@ def test_redirect_to_metadata_host_name_connects_nowhere(address: str, monkeypat
 
 
 def test_redirect_connects_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name leads elsewhere at each later look-up, so one that follows the check would reach the service."""
+    """Later look-ups of the name lead elsewhere, so a look-up after the check would reach the service."""
     names = Names(monkeypatch, {"weights.example": ["127.0.0.1", "169.254.169.254"]})
     with Server(lambda handler: answer(handler, 404, b"")) as other:
         faults = Faults(redirect_to=f"http://weights.example:{urlsplit(other.url).port}/m.safetensors")
         with RangeServer({"m.safetensors": b""}, faults=faults) as server, pytest.raises(PenstockError) as caught:
             penstock.load(f"{server.url}/m.safetensors")
         assert other.seen
-    # A connection that is lost is opened again, after another look-up, and refused there.
+    # A lost connection is opened again after another look-up, and refused there.
     assert isinstance(caught.value, NotFound | SourceUnavailable)
     assert set(names.connected) == {"127.0.0.1"}
 
@@ -173,7 +173,7 @@ def test_trickling_index_raises_source_stalled() -> None:
 
 
 def drip_ranges(handler: BaseHTTPRequestHandler) -> None:
-    """Answer a range of a file of 100,000 bytes, a byte at a time."""
+    """Send a range of a file of 100,000 bytes, one byte at a time."""
     first, last = (int(one) for one in handler.headers["Range"].removeprefix("bytes=").split("-"))
     handler.send_response(206)
     handler.send_header("Content-Range", f"bytes {first}-{last}/100000")

@@ -1,4 +1,4 @@
-"""hf:// URIs against a hub on loopback, beside the real huggingface_hub, which downloads from the same hub."""
+"""hf:// URIs with a hub on loopback, compared with the real huggingface_hub, which downloads from the same hub."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HuggingFace
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    # One storage for each test: it keeps the listings of commits.
+    # Each test has its own storage, because it caches the listings of commits.
     monkeypatch.setattr("penstock.storage.source._storages", {})
     repositories = {"org/tiny": TINY, "org/sharded": sharded(), "datasets/org/data": TINY}
     with HuggingFaceServer(repositories, token="secret") as server:
@@ -77,7 +77,7 @@ def test_load_streams_and_compares_hub_digest(hub: HuggingFaceServer, tmp_path: 
     assert weights.report.uri == f"hf://org/tiny@{commit}"
     assert weights.report.verified and "SHA-256 of 1 of 1" in weights.report.why
     assert not (tmp_path / "hf" / "hub").exists(), "nothing is written to a disk"
-    # The content once, the header, and one byte to see what is there.
+    # Expect the content once, the header, and one byte to check that the file exists.
     assert hub.storage.num_bytes_sent <= len(TINY["model.safetensors"]) + (16 << 10) + 1
 
 
@@ -136,7 +136,7 @@ def test_every_uri_form_is_loaded(hub: HuggingFaceServer, uri: str) -> None:
 
 
 def test_glob_matches_like_local_directory(hub: HuggingFaceServer) -> None:
-    # Repositories have the weights a second time, under other names, in a directory below.
+    # Repositories have the weights a second time, under other names, in a subdirectory.
     hub.commit("org/tiny", TINY | {"original/model.safetensors": save({"w": torch.ones(3)}), "m[1].txt": b"x"})
 
     def names(path: str) -> list[str]:
@@ -208,7 +208,7 @@ def test_expired_signed_urls_are_renewed(hub: HuggingFaceServer) -> None:
         for name, tensor in stream:
             found[name] = tensor
             if len(found) in {2, 6}:
-                # Until the URLs that the headers were read by have expired.
+                # Wait until the URLs for the headers have expired.
                 time.sleep(0.4)
     assert_same(found, TENSORS)
     assert stream.report.verified
@@ -228,7 +228,7 @@ def test_gated_repository_error_suggests_token(hub: HuggingFaceServer) -> None:
         load(hub, "hf://org/tiny")
     weights = load(hub, "hf://org/tiny", settings=ps.ReadSettings(storage_options={"token": "secret"}))
     assert_same(weights, TENSORS)
-    # The token is for the hub; what it redirects to must not see it.
+    # The token is for the hub. Servers that it redirects to must not see it.
     assert not any("authorization" in request.headers for request in hub.storage.requests)
 
 
@@ -371,7 +371,7 @@ def test_offline_cache_is_listed_once_per_load(hub: HuggingFaceServer, monkeypat
 
 
 def test_huggingface_hub_environment_is_used(hub: HuggingFaceServer, tmp_path: Path) -> None:
-    """`HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`, `HF_HUB_OFFLINE`, in a process of its own, by the command."""
+    """The command uses `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME` and `HF_HUB_OFFLINE` in a separate process."""
     hub.private = ("org/tiny",)
     environ = os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     environ["HF_HUB_OFFLINE"] = "0"
@@ -424,7 +424,7 @@ def test_path_read_as_repository_is_explained(
         load(hub, "weights/llama")
     hint = caught.value.hint or ""
     assert "no file or directory 'weights/llama'" in hint and "write ./weights/llama" in hint
-    # Of a name that was meant as one nothing more is to be said.
+    # A name that was meant as a name needs no further hint.
     with pytest.raises(PenstockError) as caught:
         load(hub, "hf://weights/llama")
     assert "file or directory" not in (caught.value.hint or "")
@@ -479,7 +479,7 @@ def test_chunk_cached_content_is_compared(
         weights = load(hub, "hf://org/sharded", verify=True)
         assert_same(weights, TENSORS)
         assert "SHA-256 of 3 of 3" in weights.report.why
-    # The second time the chunks came from the disk; the hub was asked for a byte of each file, for its ETag.
+    # The second time the chunks are from the disk. The hub gets a request for a byte of each file, for its ETag.
     assert hub.storage.num_bytes_sent < 1.5 * sum(tensor.nbytes for tensor in TENSORS.values())
     sha = hashlib.sha256(TINY["model.safetensors"]).hexdigest()
     damaged = bytearray(TINY["model.safetensors"])

@@ -1,4 +1,4 @@
-"""ms:// URIs against a hub on loopback, beside the real modelscope, which downloads from the same hub."""
+"""ms:// URIs with a hub on loopback, compared with the real modelscope, which downloads from the same hub."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModelScopeS
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MODELSCOPE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))
-    # One storage for each test: it keeps listings.
+    # Each test has its own storage, because it caches listings.
     monkeypatch.setattr("penstock.storage.source._storages", {})
     repositories = {"org/tiny": TINY, "org/sharded": sharded(), "datasets/org/data": TINY}
     with ModelScopeServer(repositories, token="secret") as server:
@@ -53,7 +53,7 @@ def close(api: modelscope_hub.HubApi) -> None:
 
 
 def downloaded(name: str, kind: str = "model", **options: str) -> Path:
-    """Download a repository by the real library."""
+    """Download a repository with the real library."""
     api = modelscope_hub.HubApi(config=modelscope_hub.HubConfig())
     place = Path(api.download_repo(name, kind, **options))
     close(api)
@@ -88,7 +88,7 @@ def test_library_download_is_mapped_from_cache(hub: ModelScopeServer) -> None:
     assert_same(weights, TENSORS)
     assert {file.path for file in weights.report.files} == {"mmap"} and weights.report.verified
     assert not hub.storage.requests
-    # The cache is by branch: its files may be of another state.
+    # The cache is keyed by branch, so its files may be older.
     moved = {name: tensor + 1 for name, tensor in TENSORS.items()}
     hub.commit("org/sharded", {"model.safetensors": ps_save(moved)})
     assert (place / "model-00001-of-00003.safetensors").exists()
@@ -113,7 +113,7 @@ def test_branch_moved_after_pinning_is_refused(hub: ModelScopeServer) -> None:
     place = storage.pinned("ms://org/tiny", settings=Settings())
     assert place == storage.pinned("ms://org/tiny", settings=Settings())
     hub.commit("org/tiny", {"model.safetensors": ps_save({name: tensor + 1 for name, tensor in TENSORS.items()})})
-    # Its own listing is still known to this process; the content is not there any more.
+    # This process still knows its listing, but the content no longer exists.
     with pytest.raises((IntegrityError, FormatError)):
         ps.load(place)
     storage.source._storages.clear()

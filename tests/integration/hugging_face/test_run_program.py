@@ -1,4 +1,4 @@
-"""`penstock run`: programs that were not written for Penstock, in processes of their own, beside stock bits."""
+"""`penstock run` runs programs that do not know Penstock in separate processes, with the same bits as without it."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def penstock_run(*words: str | Path, **environment: str) -> subprocess.Completed
 
 @pytest.fixture(scope="module")
 def stock(directory: Path) -> dict[str, str]:
-    """What the program finds without Penstock, in this process: torch takes seconds to import in another one."""
+    """The program's result without Penstock, in this process, because torch takes seconds to import in another one."""
     names: dict[str, Any] = {"__name__": "app"}
     exec(PROGRAM, names)
     found: dict[str, str] = names["digests"](directory)
@@ -106,7 +106,7 @@ def test_program_reads_network_volume(program: Path, directory: Path, stock: dic
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [stock]
     assert "checkpoint.safetensors: read by penstock: a file on FUSE" in done.stderr
-    # Opened again, it is in the page cache.
+    # The second time it is in the page cache.
     assert "checkpoint.safetensors: read by safetensors" in done.stderr
 
 
@@ -148,7 +148,7 @@ def test_program_sitecustomize_and_path_are_kept(tmp_path: Path) -> None:
 
 def test_interpreter_without_penstock_continues_with_warning(tmp_path: Path) -> None:
     (tmp_path / "safetensors.py").write_text("safe_open = 'stock'\n")
-    # Found before the real one, and without what penstock depends on.
+    # Python finds this package before the real one. It lacks penstock's dependencies.
     code = (
         "import sys\nsys.modules['msgspec'] = None\nsys.path.insert(0, sys.argv[1])\n"
         "import safetensors\nprint(safetensors.safe_open)\n"

@@ -1,4 +1,4 @@
-"""Workers that start at once without a copy anywhere read storage once between them, by the storage server's count."""
+"""Workers that start together without a copy anywhere read storage once in total, by the storage server's count."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.types import MIB
 
 COUNTS = (6, 8, 12, 16, 32) if os.environ.get("DRILLS") == "all" else (6, 8)
 SLOW_BYTES_PER_S = 50_000_000
-"""What all readers of a slow storage share."""
+"""Bandwidth that all readers of a slow storage share."""
 DEFAULTS = {
     "penstock.peer.local_weights.CHUNK_BYTES": 16 * MIB,
     "penstock.hub.claims.MIN_PIECE_BYTES": 64 * MIB,
@@ -34,7 +34,7 @@ DEFAULTS = {
 
 @pytest.fixture(scope="module")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RangeServer, Path]]:
-    """96 MiB as `plain`, and with its manifest as `sealed`."""
+    """Write 96 MiB as `plain`, and with its manifest as `sealed`."""
     root = tmp_path_factory.mktemp("storage")
     write_llama(root / "plain", total_bytes=96 * MIB, shards=2)
     shutil.copytree(root / "plain", root / "sealed")
@@ -44,7 +44,7 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RangeSer
 
 
 def weight_bytes_sent(server: RangeServer, root: Path) -> int:
-    """Bytes the server sent, less what was asked of headers, indexes and manifests."""
+    """Return the bytes that the server sent, without headers, indexes and manifests."""
     other = 0
     for request in server.requests:
         if request.method == "GET" and request.range is not None:
@@ -61,7 +61,7 @@ def nbytes_of(tensors: dict[str, torch.Tensor]) -> int:
 
 
 def data_offset(path: Path) -> int:
-    """Where the tensors of a safetensors file begin."""
+    """Return the offset of the tensors in a safetensors file."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 

@@ -1,7 +1,7 @@
-"""The CUDA driver's calls as ctypes makes them, without a device: a library that stands in for the driver's says which
-came without a context or with arguments that mean nothing, and what was not given back.
+"""The CUDA driver's calls through ctypes, without a device.
 
-What only a driver shows: tests/gpu.
+A library replaces the driver's. It reports calls without a context or with invalid arguments, and unreleased resources.
+tests/gpu tests the real driver.
 """
 
 from __future__ import annotations

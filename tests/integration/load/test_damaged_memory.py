@@ -1,6 +1,6 @@
-"""Weights that change in memory after they were verified: nobody is served them, and a keeper loads them again.
+"""Weights that change in memory after verification are not served, and a cache loads them again.
 
-A bit is flipped from outside, in the memory of a running process.
+The tests flip a bit in the memory of a running process from outside.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def wait_until(happens, timeout_s: float = 30.0) -> None:
 
 
 def damage_reasons() -> list[str]:
-    """What the members of this host say of their holdings."""
+    """Return what the members on this host report about their holdings."""
     with HubClient.connect(find_hub()) as hub:
         return [held.why for member in hub.status().members for held in member.holdings]
 
@@ -137,7 +137,10 @@ def test_library_cache_names_damaged_model(runtime, small, tmp_path) -> None:
 
 
 def test_attach_detects_flipped_byte_by_default(runtime, large, monkeypatch) -> None:
-    """Without the keeper's own look at its memory: what the engine finds, the keeper is told and repairs."""
+    """The cache does not check its own memory here.
+
+    The engine finds the damage, and the cache learns of it and repairs it.
+    """
     monkeypatch.setattr(LocalWeights, "spot_check", lambda self, chance: None)
     with ps.cache.WeightCache() as keeper:
         keeper.keep("large", large)

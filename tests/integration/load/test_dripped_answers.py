@@ -1,4 +1,4 @@
-"""Answers that come a byte now and then: whoever waits is let go at the deadline of the whole answer."""
+"""Responses that arrive a byte at a time: callers stop waiting at the deadline of the whole response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.peer.client import PeerClient
 
 DRIP_S = 0.2
 DRIPS_S = 30.0
-"""How long a whole dripped answer takes: many times the deadlines below."""
+"""Seconds that a whole dripped response takes, many times the deadlines below."""
 
 
 class Dripping:
@@ -70,7 +70,7 @@ def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[s
         sock = socket.create_server(("127.0.0.1", 0))
         yield sock, f"http://127.0.0.1:{sock.getsockname()[1]}"
     else:
-        # As the directory of a member.
+        # Use it as a member's directory.
         place = tmp_path / "p-dripping"
         place.mkdir(mode=0o700)
         (place / "alive").touch()

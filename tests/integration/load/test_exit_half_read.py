@@ -1,4 +1,4 @@
-"""Programs that end, or fork, while a stream is half read: they end at once, whatever its threads were doing."""
+"""Programs that end or fork while a stream is half read end at once, whatever its threads were doing."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ NEED_THREADS = {"load", "stream", "start_loading", "convert", "fetch", "publish"
 
 
 def run_at_exit(directory: Path, how: str) -> dict[str, str]:
-    """Run every verb in an exit handler; return the outcome of each."""
+    """Run every verb in an exit handler. Return the outcome of each."""
     save_file({"a": torch.ones(1 << 18)}, directory / "m.safetensors")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(directory / "m.safetensors"), str(directory), how],

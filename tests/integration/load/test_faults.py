@@ -1,4 +1,4 @@
-"""Loading when things go wrong: a typed error, quickly, whoever is to blame, and a process that lives on."""
+"""Loading when something fails: a typed error, quickly, and the process stays usable."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from penstock.types import MIB
 
 NUM_TENSORS, TENSOR_BYTES = 16, 2 * MIB
 SOON_S = 20.0
-"""Far below any default deadline, far above what a loaded machine takes."""
+"""A time far below any default deadline and far above the duration on a loaded machine."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def small_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def big(small_checkpoint: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of one's own."""
+    """Return a separate copy."""
     path = tmp_path / "model.safetensors"
     shutil.copyfile(small_checkpoint, path)
     yield path
@@ -66,7 +66,7 @@ def sharded(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Little patience with servers; nothing left running after any test."""
+    """Use short timeouts for servers, and check that nothing still runs after any test."""
     monkeypatch.setenv("PENSTOCK_STALL_S", "1.5")
     monkeypatch.setenv("PENSTOCK_RETRIES", "2")
     yield
@@ -184,7 +184,7 @@ for how in HOWS:
 
 
 def test_mapped_file_changed_during_stream_raises_without_signal(big: Path) -> None:
-    """In a process of its own: SIGBUS would end it."""
+    """Use a separate process, because SIGBUS would end it."""
     command = [sys.executable, "-c", MAPPED, str(big)]
     root = Path(__file__).parents[3]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=root)
@@ -197,7 +197,7 @@ def test_mapped_file_changed_during_stream_raises_without_signal(big: Path) -> N
 def test_file_changed_during_load_raises(
     big: Path, do: Callable[[Any], None], how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changed by the first body read, so in the midst of it whatever the machine's pace."""
+    """The first body read changes it, so it happens midway on a machine of any speed."""
     from penstock.storage.files import FileSource
     from penstock.storage.mapped import MappedFile
 
@@ -267,7 +267,7 @@ except penstock.errors.PermissionDenied as error:
 
 
 def test_unreadable_file_raises_permission_denied() -> None:
-    """Root may read everything: the process gives its rights up."""
+    """Root may read everything, so the process drops its rights."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o755)
         path = Path(directory) / "model.safetensors"
@@ -383,7 +383,7 @@ else:
 
 @pytest.mark.parametrize("verb", ["load", "stream"])
 def test_interrupt_ends_load_after_pending_reads(server: RangeServer, verb: str) -> None:
-    """Two reads at a time of a second each, of which there are 32."""
+    """There are 32 reads of a second each, two at a time."""
     server.faults = Faults(slow_bytes_per_s=1_000_000)
     environ = os.environ | {"PENSTOCK_STALL_S": "600", "PENSTOCK_CHUNK_BYTES": "1M", "PENSTOCK_FETCH_THREADS": "2"}
     command = [sys.executable, "-c", CHILD, f"{server.url}/model.safetensors", verb]
@@ -404,7 +404,7 @@ def test_interrupt_ends_load_after_pending_reads(server: RangeServer, verb: str)
 
 
 def load_and_sum(path: str, copy: bool) -> int:
-    """A checksum by zlib: torch's own threads do not survive a fork."""
+    """Use a zlib checksum, because torch's own threads do not survive a fork."""
     return sum(
         zlib.crc32(memoryview(tensor.numpy()))
         for tensor in penstock.load(path, settings=penstock.ReadSettings(copy=copy)).values()
@@ -413,7 +413,7 @@ def load_and_sum(path: str, copy: bool) -> int:
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_forked_child_loads_after_parent(big: Path, copy: bool) -> None:
-    """By fork itself: no thread of a load is left that the child would miss."""
+    """Use fork itself, because no thread of a load remains that the child would miss."""
     wanted = load_and_sum(str(big), copy)
     reader, writer = os.pipe()
     pid = os.fork()
@@ -452,7 +452,7 @@ print(json.dumps([peak() - before, weights.report.nbytes]))
 
 @pytest.mark.parametrize("where", ["http", "file"])
 def test_peak_memory_above_weights_is_limited(big: Path, where: str) -> None:
-    """The warm-up load pays for imports, so that the bound is of the load alone."""
+    """The warm-up load includes the imports, so that the limit applies to the load only."""
     path = big.parent / "large.safetensors"
     nbytes = 160 * MIB
     save_file({f"t{i}": torch.zeros(nbytes // 16 // 4) + i for i in range(16)}, path)

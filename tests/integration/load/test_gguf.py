@@ -1,4 +1,4 @@
-"""GGUF files through every verb, from a disk, HTTP and a hub, beside the reader of the format's own package."""
+"""GGUF files through every verb, from disk, HTTP and a hub, compared with the reader of the format's own package."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_http_header_takes_one_read(model: Path) -> None:
     with RangeServer({"m.gguf": model.read_bytes()}) as server:
         ps.inspect(f"{server.url}/m.gguf")
         reads = [request for request in server.requests if request.method == "GET" and request.path == "/m.gguf"]
-        # The first asks for one byte, to learn what the file is.
+        # The first request is for one byte, to identify the file.
         assert len(reads) == 2
         assert_same(ps.load(f"{server.url}/m.gguf"), truth)
 

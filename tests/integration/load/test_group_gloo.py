@@ -1,4 +1,4 @@
-"""`group=` on the CPU: each rank reads its part once; all end with everything or their boxes, or all with an error."""
+"""`group=` on the CPU: each rank reads its part once, and all end with everything, with their boxes, or an error."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from penstock.storage.files import FileSource
 from penstock.testing.checkpoints import write_llama
 
 STALL_S = 5.0
-"""Where a rank is lost; else nobody is given up for being late."""
-# Small chunks, so that each rank reads several times and takes part in several rounds.
+"""Short timeout for tests that lose a rank. In other tests no rank may be given up as late."""
+# Use small chunks, so that each rank reads several times and takes part in several rounds.
 ENVIRON = {"PENSTOCK_STALL_S": "60", "PENSTOCK_CHUNK_BYTES": "512K", "OMP_NUM_THREADS": "1"}
-# Told of a failure at once, at the stall deadline of one wait, or at that of the next.
+# A rank learns of a failure at once, at the stall deadline of one wait, or at that of the next.
 BOUND_S = 3 * STALL_S + 10
 
 
@@ -81,7 +81,7 @@ def after_failure(rank: int, world_size: int, directories: list[str], good: str)
 
 
 def patched_reads(act: Callable[[], None], rank: int, victim: int) -> None:
-    """In the victim's process, the first read of a file's body acts instead."""
+    """In the lost rank's process, replace the first read of a file's body with the fault."""
     if rank != victim:
         return
     original, count = FileSource.readv, [0]

@@ -32,7 +32,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=[404, 403])
 def server(request: pytest.FixtureRequest, model: Path) -> Iterator[RangeServer]:
-    # nginx answers 403 for a directory, object stores for every absent object.
+    # nginx sends 403 for a directory, and object stores for every missing object.
     with RangeServer(model.parent, faults=Faults(absent_status=request.param)) as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""Every fault a web server or object store can show: cured by resuming, or a typed error that names what and where."""
+"""Every fault of a web server or object store is cured by resuming, or raises a typed error that names it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DATA = sample(NBYTES)
 LONG_STALL = Settings(stall_s=60.0, retries=3)
 FEW_RETRIES = Settings(stall_s=60.0, retries=2)
 SHORT_STALL = Settings(stall_s=0.6, retries=2)
-"""For servers that fall silent: a busy machine's pause is no less than this."""
+"""Timeout for silent servers. It is not shorter than a pause of a busy machine."""
 
 
 @pytest.fixture
@@ -82,7 +82,10 @@ def test_transient_fault_is_recovered(server: RangeServer, opened: Open, faults:
 
 @pytest.mark.parametrize("how", ["truncate_after", "reset_after", "stall_after"])
 def test_broken_read_resumes_at_last_byte(server: RangeServer, opened: Open, how: str) -> None:
-    """No byte is asked for twice after a clean break; patience counts from the last progress, so any number heals."""
+    """No byte is requested twice after a clean break.
+
+    The time limit counts from the last progress, so any number heals.
+    """
     source = opened(Settings(stall_s=1.5 if how == "stall_after" else 60.0, retries=1))
     server.faults = Faults(**{how: 400_000})  # type: ignore[arg-type]
     assert read(source, 100_000, [NBYTES - 100_000])[0] == DATA[100_000:]
@@ -133,7 +136,7 @@ def test_permanent_fault_raises_typed_error(
     deadline = time.monotonic() + 20.0
     while len(server.requests) < num_requests and time.monotonic() < deadline:
         time.sleep(0.01)  # the last was sent, and given up, before a busy server had read it
-    # Silence is measured in time: a machine that did not run the last attempt for that long ends it before it is sent.
+    # Silence is measured in time. If the machine did not run the last attempt for that long, it ends before it is sent.
     least = num_requests if error is not SourceStalled else 2
     assert least <= len(server.requests) <= num_requests
     server.faults = Faults()
@@ -160,7 +163,7 @@ def test_error_code_from_body_is_reported(server: RangeServer, opened: Open) -> 
 )
 @pytest.mark.parametrize("shorter", [0, 7])
 def test_object_changed_between_ranges_raises_source_changed(server: RangeServer, faults: Faults, shorter: int) -> None:
-    """Even a server that ignores conditions, or has only dates, gives no mixture."""
+    """Even a server that ignores conditions or has only dates gives no mixture of contents."""
     if faults.no_validators and not shorter:
         pytest.skip("nothing tells the two objects apart")
     server.faults = faults
@@ -232,7 +235,7 @@ def test_refused_connection_raises_source_unavailable() -> None:
 
 
 def test_server_without_ranges_reads_from_start_only(server: RangeServer) -> None:
-    """It can be read from the start, as far as asked; a part from the middle is refused, not downloaded around."""
+    """It can be read from the start. A part from the middle is refused instead of downloading everything."""
     server.faults = Faults(ignore_range=True)
     source = open_source(f"{server.url}/m.bin", settings=FEW_RETRIES)
     try:
@@ -293,7 +296,7 @@ def test_circular_redirect_is_refused(server: RangeServer) -> None:
 
 
 def test_connections_are_reused(server: RangeServer, opened: Open) -> None:
-    """One connection serves reads in a row, refusals included; one the server dropped is replaced without a pause."""
+    """One connection serves consecutive reads, including refusals. A dropped connection is replaced without a pause."""
     source = opened(FEW_RETRIES)
     for at in range(20):
         read(source, at, [100])
@@ -341,7 +344,7 @@ def test_line_break_in_token_is_refused(server: RangeServer) -> None:
 
 
 def test_http_proxy_is_used(server: RangeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`http_proxy` is honoured: the proxy is asked for the absolute URL. (Here it has that path itself.)"""
+    """`http_proxy` is used, so the proxy gets the absolute URL. Here it has that path itself."""
     monkeypatch.setenv("http_proxy", server.url)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)

@@ -1,6 +1,6 @@
-"""Ctrl-C in the middle of a verb: one KeyboardInterrupt, and no descriptor, thread or mapping of the call is left.
+"""Ctrl-C in the middle of a verb raises one KeyboardInterrupt, and leaves no descriptor, thread or mapping.
 
-A child runs each verb over and over, gets a real SIGINT at a random moment, and says what is left after the exception.
+A child runs each verb repeatedly, gets a real SIGINT at a random moment, and reports what is left after the exception.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS = 20
 SEED = 16
 CHILD_S = 120.0
 ANSWER_S = 5.0
-"""Longest time from the signal to the exception; 0.2 s, and what a loaded machine adds."""
+"""Longest time from the signal to the exception. It takes 0.2 s, and more on a loaded machine."""
 
 VERBS = ["load", "load_copy", "load_into", "stream", "stream_copy", "safe_open_mmap", "safe_open_pread"]
 
@@ -120,7 +120,7 @@ for name in verbs:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a child that was interrupted in each verb says of it, and what stands on its stderr."""
+    """Return the report and the stderr of a child that was interrupted in each verb."""
     directory = tmp_path_factory.mktemp("small")
     write_llama(directory, total_bytes=2 << 20, shards=3)
     command = [sys.executable, "-c", CHILD, str(directory), str(ROUNDS), str(SEED)]

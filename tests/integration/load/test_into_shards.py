@@ -1,4 +1,4 @@
-"""`load_into` of modules whose parameters are DTensors: each rank fills its own part, of any mesh and placement."""
+"""`load_into` for modules with DTensor parameters: each rank fills its own part, for any mesh and placement."""
 
 from __future__ import annotations
 

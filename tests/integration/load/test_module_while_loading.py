@@ -1,4 +1,4 @@
-"""What users do with a module while `load_in_background` fills it: close and load again, pickle, assign, load twice."""
+"""Users close, load again, pickle, or assign to a module while `load_in_background` fills it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tied(torch.nn.Module):
 
 
 class Slow(RangeServer):
-    """A server that takes a while for each request of tensors."""
+    """A server that responds slowly to each request for tensors."""
 
     delay_s = 0.15
 
@@ -160,7 +160,7 @@ def test_saved_parameters_load_as_weights_only(tied: Path) -> None:
         torch.save(dict(model.named_parameters()), file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
-        # Used again by the thread that saved it: the parameter itself is back.
+        # The thread that saved it uses it again, and the parameter itself is back.
         assert torch.equal(saved["embed.weight"], model.embed.weight)
         assert type(model.head.weight) is torch.nn.Parameter
 
@@ -188,7 +188,7 @@ def test_assigned_parameter_survives_failed_load(ones: Path, twos: Path) -> None
 
 
 class WithExtra(torch.nn.Linear):
-    """A layer with state that is no tensor, or a tensor that `set_extra_state` takes."""
+    """A layer with non-tensor state, or with a tensor that `set_extra_state` accepts."""
 
     def __init__(self, extra: Any) -> None:
         super().__init__(4, 4)

@@ -1,4 +1,4 @@
-"""safetensors files on a network volume: the bits of a local file, each byte read once, by large reads."""
+"""safetensors files on a network volume give the bits of a local file, with each byte read once in large reads."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_single_tensor_reads_read_each_byte_once(
         tensors = {name: file.get_tensor(name) for name in getattr(file, order)()}
     assert are_equal(tensors, directory)
     assert volume.read_bytes() <= 1.05 * path.stat().st_size
-    # Owned: they can be written to, also where the volume goes away.
+    # The tensors own their memory, so they can be written even if the volume disappears.
     tensors["layers.0.weight"].fill_(1)
 
 

@@ -1,4 +1,4 @@
-"""Answers of object stores that do not end: listings of endless pages, and bodies of errors that go on for ever."""
+"""Endless responses of object stores: listings with endless pages, and endless bodies of errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ROW = (
 
 
 def list_endlessly(handler: BaseHTTPRequestHandler) -> None:
-    """Answer a page of keys and the name of the next one; a HEAD never comes here."""
+    """Send a page of keys and the name of the next page. A HEAD never arrives here."""
     query = parse_qs(urlsplit(handler.path).query)
     first = int(query.get("continuation-token", ["0"])[0])
     rows = "".join(map(ROW.format, range(first, first + PAGE)))
@@ -75,7 +75,7 @@ def test_endless_directory_listing_ends(endless: Server, monkeypatch: pytest.Mon
     with pytest.raises(SourceStalled, match=r"not complete after 0\.6 s"):
         found(endless, "s3://bucket/m/")
     assert time.monotonic() - begun < 5.0
-    # The requests end too: nothing is read behind the caller's back.
+    # The requests end too, so nothing is read in the background.
     time.sleep(0.3)
     num = len(endless.seen)
     time.sleep(0.5)
@@ -83,7 +83,7 @@ def test_endless_directory_listing_ends(endless: Server, monkeypatch: pytest.Mon
 
 
 def pour(status: int) -> Behave:
-    """Return a behaviour: an answer of some status whose body goes on for ever."""
+    """Return a handler that sends a status and an endless body."""
 
     def behave(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)

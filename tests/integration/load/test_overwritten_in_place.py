@@ -1,7 +1,7 @@
-"""A file without a manifest that another process overwrites while it is read: one content or an error, on every path.
+"""A file without a manifest that another process overwrites during a read gives one content or an error.
 
-The writer is a real process. It writes all bodies in one system call, whose file times are those of its beginning, or
-piece by piece. Readers begin as soon as the file's times have changed, so in the midst of it.
+The writer is a real process. It writes all bodies in one system call, whose file times are those of its start, or piece
+by piece. Readers start as soon as the file's times have changed, so in the middle of the write.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from penstock_hf.runai_streamer import FileChunks, FileStreamer, SafetensorsStre
 NUM_TENSORS, TENSOR_BYTES = 8, 8 * MIB
 ROUNDS = 64 if os.environ.get("DRILLS") == "all" else 6
 NEWEST = 255
-"""The largest byte; digests, whose order says nothing, are larger."""
+"""The largest byte value. Digests, whose order means nothing, are larger."""
 
 WRITER = """
 import os, sys
@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class Writer:
-    """A process that overwrites the bodies of one file when told, and lives until the block is left."""
+    """Start a process that overwrites the bodies of one file on request, until the block ends."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class Writer:
         self.wait()
 
     def begin(self, value: int, piece: int) -> None:
-        """Tell it to write, and return once it has begun."""
+        """Request the write, and return once it has begun."""
         before = os.stat(self.path).st_mtime_ns
         assert self._process.stdin is not None
         self._process.stdin.write(f"{value} {piece}\n")
@@ -85,7 +85,7 @@ def writer(tmp_path: Path) -> Iterator[Writer]:
 
 
 def values(tensors: Any) -> list[int]:
-    """Byte values in these tensors or arrays, looked at as they come; of equal neighbours one."""
+    """Return the byte values in these tensors or arrays in order, without equal neighbours."""
     found: list[int] = []
     for tensor in tensors:
         found = changes(np.append(found, np.asarray(tensor).reshape(-1).view(np.uint8)[::509]).astype(np.int64))
@@ -93,7 +93,7 @@ def values(tensors: Any) -> list[int]:
 
 
 def changes(found: np.ndarray[Any, Any]) -> list[int]:
-    """The elements that differ from the one before."""
+    """Return the elements that differ from their predecessor."""
     return [int(value) for value in found[np.append(True, found[1:] != found[:-1])]]
 
 
@@ -105,7 +105,7 @@ def into_live_tensors(path: Path) -> list[int]:
     try:
         penstock.load_into(LIVE, path)
     except SourceChanged as error:
-        # A change that is found while the headers are read comes before the first byte of a tensor.
+        # A change found during the read of the headers is reported before the first byte of a tensor.
         assert error.mutated or all(torch.equal(LIVE[name], tensor) for name, tensor in before.items())
         raise
     return values(LIVE.values())
@@ -149,7 +149,7 @@ def runai_ranges(path: Path) -> list[int]:
 
 
 def manifest(path: Path) -> list[int]:
-    """Digests of one content, whichever."""
+    """The digests of one content, whichever it is."""
     from penstock.config import Settings
     from penstock.storage.weight_set import build, open_weights
 
@@ -173,10 +173,10 @@ PATHS: list[Callable[[Path], list[int]]] = [
 
 
 def num_contents(found: list[int], turn: int) -> int:
-    """The contents in what was read; the new one up to a place and the old one from there on is the file of an instant.
+    """Return the contents in the result. New bytes up to an offset and old bytes after it are the file at one moment.
 
-    On a busy machine the writer stands still between two pieces for as long as a read takes: nobody can tell that file
-    from a finished one.
+    On a busy machine the writer pauses between two pieces for as long as a read takes, and nobody can distinguish that
+    file from a finished one.
     """
     is_of_an_instant = turn % 3 == 0 and len(found) == 2 and (found[0] == turn or max(found) > NEWEST)
     return 1 if is_of_an_instant else len(set(found))
@@ -226,7 +226,7 @@ def test_conversion_of_overwritten_file_is_consistent(writer: Writer, tmp_path: 
 
 
 def test_write_with_restored_time_is_detected(tmp_path: Path) -> None:
-    """As rsync --inplace leaves it: same size, same modification time."""
+    """The file has the same size and modification time, as after rsync --inplace."""
     path = tmp_path / "model.safetensors"
     save_file({"t": torch.zeros(4 * MIB, dtype=torch.uint8)}, path)
     with penstock.safe_open(path, framework="pt", backend="pread") as file:

@@ -1,4 +1,4 @@
-"""The cache of remote weights is for its user alone."""
+"""Only its user can read the cache of remote weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads through a proxy that asks for a user, and certificates of other tools' variables: URLs and objects alike."""
+"""Reads through a proxy with a login, and certificates from other tools' variables, for URLs and objects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.testing.http_server import RangeServer
 DATA = save({"a": torch.arange(100.0)})
 USER = "Basic " + base64.b64encode(b"user:p@ss").decode()
 NAME = "storage.invalid"
-"""A host that only the proxy knows: what arrives came through it."""
+"""Only the proxy knows this host, so whatever arrives went through the proxy."""
 
 
 class Proxy(BaseHTTPRequestHandler):
-    """A forward proxy that leads every host to one server."""
+    """A forward proxy that sends all hosts to one server."""
 
     protocol_version = "HTTP/1.1"
     target = 0
@@ -82,7 +82,7 @@ class Proxy(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def proxy_to(server: RangeServer) -> Iterator[str]:
-    """Yield the address of a proxy that leads every host to this server."""
+    """Yield the address of a proxy that sends all hosts to this server."""
     handler = type("Handler", (Proxy,), {"target": urlsplit(server.url).port})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as proxy:
         proxy.daemon_threads = True
@@ -93,7 +93,7 @@ def proxy_to(server: RangeServer) -> Iterator[str]:
 
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """Remove the variables of the developer's own network; give credentials, and retry little."""
+    """Remove the variables of the developer's own network, set credentials, and retry little."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)

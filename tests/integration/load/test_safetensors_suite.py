@@ -1,6 +1,6 @@
-"""safetensors' own tests with Penstock under it: as a program has it, and with every local file read by Penstock.
+"""safetensors' own tests on Penstock, once as a program uses it and once with every local file read by Penstock.
 
-They are fetched by scripts/setup_safetensors_tests.sh and are no part of this repository.
+scripts/setup_safetensors_tests.sh downloads them. They are not part of this repository.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--basetemp", sys.argv[1],
 """
 
 OTHER_TEXT = "tests/test_simple.py::ReadmeTestCase::test_numpy_slice"
-"""Compares the text of an IndexError, which Penstock raises too, with a text of its own."""
+"""It compares the text of an IndexError. Penstock raises the same error with a different text."""
 
 
 def run(start: str, tmp_path: Path, *options: str) -> dict[str, int]:
@@ -62,7 +62,7 @@ def run(start: str, tmp_path: Path, *options: str) -> dict[str, int]:
 def test_safetensors_suite_passes_with_installed_patch(tmp_path: Path) -> None:
     found = run(AS_INSTALLED, tmp_path)
     assert found["passed"] == 66
-    # Of other systems, and of devices that this machine lacks.
+    # Tests for other systems, and for devices that this machine lacks.
     assert found["skipped"] == 14
 
 

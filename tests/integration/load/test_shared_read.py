@@ -1,4 +1,4 @@
-"""Files that ranks read together: parts, skipped tensors, other orders, pauses; one rank's failure is that of all."""
+"""Files that ranks read together: parts, skipped tensors, different orders, pauses. One rank's failure fails all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def expected_tensors(directory: str) -> dict[str, torch.Tensor]:
 
 
 def open_all(directory: str) -> dict[str, Any]:
-    # By the module: the block replaces the function there.
+    # Call it through the module, because the block replaces the function there.
     files = [safetensors.safe_open(path, framework="pt") for path in sorted(Path(directory).glob("*.safetensors"))]
     return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
@@ -72,7 +72,7 @@ def everything(rank: int, world_size: int, directory: str, **options: Any) -> An
 
 
 def parts(rank: int, world_size: int, directory: str, memory_bytes: int, seed: int) -> Any:
-    """Ask for parts of most tensors, twice for some, from four threads in an order of this rank's own."""
+    """Request parts of most tensors, some of them twice, from four threads in this rank's own order."""
     chance = random.Random(seed + rank)
     true = expected_tensors(directory)
     wanted = []
@@ -116,7 +116,7 @@ def in_turn(rank: int, world_size: int, directory: str) -> Any:
 
 
 def left_open(rank: int, world_size: int, directory: str) -> Any:
-    """Load all files one after the other and close none; then a model with tensors of the same names."""
+    """Load all files one by one without closing them, then a model with tensors of the same names."""
     true = expected_tensors(directory)
     first, *_ = paths = [str(path) for path in sorted(Path(directory).glob("*.safetensors"))]
     with patched_libraries(group=dist.group.WORLD) as report:
@@ -176,9 +176,9 @@ def test_ranks_share_reads_in_any_order(directory: Path) -> None:
     for some in somes:
         for (memory_bytes, seed), shared in some.items():
             for report in shared:
-                # Its bound holds but for a round, and for what threads wait for that is cut in several dims.
+                # The limit holds except for one round, and for tensors cut in several dims that threads wait for.
                 assert seed % 2 or report.peak_window_bytes <= memory_bytes * (1 << 20) // 2 + (2 * 256 << 10)
-    # The rank that asked for the last tensor first had to read what had left its window meanwhile.
+    # The rank that requested the last tensor first had to read again what had left its window.
     assert again[1] > again[0]
     sizes = [
         sum(t.nbytes for n, t in expected_tensors(str(directory)).items() if n.endswith(f".{file}"))
@@ -196,7 +196,7 @@ def test_group_size_one_and_three_read_once(directory: Path) -> None:
 
 
 def two_owners(rank: int, world_size: int, directory: str) -> Any:
-    """Take one tensor in two threads; the second writes to its result while the first is about to copy its own."""
+    """Take one tensor in two threads. The second writes to its result while the first is about to copy its own."""
     is_read, is_written, copies = threading.Event(), threading.Event(), []
     readv, clone = FileSource.readv, torch.Tensor.clone
 
@@ -214,7 +214,7 @@ def two_owners(rank: int, world_size: int, directory: str) -> Any:
     def take(part: Any) -> torch.Tensor:
         tensor = part[...]
         if not is_written.is_set():
-            # The first that is done: the other has not copied yet.
+            # This is the first finished thread. The other has not copied yet.
             mine = clone(tensor)
             tensor.zero_()
             is_written.set()
@@ -287,7 +287,7 @@ def loads_more(rank: int, world_size: int, directory: str) -> Any:
 
 
 def patched(rank: int, world_size: int, directory: str, victim: int, act: str = "fail") -> Any:
-    """In the victim's process, the second read of a body fails, or kills it."""
+    """In the lost rank's process, the second read of a body fails or kills it."""
     original, count = FileSource.readv, [0]
 
     def readv(self: FileSource, offset: int, buffers: Any) -> str:
@@ -320,7 +320,7 @@ def ends_on_a_changed_file(rank: int, world_size: int, directory: str, victim: i
         told.touch()
         raise
     except SourceChanged:
-        # Alive: the other rank must not learn of the error from the end of this process.
+        # Stay alive, because the other rank must not learn of the error from the end of this process.
         deadline = time.monotonic() + 15
         while not told.exists():
             assert time.monotonic() < deadline, "the other rank was not told"

@@ -1,4 +1,4 @@
-"""A program that waits for a silent server, and is interrupted or ends: at once, and without a traceback."""
+"""A program that waits for a silent server and is interrupted ends at once, without a traceback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from safetensors.torch import save, save_file
 from penstock.testing.http_server import Faults, RangeServer
 
 ANSWER_S = 3.0
-"""Longest time from the signal to the end of a call: far below its deadline of 30 s, with room for a loaded machine."""
+"""Longest time from the signal to the end of a call. It is far below its deadline of 30 s, even on a loaded machine."""
 
 CHILD = """
 import signal, sys, threading, time
@@ -64,13 +64,13 @@ for call in sys.argv[2:]:
 
 @pytest.fixture
 def silent() -> Iterator[str]:
-    """Yield the address of a server that accepts, and never answers."""
+    """Yield the address of a server that accepts connections and never responds."""
     with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def require_soon(number: str, said: str, calls: list[str], env: dict[str, str] | None = None) -> None:
-    """Run verbs that wait for ever, one after the other, and send a signal to each."""
+    """Run verbs that wait for ever one by one, and send a signal to each."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, number, *calls],
         env=os.environ | {"PENSTOCK_STALL_S": "30", "PENSTOCK_PROGRESS": "0"} | (env or {}),
@@ -91,7 +91,7 @@ def test_signal_ends_wait_for_answer(silent: str, number: str, said: str) -> Non
 
 def test_interrupt_ends_wait_for_weights() -> None:
     data = save({"a": torch.arange(1 << 20, dtype=torch.float32)})
-    # The header is there, and the server falls silent in the midst of the weights.
+    # The server sends the header and falls silent in the middle of the weights.
     with RangeServer({"m.safetensors": data}, faults=Faults(stall_after=200_000)) as server:
         verbs = ("load", "load_into", "stream", "safe_open")
         require_soon("SIGINT", "KeyboardInterrupt", [f"{verb}={server.url}/m.safetensors" for verb in verbs])

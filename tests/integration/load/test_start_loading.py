@@ -1,4 +1,4 @@
-"""A module that is used while its weights arrive: it waits where it must, and never computes with missing bytes."""
+"""A module that is used while its weights arrive waits where it must, and never computes with missing bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAIT_S = 30.0
 
 
 class Model(torch.nn.Module):
-    """A part for text that is defined first, and a part for images; names in the order that files do not have."""
+    """A model with a text part, defined first, and an image part. The files have a different order of names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Model(torch.nn.Module):
 
 
 class Gate(RangeServer):
-    """A server that answers no request for bytes of some files' tensors while it is shut."""
+    """A server that, while it is shut, does not respond to requests for some files' tensors."""
 
     def __init__(self, directory: Path, holds: str) -> None:
         super().__init__(directory)
@@ -78,7 +78,7 @@ def true() -> Model:
 
 @pytest.fixture
 def checkpoint(true: Model, tmp_path: Path) -> Path:
-    """Two files: what text needs, and the rest."""
+    """Write two files, one for the text part and one for the rest."""
     state, weight_map = true.state_dict(), {}
     for file, wanted in (("model-a.safetensors", False), ("model-b.safetensors", True)):
         part = {name: tensor for name, tensor in state.items() if name.startswith("images") is wanted}
@@ -95,7 +95,7 @@ def x() -> torch.Tensor:
 
 
 def empty() -> Model:
-    """Return a module whose parameters are NaN until they are filled: a use that comes too early is seen."""
+    """Return a module whose parameters are NaN until they are filled, so that early use is visible."""
     model = Model()
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -196,7 +196,7 @@ def test_wrong_bytes_are_never_used(true: Model, checkpoint: Path, x: torch.Tens
         with pytest.raises(IntegrityError) as raised:
             loading.wait()
         assert raised.value.mutated
-        # What had arrived is not used either: the module has no whole version.
+        # Tensors that had arrived are not used either, because the module has no whole version.
         with pytest.raises(IntegrityError):
             model.text[0](x)
         with pytest.raises(IntegrityError):
@@ -248,7 +248,7 @@ def test_changed_file_raises_in_forward(checkpoint: Path, x: torch.Tensor) -> No
         server.opened.set()
         with pytest.raises((SourceError, SourceTruncated)):
             loading.wait()
-        # It had been usable, and is not any more.
+        # It was usable before and is not any more.
         with pytest.raises(SourceError):
             model(x)
 
@@ -322,7 +322,7 @@ def test_tied_and_strided_parameters_are_filled(tmp_path: Path, x: torch.Tensor)
     model[1].weight = torch.nn.Parameter(torch.empty(WIDTH, WIDTH).t())
     with ps.modules.load_in_background(model, str(tmp_path)) as loading:
         for mine, other in zip(model, true, strict=True):
-            # Not bit for bit: a product with a transposed matrix may add in another order.
+            # Do not compare bit for bit, because a product with a transposed matrix may add in another order.
             torch.testing.assert_close(mine(x), other(x))
             assert torch.equal(mine.weight, other.weight)
         loading.wait()

@@ -1,4 +1,4 @@
-"""Servers that give little, late or in pieces: a load goes on while bytes arrive, and ends soon after they stop."""
+"""Slow servers: a load continues while bytes arrive, and ends soon after they stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.types import MIB
 
 DATA = sample(3 * MIB)
 HOW = ["url", "store"]
-"""By URL straight into the caller's memory, and through obstore, for stores whose URLs cannot be signed."""
+"""Read by URL directly into the caller's memory, and through obstore for stores whose URLs cannot be signed."""
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_repeatedly_truncated_answers_do_not_end_read(
 
 @pytest.mark.parametrize("how", HOW)
 def test_busy_answers_do_not_end_reads(server: RangeServer, opened: Open, how: str) -> None:
-    """With several ranges under way one of them is refused several times in a row; others get on meanwhile."""
+    """With several concurrent ranges, one is refused several times in a row while others progress."""
     source = opened(how, Settings(stall_s=60.0, retries=1))
     server.faults = Faults(status=503, retry_after="0", every=2)
     failed: list[PenstockError] = []
@@ -139,7 +139,7 @@ def test_endless_retry_after_ends_at_stall_deadline(server: RangeServer, opened:
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("stall_after", [-1, 0])
 def test_silent_server_is_reported_at_deadline(server: RangeServer, opened: Open, how: str, stall_after: int) -> None:
-    """And no connection is left, though the error is kept."""
+    """No connection remains, although the error is kept."""
     source = opened(how, Settings(stall_s=2.0, retries=3))
     read(source, 0, 1000)
     server.faults = Faults(stall_after=stall_after)
@@ -166,7 +166,7 @@ def test_silent_server_is_reported_at_deadline(server: RangeServer, opened: Open
 
 
 def connections_to(server: RangeServer) -> int:
-    """Established connections of this host to the server, both ends of which are in this process."""
+    """Return the established connections from this host to the server, whose ends are both in this process."""
     gc.collect()
     port = f":{int(server.url.rpartition(':')[2]):04X}"
     with open("/proc/net/tcp", encoding="ascii") as table:

@@ -1,4 +1,4 @@
-"""One stream read by several threads, and loads where cannot start a thread."""
+"""One stream read by several threads, and loads in places that cannot start a thread."""
 
 from __future__ import annotations
 

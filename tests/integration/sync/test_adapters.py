@@ -1,4 +1,4 @@
-"""The two sides of adapters: tensors that move, shares of whole tensors, and whole versions in memory of a receiver."""
+"""Both sides of adapters: tensors that move, shares of whole tensors, and versions in a receiver's memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Two threads: the ranks of a trainer wait for each other."""
+    """Use two threads, because the ranks of a trainer wait for each other."""
     with ThreadPoolExecutor(2) as threads:
         yield threads
 
@@ -47,7 +47,7 @@ def test_shares_of_whole_tensors_form_whole_model(pool: ThreadPoolExecutor) -> N
             received = receiver.receive(version)
             assert received.keys() == SHAPES.keys()
             assert all(torch.equal(received[name], tensor) for name, tensor in whole(version).items())
-    # No rank has a copy of all of it: of seven rows each has three or four.
+    # No rank has all of it. Each has three or four of seven rows.
     assert sorted(len(share.params["up.weight"].tensor) for share in shares) == [3, 4]
 
 
@@ -63,7 +63,7 @@ def test_changed_tensor_set_is_refused() -> None:
 def test_moved_tensors_are_published_with_higher_version() -> None:
     with TrainerPublisher("policy", connection=HERE, rank=(0, 1)) as sender:
         assert sender.publish(whole(0)).version == 0
-        # No receiver has version 0, and nobody else knows that it was used.
+        # No receiver has version 0, and no other process knows that it was used.
         assert sender.publish(whole(1)).version == 1
         with VersionReceiver("policy", connection=HERE) as receiver:
             received = receiver.receive(1)

@@ -1,4 +1,4 @@
-"""Checks of a staged version that write to it, or keep a part of it: what goes live are the published bytes."""
+"""Checks that write to a staged version or keep a part of it: the published bytes go live."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import penstock as ps
 
 
 class Net(torch.nn.Module):
-    """A module whose forward pass writes to buffers, and on request to a parameter."""
+    """A module whose forward pass writes to buffers, and if requested to a parameter."""
 
     def __init__(self, *, writes: str = "") -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ranks declare of their DTensors is what torch itself gathers of them."""
+"""Ranks declare the same parts of their DTensors that torch itself gathers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Told = list[tuple[str, tuple[int, ...], tuple[int, ...], np.ndarray]]
 
 
 def told(rows: tuple[ShardRow, ...]) -> Told:
-    """Rows as another process can have them."""
+    """Return rows as another process receives them."""
     return [(row.name, row.form.shape, row.form.box.start, row.tensor.numpy().copy()) for row in rows]
 
 
@@ -31,7 +31,7 @@ def heard(rank: Told) -> tuple[ShardRow, ...]:
 
 
 def assert_whole(ranks: list[Told], true: dict[str, torch.Tensor]) -> None:
-    """All tensors, put together by a plan of what the ranks hold."""
+    """Return all tensors, assembled by a plan from the ranks' rows."""
     mine = {name: torch.full_like(tensor, 7) for name, tensor in true.items()}
     move([heard(rank) for rank in ranks], [declared(mine)])
     for name, tensor in true.items():

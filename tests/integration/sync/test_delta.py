@@ -1,4 +1,4 @@
-"""Frozen layers are not moved again, between processes: each receiver has the whole version all the same."""
+"""Frozen layers are not sent again between processes, and each receiver still has the whole version."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.integration.sync.test_sync import step
 from tests.support.sync import SyncWorker
 
 LAYER = 64 * 96
-"""Bytes that one of two receivers takes of a layer."""
+"""Bytes that one of two receivers reads from a layer."""
 SHAPE: dict[str, Any] = {"frozen": 4, "constants": {"penstock.sync.receive.transfer.CUT_S": 0.0}}
 
 
 def update(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
-    """What the subscribers say of a version that they hold."""
+    """Return what the subscribers report about their version."""
     said = step(publishers, subscribers, version)[: len(subscribers)]
     for worker, one in zip(subscribers, said, strict=True):
         assert_has_version(worker, one, version)
@@ -35,14 +35,14 @@ def test_unchanged_layers_move_no_bytes(host: Host, source: str, mode: str) -> N
         said = [one[worker] for one in told]
         assert said[0]["nbytes"] == 6 * LAYER
         assert "no earlier version was received with this plan" in said[0]["delta"]
-        # The second is by another plan, where the first was made before both receivers were known.
+        # The second version uses another plan if the first plan was made before both receivers were known.
         found = [one for one in said if "the fraction of changed bytes is measured" in one["delta"]]
         assert len(found) == 1
         assert found[0]["nbytes"] == 2 * LAYER
         assert found[0]["delta"].startswith(f"delta: moved {2 * LAYER} of {6 * LAYER} bytes")
     for version in (4, 5):
         for one in update(publishers, subscribers, version):
-            # Four layers were seen once on a busy machine, and why is not known. `update` has compared every byte.
+            # Four layers were seen once on a busy machine for an unknown reason. `update` has compared every byte.
             assert one["nbytes"] in (2 * LAYER, 4 * LAYER, 6 * LAYER), "as it was measured"
 
 

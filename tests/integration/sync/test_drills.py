@@ -29,7 +29,7 @@ NUM_BATCHES, BATCH = 10, 20
 BATCHES = range(NUM_BATCHES) if os.environ.get("DRILLS") == "all" else range(1)
 AT_ONCE = 4
 DONE_S = 90.0
-"""A drill takes some seconds, more where somebody falls silent: far below this."""
+"""Time limit for a drill. It takes some seconds, and more if a process falls silent."""
 STALL_S = "6.0"
 SHORT_TIMEOUTS = {
     "penstock.hub.client.ATTEMPT_S": 1.0,
@@ -38,11 +38,11 @@ SHORT_TIMEOUTS = {
 }
 ROLES = ("publisher 0", "publisher", "subscriber", "host of the hub")
 REFUSALS = {"PeerLost", "SourceStalled", "StaleDescriptor", "NotFound", "HubUnavailable", "SourceUnavailable"}
-"""What may be said of a version that could not be had or shown."""
+"""Errors that are allowed for a version that was not available."""
 
 
 class FaultRun:
-    """One sync and its loss."""
+    """A sync and its loss."""
 
     def __init__(self, seed: int, fork_server: ForkServer, tag: str = "") -> None:
         self.tag = tag
@@ -90,7 +90,7 @@ class FaultRun:
         return found
 
     def run(self) -> None:
-        """Lose somebody; raises what went wrong."""
+        """Lose a process. Raise what went wrong."""
         with self.stack:
             host = self.start("subscriber", name="other")  # hosts the hub
             host.wait_for("joined")
@@ -131,7 +131,7 @@ class FaultRun:
         return publishers[0] if self.role == "publisher 0" else publishers[-1]
 
     def check_outcome(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """Each that lives says what it has, and it is so; a publisher claims nobody's success that was none."""
+        """Check that each survivor reports its version, and that publishers claim no false success."""
         have = {}
         for worker in subscribers:
             if worker is not lost:
@@ -145,7 +145,7 @@ class FaultRun:
                 assert not false, f"{false} are said to have version 2"
 
     def check(self, worker: SyncWorker, said: dict[str, Any], versions: set[int]) -> int:
-        """The version that it has, whole; or 0: it knows that it is dirty."""
+        """Return its whole version, or 0 if it knows that it is dirty."""
         if "error" in said:
             assert said["error"] in REFUSALS, said
             is_touched, said = said["mutated"], worker.call("digests", timeout_s=DONE_S)
@@ -159,7 +159,7 @@ class FaultRun:
         return int(said["version"])
 
     def go_on(self, lost: SyncWorker, publishers: list[SyncWorker], subscribers: list[SyncWorker]) -> None:
-        """The next version, of the same trainer or of one that comes again, goes to all that live."""
+        """Send the next version, from the same or a restarted trainer, to all that are alive."""
         if lost in publishers:
             for one in publishers:
                 one.kill(signal.SIGKILL)
@@ -177,7 +177,7 @@ class FaultRun:
 
 
 def run_with_fault(seed: int, fork_server: ForkServer, tag: str = "") -> tuple[str, str, float]:
-    """What it was, what went wrong, how long it took."""
+    """Return a description, the failure, and the seconds."""
     one, begun, verdict = FaultRun(seed, fork_server, tag), time.monotonic(), ""
     try:
         one.run()
@@ -197,7 +197,7 @@ def test_quantising_sync_survives_random_faults(fork_server: ForkServer) -> None
 
 
 def assert_no_failures(seeds: range, fork_server: ForkServer, tag: str = "") -> None:
-    """Run them; raises what did not hold."""
+    """Run them. Raise what did not hold."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(lambda seed: run_with_fault(seed, fork_server, tag), seeds))
     for name, verdict, seconds in found:

@@ -1,4 +1,4 @@
-"""What is raised in a rank while a version is published or made live: it ends on one version, whole, and says which."""
+"""Errors in a rank while a version is published or goes live: it ends on one whole version, and reports it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def weights(version: int) -> torch.Tensor:
 
 @dataclass
 class Engine:
-    """An engine whose hooks are called in order, one of which raises while it is armed."""
+    """An engine whose hooks are called in order. One of them raises if it is armed."""
 
     raises: str = ""
     called: list[str] = field(default_factory=list)
@@ -94,7 +94,7 @@ def test_refusal_before_read_reports_untouched_target(given, mode: str) -> None:
 @pytest.mark.filterwarnings("ignore:1 tensors are received whole:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 def test_raising_loader_leaves_target_dirty_until_update(given, mode: str) -> None:
-    """The flip is what it raises in: some of the target may be of the new version."""
+    """It raises during the flip, so some of the target may have the new version."""
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:

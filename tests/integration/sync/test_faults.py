@@ -1,4 +1,4 @@
-"""What a sync does when ranks die, stop, come late, come again otherwise, or do not fit: a whole version or none."""
+"""A sync whose ranks die, stop, are late, return changed, or do not fit has a whole version or none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def members(workers: list[SyncWorker]) -> set[str]:
 
 
 def assert_has_version(worker: SyncWorker, said: dict[str, Any], version: int) -> None:
-    """It has the version, whole."""
+    """Check that it has the whole version."""
     assert "error" not in said, said
     assert (said["version"], said["is_dirty"]) == (version, False)
     assert said["digests"] == expected_digest(worker.task, version)
@@ -81,7 +81,7 @@ def test_stopped_receiver_is_late_once_then_catches_up(host: Host) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("mode", ["staged", "direct"])
 def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: int) -> None:
-    # A budget of a MiB: tensors are above it, and read in pieces.
+    # The budget is a MiB. Larger tensors are read in pieces.
     options = {"memory_bytes": 1 << 20} if mode == "direct" else {}
     big = {"num_layers": 4, "rows": 1024, "columns": 1024}
     publishers = host.start_ranks("publisher", 2, **big, **short_stall(8.0))
@@ -110,7 +110,7 @@ def test_publisher_lost_during_read_fails_update(host: Host, mode: str, number: 
 
 
 def test_rank_lost_before_first_update_is_named(host: Host) -> None:
-    """Rank 0 plans, lives, and cannot reach rank 1: the error is about rank 1."""
+    """Rank 0 plans, is alive, and cannot reach rank 1, so the error is about rank 1."""
     publishers = host.start_ranks("publisher", 2, mode="snapshot", **short_stall(8.0))
     step(publishers, [], 1)
     publishers[1].kill(signal.SIGKILL)
@@ -232,7 +232,7 @@ def test_inference_scales_while_versions_flow(host: Host) -> None:
 
 
 def test_publisher_rank_leaving_fails_version_without_corruption(host: Host) -> None:
-    """Its trainer raised between two steps, and it left: nobody waits for it until a deadline."""
+    """Its trainer raised between two steps and left, so no process waits for it until a deadline."""
     publishers = host.start_ranks("publisher", 2)
     subscriber = host.start_ranks("subscriber", 1)[0]
     publishers[0].call("subscribers 1")

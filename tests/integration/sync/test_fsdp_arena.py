@@ -1,4 +1,4 @@
-"""A module under FSDP2 that is moved into an arena goes on training with its own weights."""
+"""A module under FSDP2 in an arena continues training with its own weights."""
 
 from __future__ import annotations
 

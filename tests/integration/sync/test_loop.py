@@ -1,4 +1,4 @@
-"""The loop of an engine that serves: it takes each new version, and goes on when trainers come and go."""
+"""The loop of a serving engine receives each new version, and continues when trainers start and end."""
 
 from __future__ import annotations
 

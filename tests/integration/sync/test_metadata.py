@@ -1,4 +1,4 @@
-"""Texts that go with a version: a receiver has them before a byte of the version, and refuses it by them."""
+"""Metadata of a version: a receiver has it before the version's bytes, and may refuse the version because of it."""
 
 from __future__ import annotations
 

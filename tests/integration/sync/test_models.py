@@ -1,4 +1,4 @@
-"""Models that load themselves are filled by a sync as by their own loader, version after version, in place."""
+"""A sync fills models with their own loader like that loader does, version after version, in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stack(host: Host) -> Iterator[ExitStack]:
 
 
 def halves(tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
-    """What one of two FSDP ranks holds: uneven rows of each tensor; scalars are whole on both."""
+    """Return what one of two FSDP ranks holds: uneven rows of each tensor, and whole scalars on both."""
     found: dict[str, Any] = {}
     for name, one in tensors.items():
         if not one.ndim or not one.numel():
@@ -57,7 +57,7 @@ def publishers(stack: ExitStack, held: list[dict[str, Any]], **options: Any) -> 
 
 
 def together(work: Any) -> None:
-    """Call all at once; the first error is raised."""
+    """Call all at once. Raise the first error."""
     errors: list[BaseException] = []
 
     def guarded(one: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tensors that are moved, cast, freed or replaced between versions: followed, or refused before anything is written."""
+"""Tensors that are moved, cast, freed or replaced between versions are followed, or refused before a write."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_publisher_with_changed_tensors_is_refused(
     assert named in str(refused.value)
     assert not refused.value.mutated
     if mode == "snapshot":
-        # The copy of the version before is read on.
+        # The copy of the previous version remains readable.
         assert stack.enter_context(ps.subscriber("moved", served)).update().version == 1
         assert has(served, 1)
 
@@ -319,7 +319,7 @@ def test_target_moved_by_hook_is_refused(stack: ExitStack, mode: str) -> None:
         subscriber.update()
     assert not refused.value.mutated
     assert has(served, 1)
-    # The engine that was paused goes on with the version before.
+    # The paused engine continues with the previous version.
     assert resumed == [1, 1]
 
 
@@ -373,7 +373,7 @@ def test_unfilled_buffer_may_move(stack: ExitStack) -> None:
 
 
 def test_swapped_tensors_are_not_confused(stack: ExitStack) -> None:
-    # Regions and sizes stay, so that only the registration tells a plan of the former places from one of these.
+    # Regions and sizes stay, so only the registration distinguishes a plan for the old places.
     both = torch.zeros(2, 256)
     trained = {"a": both[0], "b": both[1]}
     served = {"a": torch.zeros(256), "b": torch.zeros(256)}
@@ -399,7 +399,7 @@ def test_ranks_with_moved_shards_are_followed(stack: ExitStack, mode: str, trans
     served = {"a.weight": torch.zeros(300, 256), "b.weight": torch.zeros(300, 256)}
     subscriber = stack.enter_context(ps.subscriber("toy", served))
     for version in range(1, 5):
-        # Each rank in its turn, the other one stays.
+        # Test each rank while the other one stays.
         for name, sign in (("a.weight", 1), ("b.weight", -1)):
             for rank in range(2):
                 moved = held[rank][name].tensor
@@ -445,7 +445,7 @@ def test_publisher_given_state_dict_warns_once(
     publisher.publish(2)
     said = [line for line in caplog.messages if "Pass the module instead" in line]
     assert len(said) == warns
-    # The reason for it: nothing in the dict shows that the module has other memory.
+    # The reason is that nothing in the dict shows the module's new memory.
     fill(trained, 7)
     for parameter in trained.parameters():
         parameter.data = torch.full_like(parameter, 8)

@@ -1,4 +1,4 @@
-"""Short runs packed by publishers for subscribers over `http` and `nixl`: the same versions, whoever dies."""
+"""Publishers pack short runs for subscribers over `http` and `nixl`: the same versions, even if ranks die."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a first update does once can be done before a version is published, and only once."""
+"""`prepare` does the one-time work of a first update before a version is published, and only once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.sync.membership import Membership
 
 
 class Model(torch.nn.Module):
-    """Two tensors, one of which its loader transposes; it counts how often it loads."""
+    """A model with two tensors. Its loader transposes one, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_preparation_survives_second_engine(host: Host, plans: list[SyncPlan]) -
         for subscriber, model in ((first, models[0]), (second, models[1])):
             subscriber.update()
             assert model.has(weights) and model.num_loads == 1
-        # Both read by the plan that has both.
+        # Both read with the plan that contains both.
         assert len(plans) == 2
 
 
@@ -154,7 +154,7 @@ def test_staged_version_survives_prepare(host: Host) -> None:
         with ps.publisher("p", {"w": torch.ones(64)}, mode="snapshot") as publisher:
             publisher.publish(1)
             subscriber.stage()
-        # A restarted trainer, with another checkpoint: its memory would take the place of the staged version's.
+        # A restarted trainer has a different checkpoint, whose memory would replace the staged version's.
         with ps.publisher("p", {"w": torch.zeros(64), "more": torch.zeros(8)}, mode="snapshot"):
             with pytest.raises(ConfigError, match="version 1 of 'p' is staged"):
                 subscriber.prepare()

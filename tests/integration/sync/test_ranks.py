@@ -1,4 +1,4 @@
-"""All ranks of a trainer begin with one version, in whatever order they start and publish, and after restarts."""
+"""All ranks of a trainer start with the same version, in any order of starts and publishes, and after restarts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stack(host: Host) -> Iterator[ExitStack]:
 
 
 def orders(world_size: int, count: int | None = None) -> list[tuple[Step, ...]]:
-    """Return orders in which each rank starts and then publishes: all of them, or some."""
+    """Return all or some of the orders in which each rank starts and then publishes."""
     steps = [(kind, rank) for rank in range(world_size) for kind in ("start", "publish")]
     if count is None:
         found = itertools.permutations(steps)
@@ -89,7 +89,7 @@ class Trainer:
     def run(self, order: tuple[Step, ...], version: int) -> None:
         started: set[int] = set()
         for kind, rank in order:
-            # Rank 0 comes before the first publish of a rank, which waits for it.
+            # Rank 0 starts before the first publish of a rank, which waits for it.
             for one in [rank, 0] if kind == "publish" else [rank]:
                 if one not in started:
                     self.start(one)
@@ -166,7 +166,7 @@ def test_rank_follows_restarted_rank_0(stack: ExitStack) -> None:
     trainer.run((("start", 0), ("start", 1), ("publish", 0), ("publish", 1)), 4)
     trainer.publishers.pop(0).close()
     trainer.start(0)
-    # Nobody else has version 4, and rank 1 is still of the former run.
+    # No other process has version 4, and rank 1 is still from the old run.
     assert trainer.publishers[0].latest == 4
     for rank in (1, 0):
         trainer.publish(rank, 5)

@@ -1,4 +1,4 @@
-"""Weights that are given up while an engine sleeps come back whole and verified, and nothing else is ever served."""
+"""Weights that are released while an engine sleeps return whole and verified, and nothing else is served."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import penstock as ps
 from penstock.errors import Cancelled, ConfigError, IntegrityError, PlanError, VersionNotLive
 
 SETTINGS = ps.ConnectionSettings(stall_s=5.0)
-"""The hub is that of the host, started by `hub`."""
+"""The hub is the host's, started by `hub`."""
 
 
 class Model(torch.nn.Module):
@@ -39,7 +39,7 @@ class Model(torch.nn.Module):
 
 
 def checkpoint(seed: int) -> dict[str, torch.Tensor]:
-    """What a trainer has of a version."""
+    """Return a trainer's tensors for a version."""
     shapes = {name: one.shape for name, one in Model(0).named_parameters()} | {"turned": (8, 16)}
     chance = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
@@ -73,7 +73,7 @@ class Fleet:
         self.trainer.publish(version)
 
     def answer(self) -> torch.Tensor:
-        """Of a request, if the engine takes one."""
+        """Time limit of a request, if the engine accepts one."""
         with self.engine.pinned(ttl_s=5.0), torch.no_grad():
             return self.model(X).clone()
 
@@ -121,7 +121,7 @@ def test_released_weights_are_restored_from_trainer(fleet: Fleet) -> None:
     report = fleet.engine.restore()
     assert (report.version, report.nbytes, storages(fleet.model)) == (1, sum(sizes), sizes)
     fleet.assert_serves(1)
-    # The trainer's newest version, published meanwhile; and updates go on after it.
+    # The engine gets the trainer's newest version from the meantime, and updates continue after it.
     fleet.engine.release()
     fleet.publish(2)
     assert fleet.engine.restore().version == 2
@@ -149,7 +149,7 @@ def test_unavailable_version_error_suggests_sources(fleet: Fleet, tmp_path: Path
         fleet.engine.restore(timeout_s=0.5)
     fleet.refuses()  # the memory is there again, with any values
     assert all(storages(fleet.model))
-    # Another version than it says: found by the digests of the one that was live.
+    # The version differs from its number, which the digests of the live one reveal.
     save_file(checkpoint(7), tmp_path / "wrong.safetensors")
     wrong = ps.sync.StoredVersion(version=1, weights=str(tmp_path / "wrong.safetensors"))
     with pytest.raises(IntegrityError, match="differs from the version that was live"):
@@ -164,7 +164,7 @@ def test_unavailable_version_error_suggests_sources(fleet: Fleet, tmp_path: Path
     report = fleet.engine.restore(stored=right)
     assert "outside the sync" in report.why[0]
     fleet.assert_serves(1)
-    # It is a source again: its bytes are proven to be those of the run.
+    # It is a source again, because its bytes are proven to be the run's.
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         assert peer.update(timeout_s=10.0).sources.keys() == {fleet.engine.member.id}
         assert torch.equal(other.turned, fleet.model.turned)
@@ -221,7 +221,7 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
     report = fleet.engine.restore(in_place=True)
     assert (report.version, report.nbytes) == (1, 0)
     fleet.assert_serves(1)
-    # Nothing brings them back: the sync does.
+    # The sync restores them.
     fleet.engine.release(free=False)
     poison()
     with pytest.raises(ConfigError, match="no digests of the memory"):
@@ -241,7 +241,7 @@ def test_release_before_first_version_needs_engine(hub: None) -> None:
 
 
 def test_released_source_is_left_by_readers(fleet: Fleet) -> None:
-    """A peer's update goes to the trainer, and not to memory that was freed."""
+    """A peer's update reads from the trainer and not from freed memory."""
     fleet.engine.release()
     with ps.subscriber("policy", other := Model(5), connection=SETTINGS, rank=(0, 1)) as peer:
         assert peer.update().sources.keys() == {fleet.trainer.member.id}

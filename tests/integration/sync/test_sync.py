@@ -1,4 +1,4 @@
-"""Versions go from publishers' processes to subscribers' processes, whole and bit for bit, in every mode."""
+"""Versions reach subscribers' processes whole and bit for bit in every mode."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.sync import SyncWorker, expected_digest
 
 
 def step(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
-    """Publish a version, have it everywhere: what the subscribers say, then the publishers."""
+    """Publish a version and receive it everywhere. Return the results of subscribers and publishers."""
     for one in publishers:
         one.send(f"publish {version}")
     for one in subscribers:

@@ -1,4 +1,4 @@
-"""Targets that a version fills in part or not at all: empty dicts, loose ones, and what is refused."""
+"""Targets that a version fills in part or not at all: empty dicts, loose tensors, and refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets that are one memory under several names, and published tensors that differ or not."""
+"""Targets with one memory under several names, and published tensors that differ or not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Tied(torch.nn.Module):
 
 
 class Names(Tied):
-    """A model with a loader of its own, which copies each name."""
+    """A model with its own loader, which copies each name."""
 
     def load_weights(self, weights: Any) -> None:
         params = dict(self.named_parameters(remove_duplicate=False))
@@ -36,7 +36,7 @@ def halves(tensor: torch.Tensor, rank: int, dim: int) -> ps.Shard:
 
 
 def publishers(stack: Any, embed: torch.Tensor, head: torch.Tensor, layout: str) -> list[ps.sync.Publisher]:
-    """Return publishers that share the tensors out differently."""
+    """Return publishers that divide the tensors differently."""
     if layout == "one place":
         held = [{"embed": embed, "head": embed if torch.equal(embed, head) else head}]
     elif layout == "one rank":

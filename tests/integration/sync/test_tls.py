@@ -1,4 +1,7 @@
-"""Versions flow between members that show each other certificates; who shows another authority's takes none."""
+"""Members that present certificates to each other exchange versions.
+
+Certificates from another authority are refused.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ LISTEN = ps.ConnectionSettings(listen="127.0.0.1:0", transports=["http"])
 @pytest.fixture
 def stack(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> Iterator[ExitStack]:
     numbers = itertools.count()
-    # Every member on a host of its own: no Unix door, no shared memory.
+    # Simulate a separate host for every member, without Unix sockets and shared memory.
     monkeypatch.setattr("penstock.peer.member.host_id", lambda: f"host {next(numbers)}")
     with ExitStack() as found:
         yield found

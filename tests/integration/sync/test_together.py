@@ -1,4 +1,4 @@
-"""One version for the fleet: all subscribers go live, or none does; over real processes, with deaths in between."""
+"""One version for the fleet: all subscribers go live or none does, with real processes that may die."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def begin(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: 
 
 
 def refused(worker: SyncWorker, version: int) -> str:
-    """The one error by which it learns of a withdrawn version: where it waits for it, or where it receives it."""
+    """Return the error from which it learns of a withdrawn version, when it waits for it or receives it."""
     said = [worker.result(f"wait {version}"), worker.result("update")]
     errors = [one["message"] for one in said if "error" in one]
     assert len(errors) == 1 and {one.get("error", "VersionRefused") for one in said} == {"VersionRefused"}, said
@@ -34,7 +34,7 @@ def refused(worker: SyncWorker, version: int) -> str:
 
 
 def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], version: int) -> list[dict[str, Any]]:
-    """What the subscribers say of a version with a two-phase commit, then the publishers of its decision."""
+    """Return the subscribers' results for a version with a two-phase commit, and then the publishers' decisions."""
     begin(publishers, subscribers, version)
     said = [one.result("update") for one in subscribers]
     ends = [one.result(f"together {version}") for one in publishers]
@@ -44,7 +44,7 @@ def together(publishers: list[SyncWorker], subscribers: list[SyncWorker], versio
 
 
 def assert_keeps_version(worker: SyncWorker, version: int) -> None:
-    """It serves this version, whole."""
+    """Check that it serves this whole version."""
     said = worker.call("digests")
     assert (said["version"], said["is_dirty"], said["prepared"]) == (version, False, -1)
     assert said["digests"] == expected_digest(worker.task, version)
@@ -60,7 +60,7 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
         assert_has_version(worker, said, 1)
     assert set(zero["committed"]) == set(one["committed"]) == members(subscribers)
     assert zero["outcome"] == one["outcome"] == "committed"
-    # A replica refuses version 2: so does everyone, and each is told by which replica, and why.
+    # A replica refuses version 2, so everyone does, and everyone learns which replica refused it and why.
     together(publishers, subscribers, 2)
     why = f"refused by subscriber {subscribers[2].events['joined']['member'][:8]}: it is refused"
     assert all(why in refused(worker, 2) for worker in subscribers)
@@ -69,9 +69,9 @@ def test_subscribers_commit_together_or_not(host: Host, source: str) -> None:
         assert said["error"] == "VersionRefused" and why in said["message"]
     for worker in subscribers:
         assert_keeps_version(worker, 1)
-        # Asked for by its number, it is refused again, and not read.
+        # A request for this number is refused again without a read.
         assert worker.call("update 2")["error"] == "VersionRefused"
-    # One that joins now gets the version that is served, from those that serve it; never the withdrawn one.
+    # A new subscriber gets the served version from those that serve it, and never the withdrawn one.
     late = host.start_ranks("subscriber", 1)[0]
     assert_has_version(late, late.call("update"), 1)
     *got, zero, one = together(publishers, [*subscribers, late], 3)
@@ -150,7 +150,7 @@ def test_withdrawn_version_is_raised_once(host: Host) -> None:
     publishers[0].call("publish 1")
     for one in (subscriber, other):
         assert_has_version(one, one.call("update"), 1)
-    # Both are sources of it when the publisher is gone.
+    # Both are sources after the publisher has left.
     host.wait_for_versions([-1, 1, 1])
     publishers[0].call("together 2")
     assert subscriber.call("stage 2")["prepared"] == 2
@@ -177,7 +177,7 @@ def test_subscriber_joining_before_commit_goes_live(host: Host) -> None:
     for one in publishers:
         one.result("together 1")
         assert set(one.call("decision")["committed"]) >= members([first, awaited])
-    # It counts from the next version on; another leaves, and does not.
+    # It counts from the next version on. Another leaves and does not count.
     awaited.process.stdin.close()
     awaited.process.wait(20)
     *got, zero, _ = together(publishers, [first, joins], 2)
@@ -221,7 +221,7 @@ def test_uninformed_subscriber_keeps_version_and_asks_again(host: Host) -> None:
     after = subscriber.call("digests")
     assert (after["version"], after["prepared"]) == (1, 2)
     hub.kill(signal.SIGCONT)
-    # A hub that came up meanwhile has no record, and first hears all members: the same answer until then.
+    # A hub that started later has no record, and waits until it knows all members. The answer is the same until then.
     while (said := subscriber.call("commit"))["error"] == "SourceStalled":
         keeps_staged = subscriber.call("digests")
         assert (keeps_staged["version"], keeps_staged["prepared"]) == (1, 2)
@@ -320,7 +320,7 @@ def test_checks_see_staged_weights_and_trainer_values() -> None:
         with pytest.raises(ps.VersionRefused, match=r"head.bias has values that are not finite"):
             subscriber.update()
         assert seen[-1].expected == {"n": 3, "text": "x"}
-        # Of a version for each by itself, a refusal is of this replica alone.
+        # Without a joint commit, a refusal affects only this replica.
         publisher.publish(4)
         with pytest.raises(ps.VersionRefused, match="refused by subscriber"):
             subscriber.update()
@@ -350,12 +350,12 @@ def test_pinned_version_stays_until_lease_ends() -> None:
             time.sleep(0.3)
             assert (version, float(served[0]), updating.done()) == (1, 0.0, False)
         assert updating.result().version == 2 and float(served[0]) == 2.0
-        # A reader that stays too long holds up nobody, and is told.
+        # A reader that stays too long delays nobody, and gets an error.
         publisher.publish(3)
         ended = pytest.raises(ps.errors.VersionNotLive, match=r"ended after 0.2 s, and another version")
         with ended, subscriber.pinned(2, ttl_s=0.2):
             assert pool.submit(subscriber.update).result().version == 3
-        # A reader that comes while a flip waits does not hold it up, and gets the version after it.
+        # A reader that arrives while a flip waits does not delay it, and gets the version after it.
         publisher.publish(4)
         with ThreadPoolExecutor(1) as other:
             with subscriber.pinned(3):

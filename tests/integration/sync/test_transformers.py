@@ -1,7 +1,7 @@
-"""Models of transformers, cut by its own FSDP2, tensor and expert parallelism, synced into others that it cut
-otherwise: each equals what its own loader made of the checkpoint, bit for bit.
+"""transformers models, sharded by its own FSDP2, tensor and expert parallelism, sync into models sharded differently.
 
-Every rank is this process in turn, in a group that says its numbers and moves nothing: its loader reads slices alone.
+Each equals the result of its own loader bit for bit. This process plays every rank in turn, in a group that only
+returns numbers, because its loader only reads slices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXPERTS = ("qwen3-moe", "deepseek-v3")
 
 
 def fits(which: str, fsdp: int, tp: int, ep: int) -> bool:
-    """Whether transformers loads it so: each rank must have one of the four experts."""
+    """Return whether transformers loads it so. Each rank must have one of the four experts."""
     return fsdp != 3 if which in EXPERTS else ep == 1
 
 
@@ -59,7 +59,7 @@ def numbered(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Models:
-    """Ranks of models as transformers loads them, each made once."""
+    """Ranks of models as transformers loads them. Each is created once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -96,7 +96,7 @@ class Models:
 
 
 def memory(model: Any) -> dict[str, torch.Tensor]:
-    """What this rank has of each tensor."""
+    """Return this rank's part of each tensor."""
     return {name: getattr(one, "_local_tensor", one) for name, one in model.state_dict().items()}
 
 

@@ -1,5 +1,4 @@
-"""Trainer ranks quantise what they hold, blocks that their shards cut among them: receivers have the bits of the whole
-tensor quantised, or the version before."""
+"""Trainer ranks quantise their shards, which cut blocks. Receivers get the bits of the quantised whole tensor."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def test_each_version_matches_whole_quantised_model(host: Host, source: str, kee
 
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 def test_shards_inside_block_are_exchanged(host: Host, source: str) -> None:
-    """Of five, the second and fourth begin no block: they give elements to the others, and nothing to receivers."""
+    """The second and fourth of five begin no block. They send elements to the others and nothing to receivers."""
     mine = publishers(host, 5, mode=source, options={"keep_plain": False})
     theirs = subscribers(host)
     mine[0].call("subscribers 2")
@@ -85,7 +84,7 @@ def test_unoffered_tag_is_refused(host: Host) -> None:
 @pytest.mark.parametrize("source", ["live", "snapshot"])
 @pytest.mark.parametrize("lost", [0, 1])
 def test_rank_killed_during_exchange_fails_version(host: Host, source: str, lost: int) -> None:
-    """Rank 2 is asked for elements by rank 1, rank 1 by rank 0; whichever is asked takes a minute, and is killed."""
+    """Rank 1 requests elements from rank 2, and rank 0 from rank 1. The requested rank takes a minute and is killed."""
     mine = [
         host.start_rank(
             "publisher",

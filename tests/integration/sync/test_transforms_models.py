@@ -1,4 +1,4 @@
-"""Models with codes and scales are filled from BF16 shards as by their own loader from the whole quantised."""
+"""Models with codes and scales are filled from BF16 shards as their own loader does from the quantised whole."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def checkpoint(seed: int) -> dict[str, torch.Tensor]:
 
 
 def quantised(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As a checkpoint of the format has them."""
+    """Return the tensors as in a checkpoint of the format."""
     found = dict(tensors)
     for name in NAMES.values():
         found[name], found[f"{name}_scale_inv"] = quantise(format_of(TAG), tensors[name])
@@ -46,7 +46,7 @@ class Codes(nn.Module):
 
 
 class Served(nn.Module):
-    """One of two tensor-parallel ranks: q, k and v fused by rows, down cut by columns."""
+    """A model for one of two tensor-parallel ranks: q, k and v fused by rows, down cut by columns."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""`cuda_ipc` between processes, without a device: what holders that die or fence, and devices that hang, leave.
+"""`cuda_ipc` between processes without a device: holders that die or fence, and devices that hang.
 
-The same on devices: tests/gpu/test_transport_cuda_ipc.py.
+tests/gpu/test_transport_cuda_ipc.py tests the same on devices.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def test_impossible_number_of_pieces_is_refused(reader) -> None:
 
 
 def test_handle_from_another_pid_namespace_is_refused(reader) -> None:
-    """A handle names a process id; in another container another process has it, or this very one."""
+    """A handle names a process id. In another container a different process, or this one, has that id."""
     for transport, is_refused in (("fake_cuda", True), ("fake_virtual", False)):
         with HolderProcess(transport, nbytes=NBYTES) as holder:
             payload = msgspec.msgpack.decode(holder.descriptor.payload, type=CudaPayload)

@@ -1,4 +1,4 @@
-"""`http` between two processes, and between one and whoever else connects: faults, fences, tokens, hostile requests."""
+"""`http` between two processes, and with outside clients: faults, fences, tokens, hostile requests."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def reading(nbytes: int, **options):
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Until all its threads have heard of it, it gives bytes."""
+    """It sends bytes until all of its threads know."""
     process.send_signal(signal.SIGSTOP)
     os.waitpid(process.pid, os.WUNTRACED)
 
@@ -244,7 +244,7 @@ def test_compressed_fence_before_trailer_is_detected(monkeypatch) -> None:
 
 
 def test_local_link_stops_compressing_after_measurement() -> None:
-    """Memory is faster than any codec; the tests' own machine may be too busy to show by how much, so it is told."""
+    """Memory is faster than any codec. The test's machine may be too busy to show it, so the rate is set."""
     with reading(NBYTES) as (_, handle, there), reading(NBYTES) as (transport, into, here):
         there[:] = sample(NBYTES)  # and no codec makes this smaller
         for _ in range(2):
@@ -410,7 +410,7 @@ def test_malformed_descriptor_is_refused() -> None:
                 transport.post_read(into, forged, whole(1))
 
 
-# A client that is none of ours.
+# A client that is not Penstock's.
 
 
 def request(source: Descriptor, rows, **change) -> bytes:
@@ -422,7 +422,7 @@ def request(source: Descriptor, rows, **change) -> bytes:
 
 
 def connected(source: Descriptor) -> socket.socket:
-    """A connection to the data port that a descriptor names."""
+    """Return a connection to the data port in a descriptor."""
     found = msgspec.msgpack.decode(source.payload)
     if found["path"]:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -433,7 +433,7 @@ def connected(source: Descriptor) -> socket.socket:
 
 
 def send_request(source: Descriptor, raw: bytes) -> bytes:
-    """The answer as far as its head says it goes, or until the server closes."""
+    """Return the response up to its stated length, or until the server closes."""
     with connected(source) as sock:
         answer, nbytes = b"", 1 << 30
         with contextlib.suppress(ConnectionError):
@@ -497,7 +497,7 @@ def test_repeated_whole_region_runs_are_refused(monkeypatch) -> None:
 
 
 def test_slow_clients_are_closed(monkeypatch) -> None:
-    """A head that drips, a body that does not come, and a reader that takes nothing: each costs a while."""
+    """A slow head, a missing body, and a reader that does not read each cost some time."""
     monkeypatch.setattr(http_server, "LIMITS", ConnectionLimits(head_s=0.4, idle_s=0.4, answer_s=0.4))
     with reading(50_000_000) as (transport, handle, _):
         source = handle.descriptor

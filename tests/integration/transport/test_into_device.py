@@ -1,4 +1,4 @@
-"""Peers' host memory read into a device, without one: staged or pinned; fences, deaths, devices that hang, the pool."""
+"""Reads from peers' host memory into a fake device, staged or pinned: fences, deaths, hanging devices, the pool."""
 
 from __future__ import annotations
 
@@ -230,11 +230,11 @@ def test_transport_is_chosen_for_host_cache_and_device(inner: str, same_host: bo
         assert (transport.name == f"staged_{inner}" and "cuda_ipc: the peer does not offer it" in why) or not same_host
         transport.wait(transport.post_read(ours[transport.name], descriptor, segments([(0, 0, 100)])), stall_s=20)
         assert ctypes.string_at(memory.address, 100) == b"\7" * 100
-        # What is read again and again is pinned where it is, on one host.
+        # Memory that is read repeatedly is pinned in place, on one host.
         often = engine.register_into(memory, engine.register(memory), is_repeated=True)
         near, descriptor, _ = engine.choose(often, offered, same_host=same_host, same_process=False)
         assert near.name == ("pinned_shm" if same_host else "staged_http")
-        # Nothing is offered by it, and it is not used between hosts' memories.
+        # It offers nothing, and is not used between host memories.
         assert set(engine.register(memory)) == {"cuda_ipc"}
         host = engine.register_into(kept, engine.register(kept))
         assert engine.choose(host, offered, same_host=same_host, same_process=False)[0].name == inner

@@ -52,7 +52,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pieces that are looked at seldom: a read takes seconds, and what is done under way is."""
+    """Use small pieces and rare checks, so that a read takes seconds and its progress is visible."""
     monkeypatch.setattr(nixl_reader, "PIECE_BYTES", 1 << 20)
     monkeypatch.setattr(nixl_reader, "POLL_S", 0.1)
 
@@ -224,7 +224,7 @@ def test_forked_child_leaves_parent_agent_running() -> None:
 
 @needs_nixl
 def test_process_exits_cleanly() -> None:
-    """With a transport open, whatever RDMA libraries are installed."""
+    """With an open transport, for any installed RDMA libraries."""
     script = (
         "from penstock.transport.nixl import NixlTransport as T; from penstock.transport.protocol import Memory as M"
     )

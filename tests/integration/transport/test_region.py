@@ -1,4 +1,4 @@
-"""A peer's memory mapped to be used itself: on the host, and on a device that host memory stands in for."""
+"""A peer's memory that is mapped and used directly, on the host and on a fake device."""
 
 from __future__ import annotations
 

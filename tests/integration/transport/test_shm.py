@@ -1,4 +1,4 @@
-"""Host memory read between processes: what holders that die, stop, fork or fence leave their readers with."""
+"""Host memory read between processes whose holders die, stop, fork or fence."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_only_arenas_are_registered(reader) -> None:
 
 
 def test_hostile_payloads_are_refused(reader, holder) -> None:
-    """Another's descriptors, other sockets, other hosts: nothing of them is mapped or read."""
+    """Foreign descriptors, other sockets and other hosts: nothing of them is mapped or read."""
     given = holder.descriptor
     payload = msgspec.msgpack.decode(given.payload)
     own = os.open("/dev/zero", os.O_RDWR)
