@@ -30,8 +30,7 @@ class ChunkChoice:
 
     Attributes:
         readers: the upstreams in use, those with the best ranks first.
-        num_trees: number of orders from the hub. Two mean a tree for the even and one for the odd chunks. One covers
-            all chunks.
+        num_trees: number of orders from the hub. With two, one tree has the even chunks and the other the odd ones.
 
     Args:
         have: per chunk, True if it is here. The owner changes this array and the next.

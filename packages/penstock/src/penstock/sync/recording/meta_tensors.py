@@ -149,7 +149,7 @@ class LoadRecorder:
             yield from ((buffer.name, buffer.pieces) for buffer in buffers)
 
     def replaced(self) -> Iterator[tuple[str, dict[str, str]]]:
-        """Yield the name of each live tensor that had checkpoint tensors replaced, with their replacements."""
+        """Yield the name of each live tensor with replaced checkpoint tensors, and what replaced them."""
         for buffers in self._live.values():
             yield from ((buffer.name, buffer.replaced) for buffer in buffers if buffer.replaced)
 

@@ -32,8 +32,8 @@ class NotBoxes(Exception):
     """The copy is not a copy between a few boxes. The message says why. It never leaves the recording."""
 
 
-# The values of which a recording makes several for each tensor are Structs, because a dataclass takes five times as
-# long to make.
+# A recording creates these values several times for each tensor, so they are Structs. Dataclasses take five times as
+# long.
 class StrideMap(msgspec.Struct, frozen=True, kw_only=True):
     """A set of element copies, one for each combination of digit values.
 
