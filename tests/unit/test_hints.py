@@ -186,4 +186,4 @@ def test_staging_error_names_destination(llama: Path, tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("penstock.jobs.result._locked", is_full)
     hint = hint_of(lambda: penstock.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu"))
-    assert f"these are the files of {tmp_path / 'out'} until it is complete" in hint
+    assert f"these files become {tmp_path / 'out'} when the conversion is complete" in hint

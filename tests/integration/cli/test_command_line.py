@@ -47,7 +47,7 @@ def test_interrupted_conversion_explains_how_to_resume(tmp_path: Path) -> None:
         terminal.press(b"\x03")
         assert terminal.end() == 130, terminal.text
         said, command = terminal.lines[-2:]
-    assert re.search(r"penstock: interrupted; \d+ finished tasks are kept in .* the same call goes on", said)
+    assert re.search(r"penstock: interrupted; \d+ finished tasks are kept in .* the same call resumes from them", said)
     assert "Traceback" not in terminal.text and not (tmp_path / "an out").exists()
     # The line must be a valid command for any characters in the paths.
     name, *again = shlex.split(command)
@@ -151,7 +151,7 @@ def test_force_refuses_source_and_object_store(small_checkpoint: Path, tmp_path:
     write(small_checkpoint, tmp_path / "out")
     with pytest.raises(ConfigError, match="the destination is the source"):
         ps.convert(tmp_path / "out", tmp_path / "out", to="cast:F32", workers=1, replace=True)
-    with pytest.raises(ConfigError, match="only a local directory is replaced"):
+    with pytest.raises(ConfigError, match="only a local directory can be replaced"):
         ps.convert(small_checkpoint, "s3://bucket/out", replace=True)
 
 

@@ -173,11 +173,11 @@ def _check(path: Path, source: Mapping[str, torch.Tensor], kind: str) -> None:
 @pytest.mark.parametrize(
     ("tensors", "options", "fault"),
     [
-        ({"a": torch.ones(2, 32)}, {"to": "gguf:Q4_K"}, r"'Q4_K' is not a type of GGUF that is written"),
+        ({"a": torch.ones(2, 32)}, {"to": "gguf:Q4_K"}, r"cannot write GGUF tensors of type 'Q4_K'"),
         ({"a": torch.ones(2, 2).bool()}, {"to": "gguf"}, "GGUF has no type for BOOL"),
         ({"a": torch.ones(2, 2).to(torch.float8_e4m3fn)}, {"to": "gguf:F16"}, "GGUF has no type for F8_E4M3"),
         ({"a": torch.ones(1, 1, 1, 1, 2)}, {"to": "gguf"}, "at most 4 dims, not 5"),
-        ({"a": torch.ones(2, 2)}, {"operations": ["gguf", "copy"]}, "gguf is the last operation"),
+        ({"a": torch.ones(2, 2)}, {"operations": ["gguf", "copy"]}, "gguf must be the last operation"),
         ({"a": torch.full((2, 32), float("nan"))}, {"to": "gguf:Q8_0"}, r"Q8_0 cannot hold .*tensor 'a'"),
     ],
 )

@@ -230,7 +230,7 @@ def test_overlapping_task_runs_give_no_result(tmp_path: Path, monkeypatch: pytes
         (tmp_path / "over").touch()
 
     told: dict[str, Any] = {"operations": [word], "devices": "cpu", "workers": 2}
-    with pytest.raises(OperationFailed, match="ran on a task again"):
+    with pytest.raises(OperationFailed, match="ran on the same task again"):
         convert_as(tmp_path / "one.safetensors", tmp_path / "out", progress=overwrite, **told)
     assert not (tmp_path / "out").exists()
     report = convert_as(tmp_path / "one.safetensors", tmp_path / "out", **told)
@@ -268,7 +268,7 @@ def test_disk_filled_midway_allows_resume(small_checkpoint, expected, small_disk
 def test_job_is_run_by_one_process(small_checkpoint, expected, tmp_path) -> None:
     def again(done: int, total: int) -> None:
         if done == 3:
-            with pytest.raises(DestinationError, match="another process runs this very job"):
+            with pytest.raises(DestinationError, match="another process is running the same job"):
                 convert_as(small_checkpoint, tmp_path / "out", workers=1, **TOLD)
 
     convert_as(small_checkpoint, tmp_path / "out", workers=1, progress=again, **TOLD)

@@ -150,7 +150,7 @@ def test_applied_delta_yields_new_version(model, tmp_path, digested):
     assert penstock.verify(tmp_path / "out").revision == applied.revision
     assert msgspec.json.decode((tmp_path / "out" / "config.json").read_bytes())["version"] == 2
     assert not (tmp_path / "out" / "penstock.delta").exists()
-    with pytest.raises(PlanError, match="the delta is of"):
+    with pytest.raises(PlanError, match="the delta is for revision"):
         one_by_one([new, tmp_path / "delta"], tmp_path / "other", {"op": "delta-apply"})
     same_again = one_by_one([base, base], tmp_path / "nothing", {"op": "delta"})
     assert same_again.nbytes == 0

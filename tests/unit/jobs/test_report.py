@@ -40,7 +40,7 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_measured_rates_predict_slowest_stage(job: ConversionJob) -> None:
     seconds, why = predict(job, frozenset(), URIS, ["cpu"], RATES)
     assert seconds == pytest.approx(int(job.read_bytes.sum()) / GB / 2.0, rel=0.05)
-    assert why == "the rates of here, a disk that keeps up"
+    assert why == "the rates of here, assuming that the disk keeps up"
 
 
 def test_each_operation_has_separate_rate(job: ConversionJob) -> None:
@@ -74,10 +74,10 @@ def test_finished_tasks_are_not_predicted(job: ConversionJob) -> None:
 @pytest.mark.parametrize(
     ("uris", "devices", "why"),
     [
-        (URIS, ["cpu"], "no rates are known of this processor: measure it with `penstock calibrate FILE`"),
-        (["s3://b/m.safetensors", "/out"], ["cpu"], "no rate is known of s3://b/m.safetensors"),
-        (URIS, [], "no rates are known of other hosts"),
-        (URIS, ["cuda:0"], "no rates are known of NVIDIA A10"),
+        (URIS, ["cpu"], "no rates are known for this processor: measure it with `penstock calibrate FILE`"),
+        (["s3://b/m.safetensors", "/out"], ["cpu"], "no rate is known for s3://b/m.safetensors"),
+        (URIS, [], "no rates are known for other hosts"),
+        (URIS, ["cuda:0"], "no rates are known for NVIDIA A10"),
     ],
 )
 def test_missing_rates_are_explained(

@@ -17,7 +17,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "memory as a float": (lambda: ps.jobs.WorkerSettings(memory_bytes=1.5e9), "float"),
     "a number as a directory": (lambda: ps.jobs.WorkerSettings(scratch=3), "scratch"),
     "a number as a cluster": (lambda: ps.jobs.WorkerSettings(ray=3), "ray"),
-    "two ways to start workers": (lambda: ps.jobs.WorkerSettings(ray="auto", launcher=ForkLauncher()), "both given"),
+    "two ways to start workers": (
+        lambda: ps.jobs.WorkerSettings(ray="auto", launcher=ForkLauncher()),
+        "both ray= and launcher=",
+    ),
     "a text as a launcher": (lambda: ps.jobs.WorkerSettings(launcher="slurm"), "launcher"),
     "a text as rates": (lambda: ps.jobs.WorkerSettings(rates="h200"), "rates"),
     "a text as workers": (lambda: ps.jobs.WorkerSettings.of("2"), "workers"),

@@ -94,7 +94,7 @@ def test_changed_byte_sends_one_leaf():
 def test_result_contradicting_delta_is_refused():
     base, new = {"w": torch.zeros(64)}, {"w": torch.ones(64)}
     operation = ApplyDelta(encoded(delta_of(manifest(base), manifest(new))))
-    with pytest.raises(IntegrityError, match="which the delta names"):
+    with pytest.raises(IntegrityError, match="but the delta expects"):
         operation.check(manifest(base))
 
 

@@ -133,7 +133,7 @@ OTHER_SHAPES = {
 def test_codes_with_unknown_shape_are_kept_or_refused(situation):
     parts, config = OTHER_SHAPES[situation]
     given = {**parts, "norm.weight": torch.ones(4)}
-    with pytest.raises(PlanError, match="cannot be read") as raised:
+    with pytest.raises(PlanError, match="cannot read") as raised:
         Dequantise("BF16", config).recipes([table_of(given)])
     assert raised.value.tensor in parts
     kept = check_rows(StoreOperation("cast:BF16", quantization=config), given)
@@ -159,12 +159,12 @@ FOREIGN = {
 def test_codes_from_unknown_writers_are_kept_or_refused(writer):
     parts = {f"a.{name}": torch.zeros(8, 8).to(dtype) for name, dtype in FOREIGN[writer].items()}
     given = {**parts, "norm.weight": torch.ones(4)}
-    with pytest.raises(PlanError, match=r"cannot be read") as raised:
+    with pytest.raises(PlanError, match="cannot read") as raised:
         Dequantise().recipes([table_of(given)])
     assert raised.value.tensor in parts
     with pytest.raises(PlanError, match="is quantised"):
         Linear().recipes([table_of(given), table_of(given)])
-    with pytest.raises(PlanError, match="no operation reads this format"):
+    with pytest.raises(PlanError, match="no operation can read this format"):
         StoreOperation("fp8-block128").recipes([table_of(given)])
     with pytest.raises(PlanError, match="GGUF has no place for its scales"):
         StoreGguf("F16").recipes([table_of(given)])

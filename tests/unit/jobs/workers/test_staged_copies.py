@@ -105,7 +105,7 @@ def test_buffer_in_hanging_copy_is_not_reused() -> None:
 
     device.hangs = True
     with copies(device, 2, stall_s=0.2, pins=pins) as staged:
-        with pytest.raises(DestinationError, match=r"did not end a copy of 4096 bytes within 0\.2 s"):
+        with pytest.raises(DestinationError, match=r"did not finish a copy of 4096 bytes within 0\.2 s"):
             staged.fill(memory.ctypes.data, PAGE, read, step=PAGE)
         assert staged.pool.num_in_use == 1
         other = staged.pool.acquire(stall_s=1.0)

@@ -263,7 +263,7 @@ def test_verified_inputs_give_same_bits(words, count, leaf_bytes, stack, tmp_pat
     plain, without, _ = run(stack, sources, words, tmp_path / "plain", verify=False)
     job, made, peak_bytes = run(stack, sources, words, tmp_path / "made")
     assert raw(made) == raw(without) and len(job.tasks) > 2
-    assert job.held_to == (leaf_bytes,) * count and plain.held_to == (0,) * count
+    assert job.leaf_sizes == (leaf_bytes,) * count and plain.leaf_sizes == (0,) * count
     assert (job.read_bytes >= plain.read_bytes).all()
     assert (job.read_bytes.sum() > plain.read_bytes.sum()) == (words is not SLERP)  # which takes tensors whole
     assert plain.read_bytes.sum() == job.tasks.in_bytes.sum()
@@ -291,7 +291,7 @@ def test_only_source_with_digests_is_verified(stack, tmp_path) -> None:
         (ranks[1] / "penstock.manifest").write_bytes(encode(build(weights, leaf_bytes=512)))
     back = [{"op": "reshard", "to": 1}]
     job, made, _ = run(stack, ranks, back, tmp_path / "back")
-    assert job.held_to == (0, 512)
+    assert job.leaf_sizes == (0, 512)
     assert raw(made) == {
         name: one.reshape(-1).view(torch.uint8).numpy().tobytes()
         for name, one in load_file(whole / "model.safetensors").items()

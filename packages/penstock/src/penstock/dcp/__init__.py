@@ -1,11 +1,12 @@
-"""torch.distributed.checkpoint (DCP) through Penstock: `CheckpointReader` for `dcp.load`, `CheckpointWriter` for saves.
+"""Support for torch.distributed.checkpoint (DCP): `CheckpointReader` for `dcp.load`, `CheckpointWriter` for saves.
 
 dcp.load(state, storage_reader=CheckpointReader("s3://bucket/model"))
 dcp.save(state, storage_writer=CheckpointWriter("checkpoints/step-1000"))
 
-`reader` reads a `checkpoint` of safetensors or of DCP's own format (`distcp`) by `parts`; `local_files` copies
-those of local files. `pickled` decodes pickles as data. `writer` writes whole tensors (`stored`), with `staging`
-for asynchronous saves.
+- `reader` reads a `checkpoint` in safetensors or in DCP's own format (`distcp`). It divides a load into `parts`, and
+  `local_files` copies the parts of local files.
+- `pickled` decodes pickles as data.
+- `writer` writes whole tensors (`stored`), with `staging` for asynchronous saves.
 """
 
 from penstock.entry_points import require_package

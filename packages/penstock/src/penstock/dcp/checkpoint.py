@@ -1,10 +1,7 @@
-"""Checkpoints that DCP can load, open: their metadata, and the place of each stored item's bytes.
+"""Opens checkpoints for DCP: their metadata, and the place of each stored item's bytes.
 
-In: a URI. Out: torch's `Metadata`; for an index of it, a `CheckpointRow`; the sources of the files.
-Not here: the bodies (`reader`), the bytes of DCP's format (`distcp`), files and manifests of safetensors (`storage`).
-
-    safetensors: headers -> names, dtypes, shapes, places; DCP_SHARDING_INFO says which part of its tensor a file has
-    distcp:      .metadata -> entries; the archive of each entry that is wanted -> dtype, shape, place
+safetensors: headers -> names, dtypes, shapes, places; DCP_SHARDING_INFO says which part of its tensor a file has
+distcp:      .metadata -> entries; the archive of each requested entry -> dtype, shape, place
 """
 
 from __future__ import annotations
@@ -44,16 +41,18 @@ from penstock.types import MIB, DType, FileEntry, Manifest, TensorTable
 from penstock.waits import Threads
 
 SHARDING_KEY = "DCP_SHARDING_INFO"
-"""Metadata of a safetensors file that holds parts of tensors. Source: torch 2.13, checkpoint/_hf_utils.py."""
+"""Metadata key in a safetensors file with parts of tensors. Source: torch 2.13, checkpoint/_hf_utils.py."""
 
 BYTES_KEY = "penstock.dcp.bytes"
-"""Metadata of a safetensors file of this package: names whose U8 tensors are torch.save archives of other values."""
+"""Metadata key in a safetensors file from this package. It lists U8 tensors that are torch.save archives of other
+values."""
 
 PATHS_KEY = "penstock.dcp.paths"
-"""Metadata of that file: for names of a nested state, the keys that lead to them, as the planner needs them."""
+"""Metadata key in the same file. For names in a nested state, it has the keys that lead to them, which the planner
+needs."""
 
 _PROBE_GAP_BYTES = 16 << 10
-"""Ends and beginnings of archives nearer than this are read at once: small tensors whole."""
+"""Maximum gap in bytes between ends and beginnings of archives that are read together. Small tensors are read whole."""
 
 _PROBE_MAX_BYTES = 4 * MIB
 
@@ -63,15 +62,15 @@ class CheckpointRow:
     """The bytes of a stored item."""
 
     name: str
-    """In the table of the weight set; names the item in errors."""
+    """Name in the table of the weight set, which also identifies the item in errors."""
     file: int
     offset: int
     nbytes: int
     dtype: DType
     shape: tuple[int, ...]
-    """In the order of the bytes."""
+    """Shape in the order of the bytes."""
     order: tuple[int, ...] | None = None
-    """The dims of the tensor in that order; None: as they are."""
+    """The tensor's dims in the order of the bytes. None means that the order is unchanged."""
     is_bytes: bool = False
 
 
@@ -82,20 +81,21 @@ class Checkpoint(Protocol):
     uri: str
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """Find the bytes of these items: open what must be open, and check it.
+        """Find the bytes of these items: open their files and check them.
 
         Raises:
-            NotFound: a file is missing. SourceTruncated: it ends too early. FormatError: it is not what the metadata
-                says it is.
+            NotFound: a file is missing.
+            SourceTruncated: a file ends too early.
+            FormatError: a file contradicts the metadata.
         """
         ...
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
-        """Return the place of an item that was located. FormatError: there is none."""
+        """Return the place of a located item. Raise FormatError if there is none."""
         ...
 
     def weights(self, rows: Sequence[CheckpointRow]) -> WeightSet:
-        """Return the weight set for a load of these rows, whose sources are the checkpoint's."""
+        """Return the weight set for loading these rows. Its sources belong to the checkpoint."""
         ...
 
     def close(self) -> None:
@@ -104,10 +104,11 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(uri: Uri, *, settings: Settings, storage_options: Mapping[str, str] | None) -> Checkpoint:
-    """Open the checkpoint at `uri`: DCP's own where there is a `.metadata`, else safetensors.
+    """Open the checkpoint at `uri`. It has DCP's own format if there is a `.metadata`, and otherwise safetensors.
 
     Raises:
-        NotFound: there is neither. FormatError: its metadata or a header is malformed, or they contradict each other.
+        NotFound: there is no checkpoint.
+        FormatError: the metadata or a header is malformed, or they contradict each other.
         SourceError: the storage failed.
     """
     text = texts_of(uri)[0]
@@ -121,10 +122,10 @@ def open_checkpoint(uri: Uri, *, settings: Settings, storage_options: Mapping[st
 
 
 class SafetensorsCheckpoint:
-    """A checkpoint of safetensors files: whole tensors, or parts that DCP_SHARDING_INFO places in theirs."""
+    """A checkpoint in safetensors files with whole tensors, or with parts whose offsets are in DCP_SHARDING_INFO."""
 
     def __init__(self, uri: str, *, settings: Settings, storage_options: Mapping[str, str] | None) -> None:
-        # Filled while headers are read, perhaps by several threads: by file, the offsets of its parts.
+        # Offsets of the parts in each file. Several threads may fill it while headers are read.
         parts: dict[str, dict[str, tuple[int, ...]]] = {}
         stored_bytes: set[str] = set()
         paths: dict[str, distcp.Path] = {}
@@ -139,7 +140,7 @@ class SafetensorsCheckpoint:
             if offsets is None:
                 return header
             parts[file] = offsets
-            # Parts of one tensor have its name in several files; here each has a name of its own.
+            # Parts of a tensor have the same name in several files, so give each part a unique name.
             names = tuple(_part_name(name, offsets[name]) for name in header.tensors.names)
             return dataclasses.replace(header, tensors=dataclasses.replace(header.tensors, names=names))
 
@@ -159,7 +160,7 @@ class SafetensorsCheckpoint:
         tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._rows: dict[MetadataIndex, CheckpointRow] = {}
         sharded: set[str] = set()
-        # Lists: a numpy scalar costs ten times as much as Python's own number.
+        # Use lists, because a numpy scalar costs ten times as much as a Python number.
         places = (table.file_index.tolist(), table.offset.tolist(), table.nbytes.tolist())
         columns = zip(table.names, table.dtypes, table.shapes, *places, strict=True)
         by_part = {uri: {_part_name(n, at): (n, at) for n, at in offsets.items()} for uri, offsets in parts.items()}
@@ -178,19 +179,21 @@ class SafetensorsCheckpoint:
             name, offset = by_part[uris[file]][part] if uris[file] in by_part else (part, (0,) * len(shape))
             if len(offset) != len(shape):
                 raise FormatError(
-                    "the offset of its part has another number of dims", uri=uris[file], tensor=clip(name)
+                    "the offset of a part has a different number of dims than the part",
+                    uri=uris[file],
+                    tensor=clip(name),
                 )
             chunk = ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
             self._rows[MetadataIndex(name, offset)] = row
             there = tensors.get(name)
             if there is None:
                 tensors[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [chunk])
-                # A tensor of one part has that part's size only if it begins at 0.
+                # A tensor with one part has the part's size only if the part begins at 0.
                 if any(offset):
                     sharded.add(name)
                 continue
             if not isinstance(there, TensorStorageMetadata) or there.properties.dtype != dtype:
-                raise FormatError("a part of it has another dtype", uri=uris[file], tensor=clip(name))
+                raise FormatError("its parts have different dtypes", uri=uris[file], tensor=clip(name))
             there.chunks.append(chunk)
             sharded.add(name)
         for name in sharded:
@@ -204,7 +207,7 @@ class SafetensorsCheckpoint:
         return Metadata(tensors, storage_data=self._rows)
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
-        """See `Checkpoint.locate`. The headers, read at opening, give every place."""
+        """See `Checkpoint.locate`. The headers were read at opening and contain every place."""
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
         """See `Checkpoint.row`."""
@@ -227,7 +230,7 @@ def _part_name(name: str, offset: Sequence[int]) -> str:
 
 
 def _offsets_of(file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
-    """Return where the parts in a file begin in their tensors; None for a file of whole tensors."""
+    """Return the offsets of a file's parts in their tensors, or None if the file has whole tensors."""
     raw = header.metadata.get(SHARDING_KEY)
     if raw is None:
         return None
@@ -237,13 +240,13 @@ def _offsets_of(file: str, header: Header) -> dict[str, tuple[int, ...]] | None:
         entry = info.get(name)
         offset = entry.get("saved_offsets") if isinstance(entry, dict) else None
         if not isinstance(offset, list) or not is_sizes(offset):
-            raise FormatError(f"{SHARDING_KEY} has no offset of it", uri=file, tensor=clip(name))
+            raise FormatError(f"{SHARDING_KEY} has no offset for the tensor", uri=file, tensor=clip(name))
         offsets[name] = tuple(offset)
     return offsets
 
 
 def _bytes_names(file: str, header: Header) -> list[str]:
-    """Return the tensors of a file that are archives of other values."""
+    """Return the names of a file's tensors that are archives of other values."""
     raw = header.metadata.get(BYTES_KEY)
     if raw is None:
         return []
@@ -254,7 +257,7 @@ def _paths_of(file: str, raw: str) -> dict[str, distcp.Path]:
     paths = {}
     for name, path in _json(raw, PATHS_KEY, file).items():
         if not isinstance(path, list) or not path or not all(map(distcp.is_key, path)):
-            raise FormatError(f"{PATHS_KEY} has no path of it", uri=file, tensor=clip(name))
+            raise FormatError(f"{PATHS_KEY} has no valid path for the name", uri=file, tensor=clip(name))
         paths[name] = tuple(path)
     return paths
 
@@ -285,7 +288,7 @@ class DistcpCheckpoint:
         self._files: dict[str, int] = {}
         self._sources: list[Source] = []
         self._rows: dict[MetadataIndex, CheckpointRow] = {}
-        # By `data.pkl`: the tensors of a model share a few of them.
+        # Descriptions by the bytes of `data.pkl`, because many tensors of a model share the same few.
         self._tensors: dict[bytes, tuple[distcp.StoredTensor, str, int]] = {}
 
     def locate(self, indexes: Iterable[MetadataIndex]) -> None:
@@ -293,7 +296,7 @@ class DistcpCheckpoint:
         wanted = [index for index in dict.fromkeys(indexes) if index not in self._rows]
         for index in wanted:
             if index not in self._entries:
-                raise FormatError("the metadata has no place for it", uri=self.uri, tensor=clip(index.fqn))
+                raise FormatError("the metadata has no place for the tensor", uri=self.uri, tensor=clip(index.fqn))
         self._open({self._entries[index].file for index in wanted})
         tensors: list[tuple[MetadataIndex, int, distcp.DistcpEntry]] = []
         for index in wanted:
@@ -302,7 +305,7 @@ class DistcpCheckpoint:
             source = self._sources[file]
             if entry.offset + entry.nbytes > source.nbytes:
                 fault = (
-                    f"the file has {source.nbytes} bytes, the metadata places it up to {entry.offset + entry.nbytes}"
+                    f"the file has {source.nbytes} bytes, but the tensor should end at {entry.offset + entry.nbytes}"
                 )
                 raise SourceTruncated(fault, uri=source.uri, tensor=clip(index.fqn))
             if isinstance(self.metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
@@ -324,16 +327,18 @@ class DistcpCheckpoint:
             self._rows[index] = self._tensor(index, file, entry, probe, sizes)
 
     def _open(self, names: set[str]) -> None:
-        """Open files that are not open yet."""
+        """Open the files that are not open yet."""
         new = sorted(names - self._files.keys())
 
         def open_one(name: str) -> Source:
             try:
                 return open_source(f"{self._prefix}{name}", settings=self._settings, storage_options=self._options)
             except NotFound as error:
-                message = f"the metadata names the file {clip(name)!r}, which is missing"
+                message = f"the metadata lists the file {clip(name)!r}, which is missing"
                 where = display(f"{self._prefix}{name}")
-                raise NotFound(message, uri=where, hint="the copy is not complete: copy it again") from error
+                raise NotFound(
+                    message, uri=where, hint="copy the checkpoint again, because this copy is incomplete"
+                ) from error
 
         if len(new) < 2 or not is_remote(self._prefix):
             for name in new:
@@ -341,7 +346,7 @@ class DistcpCheckpoint:
             return
         with Threads(min(FETCH_THREADS, len(new)), thread_name_prefix="penstock-open") as pool:
             jobs = [pool.submit(open_one, name) for name in new]
-            # All of them, so that what was opened before another failed is closed with the rest.
+            # Add all opened files, so that they are closed even if opening another file failed.
             for name, job in zip(new, jobs, strict=True):
                 if job.exception() is None:
                     self._add(name, job.result())
@@ -353,7 +358,7 @@ class DistcpCheckpoint:
         self._sources.append(source)
 
     def _chunk_sizes(self, names: set[str]) -> dict[MetadataIndex, tuple[int, ...]]:
-        """Return the size of each part of these tensors, by its index."""
+        """Return the size of each part of these tensors by index."""
         sizes = {}
         for name in names:
             item = self.metadata.state_dict_metadata[name]
@@ -374,7 +379,7 @@ class DistcpCheckpoint:
         tail = probe.read(file, entry.offset + entry.nbytes - tail_bytes, tail_bytes)
         members = distcp.directory(tail, entry.nbytes, uri=uri, tensor=name)
         if isinstance(members, int):
-            # A longer directory than any known writer's, and no longer than the archive.
+            # The directory is longer than any known writer's, but not longer than the archive.
             tail = probe.read(file, entry.offset + entry.nbytes - members, members)
             members = distcp.directory(tail, entry.nbytes, uri=uri, tensor=name)
             assert not isinstance(members, int)
@@ -382,11 +387,11 @@ class DistcpCheckpoint:
         def body(path: str) -> tuple[int, int]:
             assert not isinstance(members, int)
             member = distcp.member(members, path, uri=uri, tensor=name)
-            # The local header says how long its own name and padding are.
+            # The local header has the lengths of its own name and padding.
             head = probe.read(file, entry.offset + member.start, 30)
             start = distcp.body_start(head, member, uri=uri, tensor=name)
             if start + member.nbytes > entry.nbytes:
-                raise FormatError("a member of its archive lies outside", uri=uri, tensor=clip(name))
+                raise FormatError("a member of the tensor's archive ends outside it", uri=uri, tensor=clip(name))
             return start, member.nbytes
 
         start, nbytes = body("data.pkl")
@@ -403,7 +408,7 @@ class DistcpCheckpoint:
                 raise FormatError("cannot read a stored tensor: its bytes are not little-endian", uri=uri)
         start, nbytes = body(f"data/{key}")
         if needed > nbytes:
-            raise FormatError(f"its archive has {nbytes} bytes of {needed}", uri=uri, tensor=clip(name))
+            raise FormatError(f"the tensor's archive has {nbytes} of {needed} bytes", uri=uri, tensor=clip(name))
         self._compare(index, stored, sizes, uri)
         in_order = stored.order == tuple(range(len(stored.shape)))
         shape = tuple(stored.shape[dim] for dim in stored.order)
@@ -425,15 +430,15 @@ class DistcpCheckpoint:
         sizes: Mapping[MetadataIndex, tuple[int, ...]],
         uri: str,
     ) -> None:
-        """Raise FormatError unless a stored tensor is the one that the metadata describes."""
+        """Raise FormatError unless a stored tensor matches the metadata."""
         item = self.metadata.state_dict_metadata[index.fqn]
         assert isinstance(item, TensorStorageMetadata)
         if stored.dtype != item.properties.dtype:
-            fault = f"the file has {stored.dtype}, the metadata says {item.properties.dtype}"
+            fault = f"the file has {stored.dtype}, but the metadata has {item.properties.dtype}"
             raise FormatError(fault, uri=uri, tensor=clip(index.fqn))
         expected = sizes.get(MetadataIndex(index.fqn, index.offset))
         if stored.shape != expected:
-            fault = f"the file has the shape {list(stored.shape)}, the metadata says {list(expected or ())}"
+            fault = f"the file has the shape {list(stored.shape)}, but the metadata has {list(expected or ())}"
             raise FormatError(fault, uri=uri, tensor=clip(index.fqn))
 
     def row(self, index: MetadataIndex) -> CheckpointRow:
@@ -467,7 +472,7 @@ class DistcpCheckpoint:
 
 
 def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
-    """Return rows as columns."""
+    """Return a table with these rows."""
     return TensorTable(
         names=tuple(row.name for row in rows),
         dtypes=tuple(row.dtype for row in rows),
@@ -479,9 +484,9 @@ def table_of(rows: Sequence[CheckpointRow]) -> TensorTable:
 
 
 class _Probe:
-    """The beginnings and ends of archives, read ahead in few reads: they say where the elements are.
+    """The beginnings and ends of archives, which contain the places of elements. They are read ahead with few reads.
 
-    Archives lie one after the other, so that the end of one and the beginning of the next are one read.
+    Archives follow each other, so the end of one and the beginning of the next can be read together.
     """
 
     def __init__(
@@ -517,7 +522,7 @@ class _Probe:
         return bytes(buffer)
 
     def read(self, file: int, start: int, nbytes: int) -> bytes:
-        """Return a range: of what was read ahead where it is there, else by a read."""
+        """Return a range from the bytes that were read ahead, or read it."""
         starts, parts = self._starts[file]
         at = bisect_right(starts, start) - 1
         if at >= 0 and start + nbytes <= starts[at] + len(parts[at]):

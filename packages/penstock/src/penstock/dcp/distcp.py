@@ -1,12 +1,9 @@
-"""DCP's own format: `.metadata`, and the torch.save archives in `.distcp` files, read as data.
-
-In: the bytes of `.metadata`; the first and last bytes of an archive. Out: torch's `Metadata` with an `DistcpEntry` for
-each stored item; dtype, shape and place of the tensor in an archive.
-Not here: pickles (`pickled`), reading the files (`reader`).
+"""Reads DCP's own format as data: `.metadata`, and the torch.save archives in `.distcp` files.
 
     archive: data.pkl (dtype, shape, strides) | small records | data/0 (the elements) | ... | directory of a zip file
 
-The records are stored, not compressed: a tensor's elements are one run of the file, which is read into place.
+The records are not compressed. A tensor's elements are one run in the file, which is read into place. `pickled` decodes
+the pickles, and `reader` reads the files.
 """
 
 from __future__ import annotations
@@ -38,10 +35,11 @@ from penstock.types import Box
 METADATA_NAME = ".metadata"
 
 HEAD_BYTES = 1 << 10
-"""Read from an archive's start: torch 2.8 to 2.13 put the header of `data/0` at byte 600 for a tensor of rank 2."""
+"""Bytes to read from an archive's start. torch 2.8 to 2.13 put the header of `data/0` at byte 600 for a tensor of rank
+2."""
 
 TAIL_BYTES = 1 << 10
-"""Read from its end: the directory takes some 600 bytes."""
+"""Bytes to read from an archive's end. The directory takes about 600 bytes."""
 
 _MAX_DIRECTORY_BYTES = 1 << 20
 
@@ -53,10 +51,10 @@ _PROPERTIES = Global(_META, "TensorProperties")
 _CHUNK = Global(_META, "ChunkStorageMetadata")
 _INDEX = Global(_META, "MetadataIndex")
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-# Names that stand in the metadata and whose values are not used.
+# Names in the metadata whose values are not used.
 _UNUSED = {
     Global(_META, "_MEM_FORMAT_ENCODING"),
-    # Python 3.11.0 to 3.11.3 write a member of an enum as `getattr(enum, name)`. It is not called here.
+    # Python 3.11.0 to 3.11.3 write an enum member as `getattr(enum, name)`. It is not called here.
     Global("builtins", "getattr"),
     Global(_META, "StorageMeta"),
     Global("torch.serialization", "_get_layout"),
@@ -71,7 +69,7 @@ _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_3 = Global("torch._utils", "_rebuild_tensor_v3")
 _ORDERED = Global("collections", "OrderedDict")
 _UNTYPED = Global("torch.storage", "UntypedStorage")
-# Source: `torch.storage._dtype_to_storage_type_map` of torch 2.13; dtypes without an entry are written untyped.
+# Source: `torch.storage._dtype_to_storage_type_map` in torch 2.13. Dtypes without an entry are written untyped.
 _STORAGES = {
     Global("torch", f"{name}Storage"): dtype
     for name, dtype in {
@@ -93,35 +91,35 @@ _TENSOR_NAMES = frozenset({_REBUILD, _REBUILD_3, _ORDERED, _UNTYPED, SIZE, *_STO
 
 
 Path = tuple[str | int, ...]
-"""The keys that lead to a value of a nested state."""
+"""The keys that lead to a value in a nested state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistcpEntry:
-    """A stored item: a byte range of a file. Its bytes are a torch.save archive."""
+    """A stored item: a byte range in a file. The bytes are a torch.save archive."""
 
     file: str
-    """Relative to the checkpoint; a plain name."""
+    """Plain file name relative to the checkpoint."""
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """The tensor in an archive: dtype and place; `order` are its dims by falling strides, in the order of the bytes."""
+    """The tensor in an archive. `order` has its dims by decreasing strides, which is the order of the bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     order: tuple[int, ...]
     offset: int
-    """Of its elements, from the start of the archive."""
+    """Offset of the elements from the start of the archive."""
 
 
 def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
-    """Return the metadata of a checkpoint; `storage_data` maps each index to an `DistcpEntry`.
+    """Parse the metadata of a checkpoint. Its `storage_data` maps each index to a `DistcpEntry`.
 
     Raises:
-        FormatError: the file is not the pickle of DCP metadata, or contradicts itself; names the tensor.
+        FormatError: the file is not a pickle of DCP metadata, or contradicts itself. The error names the tensor.
     """
     root = _record(decode(raw, _METADATA_NAMES, uri=uri), _METADATA, uri)
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
@@ -134,7 +132,7 @@ def parse_metadata(raw: bytes, *, uri: str) -> Metadata:
         index = _record(key, _INDEX, uri)
         name, offset = index.get("fqn"), index.get("offset")
         if not isinstance(name, str) or name not in tensors:
-            raise FormatError(f"an entry names {_shown(name)}, which has no metadata", uri=uri)
+            raise FormatError(f"there is an entry for {_shown(name)}, which has no metadata", uri=uri)
         entries[MetadataIndex(name, None if offset is None else _sizes(offset, name, uri))] = _entry(name, value, uri)
     _require_entries(tensors, entries, uri)
     return Metadata(tensors, planner_data=_paths(root.get("planner_data"), uri), storage_data=entries)
@@ -145,13 +143,13 @@ def _require_entries(
     entries: Mapping[MetadataIndex, DistcpEntry],
     uri: str,
 ) -> None:
-    """Raise FormatError unless every chunk that the metadata promises has an entry."""
+    """Raise FormatError unless every chunk in the metadata has an entry."""
     for name, item in tensors.items():
         chunks = item.chunks if isinstance(item, TensorStorageMetadata) else ()
         wanted = [MetadataIndex(name, chunk.offsets) for chunk in chunks]
         for index in wanted or [MetadataIndex(name)]:
             if index not in entries:
-                raise FormatError("the metadata has no place for it", uri=uri, tensor=clip(name))
+                raise FormatError("the metadata has no place for the tensor", uri=uri, tensor=clip(name))
 
 
 def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
@@ -159,7 +157,7 @@ def _record(value: Any, call: Global, uri: str) -> dict[str, Any]:
     if not isinstance(value, PickleRecord) or value.call != call or value.args or value.items:
         raise FormatError(f"expected a {call.name} in the metadata", uri=uri)
     state = {} if value.state is None else value.state
-    # A dataclass' state may be a pair of which the first is its dict.
+    # The state of a dataclass may be a pair, and its first element is the dict.
     return _dict(state, uri)
 
 
@@ -170,7 +168,10 @@ def _dict(value: Any, uri: str) -> dict[Any, Any]:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error's text. Only text is shown: a small pickle can hold a value that is long to write."""
+    """Return a value for an error message.
+
+    Only text is shown, because a small pickle can hold a value with a huge text form.
+    """
     return repr(clip(value)) if isinstance(value, str) else f"a {type(value).__name__}"
 
 
@@ -189,7 +190,7 @@ def _tensor(name: str, value: Any, uri: str) -> TensorStorageMetadata | BytesSto
     dtype = DTYPES.get(state[0]) if isinstance(state, tuple) and state and isinstance(state[0], Global) else None
     stored = fields.get("chunks")
     if dtype is None or not isinstance(stored, list):
-        raise FormatError("its metadata has no dtype or no chunks", uri=uri, tensor=clip(name))
+        raise FormatError("the tensor's metadata has no dtype or no chunks", uri=uri, tensor=clip(name))
     chunks: list[ChunkStorageMetadata] = []
     for each in stored:
         chunk = _record(each, _CHUNK, uri)
@@ -200,31 +201,30 @@ def _tensor(name: str, value: Any, uri: str) -> TensorStorageMetadata | BytesSto
 
 
 def require_covered(name: str, size: torch.Size, chunks: list[ChunkStorageMetadata], uri: str) -> None:
-    """Raise FormatError unless each element of the tensor is in one chunk."""
+    """Raise FormatError unless each element of the tensor is in exactly one chunk."""
     total = 0
     for chunk in chunks:
         if len(chunk.sizes) != len(size) or len(chunk.offsets) != len(size):
-            raise FormatError("a part of it has another number of dims", uri=uri, tensor=clip(name))
+            raise FormatError("a part has a different number of dims than the tensor", uri=uri, tensor=clip(name))
         if any(at + extent > whole for at, extent, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)):
-            raise FormatError("a part of it lies outside the tensor", uri=uri, tensor=clip(name))
+            raise FormatError("a part lies outside the tensor", uri=uri, tensor=clip(name))
         total += math.prod(chunk.sizes)
     if total != math.prod(size):
-        fault = f"its parts have {total} elements, the tensor has {math.prod(size)}: a shard is missing, or there twice"
+        fault = f"the parts have {total} elements, the tensor {math.prod(size)}: a shard is missing or duplicate"
         raise FormatError(fault, uri=uri, tensor=clip(name))
     if total and len(chunks) > 1 and not _are_apart(size, chunks):
-        raise FormatError("its parts overlap: a shard is there twice, another is missing", uri=uri, tensor=clip(name))
+        raise FormatError("its parts overlap: one shard is duplicate, another is missing", uri=uri, tensor=clip(name))
 
 
 def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
-    """Return whether chunks that lie in a tensor, and have as many elements as it, do not overlap."""
+    """Return whether chunks do not overlap. They lie in the tensor and have as many elements as it has."""
     chunks = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     cut = {dim for chunk in chunks for dim, extent in enumerate(chunk.sizes) if extent != size[dim]}
     if len(cut) == 1:
-        # Most tensors are cut along one dim.
         (dim,) = cut
         ends = sorted((chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim]) for chunk in chunks)
         return all(stop <= start for (_, stop), (start, _) in pairwise(ends))
-    # Not with numbers that overflow 64 bits: no file holds such a tensor.
+    # Refuse numbers that overflow 64 bits, because no file holds such a tensor.
     if math.prod(extent + 1 for extent in size) >= 1 << 62:
         return False
     boxes = [
@@ -237,24 +237,24 @@ def _are_apart(size: torch.Size, chunks: list[ChunkStorageMetadata]) -> bool:
 def _entry(name: str, value: Any, uri: str) -> DistcpEntry:
     fields = _record(value, _INFO, uri)
     file, offset, nbytes = fields.get("relative_path"), fields.get("offset"), fields.get("length")
-    # The name is joined to the checkpoint's place: it must not lead out of it.
+    # The name is appended to the checkpoint's URI, and must not lead out of it.
     if not isinstance(file, str) or not file or "/" in file or "\\" in file or "\0" in file or file in {".", ".."}:
         raise FormatError(f"{_shown(file)} is not a valid file name", uri=uri, tensor=clip(name))
     if not isinstance(offset, int) or not isinstance(nbytes, int) or not is_sizes((offset, nbytes, offset + nbytes)):
-        raise FormatError("its range in the file is invalid", uri=uri, tensor=clip(name))
+        raise FormatError("the tensor's range in the file is invalid", uri=uri, tensor=clip(name))
     if fields.get("transform_descriptors"):
         hint = "load it with torch's reader and its extensions"
-        raise FormatError("it is stored through an extension of DCP", uri=uri, tensor=clip(name), hint=hint)
+        raise FormatError("the tensor is stored with an extension of DCP", uri=uri, tensor=clip(name), hint=hint)
     return DistcpEntry(file=file, offset=offset, nbytes=nbytes)
 
 
 def _paths(value: Any, uri: str) -> dict[str, Path] | None:
-    """Return the planner's table: for each flat name, the keys that lead to it in the nested state."""
+    """Return the planner's table. It maps each flat name to the keys that lead to it in the nested state."""
     if value is None:
         return None
     paths: dict[str, Path] = {}
     for name, path in _dict(value, uri).items():
-        # An int of a path is a place in a list, which a planner makes as long as that.
+        # An int in a path is an index in a list, and a planner creates a list of that length, so `is_key` limits it.
         if not isinstance(name, str) or not isinstance(path, tuple) or not all(map(is_key, path)):
             raise FormatError("the planner's table is malformed", uri=uri)
         paths[name] = path
@@ -262,11 +262,11 @@ def _paths(value: Any, uri: str) -> dict[str, Path] | None:
 
 
 def is_key(key: Any) -> bool:
-    """Return whether a value can be a key of a planner's path: a name, or a place in a list."""
+    """Return whether a value can be a key in a planner's path: a name, or an index in a list."""
     return isinstance(key, str) or (type(key) is int and 0 <= key < 1 << 20)
 
 
-# Source: APPNOTE.TXT of the zip format, 4.3.7 (local header), 4.3.12 (directory), 4.3.14 to 4.3.16 (its end, zip64).
+# Source: APPNOTE.TXT for the zip format, 4.3.7 (local header), 4.3.12 (directory), 4.3.14 to 4.3.16 (its end, zip64).
 _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
@@ -276,20 +276,20 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
     start: int
-    """Of its local header."""
+    """Offset of the member's local header."""
     nbytes: int
 
 
 def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _Member] | int:
-    """Return the members of an archive, or how many bytes of its end must be known to tell.
+    """Return the members of an archive, or the number of bytes at its end that are needed to find them.
 
     Args:
-        tail: its last bytes.
-        nbytes: its size.
-        uri, tensor: named in errors.
+        tail: the archive's last bytes.
+        nbytes: size of the archive.
+        uri, tensor: names for errors.
 
     Raises:
-        FormatError: no zip file ends there, or a member is compressed or lies outside.
+        FormatError: the archive does not end as a zip file, or a member is compressed or lies outside.
     """
 
     def fault(why: str) -> FormatError:
@@ -303,10 +303,10 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
     if at_64 >= 0 and tail[at_64 : at_64 + 4] == b"PK\x06\x06":
         _, _, _, _, _, _, _, count, size, start = _END_64.unpack_from(tail, at_64)
     if start + size > nbytes or count > 1 << 16:
-        raise fault("its directory lies outside")
+        raise fault("its directory lies outside the archive")
     begin = start - (nbytes - len(tail))
     if nbytes - start > _MAX_DIRECTORY_BYTES:
-        # Nothing is allocated for what such a number asks for.
+        # Refuse such a number before memory is allocated for it.
         raise fault("its directory is too long")
     if begin < 0:
         return nbytes - int(start)
@@ -314,7 +314,7 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
     at = begin
     for _ in range(count):
         if at + _CENTRAL.size > min(begin + size, len(tail)) or tail[at : at + 4] != b"PK\x01\x02":
-            raise fault("its directory is cut short")
+            raise fault("its directory is truncated")
         _, _, _, _, method, _, _, _, packed, length, name_len, extra_len, comment_len, _, _, _, head = (
             _CENTRAL.unpack_from(tail, at)
         )
@@ -324,13 +324,13 @@ def directory(tail: bytes, nbytes: int, *, uri: str, tensor: str) -> dict[str, _
         at += name_len + extra_len + comment_len
         length, packed, head = _zip64(extra, length, packed, head)
         if method or packed != length or head + _LOCAL.size + length > start or name in members:
-            raise fault(f"its member {clip(name)!r} is compressed, lies outside, or is there twice")
+            raise fault(f"its member {clip(name)!r} is compressed, duplicate, or outside the archive")
         members[name] = _Member(start=head, nbytes=length)
     return members
 
 
 def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int, int]:
-    """Return sizes and offset with those replaced that did not fit 32 bits."""
+    """Return sizes and offset, with values from the zip64 field for those that do not fit 32 bits."""
     at, wide = 0, b""
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<2H", extra, at)
@@ -346,7 +346,7 @@ def _zip64(extra: bytes, length: int, packed: int, head: int) -> tuple[int, int,
 
 
 def body_start(head: bytes, member: _Member, *, uri: str, tensor: str) -> int:
-    """Return where a member's bytes begin, from a range of the archive that begins with its local header."""
+    """Return the offset of a member's bytes. `head` begins with the member's local header."""
     if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
         raise FormatError("not an archive of torch.save: a member has no header", uri=uri, tensor=clip(tensor))
     fields = _LOCAL.unpack_from(head)
@@ -354,7 +354,7 @@ def body_start(head: bytes, member: _Member, *, uri: str, tensor: str) -> int:
 
 
 def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) -> _Member:
-    """Return the member `<any directory>/<name>`. FormatError: there is none, or several."""
+    """Return the member `<any directory>/<name>`. Raise FormatError unless there is exactly one."""
     found = [each for path, each in members.items() if path.partition("/")[2] == name]
     if len(found) != 1:
         raise FormatError(f"not an archive of torch.save: it has no {name}", uri=uri, tensor=clip(tensor))
@@ -362,25 +362,27 @@ def member(members: Mapping[str, _Member], name: str, *, uri: str, tensor: str) 
 
 
 def member_of(archive: bytes, name: str, *, uri: str, tensor: str) -> bytes:
-    """Return a member's bytes of a whole archive. FormatError: it has none of that name, or is malformed."""
+    """Return a member's bytes from a whole archive. Raise FormatError if it is missing or malformed."""
     members = directory(archive, len(archive), uri=uri, tensor=tensor)
-    # An int: the directory begins before the archive does.
+    # An int means that the directory begins before the archive does.
     if isinstance(members, int):
-        raise FormatError("not an archive of torch.save: its directory lies outside", uri=uri, tensor=clip(tensor))
+        raise FormatError(
+            "not an archive of torch.save: its directory lies outside the archive", uri=uri, tensor=clip(tensor)
+        )
     found = member(members, name, uri=uri, tensor=tensor)
     start = body_start(archive[found.start :], found, uri=uri, tensor=tensor)
     if start + found.nbytes > len(archive):
-        raise FormatError("a member of its archive lies outside", uri=uri, tensor=clip(tensor))
+        raise FormatError("a member of the archive ends outside it", uri=uri, tensor=clip(tensor))
     return archive[start : start + found.nbytes]
 
 
 def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[StoredTensor, str, int]:
-    """Return what an archive's `data.pkl` says of its tensor, the member of the elements, and how many bytes it needs.
+    """Parse an archive's `data.pkl`. Return the tensor, the member with its elements, and the bytes that it needs.
 
-    The offset is that of the tensor in the member.
+    The tensor's offset counts from the beginning of the member.
 
     Raises:
-        FormatError: it holds something else than one tensor whose elements lie without gaps.
+        FormatError: the archive holds something other than one tensor whose elements lie without gaps.
     """
 
     def fault(why: str) -> FormatError:
@@ -401,16 +403,16 @@ def parse_tensor(raw: bytes, *, uri: str, tensor: str) -> tuple[StoredTensor, st
     if root.call == _REBUILD_3 and pid[1] == _UNTYPED and len(root.args) >= 7 and isinstance(root.args[6], Global):
         dtype = DTYPES.get(root.args[6])
     if dtype is None:
-        raise fault("it has no dtype that is known")
+        raise fault("its dtype is unknown")
     if not is_sizes(shape) or not is_sizes(strides) or not is_sizes((first,)) or len(shape) != len(strides):
         raise fault("its shape or strides are malformed")
     elements = math.prod(shape)
-    # By falling strides, so that the elements are in the order of the bytes; dims of one element count for nothing.
+    # Sort dims by decreasing strides, which is the order of the bytes. Dims with one element do not matter.
     order = tuple(sorted(range(len(shape)), key=lambda dim: (-strides[dim], dim)))
     expected = 1
     for dim in reversed(order):
         if shape[dim] != 1 and strides[dim] != expected and elements:
-            raise fault("its elements do not lie one after the other")
+            raise fault("its elements are not contiguous")
         expected *= shape[dim]
     start = first * dtype.itemsize
     return (

@@ -1,13 +1,10 @@
-"""Parts of a load from local files into host memory, with little Python for each: a checkpoint has many small tensors.
-
-In: parts in file order, the session of their load. Out: filled and checked targets.
-Not here: remote files and devices, which need staging and many requests under way (`loader.run`).
+"""Reads parts of a load from local files into host memory. It uses little Python for each of the many small tensors.
 
     one run of bytes, same dtype  --pread--> the target's memory
     columns, another dtype, ...   --copy--> the target, from a mapping of the file
 
-It asks the kernel to read pages that are not in the page cache before the copies reach them: one thread then keeps a
-disk busy.
+It asks the kernel to read missing pages into the page cache before the copies reach them, so that one thread keeps a
+disk busy. `loader.run` reads remote files, and files for devices.
 """
 
 from __future__ import annotations
@@ -35,31 +32,31 @@ from penstock.types import MIB
 from penstock.waits import Threads
 
 _READ_BYTES = 8 * MIB
-"""Largest read: an interrupt takes effect between two of them."""
+"""Maximum size of a read in bytes. Interrupts are handled between reads."""
 
 _AHEAD_BYTES = 32 * MIB
-"""Bytes asked of the disk ahead of the one that is read."""
+"""Number of bytes to request from the disk ahead of the current read."""
 
 _THREAD_BYTES = 16 * MIB
-"""Least bytes of a thread: to start and end one costs about as much as copying 1 MiB."""
+"""Minimum number of bytes for a thread. Starting and ending one costs about as much as copying 1 MiB."""
 
 _MAX_THREADS = 4
-"""More do not copy faster into new pages: they wait for the address space's lock. Source: `Intake.num_reads`."""
+"""Maximum number of threads. More threads would wait for the address space's lock. Source: `Intake.num_reads`."""
 
 _LOOK_S = 1.0
-"""Seconds between two looks at threads that read."""
+"""Seconds between checks of threads that read."""
 
 _Work = tuple[int, FilePart, int, int, bool]
 """Number of a part, the part, and its `span`."""
 
 
 def num_threads(num_ranks: int) -> int:
-    """Return the threads that a rank reads with: the cores are shared by the ranks, at worst all on this host."""
+    """Return the number of read threads for a rank. Ranks share the cores, because all may be on this host."""
     return max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 class _Mapped:
-    """A mapping of a whole file, which ends with the last reference to its view."""
+    """A mapping of a whole file. It ends with the last reference to its view."""
 
     def __init__(self, source: FileSource, file: MappedFile) -> None:
         self.source = source
@@ -68,11 +65,11 @@ class _Mapped:
 
 
 class LocalFill:
-    """A load of parts from local files to the host; `run` does it.
+    """A load of parts from local files into host memory.
 
     Attributes:
-        nbytes: bytes of all parts.
-        moved_bytes: bytes that are in their targets.
+        nbytes: size of all parts in bytes.
+        moved_bytes: number of bytes that are in their targets.
     """
 
     def __init__(self, session: LoadSession, parts: Sequence[FilePart]) -> None:
@@ -83,30 +80,28 @@ class LocalFill:
         self._memories: list[Bytes | None] = [None] * len(parts)
         self._checker: Checker | None = session.checker(plan, self)
         self._slabs: list[int] = plan.row_slab.tolist()
-        # A part without bytes has nothing to read; its target has no element.
         self._work = [
             (number, part, *span) for number, (part, span) in enumerate(zip(parts, spans, strict=True)) if span[1]
         ]
         self.nbytes = plan.nbytes
         self.moved_bytes = 0
         self._is_copied = False
-        # Values that are no tensors are read into memory of their own.
         self._fills_tensors = not all(part.row.is_bytes for part in parts)
-        # Guards the counts and the paths, where there are several threads.
+        # Guards the counts and the paths if there are several threads.
         self._lock = threading.Lock()
         self._is_stopped = False
 
     def slab(self, index: int) -> Bytes:
-        """Return the stored bytes of a part that is complete: the checker asks for them."""
+        """Return the stored bytes of a complete part, for the checker."""
         memory = self._memories[index]
         assert memory is not None
         return memory
 
     def run(self, threads: int) -> None:
-        """Read, check and deliver every part, on the calling thread unless several are worth it.
+        """Read, check and deliver every part. Use the calling thread unless several threads are faster.
 
         Raises:
-            PenstockError: `session.is_touched` says whether a target can have been written to.
+            PenstockError: the read failed. `session.is_touched` says whether a target may have been written to.
         """
         total = sum(span for _, _, _, span, _ in self._work)
         count = max(1, min(threads, total // _THREAD_BYTES))
@@ -115,7 +110,7 @@ class LocalFill:
             if count == 1:
                 self._fill(self._work)
                 return
-            # Neighbours to one thread, so that each reads its files from the beginning to the end.
+            # Assign neighbouring parts to one thread, so that it reads its files from beginning to end.
             before = accumulate((span for _, _, _, span, _ in self._work), initial=0)
             groups: list[list[_Work]] = [[] for _ in range(count)]
             for work, at in zip(self._work, before, strict=False):
@@ -127,7 +122,7 @@ class LocalFill:
             self._session.is_touched = self._is_copied or (is_read and self._fills_tensors)
 
     def _wait(self, jobs: Sequence[Future[None]]) -> None:
-        """Wait for the threads; raise what the first of them raised, or a noted interrupt, once the others stop."""
+        """Wait for the threads. Raise the first error or a pending interrupt after the others have stopped."""
         try:
             while wait(jobs, interrupts.longest_wait_s(_LOOK_S)).not_done:
                 interrupts.raise_if_noted()
@@ -155,7 +150,7 @@ class LocalFill:
                 if part.row.is_bytes:
                     memory = torch.empty(nbytes, dtype=torch.uint8)
                 if memory is None:
-                    # One file at a time: the pages of a mapping count as the process's memory until it goes.
+                    # Map one file at a time, because the pages of a mapping count as memory of the process.
                     if mapped is None or mapped.source is not self._sources[part.row.file]:
                         source = self._sources[part.row.file]
                         mapped = _Mapped(source, MappedFile.open(source.uri, state=source.state))
@@ -176,7 +171,7 @@ class LocalFill:
                     self._session.paths[key] = self._session.paths.get(key, 0) + count
 
     def _read(self, number: int, part: FilePart, offset: int, memory: torch.Tensor) -> str:
-        """Read a run straight into its memory; return the path that it took."""
+        """Read a run directly into its memory. Return the I/O path that was used."""
         source, array = self._sources[part.row.file], memory.numpy()
         path, view = "", array.data
         for at in range(0, len(array), _READ_BYTES):
@@ -190,10 +185,13 @@ class LocalFill:
         return path
 
     def _copy(self, mapped: _Mapped, number: int, part: FilePart, offset: int, nbytes: int) -> str:
-        """Copy a box that is no run, or of another dtype or stride, from a mapping of its file; return the path."""
+        """Copy a box that is not one run, or whose dtype or strides differ, from a mapping of its file.
+
+        Return the path.
+        """
         interrupts.raise_if_noted()
         row = part.row
-        # Pages that cannot be read are an error here, and would be SIGBUS in the copy.
+        # Prefetch the pages, because an unreadable page raises an error here and would cause SIGBUS in the copy.
         for at in range(offset, offset + nbytes, _READ_BYTES):
             mapped.file.prefetch(at, min(_READ_BYTES, offset + nbytes - at))
         raw = as_bytes(mapped.view[row.offset : row.offset + row.nbytes])
@@ -208,7 +206,7 @@ class LocalFill:
         return "mmap"
 
     def _check(self, number: int, part: FilePart, stored: Bytes) -> None:
-        """Compare a whole tensor with its digests. IntegrityError: they differ."""
+        """Compare a whole tensor with its digests. Raise IntegrityError if they differ."""
         if self._checker is not None and part.box is None:
             self._memories[self._slabs[number]] = stored
             self._checker.check([self._slabs[number]])
@@ -216,7 +214,7 @@ class LocalFill:
 
 
 def _plan(parts: Sequence[FilePart]) -> LoadPlan:
-    """Return the places of a load without its reads: each part with bytes is a slab of its own."""
+    """Return a load plan without reads, in which each part with bytes is a separate slab."""
     table = table_of([part.row for part in parts])
     boxes = tuple(part.box for part in parts)
     widths = [dtype.bits for dtype in table.dtypes]

@@ -1,8 +1,6 @@
-"""Parts of a load: a box of a stored item, and the tensors of the state that it fills.
+"""The parts of a load. A part is a box of a stored item, and the tensors in the state that it fills.
 
-In: a `CheckpointRow`, an item of DCP's load plan, the planner's tensor. Out: where the box lies in its file, and its
-delivery.
-Not here: the reading (`local_files`, `loader`), the order of the parts (`reader`).
+`reader` orders the parts, and `local_files` and `loader` read them.
 """
 
 from __future__ import annotations
@@ -24,11 +22,11 @@ class FilePart:
 
     row: CheckpointRow
     box: Box | None
-    """In the order of the bytes; None for all of the row."""
+    """The box in the order of the bytes. None means the whole row."""
     items: list[ReadItem]
     targets: list[torch.Tensor]
     data: bytes = b""
-    """The bytes, for a value that is no tensor."""
+    """The bytes, if the value is not a tensor."""
 
     @property
     def device(self) -> torch.device:
@@ -37,18 +35,18 @@ class FilePart:
         return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
     def span(self) -> tuple[int, int, bool]:
-        """Return the first byte of the box in its file, the bytes up to its last one, and whether all are wanted."""
+        """Return the box's first byte in its file, the bytes up to its last one, and whether all of them are needed."""
         row, box = self.row, self.box
         if box is None:
             return row.offset, row.nbytes, True
-        # A box of F4, whose elements share bytes, was refused.
+        # A box of an F4 tensor, whose elements share bytes, was refused before.
         width = stride = torch_dtype(row.dtype).itemsize
         first, last = 0, 0
         is_cut, is_run = False, True
         for start, stop, size in zip(reversed(box.start), reversed(box.stop), reversed(row.shape), strict=True):
             if stop == start:
                 return row.offset, 0, True
-            # Outside of a dim that is cut, a second index is a second run.
+            # If an inner dim is cut, a second index of an outer dim starts a second run.
             is_run &= not is_cut or stop - start == 1
             is_cut |= stop - start != size
             first += start * stride
@@ -57,7 +55,7 @@ class FilePart:
         return row.offset + first, last + width - first, is_run
 
     def memory(self) -> torch.Tensor | None:
-        """Return the memory of the first target, where its bytes can be read straight into it."""
+        """Return the memory of the first target, if bytes can be read directly into it. Otherwise return None."""
         if not self.targets:
             return None
         target = self._ordered(self.targets[0])
@@ -66,7 +64,7 @@ class FilePart:
         return target.reshape(-1).view(torch.uint8)
 
     def deliver(self, memory: torch.Tensor) -> None:
-        """Copy the box's own bytes to the targets, but for one that they were read into."""
+        """Copy the box's bytes to the targets, except the target into which they were read."""
         if self.row.is_bytes:
             self.data = memory.numpy().tobytes()
             return
@@ -74,7 +72,7 @@ class FilePart:
         self.deliver_tensor(memory.view(torch_dtype(self.row.dtype)).view(torch_shape(self.row.dtype, shape)))
 
     def deliver_tensor(self, stored: torch.Tensor) -> None:
-        """Copy the box, as a tensor in the order of the bytes, to the targets, but for one that has its memory."""
+        """Copy the box to the targets, except a target that has its memory. `stored` is in the order of the bytes."""
         for target in self.targets:
             ordered = self._ordered(target)
             if ordered.data_ptr() != stored.data_ptr():
@@ -86,10 +84,10 @@ class FilePart:
 
 
 def box_of(item: ReadItem, row: CheckpointRow) -> Box | None:
-    """Return the box of a row that an item reads, in the order of the bytes; None for all of it.
+    """Return the box of a row that an item reads, in the order of the bytes. None means the whole row.
 
     Raises:
-        PlanError: it lies outside the row, or is a part of a tensor of F4.
+        PlanError: the box lies outside the row, or is a part of an F4 tensor.
     """
     if row.order is None and tuple(item.lengths) == row.shape and not any(item.storage_offsets):
         return None
@@ -100,9 +98,9 @@ def box_of(item: ReadItem, row: CheckpointRow) -> Box | None:
     box = Box(start=start, stop=stop)
     shape = torch_shape(row.dtype, row.shape)
     if len(start) != len(shape) or any(end > size for end, size in zip(stop, shape, strict=True)):
-        raise PlanError(f"an item of the plan lies outside a part of shape {list(shape)}", tensor=row.name)
+        raise PlanError(f"an item of the plan lies outside a stored part with shape {list(shape)}", tensor=row.name)
     if box == Box.full(shape):
         return None
     if row.dtype is DType.F4:
-        raise PlanError("a tensor of F4 can only be loaded whole", tensor=row.name)
+        raise PlanError("an F4 tensor can only be loaded whole", tensor=row.name)
     return box

@@ -1,12 +1,9 @@
-"""Pickles as data: an interpreter of the opcodes that builds a tree and never calls, imports or looks up anything.
+"""Decodes pickles as data. Its interpreter builds a tree, and never calls, imports or looks up anything.
 
-In: the bytes of a pickle, and the names it may mention. Out: plain values, and a `PickleRecord` where the pickle would
-call something; the other way, plain values as a torch.save archive.
-Not here: what the records mean (`distcp`), where the bytes come from (`reader`).
-
-DCP keeps its metadata in a pickle, and values that are no tensors in torch.save archives, which are pickles too.
-Python's unpickler runs what a pickle names. This interpreter knows only the opcodes that such data is written with; a
-name that is not on the caller's list, an unknown opcode or a malformed argument is a FormatError.
+DCP keeps its metadata in a pickle, and other values than tensors in torch.save archives, which are pickles too.
+Python's unpickler executes the names in a pickle. This interpreter knows only the opcodes that such data uses. An
+unlisted name, an unknown opcode or a malformed argument is a FormatError. A call becomes a `PickleRecord`, whose
+meaning `distcp` knows. `archive` writes plain values as a torch.save archive.
 """
 
 from __future__ import annotations
@@ -25,27 +22,27 @@ from penstock.errors import FormatError, PlanError
 from penstock.storage.safetensors import clip
 
 MAX_VALUES = 1 << 20
-"""Most parts of one value: a pickle of a few bytes can refer to itself a billion times."""
+"""Maximum number of parts in a value. A pickle of a few bytes can refer to itself a billion times."""
 
 MAX_DEPTH = 64
-"""Deepest nesting of a value: far below Python's recursion limit."""
+"""Maximum nesting depth of a value, far below Python's recursion limit."""
 
 
 _MAX_KEY_PARTS = 256
-"""Most parts of a key or an element of a set. They are hashed whole, by recursion: a tuple nested 100,000 deep would
-end the process, and one that refers to itself twice at each of 60 levels would be hashed for years."""
+"""Maximum number of parts in a key or a set element. Python hashes them recursively. A tuple nested 100,000 deep would
+crash the process, and one that refers to itself twice on each of 60 levels would be hashed for years."""
 
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle mentions: a class or function of a module, never looked up."""
+    """A name in a pickle: a class or function in a module. It is never looked up."""
 
     module: str
     name: str
 
 
 class PickleRecord:
-    """An object that a pickle would make by a call: the callable's name, its arguments, then its state and items."""
+    """An object that a pickle would create with a call: the callable's name, its arguments, state and items."""
 
     __slots__ = ("args", "call", "items", "state")
 
@@ -57,20 +54,20 @@ class PickleRecord:
 
 
 PERSISTENT = Global("", "persistent id")
-"""The call of a record for a persistent id; its one argument is the id."""
+"""The call of a record for a persistent id. Its only argument is the id."""
 
-# Plain values that torch.save writes by a call. Source: the archives of torch 2.8 to 2.13.
+# Plain values that torch.save writes as calls. Source: the archives of torch 2.8 to 2.13.
 _SET, _SET_2 = Global("builtins", "set"), Global("__builtin__", "set")
 _FROZENSET, _FROZENSET_2 = Global("builtins", "frozenset"), Global("__builtin__", "frozenset")
 _ENCODE = Global("_codecs", "encode")
-# Of empty bytes, which have nothing to encode.
+# Empty bytes, which need no encoding.
 _EMPTY, _EMPTY_2 = Global("builtins", "bytes"), Global("__builtin__", "bytes")
 _ORDERED = Global("collections", "OrderedDict")
 SIZE = Global("torch", "Size")
 DTYPES: Mapping[Global, torch.dtype] = {
     Global("torch", name): value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)
 }
-"""Dtypes by their names in a pickle."""
+"""Maps names in a pickle to dtypes."""
 
 PLAIN = frozenset({_SET, _SET_2, _FROZENSET, _FROZENSET_2, _ENCODE, _EMPTY, _EMPTY_2, _ORDERED, SIZE, *DTYPES})
 """The names that `plain` understands."""
@@ -103,27 +100,27 @@ class _Decoder:
         return int.from_bytes(self.take(nbytes), "little")
 
     def text(self, nbytes: int) -> str:
-        # As pickle does: names of files may have surrogates.
+        # Decode as pickle does, because file names may have surrogates.
         return self.take(nbytes).decode("utf-8", "surrogatepass")
 
     def line(self) -> str:
         stop = self.raw.find(b"\n", self.at, self.at + 512)
         if stop < 0:
-            self.fail("a name without an end")
+            self.fail("a name has no end")
         part = self.take(stop - self.at)
         self.at += 1
         return part.decode("ascii")
 
     def name(self, module: Any, name: Any) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
-            self.fail("a name that is no text")
+            self.fail("a name is not text")
         named = Global(module, name)
         if named not in self.allowed:
-            self.fail(f"it names {clip(module)}.{clip(name)}, which is no data that this format has")
+            self.fail(f"it refers to {clip(module)}.{clip(name)}, which this format does not allow")
         return named
 
     def keys(self, values: list[Any]) -> list[Any]:
-        """Return values that will be hashed, each of a bounded size."""
+        """Return values that will be hashed, after checking that each has a limited size."""
         for value in values:
             if isinstance(value, tuple | frozenset):
                 left, parts = _MAX_KEY_PARTS, [value]
@@ -131,19 +128,19 @@ class _Decoder:
                     part = parts.pop()
                     left -= len(part)
                     if left < 0:
-                        self.fail("a key of too many parts")
+                        self.fail("a key has too many parts")
                     parts += [inner for inner in part if isinstance(inner, tuple | frozenset)]
         return values
 
     def mark(self) -> None:
-        """Begin a stack of its own: nothing below a mark can be popped above it."""
+        """Begin a new stack, so that nothing below a mark can be popped above it."""
         self.below.append(self.stack)
         self.stack = []
 
     def marked(self) -> list[Any]:
-        """End the stack that the last mark began; return its values."""
+        """End the stack of the last mark, and return its values."""
         if not self.below:
-            self.fail("no mark")
+            self.fail("a mark is missing")
         values, self.stack = self.stack, self.below.pop()
         return values
 
@@ -153,19 +150,19 @@ class _Decoder:
     def call(self) -> None:
         args, call = self.pop(), self.pop()
         if not isinstance(call, Global) or not isinstance(args, tuple):
-            self.fail("a call of what is no name")
+            self.fail("it calls something that is not a name")
         self.stack.append(PickleRecord(call, args))
 
     def build(self) -> None:
         state, record = self.pop(), self.stack[-1]
         if not isinstance(record, PickleRecord) or record.state is not None:
-            self.fail("state for what has none")
+            self.fail("it sets the state of something that has none")
         record.state = state
 
     def put(self, pairs: list[Any]) -> None:
         target = self.stack[-1]
         if len(pairs) % 2:
-            self.fail("a key without a value")
+            self.fail("a key has no value")
         both = zip(pairs[::2], pairs[1::2], strict=True)
         if isinstance(target, dict):
             self.keys(pairs[::2])
@@ -173,24 +170,24 @@ class _Decoder:
         elif isinstance(target, PickleRecord):
             target.items.extend(both)
         else:
-            self.fail("items for what is no dict")
+            self.fail("it adds items to something that is not a dict")
 
     def extend(self, values: list[Any]) -> None:
         if not isinstance(self.stack[-1], list):
-            self.fail("values for what is no list")
+            self.fail("it adds values to something that is not a list")
         self.stack[-1].extend(values)
 
     def add(self, values: list[Any]) -> None:
         if not isinstance(self.stack[-1], set):
-            self.fail("values for what is no set")
+            self.fail("it adds values to something that is not a set")
         self.stack[-1].update(self.keys(values))
 
     def run(self) -> Any:
         raw, memo, steps, size = self.raw, self.memo, _STEPS, len(self.raw)
         stack, at = self.stack, 0
         push = stack.append
-        # The most frequent opcodes inline, with the position in a local: the metadata of a large checkpoint has a
-        # million of them, and this takes half the time.
+        # Handle the most frequent opcodes inline, with the position in a local variable. The metadata of a large
+        # checkpoint has a million of them, and this takes half the time.
         while at < size:
             code = raw[at]
             at += 1
@@ -225,11 +222,11 @@ class _Decoder:
                 if code == 0x2E:  # STOP
                     value = stack.pop()
                     if stack or self.below or at != size:
-                        self.fail("something after its end")
+                        self.fail("there are bytes or values after its end")
                     return value
                 step = steps.get(code)
                 if step is None:
-                    self.fail(f"opcode {code:#04x}")
+                    self.fail(f"unknown opcode {code:#04x}")
                 step(self)
                 at = self.at
                 if stack is not self.stack:
@@ -252,7 +249,7 @@ def _tuple(count: int) -> Callable[[_Decoder], None]:
 
 
 def _marked(make: Callable[[list[Any]], Any]) -> Callable[[_Decoder], None]:
-    # The values first: the stack that they are pushed to is then the one below.
+    # Take the values first, because they are pushed to the stack below.
     def step(decoder: _Decoder) -> None:
         value = make(decoder.marked())
         decoder.stack.append(value)
@@ -274,7 +271,7 @@ def _signed(decoder: _Decoder, nbytes: int) -> int:
     return int.from_bytes(decoder.take(nbytes), "little", signed=True)
 
 
-# Source: the comments of Python's `pickletools`, by opcode.
+# Source: the comments in Python's `pickletools`, by opcode.
 _STEPS: dict[int, Callable[[_Decoder], Any]] = {
     0x80: lambda d: d.number(1) <= 5 or d.fail("its protocol is newer than 5"),
     0x95: lambda d: d.number(8),  # FRAME: a hint for readers from a stream
@@ -321,32 +318,32 @@ def decode(raw: bytes, allowed: frozenset[Global], *, uri: str) -> Any:
 
     Args:
         raw: the pickle and nothing else.
-        allowed: names that it may mention.
-        uri: named in errors.
+        allowed: names that the pickle may contain.
+        uri: name for errors.
 
     Raises:
-        FormatError: malformed, or it is not only such data.
+        FormatError: the pickle is malformed or contains other data.
 
-    Cost: memory in proportion to the length of `raw`, for any content; 0.4 us an opcode.
+    For any content, memory is proportional to the length of `raw`. An opcode takes 0.4 us.
     """
     decoder = _Decoder(raw, allowed, uri)
     try:
         return decoder.run()
     except (IndexError, KeyError, TypeError, UnicodeDecodeError, OverflowError) as error:
-        # An empty stack, a memo that is not there, a key that cannot be one, a text that is none.
+        # The stack is empty, a memo entry is missing, a key cannot be hashed, or a text is invalid.
         raise FormatError(f"a malformed pickle at byte {decoder.at}: {error}", uri=uri) from error
 
 
 def plain(value: Any, *, uri: str) -> Any:
-    """Return a decoded value with the records of plain Python and torch values replaced by these.
+    """Replace the records of plain Python and torch values in a decoded value with these values.
 
     Raises:
-        FormatError: it holds something else, has too many parts, or is nested too deep.
+        FormatError: the value holds something else, has too many parts, or is nested too deeply.
     """
     try:
         return _plain(value, uri, [MAX_VALUES], 0)
     except TypeError as error:
-        # A key or an element of a set that cannot be hashed.
+        # A key or a set element cannot be hashed.
         raise FormatError(f"a malformed value: {error}", uri=uri) from error
 
 
@@ -370,7 +367,7 @@ def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
     if not isinstance(value, PickleRecord):
         return value
     args = inner(value.args)
-    # By exact numbers and types: a record says what would be called, not that its arguments suit.
+    # Check numbers and types exactly, because a record's arguments need not suit its call.
     if value.state is None and not (value.items and value.call != _ORDERED):
         if value.call == _ORDERED and not args:
             return OrderedDict((inner(key), inner(item)) for key, item in value.items)
@@ -384,41 +381,37 @@ def _plain(value: Any, uri: str, left: list[int], depth: int) -> Any:
             return args[0].encode("latin1")
         if value.call == SIZE and len(args) == 1 and is_sizes(args[0]):
             return torch.Size(args[0])
-    raise FormatError(f"a value is made by {value.call.module}.{value.call.name} in a way that is not known", uri=uri)
+    raise FormatError(f"a value has an unknown call of {value.call.module}.{value.call.name}", uri=uri)
 
 
 def is_sizes(value: Any) -> bool:
-    """Return whether a decoded value is a sequence of sizes or offsets: integers from 0 on that fit torch's."""
+    """Return whether a decoded value is a sequence of sizes or offsets, which are non-negative and fit 64 bits."""
     return isinstance(value, tuple | list) and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
 
 
 def archive(value: Any) -> bytes:
-    """Return plain values as a torch.save archive that mentions no name but those in `PLAIN`.
+    """Return plain values as a torch.save archive that contains only names in `PLAIN`.
 
     Raises:
-        PlanError: a value is of another type, or has too many or too deeply nested parts.
+        PlanError: a value has a different type, too many parts, or is nested too deeply.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as file:
         for name, data in (("data.pkl", _pickle(value)), ("byteorder", b"little"), ("version", b"3\n")):
-            # With a fixed date: equal values are then equal bytes.
+            # Use a fixed date, so that equal values have equal bytes.
             file.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
     return buffer.getvalue()
 
 
 def copy_of(value: Any) -> Any:
-    """Return a copy of a plain value that shares nothing with it.
-
-    Raises:
-        PlanError: as `archive`.
-    """
+    """Return a copy of a plain value that shares nothing with it. Errors are those of `archive`."""
     if type(value) in {bool, float, str, bytes, type(None)}:
         return value
     return plain(decode(_pickle(value), PLAIN, uri="value"), uri="value")
 
 
 def _pickle(value: Any) -> bytes:
-    """Return the pickle of a plain value. Raises as `archive`."""
+    """Return the pickle of a plain value. Errors are those of `archive`."""
     out = bytearray(b"\x80\x02")
     _encode(value, out, [MAX_VALUES], 0)
     return bytes(out + b".")
@@ -485,4 +478,4 @@ def _encode(value: Any, out: bytearray, left: list[int], depth: int) -> None:
     elif kind is torch.dtype:
         _named(out, _DTYPE_NAMES[value])
     else:
-        raise PlanError(f"a value of type {kind.__module__}.{kind.__qualname__} is no plain data")
+        raise PlanError(f"a value of type {kind.__module__}.{kind.__qualname__} is not plain data")

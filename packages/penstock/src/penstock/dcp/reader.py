@@ -1,11 +1,8 @@
-"""`CheckpointReader`: torch DCP's `StorageReader` over every storage of Penstock.
+"""`CheckpointReader` implements torch DCP's `StorageReader` for every storage of Penstock.
 
-In: a URI, DCP's load plan and planner. Out: the tensors of a state dict, filled in place; a report.
-Not here: which bytes an item has (`checkpoint`, `parts`), the reading (`local_files`, `loader`), DCP's planning.
-
-    read items -> parts: a box of a stored item, with its targets
-    local files, host memory:  --copied, a part at a time (`local_files`)--> the planner's tensors, in place
-    others: a load plan for each device  --read, or staged-->               the planner's tensors, in place
+read items -> parts: a box of a stored item, with its targets
+local files, host memory:  --copied, a part at a time (`local_files`)--> the planner's tensors, in place
+others: a load plan for each device  --read, or staged-->               the planner's tensors, in place
 """
 
 from __future__ import annotations
@@ -46,14 +43,14 @@ from penstock.telemetry.journey import Journey
 from penstock.types import Box
 
 _MAX_GAP_BYTES = 128 << 10
-"""Unwanted bytes read rather than skipped. The gap between two parts of a rank is what the other ranks read: with the
-1 MiB of a load, two ranks read all of a model of 300 tensors of 0.9 MiB, twice what they needed."""
+"""Maximum gap in bytes that is read instead of skipped. A gap between two parts of a rank is read by other ranks. With
+the 1 MiB of a load, two ranks read a whole model with 300 tensors of 0.9 MiB, twice the bytes they needed."""
 
 
 class _Unreadable(Metadata):
-    """The metadata of a checkpoint that cannot be read: the error is raised when it is used.
+    """The metadata of an unreadable checkpoint, which raises the error when it is used.
 
-    DCP catches what `read_metadata` raises and keeps only its text, in an AssertionError. An error that is raised one
+    DCP catches errors from `read_metadata` and keeps only their text, in an AssertionError. An error that is raised one
     step later reaches the caller unchanged, in `CheckpointException.failures`.
     """
 
@@ -67,23 +64,23 @@ class _Unreadable(Metadata):
 
 
 class CheckpointReader(StorageReader):
-    """Reads a checkpoint for `torch.distributed.checkpoint.load`: safetensors, or DCP's own format.
+    """Reads a checkpoint in safetensors or DCP's own format for `torch.distributed.checkpoint.load`.
 
     Args:
-        uri: what `penstock.load` takes: a directory, a file, an index, `s3://`, `hf://`, `http://`...; None: DCP gives
-            it, as `checkpoint_id`.
-        verify: whether bytes are compared with digests; see `penstock.load`. Parts of tensors have none.
-        memory_bytes: limit of host staging; see `penstock.load`.
-        storage_options: credentials and endpoint of an object store; see `penstock.load`.
-        cast: tensors of another dtype than the stored one are filled by a cast, as torch's readers do; False: they are
-            a PlanError.
+        uri: a URI as for `penstock.load`, such as a directory, a file, an index, `s3://`, `hf://` or `http://`. None
+            means that DCP passes it as `checkpoint_id`.
+        verify: whether bytes are compared with digests. See `penstock.load`. Parts of tensors have no digests.
+        memory_bytes: limit of host staging. See `penstock.load`.
+        storage_options: credentials and endpoint of an object store. See `penstock.load`.
+        cast: whether a tensor is cast if its dtype differs from the stored one, as torch's readers do. If False, a
+            different dtype is a PlanError.
 
     Attributes:
-        reports: of the last load, one for each device.
+        reports: reports of the last load, one for each device.
 
-    Each rank reads the bytes of its own tensors, once, into their memory. All files are opened and checked, on all
-    ranks, before the first byte of a tensor is read. Errors are `PenstockError`s, in DCP's
-    `CheckpointException.failures` by rank.
+    Each rank reads the bytes for its own tensors once, into their memory. All ranks open and check all their files
+    before the first byte of a tensor is read. Errors are `PenstockError`s in DCP's `CheckpointException.failures`, by
+    rank.
     """
 
     def __init__(
@@ -121,14 +118,17 @@ class CheckpointReader(StorageReader):
         """See `StorageReader.validate_checkpoint_id`: any path or URI may be a checkpoint."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
-    # DCP asks a reader whose method takes any keywords for metadata of single ranks, after an error.
+    # If this method took any keywords, DCP would request the metadata of single ranks after an error.
     def read_metadata(self) -> Metadata:
-        """Open the checkpoint and return its metadata; of one that cannot be read, metadata that raises when used."""
+        """Open the checkpoint and return its metadata.
+
+        If it cannot be read, the metadata raises the error when used.
+        """
         self.close()
         self.reports = []
         try:
             if self._uri is None:
-                raise PlanError("the reader has no URI", hint="give CheckpointReader(uri), or load(checkpoint_id=)")
+                raise PlanError("the reader has no URI", hint="pass CheckpointReader(uri) or load(checkpoint_id=)")
             with paused_gc():
                 checkpoint = open_checkpoint(self._uri, settings=self._settings, storage_options=self._storage_options)
         except PenstockError as error:
@@ -143,27 +143,31 @@ class CheckpointReader(StorageReader):
             raise metadata.error
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Open and check every file that this rank needs: an error ends the load on all ranks, nothing touched."""
+        """Open and check every file that this rank needs.
+
+        An error ends the load on all ranks before any tensor is touched.
+        """
         self._opened().locate(item.storage_index for item in plan.items)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """See `StorageReader.prepare_global_plan`: each rank reads what its own tensors need."""
+        """See `StorageReader.prepare_global_plan`. Each rank reads the bytes for its own tensors."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read every item of the plan into the planner's tensors; return a future that is done.
+        """Read every item of the plan into the planner's tensors. Return a finished future.
 
         Raises:
-            PenstockError: with `mutated=True` when tensors were touched: they must be filled again before use.
+            PenstockError: the read failed. If `mutated` is True, tensors were touched and must be filled again before
+                use.
         """
         checkpoint = self._opened()
-        # A planner may have changed the plan since.
+        # The planner may have changed the plan since `prepare_local_plan`.
         checkpoint.locate(item.storage_index for item in plan.items)
         parts = self._parts(checkpoint, plan.items, planner)
         values = [part for part in parts if part.row.is_bytes]
         with deferred_interrupts(None), paused_gc():
-            # Values that are no tensors first: what cannot be decoded must not leave tensors half loaded.
+            # Read other values before tensors, because an undecodable value must not leave tensors half loaded.
             if values:
                 self._fill(checkpoint, torch.device("cpu"), values)
             decoded = [_value(part, checkpoint.uri) for part in values]
@@ -174,17 +178,17 @@ class CheckpointReader(StorageReader):
                 try:
                     self._fill(checkpoint, device, [part for part in tensors if part.device == device])
                 except PenstockError as error:
-                    # The tensors of another device may be filled already.
+                    # The tensors on a different device may already be filled.
                     error.mutated |= any(report.nbytes for report in self.reports[bool(values) :])
                     if error.mutated:
                         note_written(target for _, target in filled)
                     raise
-            # Bytes are read into the tensors by address, which torch does not see.
+            # Torch does not notice that bytes are read into the tensors by address.
             note_written(target for _, target in filled)
         for part, value in zip(values, decoded, strict=True):
             for item in part.items:
                 planner.load_bytes(item, io.BytesIO(value))
-        # Only now, when all of them are complete and compared.
+        # Commit the tensors only now, when all of them are complete and verified.
         for part in tensors:
             for item, target in zip(part.items, part.targets, strict=True):
                 planner.commit_tensor(item, target)
@@ -201,11 +205,11 @@ class CheckpointReader(StorageReader):
 
     def _opened(self) -> Checkpoint:
         if self._checkpoint is None:
-            raise PlanError("the checkpoint is not open", hint="DCP calls read_metadata first; so must you")
+            raise PlanError("the checkpoint is not open", hint="call read_metadata first, as DCP does")
         return self._checkpoint
 
     def _parts(self, checkpoint: Checkpoint, items: Sequence[ReadItem], planner: LoadPlanner) -> list[FilePart]:
-        """Return what must be read, each box once, with the tensors that it fills."""
+        """Return the boxes to read, each once, with the tensors that they fill."""
         parts: dict[tuple[str, int, int, Box | None, torch.device], FilePart] = {}
         for item in items:
             row = checkpoint.row(item.storage_index)
@@ -231,23 +235,23 @@ class CheckpointReader(StorageReader):
     def _require_fit(self, checkpoint: Checkpoint, item: ReadItem, row: CheckpointRow, target: torch.Tensor) -> None:
         dtype = torch_dtype(row.dtype)
         if tuple(target.shape) != tuple(item.lengths):
-            fault = f"{list(item.lengths)} elements are read, the planner's tensor has {list(target.shape)}"
+            fault = f"the plan reads {list(item.lengths)} elements, but the planner's tensor has {list(target.shape)}"
             raise PlanError(fault, uri=checkpoint.uri, tensor=row.name)
         if target.device.type not in {"cpu", "cuda"}:
-            hint = "give it memory first: module.to_empty(device=...)" if target.is_meta else None
+            hint = "allocate its memory first with module.to_empty(device=...)" if target.is_meta else None
             raise PlanError(f"a tensor is on the {target.device.type} device", tensor=row.name, hint=hint)
         if not self._cast and target.dtype != dtype:
-            fault = f"the checkpoint has {dtype}, the state has {target.dtype}"
-            raise PlanError(fault, uri=checkpoint.uri, tensor=row.name, hint="cast=True converts it")
+            fault = f"the checkpoint has {dtype}, but the state has {target.dtype}"
+            raise PlanError(fault, uri=checkpoint.uri, tensor=row.name, hint="convert it with cast=True")
 
     def _fill(self, checkpoint: Checkpoint, device: torch.device, parts: list[FilePart]) -> None:
         """Run one load plan for the parts of one device."""
-        # In file order, the order of the plan's rows.
+        # Sort the parts in file order, which is the order of the plan's rows.
         parts.sort(key=lambda part: (part.row.file, part.row.offset))
         rows = [part.row for part in parts]
         options = ReadOptions(
             device=device,
-            # Not None: these may be a part of the set, which has no digest of its own then.
+            # Use a list and not None, because a part of the set has no digest.
             names=[],
             verify=self._verify,
             settings=ReadSettings(storage_options=self._storage_options),
@@ -267,7 +271,7 @@ class CheckpointReader(StorageReader):
             journey.received = session.received
             session.phases.enter("plan")
             is_local = all(isinstance(source, FileSource) for source in session.weights.sources)
-            # Values that are no tensors are read into memory of their own: an error leaves the state as it was.
+            # Other values are read into new memory, so an error leaves the state unchanged.
             with nullcontext() if parts and parts[0].row.is_bytes else marks_target(session):
                 if is_local and device.type == "cpu":
                     fill = LocalFill(session, parts)
@@ -281,7 +285,7 @@ class CheckpointReader(StorageReader):
         self.reports.append(report)
 
     def _run(self, session: LoadSession, parts: list[FilePart], device: torch.device) -> int:
-        """Read parts of remote files, or for a GPU, by a run of the load engine; return their bytes."""
+        """Read parts of remote files or for a GPU with the load engine. Return the number of bytes."""
         is_host = device.type == "cpu"
         plan = session.make_plan(
             table_of([part.row for part in parts]),
@@ -300,7 +304,7 @@ class CheckpointReader(StorageReader):
             else CudaPlace(device, sizes, slabs)
         )
         checker = session.checker(plan, place)
-        # Slabs of their own are allocated when reads reach them: these stay near those that are delivered.
+        # New slabs are allocated when reads reach them. The window keeps reads near the delivered slabs.
         window = 0 if None not in slabs else self._settings.memory_bytes
         run = session.begin(plan, place, checker=checker, window_bytes=window)
         session.enter_move()
@@ -313,9 +317,10 @@ class CheckpointReader(StorageReader):
 
 
 def _value(part: FilePart, uri: str) -> bytes:
-    """Return a value's archive, written anew from its decoded content.
+    """Return a new archive with a value's decoded content.
 
-    DCP's planner runs the pickle in the archive that it is given: it is never given one of the checkpoint.
+    DCP's planner executes the pickle in the archive that it receives, so it never receives an archive from the
+    checkpoint.
     """
     try:
         raw = distcp.member_of(part.data, "data.pkl", uri=uri, tensor=part.row.name)

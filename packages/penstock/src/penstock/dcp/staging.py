@@ -1,15 +1,11 @@
-"""Copies of a state for an asynchronous save, in host memory of a bound that is kept between saves.
-
-In: a state dict. Out: a state dict that training does not change, as far as the bound allows; what is beyond it is
-written before `async_save` returns.
-Not here: the writing (`writer`), what can be stored (`stored`, `pickled`).
-
-DCP looks for tensors in mappings and lists of any class, and in nothing else. Everything else is a value, and values
-are copied too. A value or tensor that cannot be stored is replaced by a refusal, which DCP's collective reports: an
-error on one rank alone would leave the others waiting.
+"""Copies a state for an asynchronous save, into host memory of limited size that is kept between saves.
 
     stage: tensors -> the arena, up to `staging_bytes` -> DCP's thread plans and writes, tensors that are live first
     synchronize_staging: waits for those; then training goes on while the arena is written
+
+DCP looks for tensors only in mappings and lists. Everything else is a value, and values are copied too. A value or
+tensor that cannot be stored is replaced by a refusal, which DCP's collective reports. An error on only one rank would
+leave the others waiting.
 """
 
 from __future__ import annotations
@@ -30,20 +26,20 @@ from penstock.errors import PeerLost, PlanError
 
 _ALIGN = 64
 _INNER = (Mapping, list, torch.Tensor)
-"""What DCP looks at in a list. A list without them is one value."""
+"""Types that DCP looks for in a list. A list without them is one value."""
 _POLL_S = 0.01
 
 
 class Staging(AsyncStager):
-    """The stager of a writer: DCP asks a writer that is one.
+    """The stager of a writer. DCP uses a writer as a stager if it is one.
 
     Args:
-        staging_bytes: size of the arena; None: what the first state needs.
-        stall_s: deadline for the save to begin.
+        staging_bytes: size of the arena. None means the size that the first state needs.
+        stall_s: seconds within which the save must begin.
 
     Attributes:
-        written_live: set once everything that is no copy was written.
-        has_live: whether the state has tensors that are no copies.
+        written_live: set when every tensor that is not a copy was written.
+        has_live: whether the state has tensors that are not copies.
     """
 
     def __init__(self, staging_bytes: int | str | None, stall_s: float) -> None:
@@ -57,12 +53,12 @@ class Staging(AsyncStager):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """Return whether a part of the state must be written before training goes on."""
+        """Return whether a part of the state must be written before training continues."""
         return self.has_live
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state with its tensors copied, as far as the arena has room. Waits for the save before."""
-        # The arena is still read by it.
+        """Wait for the previous save, and return the state with copies of the tensors that fit in the arena."""
+        # The previous save still reads the arena.
         self._wait(lambda: False)
         self._thread = None
         tensors: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -74,24 +70,23 @@ class Staging(AsyncStager):
             uncopied.append(tensor)
             return tensor
 
-        # Values are copied here, before the tensors: that takes longer, and other threads may change both.
+        # Copy values before the tensors, because this takes longer and other threads may change both.
         staged = _map(state_dict, note, "")
         needed = sum(_room(tensor) for tensor in tensors.values())
         size = needed if self._limit is None else min(needed, self._limit)
         if self._arena.numel() < size:
-            # Dropped first: two of them would be twice the bound.
+            # Free the old arena first, because two arenas would need twice the limit.
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._arena = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
         at = 0
-        # Large ones first: small ones then fill what is left.
+        # Copy large tensors first, so that small ones fill the rest.
         for key, tensor in sorted(tensors.items(), key=lambda pair: -pair[1].nbytes):
             if at + _room(tensor) > size:
                 continue
             copy = self._arena[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             copies[key] = copy.copy_(tensor, non_blocking=True)
             at += _room(tensor)
-        # Each device has its own queue of copies.
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         self.written_live.clear()
@@ -101,33 +96,33 @@ class Staging(AsyncStager):
             return copies.get(_key(tensor), tensor) if has_own_storage(tensor) else tensor
 
         result: dict[str, Any] = _map(staged, copied, "", is_staged=True)
-        # Last: where there is no memory for the arena no save begins, and the next one has none to wait for.
+        # Set this last. If there is no memory for the arena, no save begins, and the next one must not wait for it.
         self._is_busy = True
         return result
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in the arena."""
+        """Return whether a tensor is in the arena."""
         return (
             has_own_storage(tensor) and tensor.untyped_storage().data_ptr() == self._arena.untyped_storage().data_ptr()
         )
 
     def synchronize_staging(self) -> None:
-        """Return once nothing of the caller's own memory is read any more; at once where the save has failed."""
+        """Wait until the caller's memory is not read any more. Return at once if the save has failed."""
         self._wait(self.written_live.is_set)
 
     def begin(self, thread: threading.Thread) -> None:
-        """Note the thread that saves."""
+        """Store the thread that saves."""
         self._thread = thread
 
     def release(self) -> None:
-        """Note that the state is not read any more."""
+        """Record that the state is not read any more."""
         self._is_busy = False
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Wait until `done`, or the save that was staged has ended. PeerLost: it does not begin."""
+        """Wait until `done` returns true or the staged save has ended. Raise PeerLost if the save does not begin."""
         begun = time.monotonic()
         while self._is_busy and not done():
-            # DCP runs each save on a thread of its own, which ends with it, also where it fails before it writes.
+            # DCP runs each save in a new thread, which also ends if the save fails before it writes.
             if self._thread is not None and not self._thread.is_alive():
                 return
             if self._thread is None and time.monotonic() - begun > self._stall_s:
@@ -145,13 +140,13 @@ def _room(tensor: torch.Tensor) -> int:
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the identity of a tensor's memory and of what it makes of it: tied weights are copied once."""
+    """Return a key for a tensor's memory and view, so that tied weights are copied once."""
     views = tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, views
 
 
 class _Refusal:
-    """A value of the state that cannot be stored; it raises its error when DCP writes it."""
+    """A value that cannot be stored. It raises its error when DCP writes it."""
 
     def __init__(self, error: PlanError) -> None:
         self._error = error
@@ -161,13 +156,13 @@ class _Refusal:
 
 
 def _map(value: Any, change: Callable[[torch.Tensor], torch.Tensor], name: str, *, is_staged: bool = False) -> Any:
-    """Return a nested state with its tensors changed, of a DTensor its local part, and its values copied.
+    """Return a nested state with changed tensors and copied values. In a DTensor the local tensor is changed.
 
     Args:
         value: a part of the state.
-        change: returns another tensor for one that can be stored.
-        name: of the part, for errors.
-        is_staged: the state was made by this function; its values are copies already.
+        change: returns a new tensor for a tensor that can be stored.
+        name: name of the part, for errors.
+        is_staged: whether this function already made the state, so that its values are copies.
     """
     if isinstance(value, Mapping):
         return {key: _map(item, change, _name(name, key), is_staged=is_staged) for key, item in value.items()}
@@ -192,7 +187,7 @@ def _name(name: str, key: object) -> str:
 
 def _map_tensor(value: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor], name: str) -> torch.Tensor:
     require_storable(value, name)
-    # A class with shards of its own plans them itself.
+    # A class that has shards plans them itself.
     return change(value.detach() if has_own_storage(value) else value)
 
 

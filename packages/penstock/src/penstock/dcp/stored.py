@@ -1,8 +1,4 @@
-"""Tensors as files of safetensors store them: the elements in order, as bytes; and the kinds that have no such form.
-
-In: tensors of a state. Out: a reason why a tensor cannot be stored; its bytes.
-Not here: places in files (`writer`), copies for asynchronous saves (`staging`).
-"""
+"""Converts tensors to the bytes that safetensors files store, and refuses tensors that cannot be stored."""
 
 from __future__ import annotations
 
@@ -16,12 +12,12 @@ from penstock.errors import DeviceOutOfMemory, PlanError
 from penstock.loader.tensor import dtype_of
 
 _ODD = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError)
-"""The errors of subclasses that wrap other tensors: each answers the same calls in its own way."""
+"""Errors from subclasses that wrap other tensors. Each subclass reacts to the same calls differently."""
 _HINT = "save a dense tensor of its values, or leave it out of the state"
 
 
 def require_storable(tensor: torch.Tensor, name: str) -> None:
-    """Raise PlanError for a tensor that has no bytes which could be stored. No byte of it is read."""
+    """Raise PlanError for a tensor that cannot be stored. None of its bytes are read."""
     fault = _fault_of(tensor)
     if fault is not None:
         raise refusal(fault, name)
@@ -48,9 +44,9 @@ def _fault_of(tensor: torch.Tensor) -> str | None:
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
             there = tensor.untyped_storage().nbytes()
-            # Its address is that of nothing: reading it would end the process.
+            # Reading from its address would crash the process.
             if there < needed:
-                return f"its storage was freed: {there} bytes are there, {needed} are needed"
+                return f"its storage was freed: it has {there} bytes, but {needed} are needed"
         return None
     if hasattr(tensor, "__create_write_items__") or isinstance(tensor, ShardedTensor):
         return None
@@ -68,31 +64,32 @@ def refusal(fault: str, name: str) -> PlanError:
 
 
 def has_own_storage(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's elements lie in its own storage, and not in tensors that a subclass wraps."""
+    """Return whether a tensor's elements are in its own storage and not in tensors that a subclass wraps."""
     return not is_traceable_wrapper_subclass(tensor) and (
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     )
 
 
 def bytes_of(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the elements of a tensor in order, as bytes on its device. Views that negate or conjugate are resolved.
+    """Return a tensor's elements in order, as bytes on its device. Conjugate and negative views are resolved.
 
     Args:
-        tensor: of any strides. It is not copied if it is contiguous.
-        name: of the tensor, for errors.
+        tensor: a tensor with any strides. It is not copied if it is contiguous.
+        name: name of the tensor, for errors.
 
     Raises:
-        PlanError: it has no bytes that could be stored. DeviceOutOfMemory: there is no room to make it contiguous.
+        PlanError: the tensor cannot be stored.
+        DeviceOutOfMemory: there is not enough memory to make it contiguous.
     """
     require_storable(tensor, name)
     try:
         whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        # Not `reshape`: a dimension of one element may have any stride, which a view as bytes refuses.
+        # Do not use `reshape`. A dimension with one element may have any stride, which a view as bytes refuses.
         raw = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
         if has_own_storage(raw):
             return raw
     except torch.OutOfMemoryError as error:
-        message = f"{tensor.device} has no room to make a tensor contiguous"
+        message = f"{tensor.device} has no memory to make a tensor contiguous"
         raise DeviceOutOfMemory(message, tensor=name, hint="save contiguous tensors") from error
     except _ODD as error:
         raise refusal(f"{type(tensor).__name__}: {error}", name) from error

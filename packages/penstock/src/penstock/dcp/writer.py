@@ -1,14 +1,11 @@
-"""`CheckpointWriter`: torch DCP's `StorageWriter` for verified checkpoints of safetensors, published atomically.
-
-In: DCP's save plan and planner. Out: a directory or prefix of safetensors files with whole tensors, an index and a
-manifest of digests.
-Not here: the directory and its publication (`storage.output`), copies for an asynchronous save (`staging`).
+"""`CheckpointWriter` implements torch DCP's `StorageWriter` for verified safetensors checkpoints, published atomically.
 
     plans of all ranks -> one table of whole tensors: every byte has its place before any rank writes
     each rank: its parts --pwrite, digest--> .DST.penstock-dcp-NUMBER/
     coordinator: digests that are missing, manifest --rename--> DST/
 
-The files hold whole tensors, not a rank's parts: `penstock.load`, transformers and torch's readers read them too.
+The files hold whole tensors, not a rank's parts, so `penstock.load`, transformers and torch's readers can read them
+too. `storage.output` has the directory and its publication, and `staging` the copies for an asynchronous save.
 """
 
 from __future__ import annotations
@@ -53,19 +50,20 @@ from penstock.types import GIB, MIB, U64, Box, DType, FileEntry, Manifest, Tenso
 from penstock.waits import Threads
 
 VALUES_NAME = "values.safetensors"
-"""The file of what is no tensor, and of the planner's table."""
+"""Name of the file with values that are not tensors, and with the planner's table."""
 
 MAX_FILE_BYTES = 5 * GIB
-"""Largest file, but for one tensor. Source: the default of transformers' save_pretrained was 5 GB, and hubs suit it."""
+"""Maximum file size in bytes. A larger tensor gets a separate file. Source: transformers' save_pretrained had 5 GB as
+its default, which suits hubs."""
 
 MAX_VALUE_BYTES = 64 * MIB
-"""Most bytes of one value: they pass through a collective of DCP to the coordinator."""
+"""Maximum size in bytes of a value, which passes through a DCP collective to the coordinator."""
 
 _PIECE_BYTES = 8 * MIB
-"""Bytes that are digested and written at once: a whole number of leaves, and few enough to stay in a core's cache."""
+"""Bytes to digest and write at once. They are a whole number of leaves and stay in a core's cache."""
 
 _TOKEN = "dcp-"
-"""Begins the token of a staging directory; see `OutputPlace.staging`."""
+"""Prefix of a staging directory's token. See `OutputPlace.staging`."""
 
 _PLAIN_HINT = "save numbers, texts, bytes, and lists, tuples, dicts and sets of them, or tensors"
 _INDEX_NAME = "model.safetensors.index.json"
@@ -74,7 +72,7 @@ _METADATA = {"format": "pt"}
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class _Target:
-    """The place that a save writes to: sent to every rank with its plan."""
+    """The place to which a save writes. Every rank receives it with its plan."""
 
     directory: str
     table: TensorTable
@@ -83,7 +81,7 @@ class _Target:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Written:
-    """The part of an item that a rank wrote: digests of whole leaves, by their number in the tensor; or a value."""
+    """The result of a rank's write: digests of whole leaves by their number in the tensor, or a value."""
 
     leaves: dict[int, int]
     value: bytes | None = None
@@ -93,16 +91,16 @@ class CheckpointWriter(Staging, StorageWriter):
     """Writes a checkpoint for `torch.distributed.checkpoint.save` and `async_save`.
 
     Args:
-        uri: a directory, or a prefix of an object store; None: DCP gives it, as `checkpoint_id`.
-        replace: take the place of a checkpoint at that directory; until the new one is complete, the old one stays.
-        scratch: for an object store: a directory that all ranks share, where the files grow; None: the system's
-            directory for temporary files, for ranks of one host.
-        staging_bytes: most host memory for copies of an asynchronous save; None: as much as the state needs. What does
-            not fit is written before `async_save` returns.
+        uri: a directory, or a prefix in an object store. None means that DCP passes it as `checkpoint_id`.
+        replace: whether to replace a checkpoint in that directory. The old one stays until the new one is complete.
+        scratch: for an object store, a directory shared by all ranks, in which the files are written. None means the
+            system's temporary directory, if all ranks are on one host.
+        staging_bytes: limit in bytes for host memory with copies for an asynchronous save. None means as much as the
+            state needs. Tensors that do not fit are written before `async_save` returns.
         storage_options: credentials and endpoint of an object store.
 
-    All ranks need the directory, on one file system. The checkpoint appears by a rename when every rank has written and
-    every digest is known: a save that fails or is killed leaves the one before.
+    All ranks need access to the directory on one file system. The checkpoint appears with a rename when every rank has
+    written and every digest is known. A save that fails or is killed leaves the previous checkpoint.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class CheckpointWriter(Staging, StorageWriter):
     ) -> None:
         self._settings = Settings.read()
         Staging.__init__(self, staging_bytes, self._settings.stall_s)
-        # `run/step-0` is a path here, and not the name of a repository that `load` would take it for.
+        # Here `run/step-0` is a path, although `load` would take it for the name of a repository.
         self._uri = None if uri is None else text_of(uri)
         self._replace = replace
         self._scratch = scratch
@@ -153,7 +151,10 @@ class CheckpointWriter(Staging, StorageWriter):
         self._target = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check names, dtypes and layouts. PlanError: the format has no such name or tensor; nothing is written."""
+        """Check names, dtypes and layouts before anything is written.
+
+        Raise PlanError if the format cannot store one of them.
+        """
         for item in plan.items:
             require_name(item.index.fqn, uri=self._uri)
             if item.tensor_data is not None:
@@ -164,20 +165,21 @@ class CheckpointWriter(Staging, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Give every tensor its place and make the files, hidden. Called on the coordinator.
+        """Assign a place to every tensor and create the hidden files. DCP calls this on the coordinator.
 
         Raises:
-            ConfigError: something is at the destination already. DiskFull, DestinationError: as their names say.
+            ConfigError: the destination already exists.
+            DiskFull, DestinationError: as their names say.
         """
         if self._uri is None:
-            raise ConfigError("the writer has no URI", hint="give CheckpointWriter(uri), or save(checkpoint_id=)")
-        # DCP does not tell a coordinator that another rank has failed: the save before this one may have ended midway.
+            raise ConfigError("the writer has no URI", hint="pass CheckpointWriter(uri) or save(checkpoint_id=)")
+        # DCP does not report another rank's failure to the coordinator, so the previous save may have ended midway.
         self._discard()
         if is_remote(self._uri):
             require_free_remote(self._uri, settings=self._settings, storage_options=self._storage_options)
             if self._replace:
                 raise ConfigError("replace=True needs a directory", uri=self._uri, hint="write to another prefix")
-            # The same for each save to this prefix, so that the next one finds what a dead one left.
+            # Use the same name for each save to this prefix, so that the next save finds what a dead one left.
             name = f"penstock-dcp-{blake3(self._uri.encode()).hexdigest(length=16)}"
             place = OutputPlace(
                 path=Path(self._scratch or tempfile.gettempdir()).absolute() / name, keeps_directory=False
@@ -187,8 +189,8 @@ class CheckpointWriter(Staging, StorageWriter):
             place.require_free(replace=self._replace)
         table, body_nbytes = _layout([item for plan in plans for item in plan.items])
         remove_dead(place, _TOKEN)
-        # A name of its own: ranks of a save that was killed may still write to the files of that one. The system's
-        # directory for temporary files is other users' too.
+        # Use a new name, because ranks of a killed save may still write to its files. Other users can access the
+        # system's temporary directory, so restrict the mode there.
         staging, mode = place.staging(f"{_TOKEN}{secrets.token_hex(4)}"), 0o700 if is_remote(self._uri) else 0o777
         self._claim = DestinationClaim.open(place.path, staging, mode=mode, is_shared=True)
         self._place = place.path
@@ -201,14 +203,14 @@ class CheckpointWriter(Staging, StorageWriter):
         return [replace(plan, storage_data=target) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's parts and return their digests; see `StorageWriter.write_data`."""
+        """Write this rank's parts and return their digests. See `StorageWriter.write_data`."""
         target: _Target = plan.storage_data
         self._target = target
         rows = {name: row for row, name in enumerate(target.table.names)}
         out = _output(target)
         try:
             out.open()
-            # What training may change as soon as it goes on is written first.
+            # Write first what training may change when it continues.
             items = sorted(plan.items, key=lambda item: not self._is_live(planner, item))
             first_staged = sum(self._is_live(planner, item) for item in items)
 
@@ -232,14 +234,17 @@ class CheckpointWriter(Staging, StorageWriter):
         return done
 
     def _is_live(self, planner: SavePlanner, item: WriteItem) -> bool:
-        """Return whether an item is the caller's own memory, in an asynchronous save."""
+        """Return whether an item is in the caller's memory, in an asynchronous save."""
         if item.type is WriteItemType.BYTE_IO or not self.has_live:
             return False
         tensor = planner.resolve_data(item)
         return isinstance(tensor, torch.Tensor) and not self.owns(tensor)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Digest what no rank could, write index and manifest, and let the checkpoint appear. On the coordinator."""
+        """Compute the missing digests, write index and manifest, and publish the checkpoint.
+
+        DCP calls this on the coordinator.
+        """
         target, uri = self._target, self._uri
         assert target is not None and uri is not None
         out = _output(target)
@@ -261,11 +266,11 @@ class CheckpointWriter(Staging, StorageWriter):
                 out.publish(self._place, small, replace=self._replace)
         finally:
             out.close()
-            # Published, or of no use any more: no rank writes to it after its results were gathered.
+            # The directory is published or useless by now. No rank writes to it after its results were gathered.
             self._discard()
 
     def _discard(self) -> None:
-        """Remove the directory of a save if it was not published, and release its lock."""
+        """Remove the directory of a save that was not published, and release its lock."""
         if self._claim is not None:
             shutil.rmtree(self._claim.staging, ignore_errors=True)
             self._claim.close()
@@ -284,7 +289,7 @@ def _dtype_of(item: WriteItem) -> DType:
         error.tensor = item.index.fqn
         raise
     if dtype is DType.F4:
-        raise PlanError("tensors of F4 are not written", tensor=item.index.fqn, hint="view them as torch.uint8")
+        raise PlanError("F4 tensors cannot be saved", tensor=item.index.fqn, hint="view them as torch.uint8")
     return dtype
 
 
@@ -295,15 +300,15 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
-    """Return the table of whole tensors, with their places in files, and the bytes of each file's bodies."""
+    """Return the table of whole tensors with their places in files, and the size of each file's body."""
     tensors: dict[str, tuple[DType, tuple[int, ...]]] = {}
     for item in items:
         if item.tensor_data is not None:
             tensors.setdefault(item.index.fqn, (_dtype_of(item), tuple(item.tensor_data.size)))
     for item in items:
         if item.tensor_data is None and item.index.fqn in tensors:
-            raise PlanError("one rank has a tensor of this name, another a value", tensor=item.index.fqn)
-    # Wide elements first, so that every tensor is aligned to its own; safetensors' writers do the same.
+            raise PlanError("one rank has a tensor with this name, another has a value", tensor=item.index.fqn)
+    # Put wide elements first, so that every tensor is aligned to its element size, as safetensors' writers do.
     names = sorted(tensors, key=lambda name: (-tensors[name][0].bits, name))
     files: list[int] = [0]
     file_index, offsets, sizes = [], [], []
@@ -328,14 +333,14 @@ def _layout(items: list[WriteItem]) -> tuple[TensorTable, tuple[int, ...]]:
 
 
 def _write_tensor(out: OutputSet, row: int, item: WriteItem, tensor: torch.Tensor | io.BytesIO) -> _Written:
-    """Write a part of a tensor at its places in the whole; return the digests of the leaves that lie in one run."""
+    """Write a part of a tensor at its places in the whole tensor. Return the digests of leaves that lie in one run."""
     table = out.table
     data, size = item.tensor_data, int(table.nbytes[row])
     assert data is not None and isinstance(tensor, torch.Tensor)
     expected = (data.properties.dtype, tuple(data.chunk.sizes))
     if (tensor.dtype, tuple(tensor.shape)) != expected:
         fault = (
-            f"the planner gives {tensor.dtype} {list(tensor.shape)}, its plan says {expected[0]} {list(expected[1])}"
+            f"the planner returned {tensor.dtype} {list(tensor.shape)}, its plan has {expected[0]} {list(expected[1])}"
         )
         raise PlanError(fault, tensor=item.index.fqn)
     stop = tuple(at + n for at, n in zip(data.chunk.offsets, data.chunk.sizes, strict=True))
@@ -358,12 +363,12 @@ def _write_tensor(out: OutputSet, row: int, item: WriteItem, tensor: torch.Tenso
 def _write_run(
     out: OutputSet, file: int, base: int, start: int, size: int, run: torch.Tensor, leaves: dict[int, int]
 ) -> None:
-    """Write `[start, start + run)` of a tensor of `size` bytes, which lies at `base` of a file."""
+    """Write bytes `[start, start + run)` of a tensor that has `size` bytes and begins at offset `base` in its file."""
     at, stop = start, start + run.numel()
     while at < stop:
-        # To the next boundary first, so that all other pieces are whole leaves.
+        # End the first piece at the next boundary, so that all other pieces are whole leaves.
         end = min(stop, (at // _PIECE_BYTES + 1) * _PIECE_BYTES)
-        # From a device a piece at a time: host memory is bounded by pieces, not by tensors.
+        # Copy from a device a piece at a time, so that pieces and not tensors limit the host memory.
         piece = run[at - start : end - start].cpu().numpy().data
         first = -(-at // leaf.LEAF_BYTES)
         last = -(-end // leaf.LEAF_BYTES) if end == size else end // leaf.LEAF_BYTES
@@ -378,7 +383,7 @@ def _write_run(
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> _Written:
-    """Return a value that is no tensor, as an archive of plain data. PlanError: it is not plain data."""
+    """Return a value that is not a tensor as an archive of plain data. Raise PlanError if it is not plain data."""
     name = item.index.fqn
     try:
         stored = planner.resolve_data(item)
@@ -395,12 +400,12 @@ def _value(item: WriteItem, planner: SavePlanner) -> _Written:
         raise PlanError(f"a value is not plain data: {error.message}", tensor=name, hint=_PLAIN_HINT) from error
     raw = archive(value)
     if len(raw) > MAX_VALUE_BYTES:
-        raise PlanError(f"a value has {len(raw)} bytes; at most {MAX_VALUE_BYTES} are saved", tensor=name)
+        raise PlanError(f"a value has {len(raw)} bytes, above the limit of {MAX_VALUE_BYTES}", tensor=name)
     return _Written(leaves={}, value=raw)
 
 
 def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
-    """Return the digests of all leaves: those of the ranks, and of leaves in several parts by reading them back."""
+    """Return the digests of all leaves. Leaves in several parts are read back and digested here."""
     table = out.table
     counts = leaf.num_leaves(table.nbytes, leaf.LEAF_BYTES)
     firsts = (np.cumsum(counts) - counts).tolist()
@@ -427,7 +432,7 @@ def _leaves(out: OutputSet, written: Mapping[MetadataIndex, _Written]) -> U64:
 
 
 def _small_files(out: OutputSet, metadata: Metadata, values: Mapping[str, bytes], leaves: U64) -> dict[str, bytes]:
-    """Return the values' file, the index and the manifest, by name; and the revision, as `revision`."""
+    """Return the values' file, the index and the manifest by name, and the revision as `revision`."""
     table = out.table
     paths = {name: list(path) for name, path in (metadata.planner_data or {}).items() if tuple(path) != (name,)}
     small: dict[str, bytes] = {}

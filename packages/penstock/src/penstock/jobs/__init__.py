@@ -1,9 +1,11 @@
-"""The convert journey: any weight set to any other, through compute, out of core, on workers that may die.
+"""The convert journey: it converts any weight set to any other, out of core, on workers that may fail.
 
-`request` has arguments and opened sources, `job` all decisions before the first byte. `coordinator` runs `workers/`
-(launchers, a fork server, executors of CPU and GPU) by `messages`. `observer` and `watch` show its states to
-others. `result` writes journal, manifest and sidecar files. `operations/` has merge, lora, reshard, delta, formats,
-gguf and a user's function; `spec` makes them.
+- `request` opens the sources and `job` plans the conversion, before any weights are read.
+- `coordinator` runs the workers of `workers/` and exchanges `messages` with them.
+- `watch` reports the state of a running conversion to an observer.
+- `result` writes the journal, the manifest and the sidecar files.
+- `operations/` has the operations (merge, lora, reshard, delta, formats, gguf, a user's function), which `spec`
+  creates.
 """
 
 from penstock.exports import MODULES, lazily

@@ -1,11 +1,8 @@
-"""`convert`: any weight set to any other, out of core, resumable, published whole.
+"""`convert` writes a new checkpoint from others, out of core and resumable. The result is published as a whole.
 
-In: URIs and operations. Out: a checkpoint where there was none, and a `ConvertReport`.
-Not here: the plan (`request`, `job`), the workers (`coordinator`), the journal and the sidecar files (`result`).
-
-    Conversion.plan: sources opened, job planned
-    Conversion.make: OutputSet, Journal (resumed?) --> Coordinator runs the tasks
-                     --> publish: sources unchanged? manifest, index, small files, rename or upload
+Conversion.plan: open the sources, plan the job
+Conversion.make: OutputSet, Journal (resume?) --> Coordinator runs the tasks
+                 --> publish: sources unchanged? manifest, index, small files, rename or upload
 """
 
 from __future__ import annotations
@@ -50,19 +47,19 @@ from penstock.jobs.result import (
     SCHEME,
     Journal,
     MemoryDestination,
-    Notes,
+    MemoryJournal,
     check_repeated,
     check_unchanged,
     config_of,
     fill,
-    forget_what_did_not_last,
+    forget_lost_tasks,
     manifest_of,
     output_of,
     published,
     sidecar_files,
     small_files,
     stamp,
-    true_of,
+    without_source_quantization,
 )
 from penstock.jobs.watch import JobWatch
 from penstock.jobs.workers.in_process import ThreadLauncher
@@ -83,41 +80,45 @@ if TYPE_CHECKING:
     from penstock.plan.cluster import Rates
 
 THREAD_BYTES = 1024 * MIB
-"""Conversions that read and write at most this much in all are small: one thread makes them in the time in which
-processes start. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
+"""Conversions that read and write at most this many bytes are small. One thread finishes them before processes would
+have started. Source: two cores, 600 MB from BF16 to Q8_0, benchmarks/results/cpu2_202611/gguf.md."""
 COPY_THREAD_BYTES = 16 * GIB
-"""The same for operations that change no value: reads, digests and writes let go of the interpreter's lock. Source: two
-cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger ones were not tried."""
+"""The same limit for operations that change no value, because reads, digests and writes release the GIL. Source: two
+cores, benchmarks/results/cpu2_202611/convert.md, "Copies beside cp". Larger conversions were not measured."""
 _NO_ARITHMETIC = COPIES | {"reshard"}
 _THREAD_OPERATIONS = _NO_ARITHMETIC | {"store", "dequantise", "gguf", "average", "linear"}
-"""Operations that may run on several torch threads in the caller's process: each element is computed by itself, or with
-its block's maximum. A dot product (`slerp`) and a product of matrices (`lora-merge`) add in another order on another
-number of threads, which gives other bits; functions of users may hang or end the process."""
+"""Operations that may run on several torch threads in the caller's process. They compute each element separately or
+with the maximum of its block. `slerp` and `lora-merge` are not listed, because their sums depend on the number of
+threads. Functions of users are not listed, because they may hang or exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """The settings by which a conversion runs: its workers, their memory, and the machines they run on.
+    """The settings for running a conversion: its workers, their memory and their machines.
 
-    `convert` takes one as `workers=`; an int there is the number of workers, and None stands for the defaults.
+    `convert` takes the settings as `workers=`. An int stands for a number of workers, and None for the defaults.
 
     Attributes:
-        num_workers: workers, which take `devices` in turn; None: one for each device.
-        memory_bytes: host memory of each worker, as a number or a text like `"2G"`; None: 512 MiB. A task that does not
-            fit is made smaller, or in parts, or refused; also on a GPU, which has its tasks in its own memory.
-        task_bytes: bytes in and out of one task; tasks are smaller where they would not fit in a worker's memory. None:
-            64 MiB, and up to 128 MiB where the sources have more than 8 GiB together.
-        storage_options: options for the object stores of sources and destination, by obstore's names; they win over
-            the environment, and are left out of the repr.
-        trace: a file for one Chrome trace of all workers; None: no trace is written.
-        scratch: directory in which files grow that go to an object store; None: the system's temporary directory.
-        ray: address of a Ray cluster to start the workers on, where source, destination and `scratch` are the same.
-        launcher: starts the workers and ends them; None: processes of this host, or Ray's actors.
-        rates: rates of this machine, to predict the duration by; None: those that are known of its GPUs.
-        observer: is shown the conversion while it runs: a `HubReporter` reports it to a hub, for `status` and the page.
+        num_workers: number of workers, which use `devices` in rotation. None means one worker for each device.
+        memory_bytes: host memory of each worker, as a number or a text like `"2G"`. None means 512 MiB. A task that
+            does not fit is cut smaller, run in parts or refused. This also holds for a worker on a GPU, whose tasks use
+            the GPU's memory.
+        task_bytes: bytes that one task reads and writes. Tasks are smaller if they would not fit in a worker's memory.
+            None means 64 MiB, or up to 128 MiB if the sources have more than 8 GiB together.
+        storage_options: options for the object stores of sources and destination, with obstore's names. They override
+            the environment and are left out of the repr.
+        trace: file for one Chrome trace of all workers. None means that no trace is written.
+        scratch: directory for files that are later uploaded to an object store. None means the system's temporary
+            directory.
+        ray: address of a Ray cluster to start the workers on. Source, destination and `scratch` must be shared by its
+            nodes.
+        launcher: starts and stops the workers. None means processes on this host, or Ray actors if `ray` is set.
+        rates: rates of this machine, for predicting the duration. None means the known rates of its GPUs.
+        observer: receives the state of the running conversion. A `HubReporter` reports it to a hub, for `status` and
+            the page.
 
     Raises:
-        ConfigError: a field has the wrong type or no valid value, or `ray` and `launcher` are both given.
+        ConfigError: a field has the wrong type or an invalid value, or both `ray` and `launcher` are set.
     """
 
     num_workers: int | None = None
@@ -135,7 +136,7 @@ class WorkerSettings:
         require_type("num_workers", self.num_workers, (int, type(None)), "a number of workers, or None")
         if self.num_workers is not None and self.num_workers < 1:
             raise ConfigError(f"num_workers={self.num_workers}: a conversion needs at least one worker")
-        # Parsed here only to be checked: an unreadable size should fail where it is written, not in the conversion.
+        # Parse the sizes only to check them, so that an invalid size fails here and not in the conversion.
         for nbytes in (self.memory_bytes, self.task_bytes):
             if nbytes is not None:
                 parse_bytes(nbytes)
@@ -147,16 +148,16 @@ class WorkerSettings:
         require_type("launcher", self.launcher, (Launcher, type(None)), "an object with spawn, ended and kill, or None")
         require_type("observer", self.observer, (JobObserver, type(None)), "an object with begin, or None")
         if self.rates is not None:
-            # Imported only here: most conversions are given no rates, and need nothing of the simulation.
+            # Import this only here, because most conversions have no rates and need nothing from the simulation.
             from penstock.plan.cluster import Rates
 
             require_type("rates", self.rates, Rates, "a penstock.plan.cluster.Rates, or None")
         if self.ray is not None and self.launcher is not None:
-            raise ConfigError("ray and launcher are both given", hint="leave out ray=, or launcher=")
+            raise ConfigError("both ray= and launcher= are set", hint="leave out one of them")
 
     @classmethod
     def of(cls, workers: WorkerSettings | int | None) -> WorkerSettings:
-        """Return the settings that the argument of `convert` stands for. ConfigError if it is of another type."""
+        """Return the settings for the `workers` argument of `convert`. Raise ConfigError if it has the wrong type."""
         if isinstance(workers, cls):
             return workers
         if workers is None or (isinstance(workers, int) and not isinstance(workers, bool)):
@@ -177,35 +178,37 @@ def convert(
     replace: bool = False,
     progress: ProgressOption = None,
 ) -> ConvertReport:
-    """Convert one or several checkpoints to one.
+    """Convert one or several checkpoints to one checkpoint.
 
     Args:
-        sources: URIs of the checkpoints to read; as many as the first operation takes.
-        destination: a directory that does not exist yet, a prefix of an object store, or a weight cache's `into`.
-        to: a format (`cast:BF16`, `fp8-block128`, ...) that the result of the operations is stored in; `gguf`,
-            `gguf:Q8_0`, `gguf:F16`, `gguf:BF16` or `gguf:F32`: one GGUF file.
-        operations: one after the other, each `{"op": name, ...}` or as `--op` has it (`"slerp:t=0.4"`); one alone
-            need not be in a list; none: a copy.
-        verify: compare what is read with the leaf digests of each source that has them; True: of all, or fail;
-            False: of none.
-        devices: `"all"`: every GPU, or one worker a core where there is none; `"cpu"`; or names, one worker each.
-        workers: the number of workers; None: one for each device. Or `WorkerSettings`, for their memory, the options
-            for object stores, a trace, a Ray cluster, a launcher of your own.
-        shard_bytes: largest size of an output file, at least 1; a larger tensor has a file of its own.
-        replace: a directory with a weight set at the destination stays until the new one is complete, which takes its
-            place at once; then it is removed. Not for object stores, which cannot replace several objects at once.
-        progress: see `load`; counts tasks.
+        sources: URIs of the checkpoints to read, as many as the first operation takes.
+        destination: a directory that does not exist yet, a prefix in an object store, or the `into` of a weight cache.
+        to: the format of the result, such as `cast:BF16` or `fp8-block128`. `gguf`, `gguf:Q8_0`, `gguf:F16`,
+            `gguf:BF16` and `gguf:F32` write one GGUF file.
+        operations: operations to apply in order, each `{"op": name, ...}` or the text of `--op` (`"slerp:t=0.4"`). A
+            single operation does not need a list. No operation means a copy.
+        verify: whether to compare what is read with the leaf digests of the sources. None compares where a source has
+            digests. True requires digests for all sources. False compares nothing.
+        devices: `"all"` means every GPU, or one worker per core without a GPU. Otherwise `"cpu"` or device names, with
+            one worker each.
+        workers: the number of workers, where None means one for each device. Or a `WorkerSettings`, which also has
+            memory, options for object stores, a trace, a Ray cluster or your own launcher.
+        shard_bytes: largest size of an output file, at least 1. A larger tensor gets a separate file.
+        replace: whether to replace a directory with a weight set at the destination. It stays until the new one is
+            complete, is replaced atomically, and is then removed. Object stores are refused, because they cannot
+            replace several objects atomically.
+        progress: see `load`. The unit is tasks.
 
     Returns:
         The report. The destination is complete, with index, manifest and the first source's small files.
 
     Raises:
-        ConfigError: something is at the destination, or an argument has no valid value.
-        PlanError, BudgetTooSmall: sources do not fit the operation; a task needs more than `memory_bytes`.
-        OperationFailed: an operation raised, hung, or returned other tensors than its recipes say.
+        ConfigError: the destination already exists, or an argument is invalid.
+        PlanError, BudgetTooSmall: sources do not fit the operation, or a task needs more than `memory_bytes`.
+        OperationFailed: an operation raised, hung, or returned tensors that differ from its recipes.
         IntegrityError, SourceChanged, DiskFull, SourceError, DestinationError: as their names say.
 
-    After all of these the destination is untouched, and the same call resumes; one into memory starts again.
+    After an error the destination is untouched, and the same call resumes. A conversion into memory starts again.
     """
     began = time.monotonic()
     settings = WorkerSettings.of(workers)
@@ -217,12 +220,12 @@ def convert(
         _check_replaceable(destination)
     _check_apart(uris_of(sources), destination, replace=replace)
     with Journey("convert", uri=into) as journey:
-        # Names that are no device are reported now; GPUs are only counted once there is a process to count them in.
+        # Report invalid device names now. GPUs are counted later, in a separate process.
         devices_of(devices, settings.num_workers, list)
         stages = open_trace(settings.trace)
-        # One stack for everything: sources, staging files and workers end together, after the result is published.
+        # One stack closes sources, staging files and workers after the result is published.
         with ExitStack() as stack:
-            shown = stack.enter_context(Progress(progress, into, unit="tasks"))
+            display = stack.enter_context(Progress(progress, into, unit="tasks"))
             conversion = Conversion(
                 destination,
                 settings,
@@ -230,21 +233,21 @@ def convert(
                 replace=replace,
                 stack=stack,
                 stages=stages,
-                shown=shown,
+                display=display,
                 journey=journey,
             )
             conversion.plan(sources, to, operations, verify=verify, shard_bytes=shard_bytes)
             conversion.make()
             end = stack.pop_all()
-        # Before the workers end: whatever goes wrong there, the result is published, and this is the last state.
+        # Report this before the workers end, because the result is published whatever happens to them.
         conversion.watch.done(conversion.revision, len(conversion.journal.kept))
-        # Closed outside of the `with`, as a stage of its own: ending workers is part of the time that the report has.
+        # Close the stack in a separate stage, because the report includes the time of ending the workers.
         with stages.stage("close"):
             end.close()
         if settings.trace is not None:
             save_spans(settings.trace, {"job": stages.take(), **rows_of(conversion.traces, EXECUTORS)}, stages.origin)
         report = conversion.report(began)
-        # Workers that were lost were replaced.
+        # Each lost worker was replaced, so the surplus counts the retries.
         journey.num_retries = max(0, len(report.workers) - report.num_workers)
         journey.received = lambda: {
             ("storage", "workers"): report.fetched_bytes,
@@ -255,21 +258,21 @@ def convert(
 
 
 class Conversion:
-    """One conversion: `plan`, then `make`, then `report`.
+    """One conversion. Call `plan`, `make` and `report` in this order.
 
     Args:
-        destination: The directory, prefix or memory to write to.
-        settings, devices: How the workers run.
-        replace: Whether the result may replace a directory.
-        stack: Closes the sources, the staging files and the workers.
-        stages, shown, journey: The trace, the progress and the record of this call.
+        destination: directory, prefix or memory to write to.
+        settings, devices: how the workers run.
+        replace: whether the result may replace a directory.
+        stack: closes the sources, the staging files and the workers.
+        stages, display, journey: the trace, the progress display and the record of this call.
 
     Attributes:
-        request: The opened sources and the job.
-        journal: The tasks that are done.
-        watch: The states for an observer.
-        coordinator: The coordinator of the workers. None if an earlier call had published this very result.
-        revision: The revision of the published result. Empty before.
+        request: the opened sources and the job.
+        journal: the finished tasks.
+        watch: reports the conversion's state to an observer.
+        coordinator: the coordinator of the workers. None if an earlier call had already published this result.
+        revision: revision of the published result. Empty until it is published.
     """
 
     request: ConvertRequest
@@ -291,7 +294,7 @@ class Conversion:
         replace: bool,
         stack: ExitStack,
         stages: Trace,
-        shown: Progress,
+        display: Progress,
         journey: Journey,
     ) -> None:
         self._destination = destination
@@ -300,9 +303,9 @@ class Conversion:
         self._replace = replace
         self._stack = stack
         self._stages = stages
-        self._shown = shown
+        self._display = display
         self._journey = journey
-        # The small files of the source whose configuration the result has, if it is published as files.
+        # Small files of the source that provides the result's configuration, if the result is published as files.
         self._small_files = NO_SMALL_FILES
         self._config: bytes | None = None
         self._predicted: Predicted = None, "nothing was left to do"
@@ -328,12 +331,15 @@ class Conversion:
         verify: bool | None,
         shard_bytes: int | str,
     ) -> None:
-        """Open the sources, plan the job, and choose where its workers run. Arguments and errors as of `convert`."""
+        """Open the sources, plan the job, and choose where its workers run.
+
+        Arguments and errors are those of `convert`.
+        """
         settings, stack = self._settings, self._stack
         in_memory = isinstance(self._destination, MemoryDestination)
         only_copies = to is None and is_copy(operations)
         may_use_threads = not in_memory and _may_use_threads(settings, self._devices, only_copies=only_copies)
-        # Before the plan: workers import torch and start their driver, which takes seconds, while it is made.
+        # Start the launcher before planning, because workers need seconds to import torch and start their driver.
         launcher = None if may_use_threads else _launcher(settings, self._devices, stack)
         with self._stages.stage("plan"):
             request = plan_request(
@@ -347,7 +353,7 @@ class Conversion:
                 memory_bytes=settings.memory_bytes,
                 storage_options=settings.storage_options,
             )
-            # Again for the files: an index can name some of another directory, and links lead anywhere.
+            # Check the files too, because an index can name files in other directories and links can lead anywhere.
             files = [source.uri for weights in request.opened for source in weights.sources]
             _check_apart(files, self._destination, replace=self._replace)
             request.job.check_budget(request.job_spec.memory_bytes, "one task")
@@ -359,7 +365,7 @@ class Conversion:
         self.watch = JobWatch(settings.observer, request.job, request.job_spec.sources, self.into)
 
     def make(self) -> None:
-        """Run the tasks that no earlier call finished, and publish the result. Errors as of `convert`."""
+        """Run the tasks that no earlier call finished, and publish the result. Errors are those of `convert`."""
         try:
             if isinstance(self._destination, MemoryDestination):
                 self.revision = fill(self._destination, self.request.job, self._fill)
@@ -367,24 +373,27 @@ class Conversion:
             self._stage(self._destination)
             if not self._is_published():
                 self._run()
-                self._shown.state("publishing")
+                self._display.state("publishing")
                 with self._stages.stage("publish"):
                     self.publish()
         except BaseException as error:
             self.watch.failed(error)
             raise
 
-    def _fill(self, out: OutputRegion, notes: Notes) -> None:
-        """Run every task into memory: no sidecar files are written, nothing is resumed."""
+    def _fill(self, out: OutputRegion, notes: MemoryJournal) -> None:
+        """Run every task into memory. No sidecar files are written, and nothing is resumed."""
         self._out, self.journal = out, notes
-        # Workers map the same memory by its path, as they would open the files of a directory.
+        # Workers map the same memory by its path, just as they open files in a directory.
         self._job_spec = msgspec.structs.replace(self.request.job_spec, directory=str(out.directory), in_memory=True)
         self._run()
         for weights in self.request.opened:
             check_unchanged(weights)
 
     def _stage(self, into: str) -> None:
-        """Open the staging files and the journal of earlier calls. The stack removes what no later call can use."""
+        """Open the staging files and the journal of earlier calls.
+
+        The stack removes files that no later call can use.
+        """
         if into.startswith(SCHEME):
             raise ConfigError(
                 "a weight cache is not a directory",
@@ -393,36 +402,35 @@ class Conversion:
             )
         request, stack = self.request, self._stack
         job, settings, options = request.job, request.settings, request.job_spec.storage_options
-        # Before anything is written: a broken config.json must not cost hours of conversion.
-        beside = find_small_files(
+        # Read the configuration first, because a broken config.json must not cost hours of conversion.
+        source_files = find_small_files(
             request.small_place(job.small_from),
             [file.name for file in request.opened[job.small_from].manifest.files],
             settings=settings,
             storage_options=options,
         )
-        self._small_files = true_of(beside, job.operation)
+        self._small_files = without_source_quantization(source_files, job.operation)
         self._config = config_of(self._small_files, job.operation, settings, options)
         self._place = None if is_remote(into) else OutputPlace.at(into)
         staged_path = _staging_path(job, self._place, self._settings.scratch)
         stack.push(partial(_name_destination, staged_path, into))
-        # The journal first: its lock keeps a second process of this very job away from the files.
+        # Open the journal first, because its lock keeps a second process with the same job away from the files.
         self.journal = Journal.open(staged_path.with_name(f"{staged_path.name}.journal"), job.key)
         stack.callback(self.journal.close)
         self._out = output_of(job, request.opened, staged_path)
         stack.callback(self._out.close)
-        # Pushed last, so that it runs first, while the journal's lock is still held.
+        # Push this last, so that it runs first, while the journal's lock is still held.
         stack.push(partial(_leave, self.journal, self._out))
         self._job_spec = msgspec.structs.replace(request.job_spec, directory=str(staged_path))
 
     def _is_published(self) -> bool:
-        """Return whether an earlier call has published this very result; else open its files and correct the journal.
+        """Return whether an earlier call has published this result. If not, open its files and correct the journal.
 
-        Until the stack ends no other writer may begin at this place.
+        No other writer can begin at this destination until the stack ends.
         """
         job, journal, into, out = self.request.job, self.journal, self.into, self._out
         settings, options = self.request.settings, self._job_spec.storage_options
         if revision := published(job, into, settings, options):
-            # The report then counts every task as done by an earlier call.
             journal.kept = frozenset(range(len(job.tasks)))
             journal.remove()
             out.remove()
@@ -430,48 +438,48 @@ class Conversion:
             return True
         if self._place is None:
             require_free_remote(into, settings=settings, storage_options=options)
-            # The system's directory for temporary files is other users' too.
+            # Other users also write to the system's directory for temporary files.
             self._stack.enter_context(DestinationClaim.open(out.directory, out.directory, mode=0o700))
         else:
             self._place.require_free(replace=self._replace)
             self._stack.enter_context(DestinationClaim.open(self._place.path, out.directory))
         out.make()
-        # A file of an earlier call may be gone, or short: missing bytes read as zeros.
+        # Allocate missing bytes of earlier files. They become zeros, which the digests reject.
         if journal.done:
             out.allocate()
         out.open()
-        forget_what_did_not_last(job, journal, out)
+        forget_lost_tasks(job, journal, out)
         return False
 
     def _run(self) -> None:
         """Run every task that no earlier call finished. Workers start while disk space is allocated.
 
         Raises:
-            ConfigError: workers on other hosts, and a destination in this host's memory. See `Coordinator.run`.
+            ConfigError: workers on other hosts cannot write to this host's memory. See also `Coordinator.run`.
         """
         job, stages = self.request.job, self._stages
         if self._job_spec.in_memory and self._launcher.listen is not None:
-            message = "workers on other hosts cannot write to memory of this host"
+            message = "workers on other hosts cannot write to the memory of this host"
             raise ConfigError(message, uri=self.into, hint="leave out ray=, or convert to a directory")
-        # All files, since the prediction has no rate for a store, wherever one of them is.
+        # Include all files, because the prediction has no rate for an object store.
         uris = [*(source.uri for weights in self.request.opened for source in weights.sources), self.into]
         is_over = threading.Event()
-        # Allocating hundreds of gigabytes and importing torch each take seconds: they run side by side.
+        # Allocate while the workers import torch, because each can take seconds.
         with Threads(1, "penstock-room", waits_for_calls=True) as pool, ExitStack() as ends:
-            # Set before the pool is left, which waits for its thread: an error here must not wait for the allocation.
+            # Set the event before the pool is left, so that an error here does not wait for the allocation.
             ends.callback(is_over.set)
-            room = pool.submit(_make_room, self._out, stages, is_over)
-            self._shown.state("starting workers", len(self.journal.done), len(job.tasks))
+            room = pool.submit(_allocate, self._out, stages, is_over)
+            self._display.state("starting workers", len(self.journal.done), len(job.tasks))
             with stages.stage("workers"):
-                # A local launcher counts GPUs in a process of its own, so that this one needs no driver.
+                # A local launcher counts GPUs in a separate process, so this process needs no driver.
                 counted = self._launcher.gpus if isinstance(self._launcher, LocalLauncher) else gpus
                 where = devices_of(self._devices, self._settings.num_workers, counted)
                 coordinator = self._start_workers(where)
             here = where if self._launcher.listen is None else ()
             self._predicted = predict(job, self.journal.kept, uris, here, self._settings.rates)
-            # No task before there is room for it: a disk that is too small fails here, and not hours later.
+            # Run no task before the space is allocated, so that a full disk fails now and not hours later.
             room.result()
-        # While it runs, of the workers alone; at its end, of the report.
+        # While the conversion runs, count the workers only. The report later adds this process.
         self._journey.received = lambda: {
             ("storage", "workers"): sum(stats.fetched_bytes for stats in list(coordinator.stats))
         }
@@ -481,7 +489,7 @@ class Conversion:
         check_repeated(job, self.journal, self._out, coordinator.repeated)
 
     def _start_workers(self, where: Sequence[str]) -> Coordinator:
-        # A random name: two jobs of one process must not meet at one address.
+        # Use a random name, because two jobs in one process must not share an address.
         listener, address = listen(self._launcher.listen, secrets.token_hex(8))
         coordinator = Coordinator(
             self.request.job,
@@ -491,7 +499,7 @@ class Conversion:
             where,
             listener=listener,
             address=address,
-            on_progress=self._shown,
+            on_progress=self._display,
             on_turn=lambda: self.watch.turn(coordinator),
         )
         self._stack.enter_context(coordinator)
@@ -500,7 +508,7 @@ class Conversion:
         return coordinator
 
     def publish(self) -> None:
-        """Publish the complete result, if no source changed meanwhile."""
+        """Publish the complete result. Raise SourceChanged if a source changed since the start."""
         request, out = self.request, self._out
         job, settings, options = request.job, request.settings, self._job_spec.storage_options
         for weights in request.opened:
@@ -514,21 +522,21 @@ class Conversion:
             publish_remote(out, self.into, small, settings=settings, storage_options=options)
         else:
             out.publish(self._place.path, small, replace=self._replace)
-        # Last: a crash before this line leaves a journal whose job the next call finds published, by its stamp.
+        # Keep this last. After a crash before this line, the next call sees from the stamp that the job was published.
         self.journal.remove()
         self.revision = manifest.revision
 
     def report(self, began: float) -> ConvertReport:
-        """Return the report of a conversion that began at this monotonic time."""
+        """Return the report of a conversion that began at the monotonic time `began`."""
         request, resumed, coordinator = self.request, self.journal.kept, self.coordinator
         job, (predicted_s, predicted_by) = request.job, self._predicted
         stats = () if coordinator is None else tuple(coordinator.stats)
-        # This process reads too, where sources have a cache: headers, and leaves to compute missing digests.
+        # If sources have a cache, this process also reads: headers, and leaves to compute missing digests.
         came_here = bytes_read(request.opened)
         fetched_bytes = came_here[0] + sum(worker.fetched_bytes for worker in stats)
         asked_bytes = came_here[1] + sum(worker.asked_bytes for worker in stats)
         ended = time.monotonic()
-        # No worker may ever have been ready: then all of the time is the start's.
+        # If no worker was ever ready, all of the time counts as start.
         started = ended if coordinator is None else min(coordinator.began, ended)
         others = [weights for i, weights in enumerate(request.opened) if i != job.small_from]
         why_left_out = dict(self._small_files.left_out) | {
@@ -544,9 +552,9 @@ class Conversion:
             num_tensors=len(job.files.table),
             nbytes=int(job.files.table.nbytes.sum()),
             read_bytes=int(read_bytes.sum()),
-            verified_bytes=int(read_bytes[np.array(job.held_to) > 0].sum()),
+            verified_bytes=int(read_bytes[np.array(job.leaf_sizes) > 0].sum()),
             fetched_bytes=fetched_bytes,
-            # Below zero where a cache fetched whole chunks of which only parts were requested.
+            # The difference is negative if a cache fetched whole chunks and only parts of them were requested.
             held_bytes=max(0, asked_bytes - fetched_bytes),
             num_tasks=len(job.tasks),
             num_resumed=len(resumed),
@@ -561,7 +569,7 @@ class Conversion:
             busy_s={name: sum(worker.busy_s.get(name, 0.0) for worker in stats) for name in EXECUTORS},
             workers=stats,
             peak_bytes=max((worker.peak_bytes for worker in stats), default=0),
-            verified=all(job.held_to),
+            verified=all(job.leaf_sizes),
             left_out=tuple(why_left_out),
             why_left_out=why_left_out,
             why=how_verified(request.opened, verify=self._job_spec.verify),
@@ -569,25 +577,27 @@ class Conversion:
 
 
 def _require_text(names: Iterable[str]) -> None:
-    """Raise ConfigError for a name whose bytes are not UTF-8: workers get names in messages."""
+    """Raise ConfigError for a name whose bytes are not UTF-8, because messages to workers contain names."""
     for name in names:
         try:
             name.encode()
         except UnicodeEncodeError as error:
-            hint = "rename it, or give a link to it that has another name"
-            raise ConfigError(f"a conversion needs names in UTF-8, and {name[:200]!r} is none", hint=hint) from error
+            hint = "rename it, or pass a link with a different name"
+            raise ConfigError(f"the name {name[:200]!r} is not valid UTF-8", hint=hint) from error
 
 
 def _check_replaceable(destination: str | MemoryDestination) -> None:
     """Raise ConfigError unless the destination is a local directory."""
     if isinstance(destination, MemoryDestination) or is_remote(destination):
         uri = destination if isinstance(destination, str) else destination.uri
-        message = "only a local directory is replaced: nothing else can change all of its files at once"
+        message = (
+            "only a local directory can be replaced, because object stores and memory cannot replace files atomically"
+        )
         raise ConfigError(message, uri=uri, hint="write to a new place, then remove the old one")
 
 
 def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *, replace: bool) -> None:
-    """Raise ConfigError if a source is the destination, or in it."""
+    """Raise ConfigError if a source is the destination or lies in it."""
     if isinstance(destination, MemoryDestination):
         return
     if is_remote(destination):
@@ -596,34 +606,37 @@ def _check_apart(sources: Iterable[str], destination: str | MemoryDestination, *
             message = f"the destination {'is' if source.rstrip('/') == place else 'contains'} the source {source}"
             raise ConfigError(message, uri=destination, hint="write to another prefix")
         return
-    # An interrupted run could not resume: its sources would be gone once the result has their place.
+    # An interrupted run could not resume, because the result would have replaced its sources.
     require_apart(sources, OutputPlace.at(destination).path, replace=replace)
 
 
 def _may_use_threads(settings: WorkerSettings, devices: str | Sequence[str], *, only_copies: bool) -> bool:
-    """Return whether the worker of a small conversion may be a thread: it runs on the CPU, where torch is loaded."""
+    """Return whether the worker of a small conversion may be a thread.
+
+    It must run on the CPU, with torch already loaded.
+    """
     if settings.launcher is not None or settings.ray is not None or settings.num_workers not in {None, 1}:
         return False
     named = [devices] if isinstance(devices, str) else list(devices)
-    # No device is needed, and several processes would wait for each other's writes to a file.
+    # Copies need no device, and several processes would wait for each other's writes to a file.
     if only_copies:
         return named in (["cpu"], ["all"])
     torch = sys.modules.get("torch")
-    # Without torch a thread would import it as long as a process does. The default dtype is one of all threads.
+    # A thread would import torch as slowly as a process, and would share a changed default dtype.
     if torch is None or torch.get_default_dtype() is not torch.float32:
         return False
     return named == ["cpu"] or (named == ["all"] and not has_driver())
 
 
 def _fits_a_thread(request: ConvertRequest) -> bool:
-    """Return whether a conversion is small, and its result does not depend on the number of torch's threads."""
+    """Return whether a conversion is small and its result does not depend on the number of torch threads."""
     names = {spec["op"] for spec in request.job_spec.operation}
     limit = COPY_THREAD_BYTES if names <= _NO_ARITHMETIC else THREAD_BYTES
     return names <= _THREAD_OPERATIONS and int(request.job.tasks.cost.sum()) <= limit
 
 
 def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: ExitStack) -> Launcher:
-    """Return the caller's launcher, or one that ends with the stack."""
+    """Return the caller's launcher, or a new one that ends with the stack."""
     if settings.launcher is not None:
         return settings.launcher
     if settings.ray is None:
@@ -637,14 +650,17 @@ def _launcher(settings: WorkerSettings, devices: str | Sequence[str], stack: Exi
     return cluster
 
 
-def _make_room(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
-    """Allocate the output's disk space until it is all there, or the run is over."""
+def _allocate(out: OutputSet, stages: Trace, is_over: threading.Event) -> None:
+    """Allocate the output's disk space. Stop early if the run is over."""
     with stages.stage("room"):
         out.allocate(is_over.is_set)
 
 
 def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | os.PathLike[str] | None) -> Path:
-    """Return the staging directory: next to the destination, so that a rename publishes it; or in `scratch`."""
+    """Return the staging directory.
+
+    It is next to a local destination, so that a rename publishes it, or otherwise in `scratch`.
+    """
     if place is None:
         return Path(tempfile.gettempdir() if scratch is None else text_of(scratch)) / f"penstock-{job.key[:12]}"
     with typed(place.path):
@@ -655,24 +671,24 @@ def _staging_path(job: ConversionJob, place: OutputPlace | None, scratch: str | 
 def _name_destination(
     staged: Path, into: str, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Name the destination in an error about the staging files, whose names no user has chosen."""
-    # The journal is beside the staged directory, and its name begins with the directory's.
+    """Name the destination in an error about the staging files, because the user did not choose their names."""
+    # The journal is next to the staging directory, and its name begins with the directory's name.
     if isinstance(error, DestinationError) and (error.uri or "").startswith(str(staged)):
-        where = f"these are the files of {into} until it is complete"
+        where = f"these files become {into} when the conversion is complete"
         error.hint = "; ".join(part for part in (error.hint, where) if part)
 
 
 def _leave(
     journal: Journal, out: OutputSet, kind: type[BaseException] | None, error: BaseException | None, trace: object
 ) -> None:
-    """Remove staged files that no later call can resume from: no task is done, or the sources have to change first."""
+    """Remove staging files that no later call can use, because no task is done or the sources must change first."""
     if kind is None:
         return
     if not journal.done or issubclass(kind, SourceChanged | SourceTruncated | IntegrityError):
         out.remove()
         journal.remove()
     else:
-        kept = f"{len(journal.done)} finished tasks are kept in {out.directory}: the same call goes on with them"
+        kept = f"{len(journal.done)} finished tasks are kept in {out.directory}, and the same call resumes from them"
         if isinstance(error, PenstockError):
             error.hint = "; ".join(part for part in (error.hint, kept) if part)
         elif isinstance(error, KeyboardInterrupt):

@@ -1,7 +1,6 @@
-"""The coordinator of a job: starts workers, assigns tasks, records finished tasks, replaces workers that die or hang.
+"""Starts the workers of a job, assigns tasks, records finished tasks, and replaces workers that die or hang.
 
-In: a job spec, a journal, devices. Out: every task done, and statistics of each worker.
-Not here: which worker gets a task (`plan.placement`), the work (`jobs.workers.worker`), publishing (`convert`).
+`plan.placement` decides which worker gets a task, `jobs.workers.worker` runs it, and `convert` publishes the result.
 
     spawn --> Hello, JobSpec, Ready --> placement.join --> Work ... Done --> journal --> Stop
                 silent or dead: placement.remove, killed, replaced
@@ -57,17 +56,18 @@ from penstock.net.listener import GuardedListener
 from penstock.plan.placement import Placement, depth_of
 
 TURN_S = 0.2
-"""Longest pause between two checks for idle or silent workers."""
+"""Maximum pause in seconds between checks for idle or silent workers."""
 LAST_BEATS_S = 3.0
-"""Time that workers have at the end to send their last statistics and trace spans."""
+"""Seconds that workers have at the end to send their last statistics and trace spans."""
 PAUSE_S = 5.0
-"""A turn that took longer means that the coordinator itself was stopped or swapped out, so no worker is blamed."""
+"""A longer turn, in seconds, means that the coordinator itself was stopped or swapped out. No worker is blamed for
+it."""
 STRIKES = 3
-"""Workers that may die or hang while the operation runs on one task, before the job fails because of that task."""
+"""Number of workers that may die or hang while the operation runs on the same task. Then the job fails."""
 RESPAWNS = 3
-"""Times a lost worker is replaced."""
+"""Maximum number of replacements in a row for a lost worker."""
 BEGIN_S = 120.0
-"""Within which a new worker must be ready: it imports torch, opens the sources, plans."""
+"""Seconds within which a new worker must be ready. It imports torch, opens the sources and plans."""
 
 
 @dataclass(slots=True)
@@ -76,23 +76,23 @@ class _WorkerRecord:
 
     stats: WorkerStats
     trace: WorkerTrace
-    begun: float
-    """Monotonic time at which it was started."""
+    started_at: float
+    """Monotonic time at which the worker was started."""
     respawns: int
-    """Workers of this device that were lost before it, one after the other."""
+    """Number of workers lost on this device in a row before this one."""
     wire: Wire | None = None
-    """None until it has connected and identified itself."""
+    """None until the worker has connected and identified itself."""
     is_ready: bool = False
-    """True once it has planned the job, and so is known to the placement."""
-    spoke: float = 0.0
-    """Monotonic time at which it last made progress."""
-    at: int = -1
-    """The task that the operation last began to run on."""
+    """True once the worker has planned the job and joined the placement."""
+    progressed_at: float = 0.0
+    """Monotonic time at which the worker last made progress."""
+    task: int = -1
+    """The task on which the operation last began to run, or -1."""
     num_reports: int = 0
-    """Progress reports of the operation, as the last beat counted them."""
+    """Number of the operation's progress reports in the last beat."""
 
     def note(self, beat: WorkerBeat) -> None:
-        """Record the statistics and spans of a beat."""
+        """Record the statistics and spans from a beat."""
         self.stats.moved_bytes = beat.moved_bytes
         self.stats.busy_s = beat.busy_s
         self.num_reports = beat.num_reports
@@ -104,30 +104,30 @@ class _WorkerRecord:
 
 
 class Coordinator(Closeable):
-    """The process that runs a job: it assigns tasks to workers, and replaces workers that are lost. One thread.
+    """Runs a job: it assigns tasks to workers, and replaces workers that are lost. It uses one thread.
 
-    A worker goes through: started (`begin`), connected (`WorkerHello`), ready (`Ready`), and then has tasks. It leaves
-    at the job's end, or is lost when its connection ends, when it sends no message that can be read, or when it makes
-    no progress for `stall_s`.
+    A worker is started (`begin`), connects (`WorkerHello`), is ready (`Ready`), and then has tasks. It leaves when the
+    job ends. It is lost if its connection ends, if it sends an invalid message, or if it makes no progress for
+    `stall_s`.
 
     Args:
-        job, job_spec: the same job, planned, and in the form that is sent to workers.
-        journal: tasks that earlier runs finished; tasks that this run finishes are added.
+        job, job_spec: the same job, as a plan and in the form that is sent to workers.
+        journal: tasks that earlier runs finished. Tasks that this run finishes are added.
         launcher: starts workers.
-        devices: one worker for each.
-        listener, address: The socket for workers, from `messages.listen`, and its address. The coordinator closes it.
-        on_progress: called with tasks done and tasks in all, after each.
-        on_turn: called a few times a second while it runs; must not block.
+        devices: one device for each worker.
+        listener, address: the socket for workers, from `messages.listen`, and its address. The coordinator closes it.
+        on_progress: called after each task with the number of finished tasks and the total.
+        on_turn: called a few times a second while the job runs. It must not block.
 
     Attributes:
-        num_workers: workers that run at the same time.
-        placement: assigns the tasks; see `plan.placement`.
-        stats, traces: of every worker, replaced ones included.
-        repeated: tasks that the operation ran on more than once.
-        num_resumed: tasks that earlier runs finished.
-        done_bytes, resumed_bytes: read and written for the tasks that are done, and for those of earlier runs alone.
-        began: monotonic time at which the first worker was ready; infinite before.
-        moving_s: seconds from then to the last task's end.
+        num_workers: number of workers that run at the same time.
+        placement: assigns the tasks. See `plan.placement`.
+        stats, traces: statistics and spans of every worker, including replaced ones.
+        repeated: tasks on which the operation ran more than once.
+        num_resumed: number of tasks that earlier runs finished.
+        done_bytes, resumed_bytes: bytes read and written for all finished tasks, and for those of earlier runs only.
+        began: monotonic time at which the first worker was ready. Infinite before that.
+        moving_s: seconds from then to the end of the last task.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Coordinator(Closeable):
         self._job = job
         self._journal = journal
         self._launcher = launcher
-        # Workers of this host share one cache, so locality only matters once they may be on several hosts.
+        # Workers on one host share a cache, so locality matters only if they may be on several hosts.
         self._job_spec = msgspec.structs.replace(job_spec, reports_cached=launcher.listen is not None)
         self._devices = devices
         self._stall_s = job_spec.stall_s
@@ -158,19 +158,19 @@ class Coordinator(Closeable):
         self.done_bytes = self.resumed_bytes = int(job.tasks.cost[list(journal.done)].sum())
         self.stats: list[WorkerStats] = []
         self.traces: list[WorkerTrace] = []
-        self._places: dict[str, _WorkerRecord] = {}
+        self._workers: dict[str, _WorkerRecord] = {}
         self._strikes: dict[int, int] = {}
         self._tried = set[int]()
-        """Tasks that the operation began to run on."""
+        """Tasks on which the operation began to run."""
         self.repeated = set[int]()
-        # Shown by each worker in its `WorkerHello`: any process of the host may connect to the listener, and on a
-        # cluster any process that reaches the port.
+        # Each worker presents this secret in its `WorkerHello`, because any process on the host can connect to the
+        # listener, and on a cluster any process that reaches the port.
         self._secret = secrets.token_hex(16)
         self._numbers = 0
         self.began = math.inf
         self.moving_s = 0.0
         self._unidentified: dict[Wire, Connection] = {}
-        """Connections without a valid `WorkerHello` so far, with the listener's connection that admission counts."""
+        """Connections without a valid `WorkerHello` so far, with the connection objects that admission counts."""
         self._checked_at = time.monotonic()
         self._select = selectors.DefaultSelector()
         self._listener = listener
@@ -178,22 +178,22 @@ class Coordinator(Closeable):
         self._select.register(self._listener, selectors.EVENT_READ, None)
 
     def begin(self) -> None:
-        """Start the workers; they load their libraries while this process goes on. ConfigError, PeerLost."""
+        """Start the workers, and do not wait until they have loaded their libraries. Raise ConfigError or PeerLost."""
         for device in () if self.placement.is_done else self._devices:
             self._spawn(device, 0)
 
     def run(self) -> None:
-        """Return once every task is done and in the journal, and no worker writes any more. Order: after `begin`.
+        """Run until every task is done and in the journal, and no worker writes any more. Call `begin` before.
 
         Raises:
-            PenstockError: the error that stopped a worker.
-            OperationFailed: workers died or hung at one task.
-            PeerLost: all workers are gone, and replacing them did not help.
+            PenstockError: an error that stopped a worker.
+            OperationFailed: workers died or hung on the same task.
+            PeerLost: all workers are lost, and their replacements too.
         """
         if self.placement.is_done:
             return
         while not self.placement.is_done:
-            # One thread for all connections, so that placement, journal and statistics need no locks.
+            # One thread serves all connections, so placement, journal and statistics need no locks.
             for key, _ in self._select.select(TURN_S):
                 if key.data is None:
                     self._accept()
@@ -202,27 +202,29 @@ class Coordinator(Closeable):
                 else:
                     self._receive(key.data)
             self._check_workers()
-            # A copy of the names: assigning a task can lose a worker, which changes `_places`.
-            for name in [name for name, place in self._places.items() if place.is_ready]:
+            # Copy the names, because assigning a task can lose a worker, which changes `_workers`.
+            for name in [name for name, record in self._workers.items() if record.is_ready]:
                 self._assign(name)
             if self._on_turn is not None:
                 self._on_turn()
-            # Empty only when every worker was lost and replaced `RESPAWNS` times: waiting for more would be for ever.
-            if not self._places:
+            # Without workers the loop would never end. All of them were lost and replaced `RESPAWNS` times.
+            if not self._workers:
                 ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
-                raise PeerLost(f"every worker of the job is gone: {ends}", hint="run it again: finished tasks are kept")
+                raise PeerLost(
+                    f"all workers of the job were lost: {ends}", hint="run it again: finished tasks are kept"
+                )
         self.moving_s = time.monotonic() - self.began
         self._collect_last_beats()
 
     def workers(self) -> tuple[tuple[WorkerState, ...], int]:
-        """Return the workers for an observer, at most `MAX_WORKERS`, and the number of those that are late."""
+        """Return at most `MAX_WORKERS` workers for an observer, and the number of late workers."""
         now = time.monotonic()
         states = []
         for stats in self.stats:
-            place = self._places.get(stats.worker)
-            standing = self.placement.progress(stats.worker, now) if place is not None and place.is_ready else None
+            record = self._workers.get(stats.worker)
+            standing = self.placement.progress(stats.worker, now) if record is not None and record.is_ready else None
             task, task_s, expected_s = standing or (-1, 0.0, 0.0)
-            is_lost = place is None or place.stats is not stats
+            is_lost = record is None or record.stats is not stats
             states.append(
                 WorkerState(
                     worker=stats.worker,
@@ -239,14 +241,14 @@ class Coordinator(Closeable):
         return tuple(states[:MAX_WORKERS]), sum(worker.is_late for worker in states)
 
     def _spawn(self, device: str, respawns: int) -> None:
-        # Never the same name twice: a late message of a lost worker must not count as its replacement's.
+        # Never reuse a name, because a late message from a lost worker must not count for its replacement.
         name = f"w{self._numbers}"
         self._numbers += 1
         stats, trace = WorkerStats(name, device), WorkerTrace(f"{name} {device}")
         self.stats.append(stats)
         self.traces.append(trace)
         self._launcher.spawn(name, device, self._address, self._secret)
-        self._places[name] = _WorkerRecord(stats, trace, time.monotonic(), respawns)
+        self._workers[name] = _WorkerRecord(stats, trace, time.monotonic(), respawns)
 
     # -- messages received
 
@@ -254,9 +256,9 @@ class Coordinator(Closeable):
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            # The peer closed the connection meanwhile, or admission refused it.
+            # The peer has closed the connection, or admission refused it.
             return
-        # Sends block this one thread, so a worker that no longer reads must not hold up all the others for ever.
+        # Set a timeout, because a send to a worker that no longer reads would block this thread for all workers.
         connection.settimeout(self._stall_s)
         if self._launcher.listen is not None:
             end_with_peer(connection, self._stall_s)
@@ -265,32 +267,32 @@ class Coordinator(Closeable):
         self._select.register(wire, selectors.EVENT_READ, wire)
 
     def _identify(self, wire: Wire) -> None:
-        """Match a new connection with a spawned worker by its `WorkerHello`; close it if there is no such worker."""
+        """Match a new connection with a started worker by its `WorkerHello`. Close it if there is no such worker."""
         try:
             messages = wire.from_worker()
         except (PeerLost, FormatError, PlanError):
-            # PlanError too: what does not show the secret must not stop the job.
+            # Catch PlanError too, because a peer without the secret must not stop the job.
             self._turn_away(wire)
             return
         if not messages:
             return
         hello = messages[0]
-        place = self._places.get(hello.worker) if isinstance(hello, WorkerHello) else None
-        # One connection a worker: a second one under the same name would mix the messages of two processes.
-        if not isinstance(hello, WorkerHello) or place is None or place.wire is not None or not self._is_ours(hello):
+        record = self._workers.get(hello.worker) if isinstance(hello, WorkerHello) else None
+        # Accept one connection for each worker, because a second one would mix the messages of two processes.
+        if not isinstance(hello, WorkerHello) or record is None or record.wire is not None or not self._is_ours(hello):
             self._turn_away(wire)
             return
-        # Not turned away as a stranger: every replacement would be of the same release.
+        # Fail the job, because a replacement would have the same wrong version.
         check_version(hello.protocol, f"worker {hello.worker}", "the coordinator")
         admitted = self._unidentified.pop(wire)
         admitted.prove(hello.worker)
-        # From here on `_check_workers` applies the deadline by progress instead.
+        # From now on `_check_workers` applies the deadline for progress instead.
         admitted.begin(math.inf)
-        # Before the secret was checked, a large frame could have made this process allocate memory for a stranger.
+        # Allow large frames only now. Before the check, a stranger could have made this process allocate memory.
         wire.max_frame_bytes = MAX_FRAME_BYTES
         self._select.modify(wire, selectors.EVENT_READ, hello.worker)
-        place.wire = wire
-        place.spoke = time.monotonic()
+        record.wire = wire
+        record.progressed_at = time.monotonic()
         self._send(hello.worker, self._job_spec)
 
     def _turn_away(self, wire: Wire) -> None:
@@ -299,68 +301,67 @@ class Coordinator(Closeable):
         wire.close()
 
     def _is_ours(self, hello: WorkerHello) -> bool:
-        # In constant time: the time of an ordinary comparison would tell a stranger how far its guess is right.
+        # Compare in constant time, because an ordinary comparison would reveal how much of a guess is right.
         return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
 
     def _receive(self, name: str) -> None:
-        place = self._places.get(name)
-        # The selector's answer may be older than the worker's loss, which another event of the same turn caused.
-        if place is None or place.wire is None:
+        record = self._workers.get(name)
+        # The worker may have been lost through another event in the same turn.
+        if record is None or record.wire is None:
             return
         try:
-            messages = place.wire.from_worker()
+            messages = record.wire.from_worker()
         except (PeerLost, FormatError) as error:
             self._lose(name, error.message if isinstance(error, FormatError) else None)
             return
         for message in messages:
-            self._handle(name, place, message)
+            self._handle(name, record, message)
 
-    def _handle(self, name: str, place: _WorkerRecord, message: FromWorker) -> None:
+    def _handle(self, name: str, record: _WorkerRecord, message: FromWorker) -> None:
         now = time.monotonic()
         if isinstance(message, TaskDone):
-            place.spoke = now
-            place.stats.num_tasks += 1
-            place.stats.note_read(message.fetched_bytes, message.asked_bytes)
+            record.progressed_at = now
+            record.stats.num_tasks += 1
+            record.stats.note_read(message.fetched_bytes, message.asked_bytes)
             self._ended(name, message, now)
         elif isinstance(message, Began):
-            self._begins(place, message.task)
+            self._begins(record, message.task)
         elif isinstance(message, WorkerBeat):
-            moves = message.moved_bytes != place.stats.moved_bytes or message.num_reports != place.num_reports
-            # A beat alone is no progress: its thread also runs while the operation hangs. An idle worker cannot hang.
+            moves = message.moved_bytes != record.stats.moved_bytes or message.num_reports != record.num_reports
+            # A beat alone is no progress, because its thread also runs while the operation hangs. Idle workers cannot
+            # hang.
             if moves or not self._assigned(name):
-                place.spoke = now
-            place.note(message)
+                record.progressed_at = now
+            record.note(message)
         elif isinstance(message, Ready):
-            place.is_ready = True
-            place.spoke = now
+            record.is_ready = True
+            record.progressed_at = now
             self.began = min(self.began, now)
-            # Numbers come from another process, so they are checked before they index anything.
+            # Check numbers from another process before they index anything.
             holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
             self.placement.join(name, now, holds=holds, at=message.at)
         elif isinstance(message, TaskFailure):
-            # The job ends: an error of the operation, of a source or of the plan would stop every other worker as well.
+            # End the job, because an error in the operation, a source or the plan would stop every other worker too.
             raise _error_of(message)
 
-    def _begins(self, place: _WorkerRecord, task: int) -> None:
-        # A copy runs no operation, and several begin beside one that does: a lost worker is not blamed on it.
+    def _begins(self, record: _WorkerRecord, task: int) -> None:
+        # Copies run no operation, and several run at the same time as an operation, so do not blame them for a loss.
         if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
-            place.at = task
-        # A second run may have written over the first one's bytes: `check_repeated` reads those tasks back at the end.
+            record.task = task
+        # A second run may have overwritten the bytes of the first. `check_repeated` reads those tasks back at the end.
         (self.repeated if task in self._tried else self._tried).add(task)
 
     def _ended(self, name: str, message: TaskDone, now: float) -> None:
-        # As with `Ready`: a number from another process is checked before it indexes anything.
         if not 0 <= message.task < len(self._job.tasks):
             return
         digests = np.frombuffer(message.digests, "<u8").astype(np.uint64)
         if len(digests) != self._job.num_pieces(message.task):
             expected = self._job.num_pieces(message.task)
-            raise FormatError(f"worker {name} reported {len(digests)} digests of task {message.task}, not {expected}")
+            raise FormatError(f"worker {name} reported {len(digests)} digests for task {message.task}, not {expected}")
         outcome = self.placement.done(name, message.task, now)
-        # A task may finish on two workers; only the first result is recorded, so progress never counts it twice.
+        # A task may finish on two workers. Record only the first result, so that progress counts it once.
         if outcome.first:
-            # After its bytes are written, which `TaskDone` says: a journal that is ahead of the files could resume
-            # wrongly.
+            # `TaskDone` means that the bytes are written. A journal that is ahead of the files would resume wrongly.
             self._journal.add(message.task, digests)
             self.done_bytes += int(self._job.tasks.cost[message.task])
             if self._on_progress is not None:
@@ -371,24 +372,22 @@ class Coordinator(Closeable):
     # -- messages sent
 
     def _assign(self, name: str) -> None:
-        if name not in self._places:
-            # It was lost while a message was sent to another worker.
+        if name not in self._workers:
             return
         assignment = self.placement.next(name, time.monotonic())
         self._revoke(assignment.revoked)
         if assignment.tasks:
             if len(self._assigned(name)) == len(assignment.tasks):
-                # It was idle until now: its deadline starts here.
-                self._places[name].spoke = time.monotonic()
+                self._workers[name].progressed_at = time.monotonic()
             self._send(name, TaskWork(tasks=assignment.tasks))
 
     def _revoke(self, revoked: Sequence[tuple[str, int]]) -> None:
         for name, task in revoked:
-            if name in self._places:
+            if name in self._workers:
                 self._send(name, TaskWork(revoked=(task,)))
 
     def _send(self, name: str, message: JobSpec | TaskWork | Stop) -> None:
-        wire = self._places[name].wire
+        wire = self._workers[name].wire
         assert wire is not None
         try:
             wire.send(message)
@@ -396,7 +395,7 @@ class Coordinator(Closeable):
             self._lose(name, None)
 
     def _assigned(self, name: str) -> tuple[int, ...]:
-        return self.placement.assigned(name) if self._places[name].is_ready else ()
+        return self.placement.assigned(name) if self._workers[name].is_ready else ()
 
     # -- lost workers
 
@@ -405,44 +404,50 @@ class Coordinator(Closeable):
         stood_s = now - self._checked_at
         self._checked_at = now
         self._listener.admission.sweep()
-        for name, place in list(self._places.items()):
-            # Messages of workers waited in the socket while this process stood still: move every deadline by that time.
+        for name, record in list(self._workers.items()):
+            # Messages waited in the sockets while this process was stopped, so move every deadline by that time.
             if stood_s > PAUSE_S:
-                place.begun += stood_s
-                place.spoke += stood_s
-            # Once connected, a worker's end is the end of its connection, after its last message was read.
-            if place.wire is None and self._launcher.ended(name):
+                record.started_at += stood_s
+                record.progressed_at += stood_s
+            # The end of a connected worker is noticed through its connection, after its last message was read.
+            if record.wire is None and self._launcher.ended(name):
                 self._lose(name, None)
-            # A longer stall deadline also covers the start: who raises it expects slow storage, and planning reads it.
-            elif not place.is_ready and now - place.begun > max(BEGIN_S, self._stall_s):
-                self._lose(name, "it did not get ready")
-            elif place.is_ready and self._assigned(name) and now - place.spoke > self._stall_s:
+            # A longer stall deadline also covers the start, because planning reads from the same slow storage.
+            elif not record.is_ready and now - record.started_at > max(BEGIN_S, self._stall_s):
+                self._lose(name, "it was not ready in time")
+            elif record.is_ready and self._assigned(name) and now - record.progressed_at > self._stall_s:
                 self._lose(name, f"it made no progress for {self._stall_s:g} s")
 
     def _lose(self, name: str, why: str | None) -> None:
-        """Remove a worker that ended or hangs, return its tasks, start another. `why` None: as the launcher says."""
-        place = self._places.pop(name)
-        assigned = self.placement.assigned(name) if place.is_ready else ()
-        if place.is_ready:
+        """Remove a worker that ended or hangs, return its tasks, and start another.
+
+        If `why` is None, ask the launcher.
+        """
+        record = self._workers.pop(name)
+        assigned = self.placement.assigned(name) if record.is_ready else ()
+        if record.is_ready:
             self.placement.remove(name)
-        if place.wire is not None:
-            self._select.unregister(place.wire)
-            place.wire.close()
-        # Killed before its tasks run elsewhere: a worker that only hung must not write over a later result.
+        if record.wire is not None:
+            self._select.unregister(record.wire)
+            record.wire.close()
+        # Kill the worker before its tasks run elsewhere. A worker that only hung must not overwrite a later result.
         self._launcher.kill(name)
-        place.stats.end = why or self._launcher.ended(name) or "its connection was lost"
-        # Only the task under the operation is blamed: the others were queued, or were being read or written.
-        if place.at in assigned:
-            self._strike(place.at, place.stats.end)
-        # Bounded: where every worker dies at once, processes must not be started for ever.
-        if place.respawns < RESPAWNS:
-            self._spawn(place.stats.device, place.respawns + 1)
+        record.stats.end = why or self._launcher.ended(name) or "its connection was lost"
+        # Blame only the task on which the operation ran. The others were queued, or were being read or written.
+        if record.task in assigned:
+            self._strike(record.task, record.stats.end)
+        # Limit the replacements, because workers that all die at once must not be restarted forever.
+        if record.respawns < RESPAWNS:
+            self._spawn(record.stats.device, record.respawns + 1)
 
     def _strike(self, task: int, why: str) -> None:
-        """Count a worker that was lost while the operation ran on a task; OperationFailed after `STRIKES`."""
+        """Count a worker that was lost while the operation ran on a task.
+
+        Raise OperationFailed after `STRIKES` of them.
+        """
         self._strikes[task] = self._strikes.get(task, 0) + 1
         if self._strikes[task] >= STRIKES:
-            # The first tensor of the task stands for all: which one of them was at fault is not known.
+            # Name the task's first tensor, because nobody knows which of its tensors caused the loss.
             recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
             raise OperationFailed(
                 f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",
@@ -454,50 +459,50 @@ class Coordinator(Closeable):
 
     def close(self) -> None:
         """Kill the workers and close every connection. Idempotent."""
-        # Killed, not asked to stop: on the way out of an error a worker must not write another byte.
-        for name, place in self._places.items():
+        # Kill the workers instead of asking them to stop. After an error they must not write another byte.
+        for name, record in self._workers.items():
             self._launcher.kill(name)
-            if place.wire is not None:
-                place.wire.close()
+            if record.wire is not None:
+                record.wire.close()
         for wire in self._unidentified:
             wire.close()
-        self._places.clear()
+        self._workers.clear()
         self._unidentified.clear()
         self._select.close()
         self._listener.close()
 
     def _collect_last_beats(self) -> None:
-        """Record the last beats until every connection has ended, or for `LAST_BEATS_S`; then end the workers."""
-        left = {name: place for name, place in self._places.items() if place.wire is not None}
-        for place in left.values():
-            assert place.wire is not None
-            # A worker that died since its last task is found below, when its connection is read.
+        """Record the last beats until every connection has ended, for at most `LAST_BEATS_S`. Then end the workers."""
+        left = {name: record for name, record in self._workers.items() if record.wire is not None}
+        for record in left.values():
+            assert record.wire is not None
+            # A worker that died after its last task is noticed below, when its connection is read.
             with contextlib.suppress(PeerLost):
-                place.wire.send(Stop())
+                record.wire.send(Stop())
         deadline = time.monotonic() + LAST_BEATS_S
         while left and (wait_s := deadline - time.monotonic()) > 0:
             for name in [key.data for key, _ in self._select.select(wait_s) if key.data in left]:
-                place = left[name]
-                assert place.wire is not None
+                record = left[name]
+                assert record.wire is not None
                 try:
-                    for message in place.wire.from_worker():
+                    for message in record.wire.from_worker():
                         if isinstance(message, WorkerBeat):
-                            place.note(message)
+                            record.note(message)
                         elif isinstance(message, Began):
-                            self._begins(place, message.task)
+                            self._begins(record, message.task)
                 except (PeerLost, FormatError) as error:
-                    self._select.unregister(place.wire)
+                    self._select.unregister(record.wire)
                     del left[name]
-                    # A lost connection is how a worker ends here; one that sends garbage may go on running.
+                    # A worker ends by closing its connection. One with invalid bytes may continue to run.
                     if isinstance(error, FormatError):
                         self._launcher.kill(name)
-        # Those that did not end in time may hang in a user's function; their tasks are all done.
+        # Workers that did not end in time may hang in a user's function. All their tasks are done.
         for name in left:
             self._launcher.kill(name)
 
 
 def _error_of(failure: TaskFailure) -> PenstockError:
-    """Return the error that stopped a worker, of the class that it had there."""
+    """Return the error that stopped a worker, with the class that it had there."""
     if failure.kind == BudgetTooSmall.__name__:
         return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)
     return class_named(failure.kind, PenstockError)(

@@ -1,9 +1,7 @@
-"""A job: the plan of a conversion. The same specification gives the same job in every process.
+"""The plan of a conversion. Every process plans the same job from the same specification.
 
-In: an operation and the tables of its sources. Out: a `ConversionJob`: recipes, files, tasks, and the key that
-identifies them; for sources that are read through a cache, the tasks whose input is in it.
-Not here: running it (`jobs.workers.worker`, `coordinator`), which tasks are done (`result.Journal`), which worker gets
-a task for its cache (`plan.placement`).
+A `ConversionJob` has recipes, files, tasks, and the key that identifies them. For sources with a cache, `cached_tasks`
+finds the tasks whose input is cached.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from penstock.storage.weight_set import WeightSet
 from penstock.types import GB, I64, Manifest
 
 SHARD_BYTES = 5 * GB
-"""Size of a file of the output. Source: transformers' `max_shard_size` default until 4.x, which every hub accepts."""
+"""Default size of an output file. Source: transformers' `max_shard_size` default until 4.x, which every hub accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """The byte range of one output tensor that a task writes: `[start, stop)`."""
+    """The byte range `[start, stop)` of one output tensor that a task writes."""
 
     row: int
     """The tensor's row in the output's table."""
@@ -42,9 +40,9 @@ class Written:
     stop: int
 
     def cuts(self, leaf_bytes: int) -> I64:
-        """Return where the range is cut: its start, the edges of the tensor's leaves within it, its stop.
+        """Return the cuts of the range: its start, the edges of the tensor's leaves in it, and its stop.
 
-        What lies between two cuts is a piece, and is digested separately.
+        The bytes between two cuts are a piece with a separate digest.
         """
         if self.start >= self.stop:
             return np.array([self.start], np.int64)
@@ -53,13 +51,13 @@ class Written:
 
     def num_pieces(self, leaf_bytes: int) -> int:
         """Return the number of pieces between `cuts`."""
-        # By arithmetic: a job has hundreds of thousands of ranges, whose cuts are not needed to count.
+        # Count without computing the cuts, because a job has hundreds of thousands of ranges.
         return (self.stop - 1) // leaf_bytes - self.start // leaf_bytes + 1 if self.start < self.stop else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ConversionJob:
-    """The plan of a conversion, the same in every process that plans it from one specification."""
+    """The plan of a conversion. It is the same in every process that plans the same specification."""
 
     operation: Operation
     recipes: tuple[Recipe, ...]
@@ -67,22 +65,23 @@ class ConversionJob:
     tasks: Tasks
     leaf_bytes: int
     key: str
-    """32 hex digits: of the operation, the sources' revisions, and everything that decides the output's bytes; and of
-    `held_to`, so that a verified job never resumes from tasks that were not verified."""
+    """Digest with 32 hex digits of the operation, the sources' revisions, and everything else that decides the output's
+    bytes. It also covers `leaf_sizes`, so that a verified job never resumes from unverified tasks."""
     row_of: dict[str, int]
-    """Row of the output's table by path."""
+    """Maps a path to its row in the output's table."""
     small_from: int
-    """The source whose configuration and tokenizer the result has."""
+    """The number of the source that provides the result's configuration and tokenizer."""
     stem: str
-    """Part of the output's file names before their number, as that source's files have it."""
-    held_to: tuple[int, ...]
-    """Per source: leaf size of the digests that everything read of it is compared with; 0: nothing is compared."""
+    """Part of the output's file names before the number, taken from that source's files."""
+    leaf_sizes: tuple[int, ...]
+    """For each source, the leaf size in bytes of the digests that its bytes are compared with. 0 means that nothing is
+    compared."""
     read_bytes: I64
-    """[num_tasks, num_sources] bytes that each task reads of each source, rounded out to whole leaves."""
+    """[num_tasks, num_sources] bytes that each task reads from each source, extended to whole leaves."""
     memory_bytes: I64
-    """Of each task: bytes of its inputs and of its outputs."""
+    """For each task, the bytes of its inputs and outputs."""
     least_bytes: I64
-    """The same, for a task that is made in the smallest parts that its operation allows."""
+    """For each task, the memory in bytes if it runs in the smallest parts that its operation allows."""
 
     def written(self, task: int) -> Iterator[Written]:
         """Yield the byte ranges that a task writes, output after output."""
@@ -96,25 +95,27 @@ class ConversionJob:
         return sum(written.num_pieces(self.leaf_bytes) for written in self.written(task))
 
     def part_elements(self, task: int, memory_bytes: int) -> int:
-        """Return the elements per part so that a task holds at most `memory_bytes`; 0: it is made at once.
+        """Return the part size in elements so that a task uses at most `memory_bytes`.
 
-        Order: after `check_budget`: the smallest part fits.
+        0 means that the task runs at once.
+
+        Call `check_budget` before, which ensures that the smallest part fits.
         """
-        # At once wherever it fits: parts of a merge are read once for each of its passes.
+        # Run a task at once if it fits, because a merge in parts reads its parts again for each pass.
         if int(self.memory_bytes[task]) <= memory_bytes:
             return 0
         unit, fixed = _part_unit(self.operation, self.recipes, self.tasks, task), self.part_bytes(task, 0)
-        # Memory grows linearly with the part: what is left after the fixed bytes is divided by the bytes of one unit.
+        # Memory grows linearly with the part, so divide the memory left after the fixed bytes by the bytes of one unit.
         return unit * max(1, (memory_bytes - fixed) // (self.part_bytes(task, unit) - fixed))
 
     def part_bytes(self, task: int, num_part: int) -> int:
-        """Return the host memory of a task that is made in parts of `num_part` elements."""
+        """Return the host memory in bytes of a task that runs in parts of `num_part` elements."""
         ((index, _, _),) = self.tasks.entries(task)
-        return _part_bytes(self.recipes[index], self.held_to, num_part)
+        return _part_bytes(self.recipes[index], self.leaf_sizes, num_part)
 
     def check_budget(self, memory_bytes: int, what: str) -> None:
         """Raise BudgetTooSmall if the largest task needs more than `memory_bytes`."""
-        # No task: an empty checkpoint, whose conversion writes headers alone.
+        # The conversion of an empty checkpoint has no tasks and writes only headers.
         if not len(self.tasks):
             return
         largest = int(self.least_bytes.argmax())
@@ -122,27 +123,30 @@ class ConversionJob:
         if need > memory_bytes:
             recipe = self.recipes[next(self.tasks.entries(largest))[0]]
             raise BudgetTooSmall(
-                f"{what}: memory_bytes={memory_bytes}, but {recipe.outputs[0].spec.name!r} takes {need} bytes at once",
+                f"{what}: memory_bytes={memory_bytes}, but {recipe.outputs[0].spec.name!r} needs {need} bytes at once",
                 minimum_bytes=need,
             )
 
 
 def _part_unit(operation: Operation, recipes: Sequence[Recipe], tasks: Tasks, task: int) -> int:
-    """See `StreamedOperation.part_unit`; 0 also where a task is more than one recipe."""
+    """Return `StreamedOperation.part_unit` of a task's recipe, or 0 if the task has several recipes."""
     if not isinstance(operation, StreamedOperation) or tasks.first[task + 1] - tasks.first[task] != 1:
         return 0
     recipe = recipes[int(tasks.recipe[tasks.first[task]])]
-    # A recipe that can be cut by rows needs no parts: its tasks are made smaller instead.
+    # A recipe that can be cut by rows gets smaller tasks instead of parts.
     return 0 if recipe.align else operation.part_unit(recipe)
 
 
-def _part_bytes(recipe: Recipe, held_to: Sequence[int], num_part: int) -> int:
-    """Return the memory of a part of `num_part` elements: its inputs out to whole leaves, its outputs, and the rest of
-    one part that a chain keeps for the next."""
+def _part_bytes(recipe: Recipe, leaf_sizes: Sequence[int], num_part: int) -> int:
+    """Return the memory in bytes of a part with `num_part` elements.
+
+    It includes the inputs extended to whole leaves, the outputs, and the remainder that a chain keeps for the next
+    part.
+    """
     num_elements = max(1, math.prod(recipe.inputs[0].spec.shape))
-    # Two leaves more of each input: a part may begin and end inside a leaf, and leaves are only read whole.
+    # Add two leaves for each input, because a part may begin and end inside a leaf, and leaves are read whole.
     input_bytes = sum(
-        num_part * source_input.spec.dtype.bits // 8 + 2 * held_to[source_input.source]
+        num_part * source_input.spec.dtype.bits // 8 + 2 * leaf_sizes[source_input.source]
         for source_input in recipe.inputs
     )
     _, output_bytes = recipe.nbytes(0, recipe.num_rows)
@@ -164,44 +168,47 @@ def plan_job(
 
     Args:
         operation: the operation on all sources.
-        sources: manifests of its sources, in its order.
+        sources: manifests of the sources, in the operation's order.
         task_bytes: see `plan.tasks.cut`.
         shard_bytes: largest size of an output file.
-        leaf_bytes: of the output's digests.
-        verify: compare what is read with the sources' digests, where they have any.
-        operation_specs: specs that made the operation: a user's operation may leave some options out of its name.
+        leaf_bytes: leaf size of the output's digests.
+        verify: whether to compare the bytes that are read with the sources' digests, if they have digests.
+        operation_specs: specs of the operation. A user's operation may leave some options out of its name.
 
     Raises:
-        PlanError: see `Operation.recipes`; or torch has no dtype for a tensor to compute with.
+        PlanError: see `Operation.recipes`, or torch has no dtype for a tensor to compute with.
         ConfigError: the specs hold values that cannot be sent to a worker.
     """
     recipes = tuple(operation.recipes([manifest.tensors for manifest in sources]))
-    # Refused before a byte is read: a worker would only fail at the first task with this dtype.
+    # Refuse this before reading, because a worker would fail only at the first task with this dtype.
     for spec in (spec for recipe in recipes if not recipe.copies for spec in recipe.specs):
         if spec.dtype in UNKNOWN:
             message = f"{operation.name}: torch has no dtype for {spec.dtype}, so nothing can be computed with it"
-            raise PlanError(message, tensor=spec.name, hint="leave it out before: `rename` it to nothing")
+            raise PlanError(
+                message,
+                tensor=spec.name,
+                hint="leave the tensor out with a `rename` to an empty name before this operation",
+            )
     specs = [out.spec for recipe in recipes for out in recipe.outputs]
     if gguf_of(operation) is None:
         files = lay_out(specs, shard_bytes=shard_bytes)
     else:
-        # Always one file, whatever `shard_bytes` is.
         files = lay_out(specs, shard_bytes=1 << 62, align_bytes=ALIGNMENT)
-    held_to = tuple(manifest.leaf_bytes if verify and manifest.leaves is not None else 0 for manifest in sources)
-    key = _key(operation, operation_specs, sources, files, (task_bytes, shard_bytes, leaf_bytes), held_to)
+    leaf_sizes = tuple(manifest.leaf_bytes if verify and manifest.leaves is not None else 0 for manifest in sources)
+    key = _key(operation, operation_specs, sources, files, (task_bytes, shard_bytes, leaf_bytes), leaf_sizes)
     row_of = {name: row for row, name in enumerate(files.table.names)}
     small_from = operation.small_from if isinstance(operation, Attested) else 0
     file_of = np.array([files.table.file_index[row_of[recipe.outputs[0].spec.path]] for recipe in recipes], np.int64)
     tasks = spread(cut(recipes, task_bytes=task_bytes, leaf_bytes=leaf_bytes), file_of, task_bytes=task_bytes)
-    read = read_bytes(recipes, tasks, held_to)
+    read = read_bytes(recipes, tasks, leaf_sizes)
     memory_bytes = read.sum(axis=1) + tasks.out_bytes
     least_bytes = memory_bytes.copy()
     if isinstance(operation, StreamedOperation):
-        # Only large tasks can exceed a budget; the small ones, perhaps hundreds of thousands, need no second estimate.
+        # Only large tasks can exceed a budget. Skip the small ones, which may be hundreds of thousands.
         for task in np.flatnonzero(tasks.cost > task_bytes // 2).tolist():
             if unit := _part_unit(operation, recipes, tasks, task):
                 recipe = recipes[int(tasks.recipe[tasks.first[task]])]
-                least_bytes[task] = min(memory_bytes[task], _part_bytes(recipe, held_to, unit))
+                least_bytes[task] = min(memory_bytes[task], _part_bytes(recipe, leaf_sizes, unit))
     return ConversionJob(
         operation=operation,
         recipes=recipes,
@@ -212,7 +219,7 @@ def plan_job(
         row_of=row_of,
         small_from=small_from,
         stem=stem_of(file.name for file in sources[small_from].files),
-        held_to=held_to,
+        leaf_sizes=leaf_sizes,
         read_bytes=read,
         memory_bytes=memory_bytes,
         least_bytes=least_bytes,
@@ -225,25 +232,25 @@ def _key(
     sources: Sequence[Manifest],
     files: OutputFiles,
     sizes: Sequence[int],
-    held_to: tuple[int, ...],
+    leaf_sizes: tuple[int, ...],
 ) -> str:
-    """Return `ConversionJob.key`. ConfigError if the specs hold values that cannot be sent to a worker."""
-    # Code and specs too: a user's function may change under one name, and its name may leave out some of its options.
-    parts = [operation.name, code_of(operation), *map(str, sizes), str(held_to)]
+    """Return `ConversionJob.key`. Raise ConfigError if the specs hold values that cannot be sent to a worker."""
+    # Include code and specs, because a user's function may change under the same name, and its name may omit options.
+    parts = [operation.name, code_of(operation), *map(str, sizes), str(leaf_sizes)]
     try:
         parts.append(msgspec.msgpack.encode(operation_specs).hex())
     except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{operation.name}: its options are not plain values: {error}") from error
-    # Files with their identities too: a source without digests has the same revision after its weights were replaced.
+    # Include the identities of files. Replacing weights without digests does not change their revision.
     for manifest in sources:
         parts += [manifest.revision, *(f"{file.name} {file.nbytes} {file.identity}" for file in manifest.files)]
-    # The number changes whenever the same request would be cut or computed differently: old journals are then ignored.
+    # Increase this number when the same request is cut or computed differently, so that old journals are ignored.
     digest = blake3(b"penstock job 6\0")
-    # Each part is preceded by its length: otherwise "ab" + "c" and "a" + "bc" would give one key to two jobs.
+    # Prefix each part with its length. Otherwise "ab" + "c" and "a" + "bc" would have the same key.
     for part in parts:
         digest.update(len(part.encode()).to_bytes(8, "little") + part.encode())
     digest.update(canonical(files.table, name_order(files.table)))
-    # The canonical form has no places in files, and a resumed job goes on in the files of an earlier one.
+    # Add the places in files, which the canonical form lacks. A resumed job continues the same files.
     digest.update(np.stack([files.table.file_index, files.table.offset]).astype("<i8").tobytes())
     return digest.hexdigest(length=16)
 
@@ -254,12 +261,12 @@ def cached(sources: Sequence[WeightSet]) -> list[CachedSource]:
 
 
 def shared_as(sources: Sequence[WeightSet]) -> str:
-    """Return the identity of the cache that these sources are read through; empty: they are read through none."""
+    """Return the identity of the cache through which these sources are read, or "" if there is none."""
     return next((file.shared_as for file in cached(sources)), "")
 
 
 def bytes_read(sources: Sequence[WeightSet]) -> tuple[int, int]:
-    """Return bytes of cached files read from their sources (whole chunks), and bytes that this process requested."""
+    """Return the bytes of cached files that were read from the sources (in whole chunks) and that were requested."""
     stats = [file.stats for file in cached(sources)]
     return sum(stat.miss_bytes for stat in stats), sum(stat.asked_bytes for stat in stats)
 
@@ -270,7 +277,7 @@ def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
         [_CachedRanges(file) if isinstance(file, CachedSource) else None for file in source.sources]
         for source in sources
     ]
-    # The usual case by far, and what follows walks over every input of every task.
+    # Return early in the usual case, because the loop below visits every input of every task.
     if not any(ranges is not None and ranges.any for of_source in files for ranges in of_source):
         return []
     tables = [source.manifest.tensors for source in sources]
@@ -282,24 +289,24 @@ def cached_tasks(job: ConversionJob, sources: Sequence[WeightSet]) -> list[int]:
             for task_input in job.recipes[index].inputs:
                 table, row = tables[task_input.source], rows[task_input.source][task_input.spec.name]
                 file, at = files[task_input.source][int(table.file_index[row])], int(table.offset[row])
-                first, last = task_input.leaf_range(start, stop, job.held_to[task_input.source])
+                first, last = task_input.leaf_range(start, stop, job.leaf_sizes[task_input.source])
                 here += 0 if file is None else file.within(at + first, at + last)
-        # Half, not all: the leaves at both ends of a task are shared with its neighbours and are often missing.
+        # Half suffices, because neighbouring tasks share the leaves at both ends, and these are often missing.
         if here and 2 * here >= int(job.read_bytes[task].sum()):
             tasks.append(task)
     return tasks
 
 
 class _CachedRanges:
-    """The bytes of one file that the cache has, as a running sum over its chunks.
+    """The cached bytes of one file, as a running sum over its chunks.
 
     Attributes:
-        any: the cache has at least one chunk.
+        any: whether the cache has at least one chunk.
     """
 
     def __init__(self, source: CachedSource) -> None:
         count = -(-source.nbytes // CACHE_CHUNK_BYTES)
-        # One chunk more than the file has, so that an offset at the very end of the file has an entry.
+        # Add one chunk, so that the offset at the end of the file has an entry.
         self._has = np.zeros(count + 1, bool)
         self._has[[chunk for chunk in source.cached_chunks() if chunk < count]] = True
         self._before: I64 = np.concatenate([[0], np.cumsum(self._has * CACHE_CHUNK_BYTES)]).astype(np.int64)

@@ -1,8 +1,4 @@
-"""The request of a conversion: its sources, opened, and the job that is planned for them.
-
-In: arguments of `convert`. Out: a `ConvertRequest`; for callers who only want to know, a `ConversionJob`.
-Not here: planning itself (`job`), running it (`convert`).
-"""
+"""Opens the sources of a conversion and plans its job. `convert` runs the job."""
 
 from __future__ import annotations
 
@@ -22,9 +18,10 @@ from penstock.storage.weight_set import Uris, WeightSet, nothing_to_verify, open
 from penstock.types import MIB
 
 WORKER_MEMORY_BYTES = 512 * MIB
-"""Host memory of one worker's tasks unless the user says otherwise: four tasks of 64 MiB, and room to spare."""
+"""Default host memory in bytes for one worker's tasks: four tasks of 64 MiB, and some reserve."""
 MIN_TASK_BYTES = MIB // 4
-"""A task is not made smaller than this for lack of memory: it reads two leaves of 256 KiB of each source anyway."""
+"""Minimum size of a task in bytes. A smaller task saves little, because it still reads two leaves of 256 KiB from each
+source."""
 
 
 def plan(
@@ -38,10 +35,12 @@ def plan(
     memory_bytes: int | str | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> ConversionJob:
-    """Return the job that `convert` would run: headers are read, nothing is written. Arguments and errors as there.
+    """Plan the job that `convert` would run. Only headers are read, and nothing is written.
+
+    Arguments and errors are those of `convert`.
 
     Args:
-        memory_bytes: of `WorkerSettings`: tasks are smaller than `task_bytes` where they would not fit.
+        memory_bytes: see `WorkerSettings`. Tasks are smaller than `task_bytes` if they would not fit.
     """
     with ExitStack() as stack:
         return plan_request(
@@ -59,13 +58,13 @@ def plan(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertRequest:
-    """Opened sources, and the job planned for them."""
+    """Opened sources and the job planned for them."""
 
     settings: Settings
     opened: Sequence[WeightSet]
     job: ConversionJob
     job_spec: JobSpec
-    """The job for workers, still without the directory that they write to."""
+    """The job for workers, without the directory that they write to."""
 
     def small_place(self, source: int) -> str:
         """Return the URI to read a source's configuration and tokenizer from, at the revision that was opened."""
@@ -84,19 +83,23 @@ def plan_request(
     storage_options: Mapping[str, str] | None,
     memory_bytes: int | str | None = None,
 ) -> ConvertRequest:
-    """Open the sources until the stack ends, complete the specs from them, plan the job. Arguments as of `convert`.
+    """Open the sources until the stack ends, complete the specs from them, and plan the job.
 
-    Tasks are smaller than requested if they would not fit in a worker's `memory_bytes` otherwise.
+    Arguments are those of `convert`.
+
+    Tasks are smaller than requested if they would not fit in a worker's `memory_bytes`.
     """
     if parse_bytes(shard_bytes) < 1:
-        raise ConfigError(f"shard_bytes={shard_bytes}: a file has at least one byte", hint="leave it out, or give 5G")
+        raise ConfigError(
+            f"shard_bytes={shard_bytes} must be at least 1", hint="leave it out, or use a size such as 5G"
+        )
     settings, options = Settings.read(), dict(storage_options or {})
     uris = uris_of(sources)
     opened = [stack.enter_context(open_weights(uri, settings=settings, storage_options=options)) for uri in uris]
     if verify and (why := next((weights.why_unverified for weights in opened if weights.why_unverified), None)):
         raise nothing_to_verify(why)
-    require_type("to", to, (str, type(None)), 'a format: "cast:BF16", "fp8-block128"')
-    # `to` is one more operation, the last: a chain of them never writes what lies between.
+    require_type("to", to, (str, type(None)), 'a format such as "cast:BF16" or "fp8-block128"')
+    # `to` becomes the last operation. A chain of operations never writes intermediate results.
     specs = [*operation_specs(operations), *([] if to is None else [stored_as(to)])]
     places = [small_place(uri, weights) for uri, weights in zip(uris, opened, strict=True)]
     specs = completed(specs, opened, places, settings, options)
@@ -105,7 +108,7 @@ def plan_request(
     wanted = task_bytes_of(nbytes) if task_bytes is None else parse_bytes(task_bytes)
 
     def planned(task_bytes: int) -> ConversionJob:
-        """Return the job in tasks of this size."""
+        """Plan the job with tasks of this size."""
         return plan_job(
             operation_of(specs),
             [weights.manifest for weights in opened],
@@ -117,10 +120,10 @@ def plan_request(
 
     job = planned(wanted)
     while (least := job.least_bytes.max(initial=0)) > budget and wanted > MIN_TASK_BYTES:
-        # Tasks are read out to the ends of leaves, so one that aims at the budget is above it.
+        # Reads extend to the ends of leaves, so a task that aims at the budget would exceed it.
         smaller = max(MIN_TASK_BYTES, min(wanted, budget) // 2)
         if (cut_smaller := planned(smaller)).least_bytes.max(initial=0) >= least:
-            # The largest task is one that its operation cannot cut: smaller tasks do not help.
+            # The operation cannot cut the largest task, so smaller tasks do not help.
             break
         job, wanted = cut_smaller, smaller
     job_spec = JobSpec(
@@ -140,9 +143,8 @@ def plan_request(
 
 
 def small_place(uri: str, weights: WeightSet) -> str:
-    """Return the URI to read the small files of a source from, given as the caller named it, and opened."""
-    # An opened set names itself without the user and the query of its URL, which a request needs. Plain HTTP has no
-    # revisions.
+    """Return the URI from which to read the small files of a source."""
+    # An opened set's URI lacks the user and the query of a URL, which an HTTP request needs. HTTP has no revisions.
     return uri if uri.startswith(("http://", "https://")) else weights.uri
 
 

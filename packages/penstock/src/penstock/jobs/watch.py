@@ -1,8 +1,4 @@
-"""Shows an observer how a conversion goes: its states, at most one a second, and one at each change of its phase.
-
-In: the planned job, the coordinator while it runs, the error or the revision at the end. Out: calls of the observer.
-Not here: the states themselves (`hub.job_state`), what a worker does (`coordinator`).
-"""
+"""Reports the state of a conversion to an observer, at most once a second and at each change of its phase."""
 
 from __future__ import annotations
 
@@ -22,14 +18,15 @@ from penstock.jobs.job import ConversionJob
 from penstock.types import GB
 
 RATE_S = 10.0
-"""The rate is that of the last so many seconds: one task's end more or less does not move it much."""
+"""Length in seconds of the window for the rate. One finished task more or less hardly changes a rate over this
+window."""
 
 
 class JobWatch:
-    """The states of one conversion, for an observer.
+    """Reports the states of one conversion to an observer.
 
     Args:
-        observer: is shown the states; None: nothing is done.
+        observer: receives the states. None means that nothing is reported.
         job: the planned job.
         sources, into: URIs.
     """
@@ -55,22 +52,22 @@ class JobWatch:
         self._show(self._state)
 
     def turn(self, coordinator: Coordinator) -> None:
-        """Show the state of a running conversion, unless one was shown within `SHOW_S`."""
+        """Report the state of a running conversion, unless a state was reported within `SHOW_S`."""
         if self._show is None or time.monotonic() - self._shown < SHOW_S:
             return
         self._note(coordinator, "running")
 
     def publishing(self, coordinator: Coordinator) -> None:
-        """Show that every task is done, and the result is being published."""
+        """Report that every task is done and the result is being published."""
         if self._show is not None:
             self._note(coordinator, "publishing")
 
     def done(self, revision: str, num_resumed: int) -> None:
-        """Show that the result is published."""
+        """Report that the result is published."""
         if self._show is None:
             return
         state = self._state
-        # Without a sample nothing was run: an earlier call had done all of it.
+        # Without a sample nothing ran, because an earlier call had finished every task.
         since, before = self._samples[0] if self._samples else (0.0, state.total_bytes)
         self._end(
             phase="done",
@@ -83,7 +80,7 @@ class JobWatch:
         )
 
     def failed(self, error: BaseException) -> None:
-        """Show the error that ends the conversion."""
+        """Report the error that ended the conversion."""
         if self._show is None:
             return
         if isinstance(error, PenstockError):
@@ -98,10 +95,10 @@ class JobWatch:
         self._shown = now = time.monotonic()
         placement, done_bytes = coordinator.placement, coordinator.done_bytes
         if not self._samples:
-            # Where this run began: workers are ready, and only tasks of earlier runs are done.
+            # The first sample is the start of this run, when only tasks of earlier runs are done.
             self._samples.append((min(coordinator.began, now), coordinator.resumed_bytes))
         self._samples.append((now, done_bytes))
-        # The first sample stays: the average of the whole run begins there.
+        # Keep the first sample, which the average of the whole run needs.
         while len(self._samples) > 2 and now - self._samples[1][0] > RATE_S:
             del self._samples[1]
         since, before = self._samples[1 if len(self._samples) > 2 else 0]
@@ -127,5 +124,4 @@ class JobWatch:
     def _end(self, **fields: object) -> None:
         assert self._show is not None
         elapsed_s = time.monotonic() - self._began
-        # Late workers are those of a running conversion: at its end nobody waits for them.
         self._show(msgspec.structs.replace(self._state, elapsed_s=elapsed_s, num_late=0, **fields))

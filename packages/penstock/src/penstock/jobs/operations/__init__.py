@@ -1,1 +1,1 @@
-"""Operations of conversions: what is made of the tensors of a checkpoint."""
+"""Operations that conversions apply to the tensors of a checkpoint."""

@@ -1,10 +1,9 @@
-"""Deltas between two versions of a checkpoint: a small checkpoint that turns the old version into the new one.
-
-In: base and new; or base and a delta. Out: the changed leaves alone; or the new version, bit for bit.
-Not here: comparing the digests of both versions before the job is planned (`spec.completed`).
+"""Creates and applies deltas. A delta is a small checkpoint that turns an old version into a new one, bit for bit.
 
     leaves of new that differ from base --> one U8 tensor for each changed tensor: their bytes, in order
     `penstock.delta`: both revisions, and for each changed tensor its dtype, shape and runs of leaves
+
+`spec.completed` compares the digests of both versions before the job is planned.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "penstock.delta"
-"""File next to a delta's weights that describes it."""
+"""Name of the file next to a delta's weights that describes the delta."""
 Runs = list[tuple[int, int]]
-"""`[start, stop)`, of leaves or of bytes."""
+"""Ranges `[start, stop)` of leaves or bytes."""
 
 
 class Changed(msgspec.Struct, forbid_unknown_fields=True):
@@ -40,14 +39,14 @@ class Changed(msgspec.Struct, forbid_unknown_fields=True):
     dtype: DType
     shape: tuple[int, ...]
     leaves: Runs
-    """All of them where the base has no tensor of this name, dtype and shape."""
+    """The changed leaves. All leaves if the base has no tensor with this name, dtype and shape."""
 
 
 class DeltaOperation(msgspec.Struct, forbid_unknown_fields=True):
     """The description of a delta."""
 
     base: str
-    """Revision that it is applied to."""
+    """Revision to which the delta applies."""
     new: str
     """Revision of the result."""
     leaf_bytes: int
@@ -57,16 +56,17 @@ class DeltaOperation(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def delta_of(base: Manifest, new: Manifest) -> DeltaOperation:
-    """Return the changes, found from digests alone. Both manifests must have them, with the same leaf size."""
+    """Return the changes, which digests alone determine. Both manifests must have digests with the same leaf size."""
     assert base.leaves is not None and new.leaves is not None and base.leaf_bytes == new.leaf_bytes
     had = _leaves_by_name(base.tensors, base.leaf_bytes, base.leaves)
     changed = {}
     for name, (dtype, shape, leaves) in _leaves_by_name(new.tensors, new.leaf_bytes, new.leaves).items():
         old = had.pop(name, None)
-        # A tensor of another dtype or shape is sent whole: its leaves cover other elements, so they cannot be compared.
+        # Include a tensor with a new dtype or shape completely. Its leaves cover different elements, so they cannot be
+        # compared.
         if old is None or old[:2] != (dtype, shape):
             changed[name] = Changed(dtype, shape, [(0, len(leaves))] if len(leaves) else [])
-        # Unchanged tensors are left out: applying the delta copies them from the base.
+        # Leave out unchanged tensors, which are copied from the base when the delta is applied.
         elif runs := _runs(np.flatnonzero(old[2] != leaves).tolist()):
             changed[name] = Changed(dtype, shape, runs)
     return DeltaOperation(base.revision, new.revision, base.leaf_bytes, changed, tuple(sorted(had)))
@@ -80,7 +80,7 @@ def _leaves_by_name(table: TensorTable, leaf_bytes: int, leaves: U64) -> dict[st
 
 
 def _runs(numbers: Sequence[int]) -> Runs:
-    """Return sorted numbers as runs of neighbours."""
+    """Group sorted numbers into runs of consecutive numbers."""
     runs: Runs = []
     for number in numbers:
         if runs and runs[-1][1] == number:
@@ -92,22 +92,22 @@ def _runs(numbers: Sequence[int]) -> Runs:
 
 @dataclass(frozen=True)
 class _DeltaOperation(Unchanged):
-    """Base of both directions: the result has the second source's configuration.
+    """Base of both directions. The result has the second source's configuration.
 
     Args:
-        delta: the changes, as `encoded` returns them.
+        delta: the changes, encoded by `encoded`.
     """
 
     delta: bytes
     small_from = 1
 
-    # Cached, and the dataclass therefore without slots: it is read for every tensor of every task.
+    # Cache the description, because it is used for every tensor of every task. The dataclass therefore has no slots.
     @cached_property
     def _delta(self) -> DeltaOperation:
         return decoded(self.delta)
 
     def _byte_runs(self, name: str, nbytes: int) -> Runs:
-        """Return the changed bytes of a tensor of the new version."""
+        """Return the changed byte ranges of a tensor in the new version."""
         leaf_bytes = self._delta.leaf_bytes
         return [(a * leaf_bytes, min(b * leaf_bytes, nbytes)) for a, b in self._delta.tensors[name].leaves]
 
@@ -118,7 +118,7 @@ def encoded(delta: DeltaOperation) -> bytes:
 
 
 def decoded(raw: bytes) -> DeltaOperation:
-    """Decode what `encoded` returned. FormatError for anything else."""
+    """Decode the content of `FILE`. Raise FormatError for anything else."""
     try:
         delta = msgspec.json.decode(raw, type=DeltaOperation)
     except MALFORMED as error:
@@ -131,12 +131,12 @@ def decoded(raw: bytes) -> DeltaOperation:
 
 
 class MakeDelta(_DeltaOperation):
-    """Make a delta, of the sources base and new: the changed leaves of each tensor, as one tensor of bytes."""
+    """Creates a delta from the sources base and new: the changed leaves of each tensor, as one tensor of bytes."""
 
     @property
     def name(self) -> str:
         """See `Operation.name`."""
-        # With a digest of the description, which decides the bytes: it is part of the job's key by this name.
+        # Include a digest of the description, which decides the bytes, because the name is part of the job's key.
         return f"delta {self._delta.base} to {self._delta.new} ({blake3(self.delta).hexdigest(length=8)})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
@@ -149,7 +149,7 @@ class MakeDelta(_DeltaOperation):
             for start, stop in self._byte_runs(spec.name, spec.nbytes):
                 inputs.append(Input(source=1, spec=flat, box=Box(start=(start,), stop=(stop,)), at=at))
                 at += stop - start
-            # A changed tensor of no bytes is in the description alone.
+            # A changed tensor without bytes is only in the description.
             if inputs:
                 out = TaskOutput(spec=Spec(name=spec.name, dtype=DType.U8, shape=(at,)))
                 align = self._delta.leaf_bytes
@@ -173,7 +173,7 @@ class MakeDelta(_DeltaOperation):
 
 
 class ApplyDelta(_DeltaOperation):
-    """Apply a delta, of the sources base and delta: the new version, checked against the revision that it names."""
+    """Applies a delta, from the sources base and delta. The result is checked against the revision in the delta."""
 
     @property
     def name(self) -> str:
@@ -181,7 +181,7 @@ class ApplyDelta(_DeltaOperation):
         return f"delta applied to {self._delta.base} for {self._delta.new} ({blake3(self.delta).hexdigest(length=8)})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError where the delta's tensors do not match its description."""
+        """See `Operation.recipes`. Raise PlanError if the delta's tensors do not match its description."""
         base = {spec.name: spec for spec in specs_of(sources[0])}
         parts = {spec.name: spec for spec in specs_of(sources[1])}
         changed, first = self._delta.tensors, next(iter(base.values()), None)
@@ -195,7 +195,7 @@ class ApplyDelta(_DeltaOperation):
             runs = self._byte_runs(name, spec.nbytes)
             part = parts.pop(name, None)
             total = sum(stop - start for start, stop in runs)
-            # Runs come from a file that another process may have written: they must stay inside the tensor.
+            # Check that runs stay inside the tensor, because any process may have written the file with the runs.
             if (0 if part is None else part.nbytes) != total or any(not 0 <= a <= b <= spec.nbytes for a, b in runs):
                 raise PlanError("the delta's tensor differs in size from its description", tensor=name)
             old = base.get(name)
@@ -227,16 +227,16 @@ class ApplyDelta(_DeltaOperation):
         return {}
 
     def check(self, manifest: Manifest) -> None:
-        """See `Attested.check`. IntegrityError where the result is not the version that the delta names."""
+        """See `Attested.check`. Raise IntegrityError if the result is not the version in the delta."""
         if manifest.revision != self._delta.new:
-            message = f"the result is {manifest.revision}, not {self._delta.new}, which the delta names"
-            raise IntegrityError(message, hint="penstock verify the base and the delta")
+            message = f"the result has revision {manifest.revision}, but the delta expects {self._delta.new}"
+            raise IntegrityError(message, hint="check the base and the delta with `penstock verify`")
 
 
 def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (source, first byte in it, bytes, position in the result), with unchanged and changed runs in turn."""
+    """Yield (source, first byte in it, number of bytes, position in the result), in the order of the result."""
     at = taken = 0
-    # An empty run at the end, so that the unchanged bytes after the last change are yielded too.
+    # Add an empty run at the end, so that the unchanged bytes after the last change are yielded too.
     for start, stop in [*runs, (nbytes, nbytes)]:
         if at < start:
             yield 0, at, start - at, at
@@ -246,22 +246,22 @@ def _sources(runs: Runs, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _recipe(spec: Spec, pieces: Sequence[tuple[int, int, int, int]], old: Spec | None, part: Spec | None) -> Recipe:
-    """Return the recipe of one tensor, whose rows are bytes: a row of the result is `per` of them."""
+    """Return the recipe of one tensor. A row of the recipe is a byte, and one row of the tensor has `per` of them."""
     inputs = []
     for source, start, nbytes, at in pieces:
         tensor = old if source == 0 else part
         assert tensor is not None
         box = Box(start=(start,), stop=(start + nbytes,))
         inputs.append(Input(source=source, spec=_flat(tensor), box=box, at=at))
-    # A tensor of no bytes has an input all the same: outputs are made on the device of the inputs.
+    # A tensor without bytes still needs an input, because outputs are created on the device of the inputs.
     if not inputs and old is not None:
         inputs = [Input(source=0, spec=_flat(old), box=Box(start=(0,), stop=(0,)))]
-    # Rows that end inside a byte cannot be told apart in bytes: then the tensor is one row.
+    # If rows end inside a byte, treat the tensor as one row.
     bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     per = 0 if bits % 8 else bits // 8 if spec.nbytes else 1
     return Recipe(outputs=(TaskOutput(spec=spec, per=per),), inputs=tuple(inputs), num_rows=spec.nbytes, align=per)
 
 
 def _flat(spec: Spec) -> Spec:
-    """Return a tensor as its bytes."""
+    """Return the spec of a tensor's bytes as a flat U8 tensor."""
     return Spec(name=spec.name, dtype=DType.U8, shape=(spec.nbytes,))

@@ -1,7 +1,6 @@
-"""Operations that change how values are stored: casts and block formats, and back.
+"""Operations that change how values are stored: `StoreOperation` casts or quantises, and `Dequantise` restores.
 
-In / Out: see `operation`: `StoreOperation` quantises or casts, `Dequantise` restores.
-Not here: the bits of each format, and the default choice of tensors (`penstock.transform`).
+`penstock.transform` has the bits of each format and the default choice of tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from penstock.transform.select import Selection
 
 _CACHED = 1 << 18
-"""Elements made at a time on the CPU. Reason: 1 MiB in FP32, a core's L2 cache."""
+"""Number of elements computed at a time on the CPU. 1 MiB in FP32 fits a core's L2 cache."""
 _SHOWN_CHARACTERS = 400
-"""Longest part of a configuration that a message shows."""
+"""Maximum number of characters of a configuration in a message."""
 _CONFIG_DTYPES = {
     DType.F64: "float64",
     DType.F32: "float32",
@@ -45,21 +44,22 @@ _CONFIG_DTYPES = {
     DType.F8_E4M3: "float8_e4m3fn",
     DType.F8_E5M2: "float8_e5m2",
 }
-"""Result dtype of a cast or a dequantisation -> torch's name, which `config.json` uses."""
+"""Maps the result dtype of a cast or a dequantisation to torch's name, which `config.json` uses."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
-_NOT_READ = "no operation reads this format: restore the weights with the library that wrote them"
+_NOT_READ = "no operation can read this format: restore the weights with the library that wrote them"
 
 
 class StoreOperation:
-    """Store tensors in a format: those that are selected and that the format allows. Others are copied.
+    """Stores the selected tensors in a format, if the format allows them. Other tensors are copied.
 
-    On a device one kernel per tensor makes the same bits as the CPU (`transform.fuse`).
+    On a device, one kernel per tensor produces the same bits as the CPU (`transform.fuse`).
 
     Args:
-        format: a tag of `transform.formats.FORMATS`.
-        only: a shell pattern of names, or several, the whole name; none: linear weights for block formats,
+        format: a tag in `transform.formats.FORMATS`.
+        only: one or several shell patterns for whole names. Empty means linear weights for block formats, and
             everything for casts.
-        keep: likewise, of names that are only copied; none: those that `transform.select` keeps, nothing for casts.
+        keep: shell patterns of names that are only copied. Empty means those in `transform.select` for block formats,
+            and nothing for casts.
         quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
@@ -77,7 +77,7 @@ class StoreOperation:
         self._quantization = quantization
         self._only = (only,) if isinstance(only, str) else tuple(only)
         self._keep = (keep,) if isinstance(keep, str) else tuple(keep)
-        # Set by `recipes`, for `config`: the configuration lists the modules that are left as they are.
+        # Set by `recipes` for `config`, because the configuration lists the modules that are not quantised.
         self._selection: Selection | None = None
 
     @property
@@ -95,15 +95,15 @@ class StoreOperation:
         """See `Operation.recipes`.
 
         Raises:
-            PlanError: no tensor is left to store in this format, or the source has tensors that belong to a
-                quantisation and that nothing explains.
+            PlanError: no tensor is left to store in this format, or the source has quantised tensors in an unknown
+                layout.
         """
         specs = specs_of(only_source(sources, self.name))
         taken = self._cast(specs) if self._form.scaling == "none" else self._quantised(specs)
         return [self._recipe(spec) if spec.name in taken else copy_recipe(0, spec) for spec in specs]
 
     def _quantised(self, specs: Sequence[Spec]) -> frozenset[str]:
-        """Return the tensors to quantise. PlanError if others are stored quantised in another format."""
+        """Return the tensors to quantise. Raise PlanError if others are stored quantised in a different format."""
         from penstock.transform.select import KEEP, select
 
         tensors = [_named_layout(spec) for spec in specs]
@@ -112,14 +112,15 @@ class StoreOperation:
         stored = [layout.codes for layout in stored_as.stored.values() if is_in(self._form, layout, dtypes)]
         other = [layout.codes for layout in stored_as.stored.values() if not is_in(self._form, layout, dtypes)]
         other = [*stored_as.unread, *other, *sorted(stored_as.plain)]
-        # Refused: a configuration can declare one format only, so a reader would take the others for plain weights.
+        # Refuse them. A configuration can declare only one format, and a reader would take the others for plain
+        # weights.
         if other:
-            more = f", as {len(other) - 1} more tensors" if len(other) > 1 else ""
+            more = f", like {len(other) - 1} more" if len(other) > 1 else ""
             is_read = not (stored_as.unread or (self._quantization and unreadable(self._quantization)))
             raise PlanError(
-                f"{self.name}: the source stores it quantised in another format{more}",
+                f"{self.name}: the source tensor is quantised in a different format{more}",
                 tensor=other[0],
-                hint="put `dequantise` before, to store all in one format" if is_read else _NOT_READ,
+                hint="put `dequantise` before, to store all tensors in one format" if is_read else _NOT_READ,
             )
         only, keep = self._only or ("*.weight",), self._keep or KEEP
         self._selection = select(self._form, tensors, only=only, keep=keep, stored=stored)
@@ -133,17 +134,17 @@ class StoreOperation:
             return any(fnmatch.fnmatchcase(spec.name, pattern) for pattern in patterns)
 
         stored_as = find(map(_named_layout, specs), self._quantization)
-        # Codes and scales of one module stay as they are. A scale without codes, or codes without scales, are damage or
-        # an unknown format, in which other tensors may have to stay too.
+        # Codes and scales of a module stay unchanged. A scale without codes, or codes without scales, mean damage or an
+        # unknown format, in which other tensors may have to stay unchanged too.
         for name, why in stored_as.unread.items():
             if name not in stored_as.foreign:
                 raise PlanError(
-                    f"{self.name}: the tensor is part of an unknown format: {why}", tensor=name, hint=_NOT_READ
+                    f"{self.name}: the tensor belongs to an unknown format: {why}", tensor=name, hint=_NOT_READ
                 )
         return frozenset(
             spec.name
             for spec in specs
-            # Scales have the dtype that their readers ask for.
+            # Scales keep the dtype that their readers expect.
             if spec.name not in stored_as.companions
             and spec.name not in stored_as.unread
             and named(spec, self._only or ("*",))
@@ -153,13 +154,13 @@ class StoreOperation:
         )
 
     def _recipe(self, spec: Spec) -> Recipe:
-        """Return the recipe of a tensor's codes and scales, cut at whole blocks of rows where the format allows."""
+        """Return the recipe of a tensor's codes and scales. It is cut at whole blocks of rows if the format allows."""
         form = self._form
         stored_parts = outputs(form, spec.name, spec.dtype, spec.shape, Box.full(spec.shape))
         # A format with a scale for the whole tensor needs all of it at once.
         align = 0 if form.global_suffix or not spec.shape else alignment(form, spec.shape)[0]
-        # Rows of the codes are rows of the tensor; a row of the scales stands for `align` of them, but for stacked
-        # matrices, whose scales are cut along the stack as the codes are.
+        # A row of the codes is a row of the tensor. A row of the scales covers `align` rows of the tensor. For stacked
+        # matrices, scales are cut along the stack as codes are.
         pers = (
             [1 if i == 0 or len(spec.shape) > 2 else align for i in range(len(stored_parts))]
             if align
@@ -188,7 +189,7 @@ class StoreOperation:
 
         (source,) = inputs
         assert source is not None
-        # A tensor that is only copied: it is not selected, or the format does not allow it.
+        # The tensor is only copied, because it is not selected or the format does not allow it.
         if recipe.outputs[0].spec == recipe.inputs[0].spec:
             return [source]
         shape = tuple(source.shape)
@@ -197,7 +198,7 @@ class StoreOperation:
         if source.device.type == "cpu":
             _quantise_rows(self._form, source, results)
         else:
-            # Without the check of `fuse`: these outputs are made as the format says.
+            # Skip the check in `fuse`, because these outputs already fit the format.
             lay_out(self._form, (FusedJob(source=source, outputs=results),), source.device).run()
         return results
 
@@ -211,7 +212,7 @@ class StoreOperation:
 
 
 def keeps_codes(operation: Operation) -> bool:
-    """Return whether an operation leaves quantised tensors as they are, so that what describes them stays true."""
+    """Return whether an operation leaves quantised tensors unchanged, so that their description stays true."""
     if isinstance(operation, Chain):
         return all(map(keeps_codes, operation.operations))
     return isinstance(operation, Unchanged) or (isinstance(operation, StoreOperation) and operation.is_cast)
@@ -224,7 +225,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
     from penstock.transform.quantize import magnitude, quantise
 
     amax = None
-    # One scale for the whole tensor needs its largest magnitude before the first row can be made: a pass of its own.
+    # A scale for the whole tensor needs its largest magnitude first, in a separate pass.
     if form.global_suffix and source.numel():
         amax = torch.stack([magnitude(some.float()).amax() for some in source.split(_rows(source, 1))]).amax()
         amax = amax.view(torch.float32)
@@ -233,7 +234,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
     for start in range(0, max(1, len(source)) if source.ndim else 1, step):
         some = source[start : start + step] if source.ndim else source
         for number, (out, part) in enumerate(zip(results, quantise(form, some, amax=amax), strict=True)):
-            # The third output is the scale of the whole tensor, the same for all rows.
+            # The third output is the scale of the whole tensor and the same for all rows.
             if number == 2 or not source.ndim:
                 out.copy_(part)
                 continue
@@ -242,7 +243,7 @@ def _quantise_rows(form: Format, source: torch.Tensor, results: Sequence[torch.T
 
 
 def _rows(tensor: torch.Tensor, align: int) -> int:
-    """Return rows of a tensor that are made at a time."""
+    """Return the number of rows to compute at a time."""
     rows = _CACHED // max(1, tensor.numel() // max(1, len(tensor))) if tensor.ndim else 1
     return max(1, rows // align) * align
 
@@ -250,7 +251,7 @@ def _rows(tensor: torch.Tensor, align: int) -> int:
 def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
     """Return the configuration with this dtype, under `dtype` (transformers 5) or `torch_dtype` (before).
 
-    Models of several parts name a dtype in the configuration of each part, and these are changed too.
+    If a model has several parts, the dtypes in the configurations of the parts change too.
     """
     name = _CONFIG_DTYPES[dtype]
     changed = _with_dtype(config, name)
@@ -261,10 +262,10 @@ def with_dtype(config: Mapping[str, Any], dtype: DType) -> dict[str, Any]:
 
 
 def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) -> dict[str, Any]:
-    """Return a configuration whose dtypes have this name; of a part, only those that are named already."""
+    """Replace the dtypes in a configuration with this name. In a part, replace only known dtypes."""
     changed = dict(config)
     for key, value in config.items():
-        # A part without a dtype of its own has that of the whole model.
+        # A part without a dtype has the dtype of the whole model.
         if key in _DTYPE_KEYS and (not is_part or str(value).removeprefix("torch.") in _CONFIG_DTYPES.values()):
             changed[key] = name
         elif isinstance(value, Mapping) and key != "quantization_config":
@@ -274,13 +275,13 @@ def _with_dtype(config: Mapping[str, Any], name: str, *, is_part: bool = False) 
 
 @dataclass(frozen=True, slots=True)
 class Dequantise:
-    """Restore tensors from the codes and scales that they are stored as. Others are copied.
+    """Restores tensors from their codes and scales. Other tensors are copied.
 
-    Every tensor of a quantisation is either read or refused, and scales of activations are left out: the result's
-    configuration has no quantisation, so no quantised tensor may be left in it.
+    Every quantised tensor is either read or refused, and scales of activations are left out, because the result's
+    configuration declares no quantisation.
 
     Args:
-        to: the dtype they get.
+        to: dtype of the restored tensors.
         quantization: the `quantization_config` of the source, if it has one.
 
     Raises:
@@ -292,7 +293,7 @@ class Dequantise:
 
     def __post_init__(self) -> None:
         if self.to not in {"F32", "F16", "BF16", "F64"}:
-            raise ConfigError(f"{self.to!r} is not a dtype to dequantise to", hint="one of BF16, F16, F32, F64")
+            raise ConfigError(f"cannot dequantise to {self.to!r}", hint="use one of BF16, F16, F32, F64")
 
     @property
     def name(self) -> str:
@@ -300,15 +301,15 @@ class Dequantise:
         return f"dequantise to {self.to}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also where something quantised cannot be read."""
+        """See `Operation.recipes`. Also raise PlanError if a quantised tensor cannot be read."""
         specs = {spec.name: spec for spec in specs_of(only_source(sources, self.name))}
         stored_as = find(map(_named_layout, specs.values()), self.quantization)
         self._check_readable(stored_as)
         recipes = []
-        # In the order of the codes in their files; scales are read along with them, wherever they are.
+        # Use the order of the codes in their files. Scales are read with them, wherever they are.
         by_codes = {layout.codes: layout for layout in stored_as.stored.values()}
         for spec in specs.values():
-            # FP8 values of a source that is not quantised: a cast, without scales.
+            # FP8 values in a source without quantisation are cast without scales.
             if spec.name in stored_as.plain:
                 as_values = copy_recipe(0, spec)
                 values = replace(as_values.outputs[0], spec=replace(spec, dtype=DType(self.to)))
@@ -331,17 +332,17 @@ class Dequantise:
         return recipes
 
     def _check_readable(self, stored_as: Quantised) -> None:
-        """Raise PlanError for a configuration or tensors that are of no known layout."""
+        """Raise PlanError if the configuration or tensors have an unknown layout."""
         config = self.quantization
         hint = (
-            f"the configuration says {_shortened(config)}" if config else "no quantization_config says how it is stored"
+            f"the configuration has {_shortened(config)}" if config else "no quantization_config describes the tensor"
         )
         if config and (why := unreadable(config)):
-            raise PlanError(f"{self.name}: the quantization_config cannot be read: {why}", hint=hint)
+            raise PlanError(f"{self.name}: cannot read the quantization_config: {why}", hint=hint)
         if stored_as.unread:
             name, why = next(iter(stored_as.unread.items()))
-            more = f" ({len(stored_as.unread) - 1} more tensors likewise)" if len(stored_as.unread) > 1 else ""
-            raise PlanError(f"{self.name}: a quantised tensor cannot be read: {why}{more}", tensor=name, hint=hint)
+            more = f" (and {len(stored_as.unread) - 1} more tensors)" if len(stored_as.unread) > 1 else ""
+            raise PlanError(f"{self.name}: cannot read a quantised tensor: {why}{more}", tensor=name, hint=hint)
 
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
@@ -357,21 +358,21 @@ class Dequantise:
         if len(present) == 1:
             return [read_codes(present[0], torch.ones((), device=present[0].device), (1, 1), DType(self.to))]
         codes, scales, *rest = present
-        # Found again from the recipe's own tensors: `run` keeps nothing of what `recipes` found.
+        # Find the layout again from the recipe's tensors, because `run` keeps nothing from `recipes`.
         (layout,) = find(
             (_named_layout(recipe_input.spec) for recipe_input in recipe.inputs), self.quantization
         ).stored.values()
-        # The bytes of gpt-oss have a dim for blocks, which values do not have.
+        # The codes of gpt-oss have a dim for blocks, which values do not have.
         if codes.ndim > len(layout.shape):
             codes = codes.flatten(-2)
         if scales.numel() > 1:
             scales = scales.view(layout.shape_of_scales())
-        # Experts are stacked on the first dim and have scales each, so scales are cut along with rows; the scales of a
-        # plain matrix span blocks of rows, and are found by the number of the first row.
+        # Experts are stacked on the first dim with separate scales, so scales are cut along with rows. The scales of a
+        # plain matrix span blocks of rows, and the number of the first row finds them.
         is_stack = len(layout.shape) > 2 and scales.numel() > 1
 
         def read(first: int, last: int) -> torch.Tensor:
-            """Return the values of these rows of the task."""
+            """Return the values of these rows in the task."""
             values = read_codes(
                 codes[first:last] if layout.shape else codes,
                 scales[start + first : start + last] if is_stack else scales,
@@ -384,20 +385,22 @@ class Dequantise:
             )
             return values.transpose(-2, -1).contiguous() if layout.transposed else values
 
-        # A few rows at a time, as in `_quantise_rows`; kernels of a device take all at once.
+        # Process a few rows at a time, as in `_quantise_rows`. Kernels on a device take all rows at once.
         step = _rows(codes, 1)
         if codes.device.type != "cpu" or not layout.shape or len(codes) <= step:
             return [read(0, stop - start)]
         return [torch.cat([read(at, min(at + step, stop - start)) for at in range(0, stop - start, step)])]
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`. PlanError if it declares another quantisation than the plan was made for."""
+        """See `Operation.config`. Raise PlanError if it declares a different quantisation from the planned one."""
         declares = declared(config)
-        # As text: NaN is not equal to itself. Some writers declare it in another file only.
+        # Compare text, because NaN is not equal to itself. Some writers declare the quantisation in a separate file.
         if declares is not None and _text(declares) != _text(self.quantization):
-            message = f"{self.name}: config.json has another quantization_config than the tensors were read by"
+            message = (
+                f"{self.name}: the quantization_config in config.json differs from the one used to read the tensors"
+            )
             raise PlanError(
-                message, hint=f"it says {_shortened(declares)}; planned for {_shortened(self.quantization)}"
+                message, hint=f"config.json has {_shortened(declares)}, the plan used {_shortened(self.quantization)}"
             )
         return with_dtype(without_declared(config), DType(self.to))
 
@@ -411,7 +414,7 @@ def _text(quantization: Mapping[str, Any] | None) -> bytes | None:
 
 
 def _shortened(quantization: Mapping[str, Any] | None) -> str:
-    """Return a `quantization_config` in a message, without its lists of modules."""
+    """Return a `quantization_config` for a message, without its lists of modules."""
     if quantization is None:
         return "nothing"
     left = {key: value for key, value in quantization.items() if key not in ("ignore", "modules_to_not_convert")}

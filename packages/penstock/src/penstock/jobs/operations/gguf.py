@@ -1,7 +1,6 @@
-"""Operations on ggml's types: values of the quantised tensors of GGUF files, and results that are GGUF files.
+"""Operations for GGUF files. `DequantiseBlocks` restores quantised values, and `StoreGguf` writes a GGUF file.
 
-In / Out: see `operation`: `DequantiseBlocks` restores, `StoreGguf` casts or quantises, and writes the file's header.
-Not here: the bits (`transform.ggml`), the format of the file (`storage.gguf`).
+`transform.ggml` has the bits of each type, and `storage.gguf` the file format.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ if TYPE_CHECKING:
     import torch
 
 _CACHED = 1 << 18
-"""Elements made at a time, as in `formats`."""
+"""Number of elements computed at a time, as in `formats`."""
 _NUMBERS = {kind.value: number for number, kind in PLAIN.items()} | {
     kind.name: number for number, kind in BLOCK_TYPES.items()
 }
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
-"""`general.file_type` by type of most tensors. Source: enum llama_ftype."""
+"""Maps the type of most tensors to `general.file_type`. Source: enum llama_ftype."""
 _OWN_KEYS = ("general.alignment", "split.")
-"""Metadata of a file's own layout, which a copy must not have."""
+"""Metadata about a file's own layout, which a copy must not have."""
 _OF_TYPES = ("general.file_type", "general.quantization_version")
 
 
 @dataclass(frozen=True, slots=True)
 class DequantiseBlocks:
-    """Restore the values of quantised tensors of GGUF files. Others are copied.
+    """Restores the values of quantised tensors in GGUF files. Other tensors are copied.
 
     Args:
-        to: the dtype they get.
-        blocks: the type of each quantised tensor of the source.
+        to: dtype of the restored tensors.
+        blocks: type of each quantised tensor in the source.
 
     Raises:
         ConfigError: `to` is not a dtype to dequantise to.
@@ -67,7 +66,7 @@ class DequantiseBlocks:
         return f"dequantise to {self.to}"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also for a type whose values cannot be read."""
+        """See `Operation.recipes`. Also raise PlanError for a type whose values cannot be read."""
         specs = specs_of(only_source(sources, self.name))
         self._check_readable([spec for spec in specs if spec.name in self.blocks])
         return [self._recipe(spec) if spec.name in self.blocks else copy_recipe(0, spec) for spec in specs]
@@ -88,7 +87,7 @@ class DequantiseBlocks:
         kind = BY_NAME[self.blocks[spec.name]]
         shape = (*spec.shape[:-1], spec.shape[-1] // kind.nbytes * kind.elements)
         out = Spec(name=spec.name, dtype=DType(self.to), shape=shape)
-        # A vector is one row: its blocks are not rows of the recipe.
+        # A 1-D tensor is a single row of the recipe.
         if len(shape) == 1:
             return Recipe(outputs=(TaskOutput(spec=out, per=0),), inputs=(all_of(0, spec),), num_rows=1, align=0)
         return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=shape[0], align=1)
@@ -122,19 +121,19 @@ class DequantiseBlocks:
 
 
 class StoreGguf(Unchanged):
-    """Store tensors in one GGUF file. The last operation of a conversion.
+    """Stores tensors in one GGUF file. It must be the last operation of a conversion.
 
-    Floating tensors of two or more dims get the type; vectors become F32, as llama.cpp has them. Rows that are no
-    whole blocks become F16. Names stay: the names and the order of heads that llama.cpp expects are its converter's
-    work.
+    Floating tensors with at least two dims get the type. Vectors become F32, as in llama.cpp, and tensors whose rows
+    cannot be divided into blocks become F16. Names and the order of heads stay, although llama.cpp expects those of its
+    own converter.
 
     Args:
-        type: F32, F16, BF16 or Q8_0; `keep`: every tensor keeps its own.
-        architecture: `general.architecture` of a result whose source is no GGUF file.
-        blocks: the type of each quantised tensor of the source.
+        type: F32, F16, BF16 or Q8_0. `keep` means that every tensor keeps its type.
+        architecture: `general.architecture` of the result if the source is not a GGUF file.
+        blocks: type of each quantised tensor in the source.
 
     Raises:
-        ConfigError: another type.
+        ConfigError: the type is unknown.
     """
 
     def __init__(
@@ -142,11 +141,11 @@ class StoreGguf(Unchanged):
     ) -> None:
         if type not in {"keep", *_FILE_TYPES}:
             hint = f"one of keep, {', '.join(_FILE_TYPES)}"
-            raise ConfigError(f"{type!r} is not a type of GGUF that is written", hint=hint)
+            raise ConfigError(f"cannot write GGUF tensors of type {type!r}", hint=hint)
         self._type = type
         self._architecture = architecture
         self._blocks = dict(blocks or {})
-        # Set by `recipes`, which every process calls before anything else: type number and shape in elements, by name.
+        # Type number and shape in elements by name. `recipes` sets them, and every process calls it first.
         self._infos: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._is_changed = type != "keep"
 
@@ -156,28 +155,28 @@ class StoreGguf(Unchanged):
         return f"to GGUF ({self._type})"
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also for a tensor that the format cannot hold, and for codes."""
+        """See `Operation.recipes`. Also raise PlanError for codes, and for a tensor that the format cannot hold."""
         specs = specs_of(only_source(sources, self.name))
-        # A GGUF file has no place for the scales of other formats: a reader would take codes for numbers.
+        # A GGUF file has no place for other formats' scales, so a reader would take codes for numbers.
         found = find((spec.name, spec.dtype, spec.shape) for spec in specs if spec.name not in self._blocks)
         if codes := next(iter((*(layout.codes for layout in found.stored.values()), *found.unread)), None):
-            message = f"{self.name}: the source stores it quantised, and GGUF has no place for its scales"
+            message = f"{self.name}: the source tensor is quantised, and GGUF has no place for its scales"
             raise PlanError(message, tensor=codes, hint="put `dequantise` before")
         return [self._recipe(spec) for spec in specs]
 
     def _recipe(self, spec: Spec) -> Recipe:
-        """Return the recipe of a tensor, and remember its type."""
+        """Return the recipe of a tensor, and store its type."""
         if len(spec.shape) > 4:
             raise PlanError(f"{self.name}: GGUF has at most 4 dims, not {len(spec.shape)}", tensor=spec.name)
         stored = self._blocks.get(spec.name) if spec.dtype is DType.U8 else None
         if stored is not None:
             if self._type not in {"keep", stored}:
-                message = f"{self.name}: the source stores it as {stored}"
+                message = f"{self.name}: the source stores the tensor as {stored}"
                 raise PlanError(message, tensor=spec.name, hint="put `dequantise:to=F32` before")
             kind = BY_NAME[stored]
             self._infos[spec.name] = _NUMBERS[stored], (*spec.shape[:-1], spec.shape[-1] // kind.nbytes * kind.elements)
             return copy_recipe(0, spec)
-        # It was dequantised before: what the source says of its types is no longer so.
+        # The tensor was dequantised before, so the source's metadata about types is no longer true.
         self._is_changed |= spec.name in self._blocks
         wanted = self._wanted(spec)
         if wanted == "Q8_0":
@@ -190,7 +189,7 @@ class StoreGguf(Unchanged):
             )
             return Recipe(outputs=(TaskOutput(spec=out),), inputs=(whole(0, spec),), num_rows=spec.shape[0], align=1)
         if wanted not in {kind.value for kind in PLAIN.values()}:
-            hint = "leave it out: `rename` it to nothing; or `dequantise` before"
+            hint = "leave it out with a `rename` to an empty name, or `dequantise` it first"
             raise PlanError(f"{self.name}: GGUF has no type for {spec.dtype}", tensor=spec.name, hint=hint)
         self._infos[spec.name] = _NUMBERS[wanted], spec.shape
         if wanted == spec.dtype.value:
@@ -211,7 +210,7 @@ class StoreGguf(Unchanged):
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """See `Operation.run`. OperationFailed where Q8_0 cannot hold a value."""
+        """See `Operation.run`. Raise OperationFailed if Q8_0 cannot hold a value."""
         import torch
 
         from penstock.transform.ggml import quantise_q8_0
@@ -236,13 +235,11 @@ class StoreGguf(Unchanged):
         return [result.reshape(*source.shape[:-1], out.shape[-1])]
 
     def header(self, table: TensorTable, source: GgufHeader | None) -> bytes:
-        """Return what the file begins with.
+        """Return the header of the file. Call `recipes` first.
 
         Args:
-            table: the result's tensors; offsets count from the first body.
-            source: the header of the GGUF file whose metadata the result has; None: the source is of another format.
-
-        Order: after `recipes`.
+            table: the result's tensors. Offsets count from the first body.
+            source: header of the GGUF file whose metadata the result has. None if the source has a different format.
         """
         dropped = (*_OWN_KEYS, *_OF_TYPES) if self._is_changed else _OWN_KEYS
         fields: list[bytes] = [] if source is not None else [text_field("general.architecture", self._architecture)]
@@ -251,25 +248,25 @@ class StoreGguf(Unchanged):
         if self._type != "keep":
             fields += [number_field(key, value) for key, value in self._of_types()]
         rows = sorted(range(len(table)), key=lambda row: int(table.offset[row]))
-        # Empty tensors share an offset with those after them, and are told apart by their place in the table.
+        # Empty tensors share an offset with the next tensor, and their place in the table distinguishes them.
         infos = [Info(table.names[row], *self._infos[table.names[row]], int(table.offset[row])) for row in rows]
         return encode_header(fields, infos)
 
     def _of_types(self) -> list[tuple[str, int]]:
-        """Return the metadata that says what most tensors are."""
+        """Return the metadata with the type of most tensors."""
         values = [("general.file_type", _FILE_TYPES[self._type])]
         return [*values, ("general.quantization_version", 2)] if self._type == "Q8_0" else values
 
 
 def gguf_of(operation: Operation) -> StoreGguf | None:
-    """Return the operation that writes the result as GGUF; None: it is written as safetensors.
+    """Return the operation that writes the result as GGUF, or None if it is written as safetensors.
 
     Raises:
         ConfigError: another operation follows it.
     """
     steps = _steps(operation)
     if any(isinstance(step, StoreGguf) for step in steps[:-1]):
-        raise ConfigError("gguf is the last operation of a conversion: nothing can follow it")
+        raise ConfigError("gguf must be the last operation of a conversion")
     last = steps[-1]
     return last if isinstance(last, StoreGguf) else None
 

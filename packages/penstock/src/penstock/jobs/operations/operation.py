@@ -1,10 +1,8 @@
-"""Operations, which a conversion applies to tensors: the protocol, copying, renaming, and chains of operations.
-
-In: the sources' tensors, without bytes. Out: recipes (inputs of each output); then the tensors for rows of a recipe.
-Not here: formats (`formats`), merging (`merge`), making operations from specs (`spec`), cutting recipes into tasks
-(`plan.tasks`).
+"""The protocol of operations that a conversion applies to tensors, with copying, renaming, and chains of operations.
 
     recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
+
+`spec` creates operations from specs, and `plan.tasks` cuts recipes into tasks.
 """
 
 from __future__ import annotations
@@ -25,24 +23,29 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
-"""Dtypes that operations compute with."""
+"""Dtypes with which operations compute."""
 UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
-"""Dtypes that torch does not have: their bytes are copied, and no operation gets them."""
+"""Dtypes that torch does not have. Their bytes are copied, and no operation receives them."""
 
 
 class Operation(Protocol):
-    """A step of a conversion. Immutable; every worker makes it from the same spec (`penstock.jobs.operations.spec`).
+    """A step of a conversion.
 
-    A user's class conforms by having these attributes; it need not inherit from this one.
+    It is immutable, and every worker creates it from the same spec (`penstock.jobs.operations.spec`).
+
+    A user's class conforms by having these attributes. It need not inherit from this class.
     """
 
     @property
     def name(self) -> str:
-        """Return its name in reports, with its options; part of the job's key: other options are another job."""
+        """Return its name in reports, with its options.
+
+        The name is part of the job's key, so different options mean a different job.
+        """
         ...
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """Return the inputs of each output, in the order in which the inputs lie in storage.
+        """Return recipes with the inputs of each output, in the order in which the inputs are stored.
 
         Raises:
             PlanError: the sources do not fit each other or the operation.
@@ -52,21 +55,21 @@ class Operation(Protocol):
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """Make rows `[start, stop)` of a recipe's outputs.
+        """Compute rows `[start, stop)` of a recipe's outputs.
 
         Args:
             recipe: one of `recipes`.
-            start, stop: rows of it.
-            inputs: the part of each that `Input.taken` names, contiguous, on one device; None: nothing of it.
-                `run` may overwrite them, and must not keep them.
+            start, stop: rows of the recipe.
+            inputs: for each input, the part that `Input.taken` names, contiguous, on one device. None if these rows
+                need none of it. `run` may overwrite the tensors, and must not keep them.
 
         Returns:
-            One tensor for each output, of the rows it gives, on the same device; the same bits however rows are cut.
+            One tensor for each output, with its rows, on the same device. The bits must not depend on how rows are cut.
         """
         ...
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the result's `config.json`, made from the source's."""
+        """Return the result's `config.json`, based on the source's."""
         ...
 
 
@@ -75,7 +78,7 @@ class Attested(Protocol):
     """An operation that adds files to its result, or that knows the result's revision beforehand.
 
     Attributes:
-        small_from: the source whose configuration and tokenizer the result has.
+        small_from: number of the source that provides the result's configuration and tokenizer.
     """
 
     small_from: int
@@ -85,75 +88,78 @@ class Attested(Protocol):
         ...
 
     def check(self, manifest: Manifest) -> None:
-        """Raise IntegrityError if the result is not the expected one; nothing is published then."""
+        """Raise IntegrityError if the result is not the expected one. Then nothing is published."""
         ...
 
 
 ReadPart = Callable[[int, int, int], "torch.Tensor"]
-"""`(input, start, stop)` -> elements [start, stop) of an input of a recipe, flat. Valid until the same input is read
-again; the caller may write into it."""
+"""Maps `(input, start, stop)` to the elements [start, stop) of a recipe's input, flat. They are valid until the same
+input is read again, and the caller may overwrite them."""
 
 
 @runtime_checkable
 class StreamedOperation(Protocol):
     """An operation that can also read its inputs in parts, perhaps more than once, instead of as whole tensors.
 
-    A worker uses parts where the tensors of a recipe do not fit in its memory. Both ways give the same bits.
+    A worker uses parts if the tensors of a recipe do not fit in its memory. Both ways must return the same bits.
     """
 
     def part_unit(self, recipe: Recipe) -> int:
-        """Return the unit of part sizes in elements, for all parts but the last; 0: parts are not possible."""
+        """Return the number of elements of which each part but the last must be a multiple.
+
+        0 means that parts are not possible.
+        """
         ...
 
     def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
-        """Make the recipe's outputs in parts.
+        """Compute the recipe's outputs in parts.
 
         Args:
-            recipe: one of `recipes` that has a `part_unit`.
-            num_part: elements of a part.
+            recipe: one of `recipes` with a `part_unit`.
+            num_part: size of a part in elements.
             read: reads a part of an input, and raises the error of a failed read.
 
         Returns:
-            For each part one tensor for each output: its next bytes.
+            For each part, one tensor for each output with its next bytes.
         """
         ...
 
 
 report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", default=None)
-"""Function of the worker that counts progress reports while an operation runs."""
+"""The worker's function that counts progress reports while an operation runs."""
 
 
 def report_progress() -> None:
-    """Report that the running operation makes progress. Cheap. A task that reports is never taken for hung.
+    """Report that the running operation makes progress. This is cheap. A task that reports is never considered hung.
 
-    Order: from the thread that `run` was called on; elsewhere it does nothing.
+    Call it in the thread that called `run`. In other threads it does nothing.
     """
-    # A context variable and not a global: one process may run several workers, in tests for example.
+    # Use a context variable and not a global, because one process may run several workers, in tests for example.
     if (report := report_to.get()) is not None:
         report()
 
 
 def specs_of(table: TensorTable) -> list[Spec]:
     """Return a table's tensors, in file order."""
-    # File order, so that tasks read each source from its beginning to its end.
+    # Use file order, so that tasks read each source from beginning to end.
     rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
     return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
 
 
 def whole(source: int, spec: Spec) -> Input:
-    """Return all rows of a tensor, each for the same row of the recipe."""
+    """Return an input with all rows of a tensor, each for the same row of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape))
 
 
 def all_of(source: int, spec: Spec) -> Input:
-    """Return a whole tensor as an input of any rows of the recipe."""
+    """Return a whole tensor as an input for any rows of the recipe."""
     return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
 
 
 def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
-    """Return a recipe that copies a tensor, perhaps under another name."""
+    """Return a recipe that copies a tensor, under a new name if there is one."""
     output = spec if name is None else replace(spec, name=name)
-    # Rows of packed elements may end within a byte: such a tensor is not cut.
+    # Rows of packed elements may end within a byte. Such a tensor is not cut.
     row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
     align = 0 if not spec.shape or row_bits % 8 else 1
     return Recipe(
@@ -166,7 +172,7 @@ def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
 
 
 def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
-    """Return the only source. PlanError where there are several."""
+    """Return the only source. Raise PlanError if there are several."""
     if len(sources) != 1:
         hint = "merge them first: average, linear, slerp, ties"
         raise PlanError(f"{operation} takes one source, not {len(sources)}", hint=hint)
@@ -176,7 +182,7 @@ def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
 class Unchanged:
     """Base of operations that keep the source's configuration."""
 
-    # Without it a frozen dataclass with slots below would have a `__dict__` after all.
+    # Without this line, the dataclasses with slots below would still have a `__dict__`.
     __slots__ = ()
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -186,7 +192,7 @@ class Unchanged:
 
 @dataclass(frozen=True, slots=True)
 class CopyOperation(Unchanged):
-    """Copy tensors: into shards of another size, into one file, or from one store to another."""
+    """Copies tensors into shards of a different size, into one file, or from one store to another."""
 
     name = "copy"
 
@@ -203,10 +209,10 @@ class CopyOperation(Unchanged):
 
 @dataclass(frozen=True, slots=True)
 class Rename(CopyOperation):
-    """Copy tensors under other names; those renamed to nothing are left out.
+    """Copies tensors under new names. Tensors with an empty new name are left out.
 
     Args:
-        rules: (pattern, replacement) as of `re.sub`; the first whose pattern is found anywhere in a name counts.
+        rules: pairs (pattern, replacement) for `re.sub`. The first pattern that is found anywhere in a name applies.
     """
 
     rules: tuple[tuple[str, str], ...]
@@ -214,7 +220,7 @@ class Rename(CopyOperation):
     def __post_init__(self) -> None:
         for pattern, replacement in self.rules:
             try:
-                # Parses both: a reference to a group that the pattern does not have is an error already.
+                # This parses both, and fails if the replacement refers to a group that the pattern does not have.
                 re.sub(pattern, replacement, "")
             except (re.error, IndexError, TypeError) as error:
                 raise ConfigError(f"rename: {pattern!r} -> {replacement!r} is not a valid rule: {error}") from error
@@ -229,7 +235,7 @@ class Rename(CopyOperation):
         recipes = []
         for spec in specs_of(only_source(sources, "rename")):
             name = spec.name
-            # The first rule alone: with all of them in turn, two that swap names would undo each other.
+            # Apply only the first matching rule. Otherwise two rules that swap names would undo each other.
             for pattern, replacement in self.rules:
                 if re.search(pattern, name):
                     name = re.sub(pattern, replacement, name)
@@ -237,18 +243,18 @@ class Rename(CopyOperation):
             if name:
                 recipes.append(copy_recipe(0, spec, name))
         if sources[0].names and not recipes:
-            raise PlanError("rename: every tensor is left out", hint="its rules give empty names for all")
+            raise PlanError("rename: every tensor is left out", hint="its rules give every tensor an empty name")
         return recipes
 
 
 class Chain:
-    """Two operations in one pass: the second works on the first one's outputs, which are never written.
+    """Two operations in one pass. The second uses the outputs of the first, which are never written.
 
-    If recipes of both are not cut alike, or do not work row by row, they become one recipe that is not cut.
+    If the recipes of both are not cut alike or do not work row by row, they become one recipe that is not cut.
 
     Args:
         first: one operation on all sources, or one operation for each source.
-        second: the operation on their outputs.
+        second: the operation on the outputs.
     """
 
     def __init__(self, first: Operation | Sequence[Operation], second: Operation) -> None:
@@ -256,12 +262,15 @@ class Chain:
         self._first = self._each[0] if isinstance(first, Sequence) else first
         self._second = second
         self._parts: dict[str, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
-        """By the path of a joined recipe's first output: the recipes it was joined of, of both operations. Set by
+        """Maps the path of a joined recipe's first output to the recipes of both operations that were joined. Set by
         `recipes`, which every process calls before it runs anything."""
 
     @property
     def steps(self) -> Sequence[Operation]:
-        """The operations, of which those for each source count once: each has its own part of the bytes."""
+        """Return the two steps.
+
+        Operations for each source count as one step, because each processes only its own source.
+        """
         return [self._each[0] if self._each else self._first, self._second]
 
     @property
@@ -277,16 +286,17 @@ class Chain:
         for source in range(len(self._each) or 1):
             outputs = [out.spec for _, i, recipe in firsts if i == source for out in recipe.outputs]
             if any(spec.group for spec in outputs):
-                raise PlanError(f"{self._first.name} gives several weight sets: nothing can follow it")
-            # As one file: the second operation only looks at names, dtypes, shapes and order.
+                raise PlanError(f"{self._first.name} creates several weight sets, so no operation can follow it")
+            # Use one file, because the second operation uses only names, dtypes, shapes and order.
             tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
         seconds = list(self._second.recipes(tables))
         maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
-        # Union-find: recipes of the first operation whose outputs one recipe of the second reads must run together.
+        # Group the first operation's recipes with union-find. Recipes that feed the same second recipe must run
+        # together.
         group = list(range(len(firsts)))
 
         def root(i: int) -> int:
-            """Return the number that stands for the group of recipe `i`."""
+            """Return the number that represents the group of recipe `i`."""
             while group[i] != i:
                 i = group[i]
             return i
@@ -300,7 +310,7 @@ class Chain:
             first_input = recipe.inputs[0]
             parts.setdefault(root(maker[first_input.source, first_input.spec.name]), ([], []))[1].append(recipe)
         for i, first in enumerate(firsts):
-            # Outputs that nothing reads are not made: the second operation leaves some tensors out.
+            # Do not compute outputs that nothing reads, because the second operation leaves some tensors out.
             if root(i) in parts:
                 parts[root(i)][0].append(first)
         joined = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
@@ -313,7 +323,7 @@ class Chain:
         return (*(self._each or (self._first,)), self._second)
 
     def _firsts(self, sources: Sequence[TensorTable]) -> Iterator[tuple[Operation, int, Recipe]]:
-        """Yield each recipe of the first step with its operation and the number of the table that it contributes to."""
+        """Yield each recipe of the first step, with its operation and the number of its table."""
         if not self._each:
             yield from ((self._first, 0, recipe) for recipe in self._first.recipes(sources))
             return
@@ -335,7 +345,7 @@ class Chain:
         left = iter(inputs)
         between: dict[tuple[int, str], torch.Tensor] = {}
         for operation, source, part in firsts:
-            # A joined recipe that cannot be cut runs each part whole, also those that could be cut.
+            # A joined recipe that cannot be cut runs every part whole, even parts that could be cut.
             rows = (start, stop) if recipe.align else (0, part.num_rows)
             outputs = operation.run(part, *rows, [next(left) for _ in part.inputs])
             between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, outputs, strict=True)}
@@ -353,11 +363,11 @@ class Chain:
     def part_unit(self, recipe: Recipe) -> int:
         """See `StreamedOperation.part_unit`.
 
-        The second must work row by row; a part has at least the rows that it needs.
+        The second operation must work row by row, and a part has at least the rows that it needs.
         """
         firsts, seconds = self._parts[recipe.outputs[0].spec.path]
         operation, _, first = firsts[0]
-        # Several recipes of the first operation would have to run in step; only one can.
+        # Several recipes of the first operation would have to run in step, which is not possible.
         if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
             return 0
         unit, spec = operation.part_unit(first), first.outputs[0].spec
@@ -382,8 +392,8 @@ class Chain:
             (second_input.source, second_input.spec.name) for part in seconds for second_input in part.inputs
         )
 
-        def made_of(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
-            """Return the second operation's outputs of these elements of the first one's, from row `start` on."""
+        def second_outputs(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
+            """Return the second operation's outputs for the first one's elements from row `start` on."""
             rows = flat.reshape(-1, *spec.shape[1:])
             between, results = {(source, spec.name): rows}, list[torch.Tensor]()
             for part in seconds:
@@ -394,29 +404,29 @@ class Chain:
         rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
         for (part,) in operation.run_parts(first, num_part, read):
             flat = torch.cat([rest, part]) if len(rest) else part
-            # A part ends anywhere, but the second operation takes whole groups of rows: the remainder waits.
+            # A part may end anywhere, but the second operation takes whole groups of rows, so keep the remainder.
             whole = len(flat) // unit * unit
-            # The next part is read into the same memory.
+            # Copy the remainder, because the next part is read into the same memory.
             rest = flat[whole:].clone()
             if whole:
-                yield made_of(flat[:whole], num_done // row)
+                yield second_outputs(flat[:whole], num_done // row)
                 num_done += whole
         if len(rest):
-            yield made_of(rest, num_done // row)
+            yield second_outputs(rest, num_done // row)
 
     def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """See `Operation.config`: that of the first source is the result's."""
+        """See `Operation.config`. It is based on the first source's."""
         return self._second.config(self._first.config(config))
 
 
 def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
-    """Return the elements in the smallest number of rows that all recipes of a tensor accept."""
+    """Return the number of elements in the smallest group of rows that all recipes for a tensor accept."""
     return max(1, math.prod(spec.shape[1:])) * math.lcm(*(part.align for part in seconds))
 
 
 def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
     """Join a group of recipes and the recipes on their outputs into one."""
-    # Cutting by rows is only right if row i of every step needs nothing but row i of the step before.
+    # Cutting by rows is correct only if row i of every step needs only row i of the previous step.
     rows = firsts[0].num_rows
     row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
     row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
@@ -441,9 +451,9 @@ def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
 def _cut(
     between: Mapping[tuple[int, str], torch.Tensor], second_input: Input, used: Counter[tuple[int, str]]
 ) -> torch.Tensor:
-    """Return a whole tensor as an input of the second operation; row by row it is the rows already."""
+    """Return an input of the second operation. It is the whole intermediate tensor or a box of it."""
     at = second_input.source, second_input.spec.name
-    # `run` may overwrite its inputs: a tensor that several recipes read is copied for each.
+    # `run` may overwrite its inputs, so copy a tensor that several recipes read.
     if second_input.box == Box.full(second_input.spec.shape):
         return between[at] if used[at] == 1 else between[at].clone()
     return between[at][

@@ -1,8 +1,7 @@
-"""Resharding of tensor-parallel checkpoints from n ranks to m: each tensor is read once for all its outputs.
+"""Reshards tensor-parallel checkpoints from n ranks to m. Each tensor is read once for all its outputs.
 
-In: n sources, one a rank, of the same names and shapes. Out: m weight sets, or one that is whole.
-Not here: the rule for each name (`plan.tensor_parallel`); the files of each set (`plan.tasks`, `storage.output`);
-heads, which `spec.completed` reads from `config.json`.
+The input is one source for each rank, with the same names and shapes. The output is m weight sets, or one whole
+checkpoint. `plan.tensor_parallel` has the rule for each name.
 
     dim 0, parts 2:1   rank 0 [a0 a1|b0]  rank 1 [a2 a3|b1]   -- one recipe, m outputs -->   [a0 a1 a2 a3|b0 b1]
 """
@@ -26,24 +25,25 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUTS = ("directories", "vllm")
-"""Layouts of several sets: `rank-00000-of-00002/`, each a weight set; or all in one directory, under the names that
-vLLM's loader `sharded_state` expects. Source: vLLM 0.11, sharded_state_loader.py, DEFAULT_PATTERN."""
+"""Layouts for several weight sets. `directories` has one weight set in each `rank-00000-of-00002/`. `vllm` has all sets
+in one directory, with the names that vLLM's loader `sharded_state` expects. Source: vLLM 0.11, sharded_state_loader.py,
+DEFAULT_PATTERN."""
 _SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard(Unchanged):
-    """Reshard tensor-parallel checkpoints: see the module.
+    """Reshards tensor-parallel checkpoints, as described in the module.
 
     Args:
-        to: ranks of the result; 1: a checkpoint that is whole.
-        rules: used before the built-in ones: pairs of a pattern and one of `plan.tensor_parallel.FORMS`.
+        to: number of ranks in the result. 1 means a whole checkpoint.
+        rules: pairs of a pattern and one of `plan.tensor_parallel.FORMS`. They take precedence over the built-in rules.
         layout: one of `LAYOUTS`.
-        heads: total number of query heads and of key heads: they give the parts of a fused `qkv_proj`. If there are
-            fewer key heads than ranks, several ranks have the same head.
+        heads: total numbers of query heads and of key heads, which determine the parts of a fused `qkv_proj`. If there
+            are fewer key heads than ranks, several ranks have the same head.
 
     Raises:
-        ConfigError: an option has no valid value.
+        ConfigError: an option is invalid.
     """
 
     to: int
@@ -53,9 +53,9 @@ class Reshard(Unchanged):
 
     def __post_init__(self) -> None:
         if not isinstance(self.to, int) or self.to < 1 or self.layout not in LAYOUTS:
-            hint = f"layout is one of {', '.join(LAYOUTS)}"
-            raise ConfigError(f"reshard: to {self.to} ranks in the layout {self.layout!r}", hint=hint)
-        # Made only to be checked: a wrong rule should not wait for the first tensor that it matches.
+            hint = f"`to` must be at least 1, and `layout` one of {', '.join(LAYOUTS)}"
+            raise ConfigError(f"reshard: invalid options to={self.to!r}, layout={self.layout!r}", hint=hint)
+        # Create it only to check the rules, so that a wrong one fails now and not at the first tensor that it matches.
         _ = self._parallel
 
     @property
@@ -69,13 +69,13 @@ class Reshard(Unchanged):
         return f"reshard to {self.to} in {self.layout}" + (f" ({', '.join(options)})" if options else "")
 
     def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
-        """See `Operation.recipes`. PlanError also if tensors have no rule (it lists them), or cannot be split by it."""
+        """See `Operation.recipes`. Also raise PlanError for tensors without a rule, or that their rule cannot split."""
         named, parallel = same_everywhere(sources, "reshard"), self._parallel
-        # All unknown names at once. A scalar needs no rule: it cannot be split.
+        # List all unknown names at once. A scalar needs no rule, because it is never split.
         if unknown := [specs[0].name for specs in named if parallel.how(specs[0].name) is None and specs[0].shape]:
             shown = ", ".join(unknown[:_SHOWN])
-            hint = f"give rules, each a pattern and one of: {FORMS}"
-            raise PlanError(f"no rule says how to split {len(unknown)} tensors: {shown}", hint=hint)
+            hint = f"pass rules, each with a pattern and one of: {FORMS}"
+            raise PlanError(f"there is no rule for splitting {len(unknown)} tensors: {shown}", hint=hint)
         shapes = {specs[0].name: specs[0].shape for specs in named}
         recipes = []
         for specs in named:
@@ -88,7 +88,7 @@ class Reshard(Unchanged):
         return recipes
 
     def _outputs(self, spec: Spec, shape: tuple[int, ...], per: int = 1) -> tuple[TaskOutput, ...]:
-        """Return the outputs of all ranks, in the groups of the layout."""
+        """Return the outputs of all ranks, with the layout's groups."""
         outputs = []
         for rank in range(self.to):
             group = f"rank-{rank:05d}-of-{self.to:05d}" if self.to > 1 else ""
@@ -97,7 +97,7 @@ class Reshard(Unchanged):
         return tuple(outputs)
 
     def _replicated(self, specs: Sequence[Spec]) -> Recipe:
-        """Return the recipe of a tensor that every rank has; all sources are read, to compare them."""
+        """Return the recipe of a tensor that every rank has. All sources are read, to compare them."""
         spec = specs[0]
         if not spec.shape or math.prod(spec.shape[1:]) * spec.dtype.bits % 8:
             inputs = tuple(all_of(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -106,38 +106,38 @@ class Reshard(Unchanged):
         return Recipe(outputs=self._outputs(spec, spec.shape), inputs=inputs, num_rows=spec.shape[0])
 
     def _by_rows(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts by rows: its inputs are ordered by output rank, then part, then source rank.
+        """Return a recipe that cuts by rows. Its inputs are ordered by output rank, then part, then source rank.
 
-        After these are the copies of heads that several sources have, to be compared with the first one.
+        Copies of a head in several sources come last, and are compared with the first one.
         """
         spec, ranks = specs[0], len(specs)
         lengths = rule.lengths(spec.shape[0], ranks)
-        # Rows of each part in one source, and in one output. Several sources or outputs may have the same share.
-        held, wanted = rule.num_shares(ranks), rule.num_shares(self.to)
-        have = [int(length / shares) for length, shares in zip(lengths, held, strict=True)]
-        give = [int(length / shares) for length, shares in zip(lengths, wanted, strict=True)]
+        # Rows of each part in one source and in one output. Several sources or outputs may have the same share.
+        source_shares, output_shares = rule.num_shares(ranks), rule.num_shares(self.to)
+        source_rows = [int(length / shares) for length, shares in zip(lengths, source_shares, strict=True)]
+        output_rows = [int(length / shares) for length, shares in zip(lengths, output_shares, strict=True)]
         inputs, copies = [], []
         for rank in range(self.to):
             for part, number in enumerate(rule.share_of(rank, self.to)):
-                here, there, before = have[part], give[part], sum(have[:part])
-                for share in range(held[part]):
+                here, there, before = source_rows[part], output_rows[part], sum(source_rows[:part])
+                for share in range(source_shares[part]):
                     low, high = max(number * there, share * here), min((number + 1) * there, (share + 1) * here)
                     if low < high:
-                        i, after = (-(-one * ranks // held[part]) for one in (share, share + 1))
+                        i, after = (-(-one * ranks // source_shares[part]) for one in (share, share + 1))
                         first = before - share * here
                         start = (first + low, *(0,) * (len(spec.shape) - 1))
                         box = Box(start=start, stop=(first + high, *spec.shape[1:]))
-                        at = sum(give[:part]) + low - number * there
+                        at = sum(output_rows[:part]) + low - number * there
                         inputs.append(Input(source=i, spec=specs[i], box=box, at=at))
-                        # Once is enough: outputs may repeat the share too.
-                        if rank == -(-number * self.to // wanted[part]):
+                        # Compare a share once, although several outputs may have it.
+                        if rank == -(-number * self.to // output_shares[part]):
                             copies += [Input(source=j, spec=specs[j], box=box, at=at) for j in range(i + 1, after)]
-        rows = sum(give)
+        rows = sum(output_rows)
         outputs = self._outputs(spec, (rows, *spec.shape[1:]))
         return Recipe(outputs=outputs, inputs=(*inputs, *copies), num_rows=rows)
 
     def _by_columns(self, specs: Sequence[Spec], rule: SplitRule) -> Recipe:
-        """Return a recipe that cuts along another dim: each row of an output needs that row of every source."""
+        """Return a recipe that cuts along a later dim. Each row of an output needs the same row of every source."""
         spec, dim = specs[0], rule.dim or 0
         shape = (*spec.shape[:dim], spec.shape[dim] * len(specs) // self.to, *spec.shape[dim + 1 :])
         inputs = tuple(whole(i, rank_spec) for i, rank_spec in enumerate(specs))
@@ -146,10 +146,10 @@ class Reshard(Unchanged):
     def run(
         self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor]:
-        """See `Operation.run`. PlanError where ranks differ in what each of them should have."""
+        """See `Operation.run`. Raise PlanError if ranks differ in a tensor that should be equal."""
         spec = recipe.inputs[0].spec
         rule = self._parallel.rule_of(spec.name, spec.shape)
-        # As bytes where torch lacks operators for the dtype; given their dtype back at the end.
+        # Use bytes if torch lacks operators for the dtype, and restore the dtype at the end.
         tensors = [None if tensor is None else _plain(tensor) for tensor in inputs]
         if rule.dim == 0:
             results = self._shared(recipe, tensors)
@@ -160,12 +160,13 @@ class Reshard(Unchanged):
         return [tensor.view(dtype) for tensor in results]
 
     def _shared(self, recipe: Recipe, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Return the rows of each output, whose inputs follow each other. PlanError if copies of a head differ."""
+        """Return the rows of each output. Raise PlanError if copies of a head differ."""
         import torch
 
         taken: dict[tuple[tuple[int, ...], int | None], dict[int, torch.Tensor]] = {}
         shares: list[list[torch.Tensor]] = [[] for _ in recipe.outputs]
-        # `_by_rows` lists the inputs output by output, and those of one sum to its rows: so the sum tells the output.
+        # `_by_rows` lists inputs output by output, and each output's inputs add up to its rows, so the sum identifies
+        # it.
         ends = accumulate(rank_input.box.shape[0] for rank_input in recipe.inputs)
         for rank_input, end, tensor in zip(recipe.inputs, ends, tensors, strict=True):
             if tensor is None:
@@ -175,29 +176,29 @@ class Reshard(Unchanged):
                 shares[(end - 1) // recipe.num_rows].append(tensor)
                 here[rank_input.source] = tensor
                 continue
-            # The nearest rank before it whose rows were taken has the same head.
+            # The nearest earlier rank whose rows were used has the same head.
             holder = max(source for source in here if source < rank_input.source)
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), here[holder].reshape(-1).view(torch.uint8)):
-                message = f"rank {rank_input.source} has other bytes in a head that rank {holder} has too"
+                message = f"ranks {holder} and {rank_input.source} have the same head but with different bytes"
                 hint = "are these the ranks of one model, in order?"
                 raise PlanError(message, tensor=rank_input.spec.name, hint=hint)
         return [torch.cat(share) for share in shares]
 
     def _same(self, ranks: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """Return the tensor for every rank. PlanError if the sources differ in it."""
+        """Return the tensor for every rank. Raise PlanError if the sources differ in it."""
         import torch
 
-        # As bytes: NaN is not equal to itself, and -0.0 is equal to 0.0.
+        # Compare bytes, because NaN is not equal to itself and -0.0 is equal to 0.0.
         first = ranks[0].reshape(-1).view(torch.uint8)
         for rank, tensor in enumerate(ranks[1:], 1):
             if not torch.equal(tensor.reshape(-1).view(torch.uint8), first):
-                message = f"the tensor must be the same on every rank, but rank {rank} has other bytes than rank 0"
-                raise PlanError(message, tensor=name, hint="give a rule for it")
+                message = f"the tensor must be the same on every rank, but ranks 0 and {rank} have different bytes"
+                raise PlanError(message, tensor=name, hint="pass a rule for it")
         return [ranks[0]] * self.to
 
 
 def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], count: int) -> list[torch.Tensor]:
-    """Return the shares of `count` ranks along a dim, each part joined from all sources and cut by itself."""
+    """Return the shares of `count` ranks along a dim. Each part is joined from all sources and split separately."""
     import torch
 
     unit = ranks[0].shape[dim] // sum(parts)
@@ -207,7 +208,7 @@ def _columns(ranks: Sequence[torch.Tensor], dim: int, parts: Sequence[int], coun
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view as bytes if an element is one byte: not every torch operator supports dtypes of eight bits."""
+    """Return a view as bytes if an element is one byte, because some torch operators lack support for 8-bit dtypes."""
     import torch
 
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,11 +1,9 @@
-"""Operation specs, from which every process makes the same operations: `{"op": "slerp", "t": 0.4}`.
-
-In: specs, from a command line, a call or a message; opened sources, beside which missing options are read. Out: an
-`Operation`: a built-in one, or a user's at `module:name`.
-Not here: the built-in operations; the handling of an operation that raises, hangs, or returns other tensors than its
-recipe says (`jobs.workers.worker`, `jobs.coordinator`).
+"""Operation specs, from which every process creates the same operations: `{"op": "slerp", "t": 0.4}`.
 
     text --operation_spec--> spec --completed, once--> complete spec --operation_of, in every process--> Operation
+
+An operation is built in, or a user's at `module:name`. `completed` reads missing options from files next to the
+sources. `jobs.workers.worker` and `jobs.coordinator` handle operations that raise, hang, or return wrong tensors.
 """
 
 from __future__ import annotations
@@ -65,9 +63,9 @@ Options = Mapping[str, str] | None
 """Storage options, as `load` takes them."""
 OperationSpec = Mapping[str, object]
 Operations = str | OperationSpec | Sequence[str | OperationSpec]
-"""Operations as a caller passes them: texts as of `--op`, mappings, or a list of both."""
+"""Operations from a caller: texts in the form of `--op`, mappings, or a list of both."""
 
-_MADE_BY: Mapping[str, str] = {
+_MAKERS: Mapping[str, str] = {
     "copy": "penstock.jobs.operations.operation:CopyOperation",
     "rename": "penstock.jobs.operations.spec:_rename",
     "store": "penstock.jobs.operations.formats:StoreOperation",
@@ -83,30 +81,33 @@ _MADE_BY: Mapping[str, str] = {
     "delta-apply": "penstock.jobs.operations.delta:ApplyDelta",
     "function": "penstock.jobs.operations.spec:function_of",
 }
-"""Operation -> `module:name` of the class or function that makes it, called with the rest of its spec. By name, so that
-a conversion imports the modules of its own operations only."""
+"""Maps an operation to the `module:name` of the class or function that creates it from the rest of its spec. Names
+instead of imports ensure that a conversion imports only the modules of its own operations."""
 _BESIDE = frozenset({"adapter_config", "blocks", "delta", "heads", "quantization", "tied"})
 """Options that `completed` reads from files next to the sources."""
 COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
-"""Operations that compute with several sources; a quantised source is dequantised first."""
+"""Operations that compute with several sources. A quantised source is dequantised first."""
 _NUMBERS = frozenset({"t", "density", "scale", "weights"})
-"""Options of merges that are numbers, or lists of numbers."""
+"""Options of merges that are numbers or lists of numbers."""
 
 
 COPIES = frozenset({"copy", "rename"})
-"""Operations that give every tensor as it is."""
+"""Operations that leave every tensor unchanged."""
 
 
 def is_copy(operations: Operations) -> bool:
-    """Return whether operations give every tensor as it is; none are a copy. ConfigError as of `operation_specs`."""
+    """Return whether operations leave every tensor unchanged. An empty list does.
+
+    Raise ConfigError as in `operation_specs`.
+    """
     return all(str(spec.get("op")) in COPIES for spec in operation_specs(operations))
 
 
 def operation_specs(operations: Operations) -> list[OperationSpec]:
-    """Return operations as mappings: one, or several in a list; each a mapping, or a text as of `--op`.
+    """Return one operation, or a list of operations, as mappings. Each is a mapping or a text in the form of `--op`.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: an operation has a different form.
     """
     expected = 'operations as "dequantise", "slerp:t=0.4" or {"op": "slerp", "t": 0.4}, or a list of them'
     several = [operations] if isinstance(operations, str | Mapping) else operations
@@ -119,11 +120,11 @@ def operation_specs(operations: Operations) -> list[OperationSpec]:
 def operation_spec(text: str) -> dict[str, Any]:
     """Parse an operation that is written as on a command line.
 
-    `average`; `linear:weights=0.3,0.7`; `dequantise:to=BF16`; `{"op": "rename", "rules": [["a", "b"]]}`;
-    `package.module:function` is a user's own.
+    Examples are `average`, `linear:weights=0.3,0.7`, `dequantise:to=BF16` and `{"op": "rename", "rules": [["a",
+    "b"]]}`. `package.module:function` is a user's operation.
 
     Raises:
-        ConfigError: it is none of these; the hint lists the operations.
+        ConfigError: the text has a different form. The hint lists the operations.
     """
     if text.startswith("{"):
         try:
@@ -134,13 +135,13 @@ def operation_spec(text: str) -> dict[str, Any]:
             raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
         return spec
     name, colon, rest = text.partition(":")
-    # A common mistake, and without this the user would read a list of operations that does not have the name.
+    # Users often confuse formats and operations. Without this check the error would only list the operations.
     if is_format(text):
-        raise ConfigError(f"{text!r} is a format, not an operation", hint=f"give to={text!r}, or --to {text}")
+        raise ConfigError(f"{text!r} is a format, not an operation", hint=f"use to={text!r} or --to {text}")
     # `module:function` has no `=`, and no built-in operation has a module's name.
     if colon and "=" not in rest and not is_operation(name):
         return {"op": "function", "function": text}
-    # Raises for an unknown name, before its options are looked at.
+    # This raises for an unknown name before its options are parsed.
     maker_of(name)
     spec = {"op": name}
     for part in rest.split(";") if rest else ():
@@ -153,7 +154,7 @@ def operation_spec(text: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> object:
-    """Return a number, True or False where the text is one; else the text."""
+    """Return the number or bool that a text stands for, or the text."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -163,10 +164,10 @@ def _value(text: str) -> object:
 
 
 def operation_of(specs: Sequence[OperationSpec]) -> Operation:
-    """Return the operations, one after the other; none: a copy.
+    """Return one operation that applies all specs in order. An empty list is a copy.
 
     Raises:
-        ConfigError: an unknown operation, or options that it does not have.
+        ConfigError: an operation or an option does not exist.
     """
     operation: Operation | None = None
     for spec in specs:
@@ -184,34 +185,34 @@ def usage(name: str) -> str:
 
 def usages() -> list[str]:
     """Return all operations, each with its options, by name."""
-    return [usage(name) for name in sorted(_MADE_BY)]
+    return [usage(name) for name in sorted(_MAKERS)]
 
 
 def is_operation(name: str) -> bool:
     """Return whether there is an operation of this name."""
-    return name in _MADE_BY
+    return name in _MAKERS
 
 
 def maker_of(name: str) -> Callable[..., Operation]:
-    """Return the class or function that makes this operation. ConfigError: there is no operation of this name."""
-    if name not in _MADE_BY:
+    """Return the class or function that creates this operation. Raise ConfigError if the operation does not exist."""
+    if name not in _MAKERS:
         hint = f"one of {', '.join(usages())}; see docs/convert/convert.md"
-        # The nearest name first: the list is long, and a mistyped name is the usual cause.
-        if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MADE_BY, n=1, cutoff=0.75):
+        # Show the nearest name first, because the list is long and a mistyped name is the usual cause.
+        if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MAKERS, n=1, cutoff=0.75):
             hint = f"did you mean {near[0]!r}? It is {hint}"
-        raise ConfigError(f"no operation is called {name!r}", hint=hint)
-    module, _, attribute = _MADE_BY[name].partition(":")
+        raise ConfigError(f"unknown operation {name!r}", hint=hint)
+    module, _, attribute = _MAKERS[name].partition(":")
     maker: Callable[..., Operation] = getattr(importlib.import_module(module), attribute)
     return maker
 
 
 def _make(spec: dict[str, Any]) -> Operation:
-    """Make one operation of its spec; with its sources dequantised first, where the spec says so."""
+    """Create one operation from its spec. Its sources are dequantised first if the spec says so."""
     name = str(spec.pop("op", None))
     prepared = spec.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
-    # JSON and messages bring lists; operations are frozen values, so they get tuples.
+    # JSON and messages contain lists, but operations are immutable, so convert lists to tuples.
     spec = {key: _frozen(value) for key, value in spec.items()}
-    # `weights=0.5` on a command line is one number; only with a comma it is a list.
+    # `weights=0.5` on a command line is a number. Only a comma would make it a list.
     if isinstance(spec.get("weights"), int | float):
         spec["weights"] = (float(spec["weights"]),)
     maker = maker_of(name)
@@ -219,7 +220,7 @@ def _make(spec: dict[str, Any]) -> Operation:
         values = spec[key] if isinstance(spec[key], tuple) else (spec[key],)
         if not all(isinstance(value, int | float) for value in values):
             raise ConfigError(f"{name}: {key}={spec[key]!r} is not a number", hint=f"it takes {usage(name)}")
-    # Bound before the call, so that a TypeError from inside a user's class is not reported as a wrong option.
+    # Bind the arguments before the call, so that a TypeError inside a user's class is not reported as a wrong option.
     try:
         inspect.signature(maker).bind(**spec)
     except TypeError as error:
@@ -233,15 +234,15 @@ def _make(spec: dict[str, Any]) -> Operation:
 
 
 def _frozen(value: Any) -> Any:
-    """Return a value with every list in it as a tuple."""
+    """Replace every list in a value with a tuple."""
     return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _dequantise(
     to: str = "BF16", quantization: Mapping[str, Any] | None = None, blocks: Mapping[str, str] | None = None
 ) -> Operation:
-    """Make a `Dequantise`, or for blocks of GGUF a `DequantiseBlocks`."""
-    # Imported on first use, as the modules of all operations.
+    """Create a `Dequantise`, or a `DequantiseBlocks` for GGUF blocks."""
+    # Import on first use, as for all operations.
     if blocks:
         from penstock.jobs.operations.gguf import DequantiseBlocks
 
@@ -252,7 +253,7 @@ def _dequantise(
 
 
 def stored_as(to: str) -> OperationSpec:
-    """Return the operation that `to` stands for: a format of the tensors, or `gguf`, `gguf:TYPE`."""
+    """Return the spec for `to`: a format of the tensors, `gguf`, or `gguf:TYPE`."""
     name, colon, kind = to.partition(":")
     if name != "gguf":
         return {"op": "store", "format": to}
@@ -260,9 +261,11 @@ def stored_as(to: str) -> OperationSpec:
 
 
 def _rename(rules: Sequence[Sequence[str]]) -> Operation:
-    """Make a `Rename`. ConfigError unless the rules are pairs."""
+    """Create a `Rename`. Raise ConfigError unless the rules are pairs."""
     if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
-        raise ConfigError("rename: rules are pairs of a pattern and a replacement", hint="see docs/convert/convert.md")
+        raise ConfigError(
+            "rename: rules must be pairs of a pattern and a replacement", hint="see docs/convert/convert.md"
+        )
     return Rename(tuple((pattern, replacement) for pattern, replacement in rules))
 
 
@@ -273,26 +276,29 @@ def completed(
     settings: Settings,
     options: Options,
 ) -> list[OperationSpec]:
-    """Return the specs with the first one completed (it reads all sources), and each `dequantise`.
+    """Return the specs, with missing options completed from the sources.
+
+    The first operation, which reads all sources, and every `dequantise` may have such options.
 
     Args:
-        places: the URI of each source, with the user of a URL, next to which its small files are.
+        places: the URI next to which each source's small files are, including the user in a URL.
 
     Raises:
-        PlanError: a required file is not next to the source, or a delta is of another base.
-        FormatError: one of these files cannot be decoded. SourceError: it cannot be read.
+        PlanError: a required file is not next to the source, or a delta has a different base.
+        FormatError: one of these files cannot be decoded.
+        SourceError: one of these files cannot be read.
     """
     if not specs:
         _check_blocks({}, sources)
         return []
     first = dict(specs[0])
-    # The first operation reads all sources; a later one works on its result, and only needs to know how to dequantise.
+    # The first operation reads all sources. A later one reads its result, and only needs to know how to dequantise.
     op = first.get("op")
     if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
         raw = read_sibling(places[1], "adapter_config.json", settings, options)
         if raw is None:
-            hint = "give adapter_config=..."
-            raise PlanError(f"there is no adapter_config.json beside {sources[1].uri}", hint=hint)
+            hint = "pass adapter_config=..."
+            raise PlanError(f"there is no adapter_config.json next to {sources[1].uri}", hint=hint)
         first["adapter_config"] = _json(raw, sources[1].uri, "adapter_config.json")
     if op == "lora-merge" and "tied" not in first and sources:
         raw = read_sibling(places[0], "config.json", settings, options)
@@ -309,7 +315,7 @@ def completed(
             _make_delta if op == "delta" else partial(_read_delta, place=places[1], settings=settings, options=options)
         )
         first["delta"] = make(_digested(sources[0]), sources[1])
-    # Sums of codes mean nothing, so sources that are stored quantised are dequantised on the way, each as it needs.
+    # Sums of codes mean nothing, so each quantised source is dequantised first, with its own options.
     if op in COMPUTES_WITH_ALL and "dequantise" not in first:
         quantised = [_quantised(*each, settings, options) for each in zip(sources, places, strict=True)]
         if any(dequantise is not None for dequantise in quantised):
@@ -318,12 +324,12 @@ def completed(
     blocks = _blocks(sources[0]) if sources else {}
 
     def complete(spec: OperationSpec) -> OperationSpec:
-        """Return a spec with what it needs to know of the first source."""
+        """Add the options that depend on the first source."""
         if spec.get("op") in {"dequantise", "gguf"} and blocks:
             return {"blocks": blocks, **spec}
         if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
             return {**spec, "quantization": _quantization(sources[0], places[0], settings, options)}
-        # Only of the first operation: a later one may store what was dequantised before.
+        # Only the first operation needs this. A later one may store dequantised tensors.
         if spec is first and op == "store" and "quantization" not in spec and sources and _has_codes(sources[0]):
             quantization = _quantization(sources[0], places[0], settings, options)
             return spec if quantization is None else {**spec, "quantization": quantization}
@@ -333,49 +339,48 @@ def completed(
 
 
 def _blocks(source: WeightSet) -> dict[str, str]:
-    """Return the types of a source's quantised tensors of GGUF, by name."""
+    """Return the types of a source's quantised GGUF tensors by name."""
     return {name: blocks.type for name, blocks in blocks_of(source.manifest).items()}
 
 
 def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
-    """Raise PlanError if blocks of GGUF would be copied, or computed with, as if they were values."""
+    """Raise PlanError if GGUF blocks would be copied or used as if they were values."""
     if first.get("op") in {"dequantise", "gguf"} | COMPUTES_WITH_ALL:
         return
     for source in sources:
         for name, kind in _blocks(source).items():
-            message = f"the source is a GGUF file that stores it as {kind}; other files cannot say so"
+            message = f"the source is a GGUF file that stores the tensor as {kind}, which other formats cannot express"
             hint = "put `dequantise` first, or write GGUF: to='gguf'"
             raise PlanError(message, uri=source.uri, tensor=name, hint=hint)
 
 
 def _has_codes(source: WeightSet) -> bool:
-    """Return whether some tensor is of a dtype that codes may have: else no configuration needs to be read."""
+    """Return whether a tensor has a dtype that codes may have. If not, no configuration needs to be read."""
     return not CODES.isdisjoint(source.manifest.tensors.dtypes)
 
 
 def _quantised(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
-    """Return the options of `dequantise` for a source; None: nothing of it is quantised."""
+    """Return the options of `dequantise` for a source, or None if nothing in it is quantised."""
     if blocks := _blocks(source):
         return {"blocks": blocks}
     table = source.manifest.tensors
     config = _quantization(source, place, settings, options)
-    # Tensors too: some checkpoints store codes and scales without declaring it anywhere.
+    # Check the tensors too, because some checkpoints store codes and scales without declaring them anywhere.
     stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
     return {"quantization": config} if config is not None or stored.any else None
 
 
 def _quantization(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
-    """Return the `quantization_config` of a source; None: it has none."""
+    """Return the `quantization_config` of a source, or None."""
     raw = read_sibling(place, "config.json", settings, options)
     config = None if raw is None else declared(_json(raw, source.uri))
     if config is not None:
         return dict(config)
-    # ComfyUI says in a file's header how each layer is quantised. FP8 can be told by its scales too.
+    # ComfyUI declares in a file's header how each layer is quantised. FP8 is also recognised by its scales.
     for file in source.manifest.files:
         if layers := _comfy_formats(file.metadata.get(QUANTIZATION_METADATA, "")):
             return {"quant_method": f"of {QUANTIZATION_METADATA}: {', '.join(sorted(layers))}"}
-    # Some writers have files of their own. Without a quantization_config their codes would be copied as if they were
-    # plain weights.
+    # Some writers use separate files. Without these, their codes would be copied as if they were plain weights.
     for name in (*CONFIG_FILES, "params.json"):
         raw = read_sibling(place, name, settings, options)
         if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri, name))) is not None:
@@ -384,7 +389,7 @@ def _quantization(source: WeightSet, place: str, settings: Settings, options: Op
 
 
 def _comfy_formats(text: str) -> set[str]:
-    """Return the formats that ComfyUI's metadata of a file names, without those that scales alone tell."""
+    """Return the formats in a file's ComfyUI metadata, without those that scales alone reveal."""
     try:
         layers = json.loads(text)["layers"].values() if text else []
         return {str(layer.get("format")) for layer in layers} - {"float8_e4m3fn", "float8_e5m2"}
@@ -401,37 +406,39 @@ _RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
 
 
 def _check_ranks(sources: Sequence[WeightSet]) -> None:
-    """Raise PlanError if the sources cannot be the ranks in order: by numbers in their names, or one is given twice.
+    """Raise PlanError if numbers in the sources' names contradict their order, or if a source is given twice.
 
-    Names without a number prove nothing: then the caller's order is used.
+    Names without a number prove nothing, and then the caller's order is used.
     """
     ranks = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
     for rank, (source, numbers) in enumerate(zip(sources, ranks, strict=True)):
         number, count = numbers[-1] if numbers else ("", "")
         if all(ranks) and int(number) != rank:
-            hint = "give every rank once, in order: rank 0 first"
-            raise PlanError(f"reshard: source {rank} is rank {int(number)} by its name: {source.uri}", hint=hint)
+            hint = "list every rank once, in order, with rank 0 first"
+            raise PlanError(
+                f"reshard: source {rank} is rank {int(number)} according to its name: {source.uri}", hint=hint
+            )
         if count and int(count) != len(sources) and len(sources) > 1:
-            raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, and {len(sources)} sources are given")
+            raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, but there are {len(sources)} sources")
     seen: dict[str, str] = {}
-    # By digests where there are any: the revision of headers alone is the same for all ranks of one model.
+    # Compare digests if there are any, because without them all ranks of a model have the same revision.
     for source in sources:
         revision = source.manifest.revision if source.manifest.leaves is not None else source.uri
         if revision in seen:
-            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="give each rank once")
+            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="list each rank once")
         seen[revision] = source.uri
 
 
 def _tied(config: dict[str, Any]) -> bool | None:
-    """Return whether a transformers configuration ties embedding and head; None if it does not say."""
+    """Return whether a transformers configuration ties embedding and head, or None if it does not say so."""
     text = config.get("text_config")
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
     return None if tied is None else bool(tied)
 
 
 def _digested(source: WeightSet) -> Manifest:
-    """Return a source's manifest with digests; if it has none, read the whole source to compute them."""
-    # Computed with leaves of another size if need be: leaves can only be compared with leaves of the same bytes.
+    """Return a source's manifest with digests. If it has none, read the whole source to compute them."""
+    # Compute them again if the leaf size differs, because only leaves with the same bytes can be compared.
     stated = source.manifest
     return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
 
@@ -444,15 +451,17 @@ def _make_delta(base: Manifest, new: WeightSet) -> bytes:
 
 
 def _read_delta(base: Manifest, delta: WeightSet, *, place: str, settings: Settings, options: Options) -> bytes:
-    """Return the description that lies next to the weights of a delta. PlanError if it is of another base."""
+    """Read the description next to a delta's weights. Raise PlanError if it has a different base."""
     from penstock.jobs.operations.delta import FILE, decoded
 
     raw = read_sibling(place, FILE, settings, options)
     if raw is None:
-        raise PlanError(f"there is no {FILE} beside {delta.uri}", hint="the second source is what `delta` made")
+        raise PlanError(
+            f"there is no {FILE} next to {delta.uri}", hint="the second source must be the result of `delta`"
+        )
     changes = decoded(raw)
     if changes.base != base.revision:
-        raise PlanError(f"the delta is of {changes.base}, and the base is {base.revision}")
+        raise PlanError(f"the delta is for revision {changes.base}, but the base has revision {base.revision}")
     if changes.leaf_bytes != LEAF_BYTES:
         raise PlanError(f"the delta has leaves of {changes.leaf_bytes} bytes, not {LEAF_BYTES}")
     return raw
@@ -462,28 +471,29 @@ def function_of(function: str, **options: Any) -> Operation:
     """Return the operation at `module:name`.
 
     Args:
-        function: names an `Operation`, or a callable that makes one of `options` (a class), or a function of a tensor.
-        options: arguments of the class that makes it.
+        function: import path of an `Operation`, of a class that creates one from `options`, or of a function of a
+            tensor.
+        options: arguments of the class.
 
     Raises:
-        ConfigError: nothing is there, or it is none of these.
+        ConfigError: the path does not exist, or its object is none of these.
     """
     module, _, name = function.partition(":")
     try:
         target: Any = importlib.import_module(module)
     except PenstockError:
-        # The module was found, and needs a package: MissingExtra is an ImportError too.
+        # MissingExtra is an ImportError too. The module exists, but it needs a package.
         raise
     except ImportError as error:
         raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
-    # Dots after the colon: a static method, or a function in a namespace.
+    # Dots after the colon lead to a static method or to a function in a namespace.
     for part in name.split("."):
         if not hasattr(target, part):
             raise ConfigError(f"{module} has no {name}")
         target = getattr(target, part)
     if isinstance(target, type):
         target = target(**options)
-    # By its attributes: a user's class need not inherit from anything of Penstock.
+    # Check the attributes, because a user's class need not inherit from a class in Penstock.
     if all(hasattr(target, verb) for verb in ("recipes", "run", "config", "name")):
         return target  # type: ignore[no-any-return]
     if not callable(target) or options:
@@ -494,13 +504,15 @@ def function_of(function: str, **options: Any) -> Operation:
 
 
 def code_of(operation: Operation) -> str:
-    """Return a digest of the module files of a user's operations, which changes with their code; "" for built-in ones.
+    """Return a digest of the module files of user operations, which changes with their code.
 
-    The files are that of the given module and that of the function itself; modules that they import are not included.
+    It is "" for built-in ones.
+
+    It covers the given module and the module of the function itself, but not the modules that they import.
     """
     if isinstance(operation, Chain):
         return "".join(map(code_of, operation.operations))
-    # A plain function is called by the class below, whose own module says nothing of it.
+    # A plain function is wrapped in the class below, whose own module says nothing about it.
     modules = [type(operation).__module__]
     if isinstance(operation, Function):
         modules = [operation.path.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
@@ -511,7 +523,7 @@ def code_of(operation: Operation) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Function(Unchanged):
-    """An operation made of a user's function of one tensor and its name, for every floating tensor that it names.
+    """Applies a user's function of a tensor and its name to every floating tensor that it selects.
 
     def halved(tensor, name): return tensor / 2      every floating tensor, whole; shape and dtype stay
     halved.rows = True                               it can work on some rows at a time
@@ -520,7 +532,7 @@ class Function(Unchanged):
     """
 
     path: str
-    """Its import path, `module:name`."""
+    """Import path, `module:name`."""
     call: Callable[[torch.Tensor, str], torch.Tensor]
 
     @property
@@ -532,17 +544,17 @@ class Function(Unchanged):
         """See `Operation.recipes`.
 
         Raises:
-            PlanError: it wants a tensor that is stored quantised, and does not say that it takes these.
+            PlanError: it selects a quantised tensor without declaring that it accepts them.
         """
         wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
         specs = specs_of(only_source(sources, self.path))
         if not getattr(self.call, "raw", False):
             stored = find((spec.name, spec.dtype, spec.shape) for spec in specs)
-            # Codes too: the function would change their scales or nothing, where its author means the weight.
+            # Refuse codes too. The function would change only their scales, although its author means the weight.
             if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
-                why = "is stored quantised, and is no weight without its other parts"
+                why = "is stored quantised, and has no meaning without its scales"
                 if quantised in stored.plain:
-                    why = "has values in FP8, and a function is called with larger floats only"
+                    why = "has FP8 values, but functions are only called with larger floats"
                 message = f"{self.path}: the tensor {why}"
                 function = self.path.rpartition(":")[2]
                 hint = "put `dequantise` before"
@@ -572,13 +584,13 @@ class Function(Unchanged):
         if spec.dtype not in FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
             return [tensor]
         result = self.call(tensor, spec.name)
-        # Checked here, where the function's path is known; the worker would only name the tensor.
+        # Check this here, because the worker does not know the function's path.
         if not isinstance(result, torch.Tensor) or (result.dtype, result.shape) != (tensor.dtype, tensor.shape):
             returned = (
                 f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
             )
             message = f"{self.path} returned {returned}, not {tensor.dtype} {list(tensor.shape)}"
             raise OperationFailed(
-                message, tensor=spec.name, hint="an operation that returns other tensors must be a class"
+                message, tensor=spec.name, hint="an operation that changes dtypes or shapes must be a class"
             )
         return [result]

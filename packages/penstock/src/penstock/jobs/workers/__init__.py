@@ -1,1 +1,1 @@
-"""Worker processes of conversions: how they are started, what they run."""
+"""Worker processes of conversions, and the launchers that start them."""

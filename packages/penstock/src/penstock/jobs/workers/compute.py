@@ -1,11 +1,8 @@
-"""Compute backends of a worker: the protocol, its form for host memory, and the memory that tasks hold.
+"""The compute backends of a worker: the protocol, the backend for host memory, and reservations of task memory.
 
-In: functions that read and write bytes; an operation; a bound of memory. Out: an operation's outputs, where the backend
-has its memory, and their digests, perhaps later; reservations, and buffers that are used again.
-Not here: choosing tasks (`worker`), the operations (`jobs.operations.operation`), the form for a CUDA device
-(`cuda_compute`).
+`cuda_compute` has the backend for a CUDA device.
 
-    room -> fill: read --> inputs --make: operation, digests--> outputs -> drain: --> write
+    allocate -> fill: read --> inputs --run: operation, digests--> outputs -> drain: --> write
 """
 
 from __future__ import annotations
@@ -27,20 +24,21 @@ from penstock.errors import Cancelled
 from penstock.types import I64, MIB, U64
 
 _FITS = 1.5
-"""Largest ratio of a reused buffer to the size that is needed: making a new buffer takes longer than filling one."""
+"""Maximum ratio of a reused buffer's size to the needed size. Creating a new buffer takes longer than filling one."""
 
 ALIGN_BYTES = 256
-"""Alignment of tensors in a buffer, as on a device. Source: CUDA C++ Programming Guide, "Device memory accesses"."""
+"""Alignment in bytes of tensors in a buffer, as on a device. Source: CUDA C++ Programming Guide, "Device memory
+accesses"."""
 
 
 class Buffers:
-    """Buffers by size, and a count of what tasks have reserved. Any thread.
+    """Buffers by size, and the bytes that tasks have reserved. Thread-safe.
 
     Args:
-        memory_bytes: bound on reserved memory and memory kept for reuse, together.
+        memory_bytes: limit for the total of reserved memory and memory kept for reuse.
 
     Attributes:
-        peak_bytes: most bytes reserved at once.
+        peak_bytes: peak of the reserved bytes.
     """
 
     def __init__(self, memory_bytes: int) -> None:
@@ -53,18 +51,18 @@ class Buffers:
         self._changed = threading.Condition()
 
     def reserve(self, nbytes: int, stopped: Callable[[], bool]) -> None:
-        """Wait until there is room for a task of `nbytes`; a task that is alone always has room.
+        """Wait until there is memory for a task of `nbytes`. A task that is alone never waits.
 
         Raises:
-            Cancelled: `stopped` became true meanwhile.
+            Cancelled: `stopped` became true during the wait.
         """
         with self._changed:
-            # No deadline of its own: the tasks that hold the memory have one, and ending them wakes this wait.
-            # A task above the bound runs alone instead of waiting for ever; `check_budget` has refused it before that.
+            # The tasks that hold the memory have a deadline, and their end wakes this wait. A task above the limit runs
+            # alone instead of waiting forever.
             while self._reserved and self._reserved + nbytes > self._bound:
                 if stopped():
                     raise Cancelled("the job ended while a task waited for memory")
-                # A stop does not notify this condition, so it is polled.
+                # A stop does not notify this condition, so poll it.
                 self._changed.wait(0.1)
             self._reserved += nbytes
             self.peak_bytes = max(self.peak_bytes, self._reserved)
@@ -76,31 +74,31 @@ class Buffers:
             self._changed.notify_all()
 
     def get(self, nbytes: int) -> torch.Tensor:
-        """Return a buffer of at least `nbytes`, flat uint8: the smallest kept one that fits, or a new one."""
-        # Sizes are rounded to an eighth or less of themselves, so that tasks of nearly one size share buffers.
+        """Return a flat uint8 buffer of at least `nbytes`: the smallest kept buffer that fits, or a new one."""
+        # Round sizes up by at most an eighth, so that tasks of similar size share buffers.
         step = max(MIB, 1 << max(0, nbytes.bit_length() - 4))
         size = max(1, -(-nbytes // step)) * step
         with self._changed:
-            # Reversed: of equal buffers the one used last, so that surplus buffers stay unused and are freed first.
+            # Take the last used of equal buffers, so that surplus buffers stay unused and are freed first.
             fits = [buffer for buffer in self._kept if nbytes <= len(buffer) <= _FITS * size]
             reused = min(reversed(fits), key=len, default=None)
             if reused is not None:
                 self._forget(reused)
                 size = len(reused)
             self._lent_bytes += size
-            self._make_room()
+            self._evict()
         return torch.empty(size, dtype=torch.uint8) if reused is None else reused
 
     def put(self, buffer: torch.Tensor) -> None:
-        """Return a buffer of `get` for reuse; nothing may read or write it any more."""
+        """Return a buffer from `get` for reuse. Nothing may read or write it any more."""
         with self._changed:
             self._kept.append(buffer)
             self._kept_bytes += len(buffer)
             self._lent_bytes -= len(buffer)
-            self._make_room()
+            self._evict()
 
-    def _make_room(self) -> None:
-        """Free the buffers that were unused longest, until the kept ones fit in the bound with what tasks hold."""
+    def _evict(self) -> None:
+        """Free the longest unused buffers, until the kept buffers and the tasks' memory are within the limit."""
         while self._kept and self._kept_bytes + max(self._lent_bytes, self._reserved) > self._bound:
             self._forget(self._kept[0])
 
@@ -110,7 +108,7 @@ class Buffers:
 
 
 def packed(sizes: Sequence[int]) -> list[int]:
-    """Return the offsets at which tensors of these sizes begin in one buffer, and the end of the last."""
+    """Return the offsets at which tensors with these sizes begin in one buffer, and the end of the last."""
     return [0, *accumulate(-(-size // ALIGN_BYTES) * ALIGN_BYTES for size in sizes)]
 
 
@@ -120,28 +118,28 @@ def cut(buffer: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 @dataclass(slots=True)
-class Made:
-    """Outputs of a task, valid once the step that made them is over."""
+class ComputedOutputs:
+    """The outputs of a task, valid when the step that computes them is over."""
 
     raw: list[torch.Tensor]
-    """Bytes of each output where the backend computes, flat uint8."""
+    """The bytes of each output as flat uint8, in the backend's memory."""
     digests: U64
-    """Of the pieces between the cuts of all outputs, in order."""
+    """Digests of the pieces between the cuts of all outputs, in order."""
 
 
 Read = Callable[[int, memoryview], None]
-"""Fills host memory with bytes of a task's input, from an offset on."""
+"""Fills host memory with a task's input bytes, from an offset on."""
 Write = Callable[[int, memoryview], None]
 """Writes host memory to an offset of a task's output."""
 
 
 class ComputeBackend(Protocol):
-    """A device with the memory of the tasks that it computes. Any thread.
+    """A device and the memory of the tasks that it computes. Thread-safe.
 
     Attributes:
-        device: of the computation.
+        device: device that computes.
         buffers: reservations of tasks.
-        staged_bytes: host memory that the backend has besides what tasks reserve.
+        staged_bytes: host memory in bytes that the backend uses in addition to reservations.
     """
 
     device: torch.device
@@ -150,44 +148,49 @@ class ComputeBackend(Protocol):
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes of host memory held at once, but for those of tasks that are made in parts."""
+        """Return the peak host memory in bytes, without tasks that run in parts."""
         ...
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """Return memory for a task's inputs, where an operation reads them: at least `nbytes`, flat uint8."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return at least `nbytes` of flat uint8 memory for a task's inputs, where an operation can read them."""
         ...
 
-    def put(self, room: torch.Tensor) -> None:
-        """Take memory of `room` back; nothing may read or write it any more."""
+    def release(self, memory: torch.Tensor) -> None:
+        """Release memory from `allocate`. Nothing may read or write it any more."""
         ...
 
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
-        """Fill a part of a `room` by `read`, a multiple of `leaf_bytes` at a time; complete on return."""
+        """Fill a part of allocated memory with `read`, a multiple of `leaf_bytes` at a time.
+
+        It is complete on return.
+        """
         ...
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, PendingItem | None]:
-        """Call `run` and digest its outputs; complete once the pending is done.
+    def compute(
+        self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]
+    ) -> tuple[ComputedOutputs, PendingItem | None]:
+        """Call `run` and digest its outputs. They are complete when the pending item is done.
 
         Args:
-            cuts: of each output, ascending from 0 to its bytes: what lies between two has a digest of its own.
+            cuts: for each output, ascending offsets from 0 to its size. The bytes between two cuts get one digest.
         """
         ...
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
-        """Give the bytes of an output of `make` to `write`; complete on return."""
+        """Pass the bytes of an output to `write`. It is complete on return."""
         ...
 
     def entered(self) -> AbstractContextManager[None]:
-        """Return a context in which torch computes on this backend, in order with copies of its results to the host."""
+        """Return a context in which torch computes on this backend, ordered with copies of its results to the host."""
         ...
 
     def close(self) -> None:
-        """Free the memory. Order: after the last other call. Idempotent."""
+        """Free the memory. Call this last. Idempotent."""
         ...
 
 
 class HostCompute:
-    """A backend that computes in host memory, without copies."""
+    """A backend that computes in host memory without copies."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.device = torch.device("cpu")
@@ -199,20 +202,22 @@ class HostCompute:
         """See `ComputeBackend.peak_bytes`."""
         return self.buffers.peak_bytes
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """See `ComputeBackend.room`."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See `ComputeBackend.allocate`."""
         return self.buffers.get(nbytes)
 
-    def put(self, room: torch.Tensor) -> None:
-        """See `ComputeBackend.put`."""
-        self.buffers.put(room)
+    def release(self, memory: torch.Tensor) -> None:
+        """See `ComputeBackend.release`."""
+        self.buffers.put(memory)
 
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
         """See `ComputeBackend.fill`."""
         read(0, as_view(inputs))
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, PendingItem | None]:
-        """See `ComputeBackend.make`."""
+    def compute(
+        self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]
+    ) -> tuple[ComputedOutputs, PendingItem | None]:
+        """See `ComputeBackend.compute`."""
         raw = [as_bytes(tensor) for tensor in run()]
         digests, at = np.empty(sum(len(some) - 1 for some in cuts), np.uint64), 0
         for output, some in zip(raw, cuts, strict=True):
@@ -220,7 +225,7 @@ class HostCompute:
             for start, stop in pairwise(some.tolist()):
                 leaf_digests(view[start:stop], stop - start, digests[at : at + 1])
                 at += 1
-        return Made(raw, digests), None
+        return ComputedOutputs(raw, digests), None
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
         """See `ComputeBackend.drain`."""
@@ -231,7 +236,7 @@ class HostCompute:
         return nullcontext()
 
     def close(self) -> None:
-        """See `ComputeBackend.close`: the memory goes with its last user."""
+        """See `ComputeBackend.close`. The memory is freed with its last user."""
 
 
 def as_view(raw: torch.Tensor) -> memoryview:
@@ -241,5 +246,5 @@ def as_view(raw: torch.Tensor) -> memoryview:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes, flat; a copy where it is not contiguous."""
+    """Return a tensor's bytes as flat uint8, copied only if it is not contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

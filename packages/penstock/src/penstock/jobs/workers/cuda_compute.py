@@ -1,7 +1,6 @@
-"""The compute backend of a CUDA device: tasks live in device memory, and pass through few pinned bytes of the host.
+"""The compute backend for a CUDA device.
 
-In: as `compute.ComputeBackend`. Out: the same.
-Not here: the protocol and reservations (`compute`), the copies (`staged_copies`).
+Tasks are in device memory, and their bytes pass through a few pinned host buffers.
 
     read --staged, copied--> inputs --run, digest--> outputs --copied, staged--> write
                    a stream                 a stream                  a stream
@@ -21,17 +20,17 @@ from penstock.digest.cuda import leaf_digests_cuda
 from penstock.engine.place import CudaRegistrar
 from penstock.engine.run import PendingItem
 from penstock.errors import DeviceOutOfMemory
-from penstock.jobs.workers.compute import Buffers, Made, Read, Write, as_bytes
+from penstock.jobs.workers.compute import Buffers, ComputedOutputs, Read, Write, as_bytes
 from penstock.jobs.workers.staged_copies import StagedCopies
 from penstock.memory.staging import StagingPool
 from penstock.types import GIB, I64
 
 _DEVICE_BYTES = 2 * GIB
-"""Most device memory that tasks hold: twelve of 128 MiB, and room to spare."""
+"""Limit in bytes for the device memory of tasks: twelve tasks of 128 MiB, and some reserve."""
 
 _FREE_SHARE = 8
-"""Tasks hold at most one of so many parts of the memory that is free on the device, where that is less: other workers
-may share it, and an operation needs memory for what lies between."""
+"""Tasks use at most this fraction (one eighth) of the device's free memory. Other workers may share the device, and an
+operation needs memory for intermediate values."""
 
 
 class CudaCompute:
@@ -49,7 +48,7 @@ class CudaCompute:
         self.buffers = Buffers(device_bytes)
         self.staged_bytes = pool.num_buffers * pool.buffer_bytes
         self._piece_bytes = pool.buffer_bytes
-        # Three streams, so that the copies of one task run while another one computes.
+        # Use three streams, so that copies for one task run while another task computes.
         self._up = torch.cuda.Stream(device)
         self._work = torch.cuda.Stream(device)
         self._down = torch.cuda.Stream(device)
@@ -75,7 +74,7 @@ class CudaCompute:
         """
         free_bytes, _ = torch.cuda.mem_get_info(device)
         piece_bytes = -(-piece_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        # Half of the memory: tasks that are made in parts need the rest.
+        # Use half of the memory, because tasks that run in parts need the rest.
         num_buffers = max(2, min(num_threads, memory_bytes // 2 // piece_bytes))
         pool = StagingPool.map(
             min(memory_bytes, num_buffers * piece_bytes), piece_bytes, registrar=CudaRegistrar(device)
@@ -87,30 +86,33 @@ class CudaCompute:
         """See `ComputeBackend.peak_bytes`."""
         return self._copies.pool.peak_bytes
 
-    def room(self, nbytes: int) -> torch.Tensor:
-        """See `ComputeBackend.room`."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See `ComputeBackend.allocate`."""
         with torch.cuda.device(self.device.index), torch.cuda.stream(self._up), _OutOfMemoryMapper(self.device):
-            # Without `record_stream`, though an operation reads it on another stream: a task gives its memory back once
-            # the device is done with it, and an event for each would be queried at every later allocation.
+            # `record_stream` is not needed, although an operation reads the memory on a different stream. A task
+            # releases its memory only after the device is done with it. An event for each would be queried at every
+            # later allocation.
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def put(self, room: torch.Tensor) -> None:
-        """See `ComputeBackend.put`: the memory goes back to torch with its last user."""
+    def release(self, memory: torch.Tensor) -> None:
+        """See `ComputeBackend.release`. Torch gets the memory back with its last user."""
 
     def fill(self, inputs: torch.Tensor, read: Read, leaf_bytes: int) -> None:
         """See `ComputeBackend.fill`."""
         step = max(self._piece_bytes // leaf_bytes, 1) * leaf_bytes
         self._copies.fill(inputs.data_ptr(), len(inputs), read, step=step)
 
-    def make(self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]) -> tuple[Made, PendingItem | None]:
-        """See `ComputeBackend.make`."""
+    def compute(
+        self, run: Callable[[], Sequence[torch.Tensor]], cuts: Sequence[I64]
+    ) -> tuple[ComputedOutputs, PendingItem | None]:
+        """See `ComputeBackend.compute`."""
         with self.entered():
             outputs = [as_bytes(tensor) for tensor in run()]
             start = np.concatenate([out.data_ptr() + some[:-1] for out, some in zip(outputs, cuts, strict=True)])
             there = leaf_digests_cuda(start, np.concatenate([np.diff(some) for some in cuts]), self.device)
             digests = torch.empty(len(start), dtype=torch.int64, pin_memory=True)
             digests.copy_(there, non_blocking=True)
-            return Made(outputs, digests.numpy().view(np.uint64)), _StreamPosition(self._work)
+            return ComputedOutputs(outputs, digests.numpy().view(np.uint64)), _StreamPosition(self._work)
 
     def drain(self, raw: torch.Tensor, write: Write) -> None:
         """See `ComputeBackend.drain`."""
@@ -128,7 +130,7 @@ class CudaCompute:
 
 
 class _StreamPosition:
-    """A pending that is done once everything queued on a stream so far has run."""
+    """A pending item that is done when all work queued on a stream so far has run."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event = torch.cuda.Event()
@@ -149,9 +151,9 @@ class _OutOfMemoryMapper:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        # The driver's numbers, and not torch's: other workers and programs use the same device.
+        # Report the driver's numbers and not torch's, because other workers and programs use the same device.
         if isinstance(error, torch.cuda.OutOfMemoryError):
             free, total = torch.cuda.mem_get_info(self._device)
-            message = f"no room for a task on {self._device}, which has {free} of {total} bytes free"
+            message = f"no memory for a task on {self._device}, which has {free} of {total} bytes free"
             hint = "lower task_bytes, run fewer workers on it, or end other programs there"
             raise DeviceOutOfMemory(message, hint=hint) from error

@@ -1,8 +1,7 @@
-"""Workers as threads of this process, for small conversions: starting a process takes longer than they do.
+"""Runs workers as threads of this process, for small conversions, because starting a process takes longer than they do.
 
-In: the coordinator's address. Out: the same worker as in a process of its own (`process.serve`), with one difference:
-it is ended by closing its connection, because a thread cannot be killed.
-Not here: which conversions run this way (`jobs.convert`), workers in processes (`launch`).
+The worker is the same as in a separate process (`process.serve`), except that it is ended by closing its connection,
+because a thread cannot be killed. `jobs.convert` decides which conversions run this way.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _WorkerThread:
-    """A worker's thread, and its connection once there is one."""
+    """A worker's thread, and its connection as soon as there is one."""
 
     thread: threading.Thread | None = None
     wire: Wire | None = None
@@ -33,7 +32,7 @@ class _WorkerThread:
 
 
 class ThreadLauncher(Closeable):
-    """A launcher of workers on the CPU that are threads of this process. A context manager.
+    """Starts workers on the CPU as threads of this process. A context manager.
 
     Raises:
         MissingExtra: torch is not installed.
@@ -42,15 +41,15 @@ class ThreadLauncher(Closeable):
     listen: str | None = None
 
     def __init__(self) -> None:
-        # Here and not in a worker's thread, where Ctrl-C would not end it: it takes seconds.
+        # Import torch here, because it takes seconds and Ctrl-C would not end it in a worker's thread.
         with extras_named():
             importlib.import_module("torch")
         self._workers: dict[str, _WorkerThread] = {}
 
     def spawn(self, worker: str, device: str, address: str, secret: str) -> None:
-        """See `Launcher.spawn`. DestinationError: the system starts no more threads."""
+        """See `Launcher.spawn`. Raise DestinationError if the system cannot start more threads."""
         started = _WorkerThread()
-        # A daemon: a program that ends must not wait for a read that hangs in the kernel.
+        # Use a daemon thread, because a program that ends must not wait for a read that hangs in the kernel.
         started.thread = threading.Thread(
             target=_work, args=(started, worker, device, address, secret), name=f"penstock-{worker}", daemon=True
         )
@@ -78,16 +77,16 @@ class ThreadLauncher(Closeable):
 
 
 def _work(state: _WorkerThread, worker: str, device: str, address: str, secret: str) -> None:
-    """Run a worker until its job ends or it is killed: the body of a thread."""
+    """Run a worker until its job ends or it is killed. This is the body of a thread."""
     import torch
 
     from penstock.jobs.workers.process import connect, serve
 
-    # The coordinator has received the error, or is gone.
+    # The coordinator has received the error or is gone.
     with contextlib.suppress(PenstockError):
         wire = connect(address, timeout_s=30.0)
         state.wire = wire
-        # `kill` may not have seen the connection.
+        # `kill` may have run before the connection was stored.
         if state.is_killed.is_set():
             wire.shut_down()
         try:

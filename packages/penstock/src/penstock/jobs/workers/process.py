@@ -1,10 +1,7 @@
-"""The process of one worker: it connects to the coordinator, plans the same job, and runs the tasks it receives.
+"""The process of one worker. It connects to the coordinator, plans the same job, and runs the tasks it receives.
 
-In: the coordinator's address and secret, a name, a device. Out: an exit code.
-Not here: running a task (`worker`), assigning tasks (`jobs.coordinator`).
-
-Threads: the main one reads messages and sends beats; one posts tasks, which waits for memory; those of the executors
-send `Began` and `TaskDone`.
+The main thread reads messages and sends beats. One thread posts tasks, which waits for memory. The executors' threads
+send `Began` and `TaskDone`. `worker` runs the tasks.
 """
 
 from __future__ import annotations
@@ -56,13 +53,13 @@ from penstock.types import U64
 from penstock.waits import Threads, start_thread
 
 BEAT_S = 0.5
-"""Interval of a worker's progress messages: a tenth of the shortest stall deadline that makes sense."""
+"""Interval in seconds of a worker's progress messages, a tenth of the shortest useful stall deadline."""
 ALONE = 3
 """Exit code of a worker whose coordinator is gone."""
 
 
 def connect(address: str, timeout_s: float) -> Wire:
-    """Connect to a coordinator at `unix:PATH` or `tcp:HOST:PORT`. PeerLost if it cannot be reached."""
+    """Connect to a coordinator at `unix:PATH` or `tcp:HOST:PORT`. Raise PeerLost if it cannot be reached."""
     kind, _, where = address.partition(":")
     try:
         if kind == "unix":
@@ -72,26 +69,25 @@ def connect(address: str, timeout_s: float) -> Wire:
             connection = socket.create_connection((host, int(port)), timeout=timeout_s)
             end_with_peer(connection, Settings.read().stall_s)
     except OSError as error:
-        raise PeerLost(f"the job's coordinator is not at {address}: {error.strerror or error}") from error
-    # No timeout from here on: a coordinator may be silent for hours, and its end closes the connection.
+        raise PeerLost(f"cannot reach the job's coordinator at {address}: {error.strerror or error}") from error
+    # Use no timeout from here on. A coordinator may be silent for hours, and its end closes the connection.
     connection.settimeout(None)
     return Wire(connection)
 
 
 def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
-    """Run tasks until a `Stop`, or until the coordinator is gone. Nothing is written once this has returned or raised.
+    """Run tasks until a `Stop`, or until the coordinator is gone. Nothing is written after this has returned or raised.
 
     The connection is closed after the last write, before memory is unpinned and freed.
 
     Raises:
-        PenstockError: the error that stopped the worker; it was sent to the coordinator.
+        PenstockError: the error that stopped the worker. It was sent to the coordinator.
         PeerLost: the coordinator is gone.
     """
     trace = Trace(enabled=True)
-    # Left on an error too: running steps are drained before the memory that they read and write is freed.
+    # The stack is also left on an error. Running steps are drained before their memory is freed.
     with ExitStack() as stack:
         waking = stack.enter_context(Threads(1, "penstock-wake"))
-        # While the job is planned.
         awake = waking.submit(_wake, device, trace)
         waking.end()
         wire.send(WorkerHello(worker=worker, secret=secret, device=str(device)))
@@ -102,7 +98,7 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             wire.send(failure_of(error))
             raise
         if job_spec is None:
-            # The device may take long, and nothing needs it any more.
+            # Do not wait for the device, which nothing needs any more.
             waking.leave()
             return
         try:
@@ -111,18 +107,18 @@ def serve(wire: Wire, worker: str, secret: str, device: torch.device) -> None:
             raise
         except PenstockError as error:
             if isinstance(error, OperationFailed) and error.__cause__ is not None:
-                # The line in a user's code is only known here.
+                # Print the traceback here, because only this process knows the line in the user's code.
                 traceback.print_exception(error.__cause__)
-            # Before running tasks are drained: they may hang.
+            # Send the error before running tasks are drained, because they may hang.
             wire.send(failure_of(error))
             raise
 
 
 def _receive_job(wire: Wire) -> JobSpec | None:
-    """Wait for the job and return it; None: it ended before this worker was ready.
+    """Wait for the job and return it, or None if it ended before this worker was ready.
 
     Raises:
-        PlanError: the coordinator's messages are of another major version.
+        PlanError: the coordinator's messages have a different major version.
     """
     messages: list[ToWorker] = []
     while not messages:
@@ -148,13 +144,14 @@ def failure_of(error: PenstockError) -> TaskFailure:
 
 
 def _wake(device: torch.device, trace: Trace) -> torch.device:
-    """Return the device as torch knows it, with its context created and the digest kernels compiled.
+    """Return the torch device, with its context created and the digest kernels compiled.
 
     Raises:
-        ConfigError: there is no such device. MissingExtra: Triton is not installed.
+        ConfigError: there is no such device.
+        MissingExtra: Triton is not installed.
     """
     if device.type == "cuda":
-        # By the driver's own calls, which release the interpreter's lock, so planning goes on; torch uses this context.
+        # Use the driver's calls, which release the GIL, so that planning continues. Torch uses this context later.
         with trace.stage("context"), load_driver().entered(device.index or 0):
             pass
     resolved = resolve_device(device)
@@ -180,13 +177,13 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
     todo: queue.SimpleQueue[int | None] = queue.SimpleQueue()
 
     def began(task: int) -> None:
-        """Send that the operation runs on a task now."""
-        # An executor's thread cannot handle it; `_listen` gets the same error.
+        """Report that the operation now runs on a task."""
+        # An executor's thread cannot handle the error, but `_listen` gets it too.
         with contextlib.suppress(PeerLost):
             wire.send(Began(task=task))
 
     def done(task: int, digests: U64) -> None:
-        """Send that a task's bytes are written."""
+        """Report that a task's bytes are written."""
         fetched_bytes, asked_bytes = worker.bytes_read()
         raw = digests.astype("<u8").tobytes()
         with contextlib.suppress(PeerLost):
@@ -207,27 +204,27 @@ def _serve(wire: Wire, job_spec: JobSpec, awake: Future[torch.device], trace: Tr
             )
         )
     poster = threading.Thread(target=_post_all, args=(worker, todo), name="penstock-post", daemon=True)
-    # A thread of its own: posting waits for memory, and a waiting worker must still send beats and skip revoked tasks.
+    # Post in a separate thread. Posting waits for memory, while beats and revoked tasks must be handled.
     start_thread(poster)
-    # On the way out the thread is told to end: None is no task.
+    # None tells the thread to end.
     stack.callback(todo.put, None)
-    # Looked at only once, before the first task: what other workers cache meanwhile is found by the reads themselves.
+    # Look only once, before the first task. Reads themselves find what other workers cache later.
     holds = cached_tasks(job, sources) if job_spec.reports_cached else []
     wire.send(Ready(key=job.key, at=shared_as(sources), holds=holds))
     _listen(wire, worker, todo)
     worker.ticket.check()
-    # Before draining, which may hang: then this beat is the last.
+    # Send a beat before draining, which may hang. Then this beat is the last.
     wire.send(_beat(worker))
     with trace.stage("end"):
         worker.end()
     wire.send(_beat(worker))
-    # Output of a user's function: once the connection is closed, the coordinator may kill us.
+    # Flush a user's output, because the coordinator may kill this process once the connection is closed.
     sys.stdout.flush()
     wire.close()
 
 
 def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], ConversionJob]:
-    """Return the sources, open until the stack ends, and the job. PlanError if it is not the coordinator's job."""
+    """Open the sources until the stack ends and plan the job. Raise PlanError if it is not the coordinator's job."""
     settings = Settings.read(stall_s=job_spec.stall_s)
     options = job_spec.storage_options or None
     sources = [
@@ -242,10 +239,10 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Conv
         verify=job_spec.verify,
         operation_specs=job_spec.operation,
     )
-    # Checked before any task: a worker with another plan would write right bytes to the wrong places.
+    # Check this before any task. A worker with a different plan would write correct bytes to the wrong places.
     if job.key != job_spec.key:
         raise PlanError(
-            "this worker planned another job than the coordinator: a source, Penstock or the operation's code differs"
+            "worker and coordinator planned different jobs: a source, Penstock or the operation's code differs"
         )
     return sources, job
 
@@ -253,7 +250,7 @@ def _planned(job_spec: JobSpec, stack: ExitStack) -> tuple[list[WeightSet], Conv
 def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
     """Handle messages and send beats, until a `Stop` or until a task fails."""
     beat_at = time.monotonic()
-    # A failed task stops the ticket; `_serve` then raises its error.
+    # A failed task stops the ticket, and `_serve` then raises its error.
     while not worker.ticket.stopped:
         if (now := time.monotonic()) >= beat_at:
             wire.send(_beat(worker))
@@ -272,7 +269,7 @@ def _listen(wire: Wire, worker: Worker, todo: queue.SimpleQueue[int | None]) -> 
 
 
 def _beat(worker: Worker) -> WorkerBeat:
-    """Return the worker's progress and statistics, with the trace's spans since the last beat."""
+    """Return the worker's progress and statistics, with the trace spans since the last beat."""
     fetched_bytes, asked_bytes = worker.bytes_read()
     return WorkerBeat(
         moved_bytes=worker.ticket.moved_bytes,
@@ -287,22 +284,24 @@ def _beat(worker: Worker) -> WorkerBeat:
 
 
 def _post_all(worker: Worker, todo: queue.SimpleQueue[int | None]) -> None:
-    """Post tasks until None, or until the ticket fails. The root of a thread: `guarded` gives errors to the ticket."""
+    """Post tasks until None arrives or the ticket fails.
+
+    This is a thread's root, so `guarded` passes errors to the ticket.
+    """
     while (task := todo.get()) is not None:
         if isinstance(guarded(worker.ticket, partial(worker.post, task)), RunFailed):
             return
 
 
 def work(address: str, worker: str, device: str, secret: str) -> int:
-    """Run a worker in a process of its own, which ends with its parent; return the exit code."""
+    """Run a worker in this process, and return the exit code."""
     where = torch.device(device)
-    # There is one worker for each core: more torch threads would only compete with the other workers.
+    # Use one torch thread, because there is one worker for each core.
     torch.set_num_threads(1 if where.type == "cpu" else torch.get_num_threads())
     try:
         serve(connect(address, timeout_s=30.0), worker, secret, where)
     except PeerLost:
         return ALONE
     except PenstockError:
-        # The coordinator has the error.
         return 1
     return 0

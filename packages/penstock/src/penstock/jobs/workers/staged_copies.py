@@ -1,13 +1,10 @@
-"""Copies between functions that read or write host memory and a device's memory, through few pinned buffers.
-
-In: a staging pool, a device's driver, functions. Out: bytes on the device, or given to a function.
-Not here: what is read, computed and written (`worker`, `cuda_compute`), the buffers themselves (`memory.staging`).
+"""Copies bytes between host functions and device memory, through a few pinned buffers.
 
     fill:   read --> staging buffer --copy--> device          a piece at a time, in the calling thread
     drain:  device --copy--> staging buffer --> write
 
-Each piece takes the buffer that was released last. So few are in use, one for each thread, that they stay in the
-processor's cache: a byte passes the host's memory once on each way, and not three times.
+Each piece takes the buffer that was released last. Therefore only about one buffer per thread is in use, and the
+buffers stay in the processor's cache. A byte then passes the host's memory once in each direction, and not three times.
 Source: benchmarks/results/h200x2_202611/convert.md.
 """
 
@@ -24,14 +21,14 @@ from penstock.jobs.workers.compute import Read, Write
 from penstock.memory.staging import StagingBuffer, StagingPool
 
 _NAP_S = 1e-4
-"""Pause between looks at a copy: 8 MiB take 160 us over PCIe 5, and each look takes the GIL from other threads."""
+"""Seconds between checks of a copy. 8 MiB take 160 us over PCIe 5, and each check takes the GIL from other threads."""
 
 
 class CopyDriver(Protocol):
     """The calls of `cuda.driver.CudaDriver` that copies need."""
 
     def entered(self, device: int) -> AbstractContextManager[None]:
-        """Make the device's context that of this thread."""
+        """Make the device's context current in this thread."""
         ...
 
     def copy_to_device(self, dst: int, src: int, nbytes: int, stream: int) -> None:
@@ -47,7 +44,7 @@ class CopyDriver(Protocol):
         ...
 
     def record(self, event: int, stream: int) -> None:
-        """Set the event behind what is queued on the stream."""
+        """Record the event after the work that is queued on the stream."""
         ...
 
     def is_done(self, event: int) -> bool:
@@ -60,14 +57,14 @@ class CopyDriver(Protocol):
 
 
 class StagedCopies:
-    """Copies to and from one device. Any thread.
+    """Copies to and from one device. Thread-safe.
 
     Args:
-        pool: pinned buffers; this object owns it.
-        driver: of the device.
-        device: its number.
-        up, down: streams for copies to the device, and from it.
-        stall_s: deadline of a copy; a wait for a buffer has twice as long.
+        pool: pinned buffers, which this object owns.
+        driver: driver of the device.
+        device: number of the device.
+        up, down: streams for copies to the device and from it.
+        stall_s: deadline of a copy in seconds. Waiting for a buffer may take twice as long.
     """
 
     def __init__(
@@ -79,20 +76,21 @@ class StagedCopies:
         self._up, self._down = up, down
         self._stall_s = stall_s
         self._events: dict[int, int] = {}
-        """By the address of a buffer: passed after its last copy."""
+        """Maps a buffer's address to the event after its last copy."""
         self._lost: list[StagingBuffer] = []
-        """Buffers with a copy that did not end: the device may still use them."""
+        """Buffers with a copy that did not end. The device may still use them."""
 
     def fill(self, address: int, nbytes: int, read: Read, *, step: int) -> None:
-        """Fill device memory with what `read` gives.
+        """Fill device memory with the bytes that `read` supplies.
 
         Args:
-            address, nbytes: of the memory.
+            address, nbytes: the device memory.
             read: called for each piece.
-            step: bytes of a piece, at most a buffer.
+            step: size of a piece in bytes, at most a buffer.
 
         Raises:
-            DestinationError: a copy did not end in time; or the device reports an error. SourceStalled: no buffer.
+            DestinationError: a copy did not end in time, or the device reported an error.
+            SourceStalled: no buffer became free.
         """
         with self._driver.entered(self._device):
             for at in range(0, nbytes, step):
@@ -102,7 +100,7 @@ class StagedCopies:
                     self._copy(self._driver.copy_to_device, address + at, buffer.address, num, self._up, buffer)
 
     def drain(self, address: int, nbytes: int, write: Write) -> None:
-        """Give the bytes of device memory to `write`, a buffer at a time. Errors as of `fill`."""
+        """Pass the bytes of device memory to `write`, a buffer at a time. Errors are those of `fill`."""
         step = self.pool.buffer_bytes
         with self._driver.entered(self._device):
             for at in range(0, nbytes, step):
@@ -113,8 +111,8 @@ class StagedCopies:
 
     @contextmanager
     def _lent(self) -> Iterator[StagingBuffer]:
-        """Lend a buffer for a block; it is not released if a copy from it or to it did not end."""
-        # Twice the deadline of a copy: where a device hangs, its copy is the error, and not the buffers that it holds.
+        """Lend a buffer for a block. It is not released if its copy did not end."""
+        # Wait twice as long as for a copy, so that a hanging device is reported as a hanging copy.
         buffer = self.pool.acquire(stall_s=2 * self._stall_s)
         try:
             yield buffer
@@ -131,7 +129,7 @@ class StagedCopies:
         stream: int,
         buffer: StagingBuffer,
     ) -> None:
-        """Queue a copy and wait until the device has made it."""
+        """Queue a copy and wait until it is complete."""
         event = self._events.get(buffer.address)
         if event is None:
             event = self._events[buffer.address] = self._driver.make_event()
@@ -141,14 +139,14 @@ class StagedCopies:
         while not self._driver.is_done(event):
             if time.monotonic() > deadline:
                 self._lost.append(buffer)
-                # No call cancels a copy, so its memory must stay for as long as this process.
+                # No call can cancel a copy, so its memory must stay as long as this process.
                 never_freed.append((self.pool,))
-                message = f"cuda:{self._device} did not end a copy of {nbytes} bytes within {self._stall_s:g} s"
-                raise DestinationError(message, hint="look at nvidia-smi and the kernel's log; restart this process")
+                message = f"cuda:{self._device} did not finish a copy of {nbytes} bytes within {self._stall_s:g} s"
+                raise DestinationError(message, hint="check nvidia-smi and the kernel's log, and restart this process")
             time.sleep(_NAP_S)
 
     def close(self) -> None:
-        """Free the buffers, unless a copy may still use one. Order: after the last other call. Idempotent."""
+        """Free the buffers, unless a copy may still use one. Call this last. Idempotent."""
         try:
             with self._driver.entered(self._device):
                 self._driver.free([], list(self._events.values()))

@@ -1,13 +1,10 @@
-"""A worker of a conversion: it runs tasks of a job through three executors, several at a time, in bounded memory.
-
-In: task numbers. Out: their bytes in the output's files, and their digests, by callback.
-Not here: executors, ticket and closing (`engine.run`), assigning tasks (`plan.placement`, `jobs.coordinator`), messages
-to the coordinator (`process`).
+"""Runs tasks of a job through three executors, several at a time, in bounded memory.
 
     post(task) --reserve--> fetch: ranges to the device --> compute: operation, digests --> send: pwrite at fixed places
                        `--> fetch: of a copy of local files, read, digest and pwrite of a few leaves at a time
 
-No thread waits for the ticket here: the process's main thread handles messages, and looks at the ticket between them.
+`engine.run` has the executors and the ticket, and `process` exchanges messages with the coordinator. No thread waits
+for the ticket here. The process's main thread handles messages and checks the ticket between them.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from penstock.jobs.operations.operation import UNKNOWN, StreamedOperation, repor
 from penstock.jobs.workers.compute import (
     ALIGN_BYTES,
     ComputeBackend,
+    ComputedOutputs,
     HostCompute,
-    Made,
     as_bytes,
     as_view,
     cut,
@@ -49,40 +46,43 @@ from penstock.storage.weight_set import WeightSet
 from penstock.types import MIB, U64
 
 LOCAL_READ_BYTES, DEVICE_READ_BYTES, REMOTE_READ_BYTES = 16 * MIB, 32 * MIB, 8 * MIB
-"""Size of one read: few enough reads for the interpreter; small enough that several threads share a task. Remote ones
-are a request each. Source: benchmarks/results/h200x2_202611/convert.md; benchmarks/results/h100_202611/load.md."""
+"""Size of one read in bytes. It is large, so that Python handles few reads, and small, so that several threads share a
+task. A remote read is one request. Source: benchmarks/results/h200x2_202611/convert.md;
+benchmarks/results/h100_202611/load.md."""
 DEVICE_PIECE_BYTES = 8 * MIB
-"""Bytes that a thread stages at once on their way to or from a device: so few that those of all threads stay in the
-processor's cache. Source: benchmarks/results/h200x2_202611/convert.md."""
+"""Bytes that a thread stages at once for a copy to or from a device. The bytes of all threads stay in the processor's
+cache. Source: benchmarks/results/h200x2_202611/convert.md."""
 COPY_BYTES = MIB
-"""Bytes of a tensor that is only copied which a thread reads, digests and writes at once, likewise."""
+"""Bytes that a thread reads, digests and writes at once if a tensor is only copied, for the same reason."""
 LOCAL_READS, DEVICE_READS, REMOTE_READS = 4, 6, 16
-"""Reads under way at once."""
+"""Number of concurrent reads."""
 MIN_WRITES, MAX_WRITES = 2, 4
-"""Threads that write, a core each. Source: benchmarks/results/cpu2_202611/convert-faults.md, "Writing"."""
+"""Number of threads that write, at most one per core. Source: benchmarks/results/cpu2_202611/convert-faults.md,
+"Writing"."""
 
 OnBegan = Callable[[int], None]
-"""Called from an executor's thread: the operation runs on a task now, or its bytes are copied."""
+"""Called in an executor's thread when the operation starts to run on a task, or its bytes start to be copied."""
 OnDone = Callable[[int, U64], None]
-"""Called from an executor's thread: a task, and the digests of its pieces."""
+"""Called in an executor's thread with a finished task and the digests of its pieces."""
 
 
 class Worker(Run):
-    """The executors of one worker. A context manager: leaving it ends every thread and frees the memory.
+    """The executors of one worker. As a context manager, it ends every thread and frees the memory on exit.
 
     Args:
         job: the planned job.
-        sources: opened, in the job's order.
-        out: opened.
-        device: where to compute.
-        memory_bytes: bound of host memory: of what tasks hold, or of staging where they are on a device.
-        stall_s: deadline by progress.
-        on_began, on_done: see `OnBegan`, `OnDone`.
+        sources: the opened sources, in the job's order.
+        out: the opened output.
+        device: device to compute on.
+        memory_bytes: limit for host memory. On the CPU it limits the tasks' memory, and on a device the staging
+            buffers.
+        stall_s: seconds without progress after which the run fails.
+        on_began, on_done: see `OnBegan` and `OnDone`.
         trace: receives the spans.
 
     Attributes:
-        ticket: fails with the first error; `moved_bytes` counts bytes read and written.
-        num_reports: progress reports of the operation.
+        ticket: fails with the first error. `moved_bytes` counts bytes read and written.
+        num_reports: number of progress reports from the operation.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Worker(Run):
         self.began = on_began
         self.ended = on_done
         self._rows = [{name: i for i, name in enumerate(source.manifest.tensors.names)} for source in sources]
-        both = zip(sources, job.held_to, strict=True)
+        both = zip(sources, job.leaf_sizes, strict=True)
         self._checkers = [TensorChecker(source.manifest) if leaf_bytes else None for source, leaf_bytes in both]
         remote = any(is_remote(file.uri) for source in sources for file in source.sources)
-        # Remote reads are larger than a few leaves, and many at once; on a device this was not measured.
+        # Remote reads are larger than a few leaves. On a device, copying by leaves was not measured.
         self.copies_by_leaves = device.type == "cpu" and not remote
         cores = len(os.sched_getaffinity(0))
         self._device = device
@@ -120,16 +120,16 @@ class Worker(Run):
         self.read_bytes, num_reads = (REMOTE_READ_BYTES, REMOTE_READS) if remote else local
         self._num_reads = num_reads if remote else min(num_reads, max(2, cores))
         self._num_writes = min(MAX_WRITES, max(MIN_WRITES, cores))
-        # Read and write threads add to these counts at the same time; `+=` on an attribute is not atomic.
+        # Read and write threads update these counts concurrently, and `+=` on an attribute is not atomic.
         self._moving = threading.Lock()
         self._fetched_bytes = 0
         self._peak_part_bytes = 0
-        # Without a lock: one thread changes it, others only look, and a late look costs a task that is run for nothing.
+        # This set needs no lock. One thread changes it, and a late look by others only costs a useless task.
         self._revoked: set[int] = set()
 
     def __enter__(self) -> Self:
         device = self._device
-        # CUDA's current device is one of each thread.
+        # CUDA's current device is a setting of each thread.
         on_start = None if device.type == "cpu" else partial(torch.cuda.set_device, device)
         self.backend = self._open_backend()
         self.buffers = self.backend.buffers
@@ -139,63 +139,66 @@ class Worker(Run):
         return self
 
     def _open_backend(self) -> ComputeBackend:
-        """Return the compute backend for the device."""
+        """Open the compute backend for the device."""
         if self._device.type == "cpu":
             return HostCompute(self._memory_bytes)
-        # Imported where it is needed: it needs Triton.
+        # Import it only for a device, because it needs Triton.
         from penstock.jobs.workers.cuda_compute import CudaCompute
 
-        # A leaf is compared in one piece. None is larger than the tensors that it is of.
+        # A leaf is compared in one piece. No leaf is larger than its tensor.
         tables = [source.manifest.tensors for source in self._sources]
-        leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.held_to, tables, strict=True)]
+        leaves = [min(leaf, int(t.nbytes.max(initial=0))) for leaf, t in zip(self.job.leaf_sizes, tables, strict=True)]
         return CudaCompute.open(
             self._memory_bytes,
             self._device,
             piece_bytes=max(1, min(DEVICE_PIECE_BYTES, self._memory_bytes // 4), *leaves),
-            # Threads that read call `fill`, and threads that write call `drain`.
+            # Read threads call `fill`, and write threads call `drain`.
             num_threads=self._num_reads + self._num_writes,
             stall_s=self.stall_s,
         )
 
     @property
     def peak_bytes(self) -> int:
-        """Return the most bytes of host memory that tasks and staging held at once."""
+        """Return the peak host memory in bytes of tasks and staging."""
         return self.backend.peak_bytes + self._peak_part_bytes
 
     def post(self, task: int) -> None:
-        """Begin a task once there is memory for it. One thread calls it. Raises the error that stopped the worker."""
+        """Begin a task once there is memory for it. Raise the error that stopped the worker.
+
+        Only one thread calls this.
+        """
         if self.is_revoked(task):
             return
         task_run = _TaskRun(self, task, self._part_elements(task))
-        # Reserved for the whole task at once: tasks that took memory step by step could each wait for the others.
+        # Reserve the whole task's memory at once. Tasks that took memory step by step could wait for each other.
         self.buffers.reserve(task_run.memory_bytes, lambda: self.ticket.stopped)
         self.ticket.check()
         task_run.begin()
 
     def _part_elements(self, task: int) -> int:
-        """Return the elements per part of a task; 0: it is made at once.
+        """Return the part size of a task in elements. 0 means that the task runs at once.
 
         Raises:
-            BudgetTooSmall: the smallest part does not fit beside what is staged.
+            BudgetTooSmall: the smallest part does not fit next to the staging buffers.
         """
         num_part, staged_bytes = self.job.part_elements(task, self._memory_bytes), self.backend.staged_bytes
         if not num_part or not staged_bytes:
             return num_part
-        # Parts are host memory, on a device besides what is staged; what is reserved there is the device's.
+        # Parts need host memory, on a device in addition to the staging buffers. Reservations there are device memory.
         num_part = self.job.part_elements(task, self._memory_bytes - staged_bytes)
         part_bytes = self.job.part_bytes(task, num_part)
         if (need := part_bytes + staged_bytes) > self._memory_bytes:
-            message = f"memory_bytes={self._memory_bytes}, but a part of a tensor and staging take {need} bytes"
+            message = f"memory_bytes={self._memory_bytes}, but a part of a tensor and staging need {need} bytes"
             raise BudgetTooSmall(message, minimum_bytes=need)
         self._peak_part_bytes = max(self._peak_part_bytes, part_bytes)
         return num_part
 
     def expect(self, task: int) -> None:
-        """Forget that a task was revoked: it was assigned again, and will be posted."""
+        """Forget that a task was revoked, because it was assigned again and will be posted."""
         self._revoked.discard(task)
 
     def revoke(self, task: int) -> None:
-        """Skip a task or stop it at its next step; if it finishes all the same, its result does no harm."""
+        """Skip a task, or stop it at its next step. If it finishes anyway, its result does no harm."""
         self._revoked.add(task)
 
     def is_revoked(self, task: int) -> bool:
@@ -203,22 +206,28 @@ class Worker(Run):
         return task in self._revoked
 
     def report(self) -> None:
-        """Count a progress report of the operation."""
+        """Count a progress report from the operation."""
         self.num_reports += 1
 
     def moved(self, nbytes: int, *, is_fetched: bool = False) -> None:
-        """Note bytes read or written; `is_fetched`: from a source, past any cache, which counts for itself."""
+        """Count bytes read or written.
+
+        `is_fetched` means that they were read from a source without a cache, which has its own count.
+        """
         with self._moving:
             self.ticket.moved_bytes += nbytes
             self._fetched_bytes += nbytes if is_fetched else 0
 
     def bytes_read(self) -> tuple[int, int]:
-        """Return bytes read from the sources, and bytes requested, from the sources or from a cache."""
+        """Return the bytes read from the sources, and the bytes requested from the sources or a cache."""
         fetched_bytes, asked_bytes = bytes_read(self._sources)
         return self._fetched_bytes + fetched_bytes, self._fetched_bytes + asked_bytes
 
     def read(self, source: int, name: str, offset: int, into: memoryview) -> None:
-        """Fill `into` with a tensor's bytes from `offset` on. IntegrityError if a leaf has another digest."""
+        """Fill `into` with a tensor's bytes from `offset` on.
+
+        Raise IntegrityError if a leaf's digest does not match.
+        """
         table = self._sources[source].manifest.tensors
         row = self._rows[source][name]
         file = self._sources[source].sources[int(table.file_index[row])]
@@ -230,7 +239,7 @@ class Worker(Run):
             except IntegrityError:
                 if not isinstance(file, CachedSource) or not file.forget(at, into.nbytes):
                     raise
-                # Only the cached copy may be damaged: read the source once more.
+                # Perhaps only the cached copy is damaged, so read the source once more.
                 file.readv(at, [into])
                 checker.check(row, offset, into, uri=file.uri)
         self.moved(into.nbytes, is_fetched=not isinstance(file, CachedSource))
@@ -242,12 +251,12 @@ class Worker(Run):
 
 
 class _TaskRun:
-    """A task on its way through the executors: read, make, write.
+    """A task that passes through the executors: read, compute, write.
 
-    Earlier tasks run first. The memory of an abandoned task is freed with its worker.
+    Earlier tasks run first. The memory of an abandoned task is freed together with its worker.
 
     Args:
-        num_part: elements of the parts in which one work item makes it; 0: it is read, made and written whole.
+        num_part: part size in elements, if one work item reads, computes and writes the whole task. Otherwise 0.
     """
 
     def __init__(self, worker: Worker, task: int, num_part: int) -> None:
@@ -264,10 +273,10 @@ class _TaskRun:
             self.memory_bytes = job.part_bytes(task, num_part) if num_part else int(job.memory_bytes[task])
         self._output_bytes = sum(where.stop - where.start for where in self._outputs)
         self._name = self._entries[0][0].outputs[0].spec.name
-        self._room: torch.Tensor | None = None
+        self._input_buffer: torch.Tensor | None = None
         self._inputs: list[torch.Tensor] = []
-        """The wanted bytes of each input, in the room."""
-        self._made: Made | None = None
+        """The requested bytes of each input, in the input buffer."""
+        self._computed: ComputedOutputs | None = None
         self._digests: U64 | None = None
         self._num_reads_left = 0
         self._lock = threading.Lock()
@@ -275,7 +284,9 @@ class _TaskRun:
     def begin(self) -> None:
         """Post the first work items."""
         if self._num_part:
-            self._worker.compute.post(self._item("make", self._output_bytes, self._make_in_parts, self._finish_at_once))
+            self._worker.compute.post(
+                self._item("make", self._output_bytes, self._compute_in_parts, self._finish_at_once)
+            )
         elif self._is_copy:
             self._worker.fetch.post(self._item("copy", self._output_bytes, self._copy, self._finish_at_once))
         else:
@@ -294,32 +305,32 @@ class _TaskRun:
             executor.post(item)
 
     def _end(self) -> None:
-        """Release all memory of the task: it is written, or was revoked."""
+        """Release all memory of the task, which was written or revoked."""
         self._inputs = []
-        if self._room is not None:
-            self._worker.backend.put(self._room)
-        self._room = self._made = None
+        if self._input_buffer is not None:
+            self._worker.backend.release(self._input_buffer)
+        self._input_buffer = self._computed = None
         self._worker.buffers.unreserve(self.memory_bytes)
 
     # -- copy
 
     def _copies(self) -> bool:
-        """Return whether every output has the bytes of its one input, and may be copied a few leaves at a time."""
+        """Return whether every output equals its only input, so that it can be copied a few leaves at a time."""
         job = self._worker.job
         if not self._worker.copies_by_leaves or not all(recipe.copies for recipe, _, _ in self._entries):
             return False
         for (recipe, start, stop), where in zip(self._entries, self._outputs, strict=True):
             (task_input,) = recipe.inputs
-            held_to, here = job.held_to[task_input.source], (where.start, where.stop)
+            leaf_sizes, here = job.leaf_sizes[task_input.source], (where.start, where.stop)
             if task_input.byte_range(start, stop) != here:
                 return False
-            # Each read is of leaves of the output, and must be of the source's leaves where it is compared with them.
-            if held_to and (held_to != job.leaf_bytes or task_input.leaf_range(start, stop, held_to) != here):
+            # Reads are whole leaves of the output. They must also be whole leaves of the source if those are verified.
+            if leaf_sizes and (leaf_sizes != job.leaf_bytes or task_input.leaf_range(start, stop, leaf_sizes) != here):
                 return False
         return True
 
     def _copy(self) -> None:
-        """Read, digest and write a few leaves at a time: they stay in the processor's cache between the three."""
+        """Read, digest and write a few leaves at a time, so that they stay in the processor's cache."""
         worker, leaf_bytes = self._worker, self._worker.job.leaf_bytes
         worker.began(self._task)
         table, room = worker.job.files.table, memoryview(bytearray(self.memory_bytes))
@@ -348,30 +359,33 @@ class _TaskRun:
     # -- read
 
     def _post_reads(self) -> None:
-        """Post the reads of all inputs, rounded out to whole leaves, into one room, with the wanted part aligned."""
+        """Post the reads of all inputs into one buffer.
+
+        Reads extend to whole leaves, and the requested bytes are aligned.
+        """
         worker = self._worker
         task_inputs = [
             (task_input, start, stop) for recipe, start, stop in self._entries for task_input in recipe.inputs
         ]
-        held_to = worker.job.held_to
+        leaf_sizes = worker.job.leaf_sizes
         ranges = [
-            task_input.leaf_range(start, stop, held_to[task_input.source]) for task_input, start, stop in task_inputs
+            task_input.leaf_range(start, stop, leaf_sizes[task_input.source]) for task_input, start, stop in task_inputs
         ]
         sizes: list[int] = []
         wanted: list[tuple[int, int]] = []
         for (task_input, start, stop), (low, high) in zip(task_inputs, ranges, strict=True):
             first, last = task_input.byte_range(start, stop)
-            # Leaves begin before the wanted bytes, so the padding goes in front of them: a tensor must be aligned.
+            # Put the padding in front of the leaf, so that the requested bytes are aligned, as a tensor requires.
             at = -(-(first - low) // ALIGN_BYTES) * ALIGN_BYTES
             wanted.append((at, at + last - first))
             sizes.append(at + high - first)
-        self._room = worker.backend.room(packed(sizes)[-1])
-        parts = cut(self._room, sizes)
+        self._input_buffer = worker.backend.allocate(packed(sizes)[-1])
+        parts = cut(self._input_buffer, sizes)
         self._inputs = [raw[start:stop] for raw, (start, stop) in zip(parts, wanted, strict=True)]
         reads: list[Item] = []
         for (task_input, _, _), (low, high), raw in zip(task_inputs, ranges, parts, strict=True):
-            there, leaf_bytes = raw[len(raw) - (high - low) :], held_to[task_input.source] or 1
-            # Reads are whole leaves, since a leaf can only be compared with its digest when all of it is there.
+            there, leaf_bytes = raw[len(raw) - (high - low) :], leaf_sizes[task_input.source] or 1
+            # Read whole leaves, because a leaf can only be verified when all its bytes are there.
             step = max(worker.read_bytes // leaf_bytes, 1) * leaf_bytes
             for at in range(0, len(there), step):
                 into = there[at : at + step]
@@ -379,38 +393,38 @@ class _TaskRun:
                 fill = partial(worker.backend.fill, into, read, leaf_bytes)
                 reads.append(self._item("read", len(into), fill, self._arrived))
         self._num_reads_left = len(reads)
-        # Inputs may have no bytes, and then no read whose end could go on.
+        # If all inputs are empty, no read can post the next item.
         if reads:
             worker.fetch.post(*reads)
         else:
-            self._post_make()
+            self._post_compute()
 
     def _read(self, source: int, name: str, offset: int, at: int, into: memoryview) -> None:
-        """See `Read`: `at` counts from `offset`, of the tensor's bytes."""
-        # Here, and in `_write_piece`: an item has many pieces, and must not go on for seconds after an error elsewhere.
+        """Implement `Read`. `at` counts from `offset` in the tensor."""
+        # Check here and in `_write_piece`, because an item with many pieces must stop soon after an error elsewhere.
         self._worker.ticket.check()
         self._worker.read(source, name, offset + at, into)
 
     def _arrived(self) -> None:
-        """Count a finished read; after the last one, post the next item."""
-        # Reads end on several threads; exactly one of them must find that it was the last.
+        """Count a finished read, and post the next item after the last read."""
+        # Reads end on several threads, and exactly one of them must notice that it is the last.
         with self._lock:
             self._num_reads_left -= 1
             is_last = not self._num_reads_left
         if is_last:
-            self._post_make()
+            self._post_compute()
 
-    def _post_make(self) -> None:
-        self._pass_on(self._worker.compute, self._item("make", self._output_bytes, self._make, self._post_write))
+    def _post_compute(self) -> None:
+        self._pass_on(self._worker.compute, self._item("make", self._output_bytes, self._compute, self._post_write))
 
-    # -- make
+    # -- compute
 
-    def _make(self) -> PendingItem | None:
+    def _compute(self) -> PendingItem | None:
         """Run the operation and compute digests."""
         worker = self._worker
         worker.began(self._task)
         cuts = [where.cuts(worker.job.leaf_bytes) - where.start for where in self._outputs]
-        self._made, pending = worker.backend.make(self._run_operation, cuts)
+        self._computed, pending = worker.backend.compute(self._run_operation, cuts)
         return pending
 
     def _run_operation(self) -> list[torch.Tensor]:
@@ -418,10 +432,10 @@ class _TaskRun:
             return self._run_entries()
 
     def _run_entries(self) -> list[torch.Tensor]:
-        """Run the operation on every entry; return the task's outputs.
+        """Run the operation on every entry, and return the task's outputs.
 
         Raises:
-            OperationFailed: a user's function raised, or returned other tensors than its recipe says.
+            OperationFailed: a user's function raised, or returned tensors that differ from its recipe.
         """
         left, results = iter(self._inputs), []
         for recipe, start, stop in self._entries:
@@ -442,36 +456,41 @@ class _TaskRun:
                 inputs.append(tensor)
             outputs = self._worker.job.operation.run(recipe, start, stop, inputs)
             if len(outputs) != len(recipe.outputs):
-                raise OperationFailed(f"it gave {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self._name)
+                raise OperationFailed(
+                    f"it returned {len(outputs)} tensors, not {len(recipe.outputs)}", tensor=self._name
+                )
             results += [
                 self._checked(output, start, stop, out) for output, out in zip(recipe.outputs, outputs, strict=True)
             ]
         return results
 
     def _checked(self, output: TaskOutput, start: int, stop: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor if it has the dtype, shape and device of the recipe for these rows. OperationFailed."""
-        # A user's function may return anything, and its bytes go to a place of fixed size.
+        """Return the tensor.
+
+        Raise OperationFailed unless it has the recipe's dtype, shape and device for these rows.
+        """
+        # Check this, because a user's function may return anything, and its bytes go to a place of fixed size.
         spec, (first, last) = output.spec, output.rows(start, stop)
         shape = (last - first, *spec.shape[1:]) if spec.shape else ()
         wanted = f"{spec.dtype}, {list(shape)}"
         if not isinstance(tensor, torch.Tensor):
-            raise OperationFailed(f"it gave {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
+            raise OperationFailed(f"it returned {type(tensor).__name__}, not a tensor ({wanted})", tensor=spec.name)
         if tensor.dtype != torch_dtype(spec.dtype) or tuple(tensor.shape) != torch_shape(spec.dtype, shape):
             actual = f"{tensor.dtype}, {list(tensor.shape)}"
             raise OperationFailed(f"rows {start} to {stop} are {actual}, not {wanted}", tensor=spec.name)
         if tensor.device.type != self._worker.backend.device.type:
-            raise OperationFailed(f"it gave a tensor on {tensor.device}", tensor=spec.name)
+            raise OperationFailed(f"it returned a tensor on the wrong device: {tensor.device}", tensor=spec.name)
         return tensor
 
     @contextmanager
     def _operating(self) -> Iterator[None]:
-        """Run the operation in this context: count its progress reports, raise its errors as OperationFailed."""
+        """Run the operation in this context. Count its progress reports, and raise its errors as OperationFailed."""
         token = report_to.set(self._worker.report)
         try:
             yield
         except (PenstockError, torch.cuda.OutOfMemoryError):
             raise
-        except BaseException as error:  # a user's code, which may well call sys.exit
+        except BaseException as error:  # a user's code may even call sys.exit
             message = f"{self._worker.job.operation.name} raised {type(error).__name__}: {error}"
             raise OperationFailed(message, tensor=self._name) from error
         finally:
@@ -484,32 +503,32 @@ class _TaskRun:
 
     def _write(self) -> None:
         """Write the outputs into their files."""
-        assert self._made is not None
+        assert self._computed is not None
         worker = self._worker
         table = worker.job.files.table
-        for raw, where in zip(self._made.raw, self._outputs, strict=True):
+        for raw, where in zip(self._computed.raw, self._outputs, strict=True):
             file, start = int(table.file_index[where.row]), int(table.offset[where.row]) + where.start
             worker.backend.drain(raw, partial(self._write_piece, file, start))
 
     def _write_piece(self, file: int, start: int, at: int, data: memoryview) -> None:
-        """See `Write`: `at` counts from `start`, of the file's body."""
+        """Implement `Write`. `at` counts from `start` in the file's body."""
         self._worker.ticket.check()
         self._worker.out.write(file, start + at, data)
         self._worker.moved(data.nbytes)
 
     def _written(self) -> None:
-        assert self._made is not None
-        digests = self._made.digests
+        assert self._computed is not None
+        digests = self._computed.digests
         self._end()
         self._worker.ended(self._task, digests)
 
     # -- all at once, in parts
 
-    def _make_in_parts(self) -> None:
+    def _compute_in_parts(self) -> None:
         """Run a whole task whose tensors do not fit in memory.
 
-        Its inputs are read in parts, once for each pass of the operation, and its outputs written part by part. Nothing
-        is read ahead: tasks of this size are limited by the operation.
+        The inputs are read in parts, once for each pass of the operation, and the outputs are written part by part.
+        Nothing is read ahead, because the operation limits tasks of this size.
         """
         worker = self._worker
         worker.began(self._task)
@@ -530,11 +549,11 @@ class _TaskRun:
     def _read_part(
         self, recipe: Recipe, scratch: dict[int, torch.Tensor], index: int, start: int, stop: int
     ) -> torch.Tensor:
-        """See `ReadPart`."""
+        """Implement `ReadPart`."""
         worker, recipe_input = self._worker, recipe.inputs[index]
-        # An operation in parts may run for minutes after another item failed: it ends at its next read.
+        # An operation in parts may run for minutes, so it must end at its next read after an error elsewhere.
         worker.ticket.check()
-        width, leaf_bytes = recipe_input.spec.dtype.bits // 8, worker.job.held_to[recipe_input.source] or 1
+        width, leaf_bytes = recipe_input.spec.dtype.bits // 8, worker.job.leaf_sizes[recipe_input.source] or 1
         first, last = start * width, stop * width
         low, high = first // leaf_bytes * leaf_bytes, min(-(-last // leaf_bytes) * leaf_bytes, recipe_input.spec.nbytes)
         if index not in scratch or len(scratch[index]) < high - low:
@@ -544,20 +563,20 @@ class _TaskRun:
         for at in range(0, high - low, step):
             worker.read(recipe_input.source, recipe_input.spec.name, low + at, as_view(raw[at : at + step]))
         part = raw[first - low : last - low]
-        # A view of another dtype must begin at a multiple of its width, which a leaf's edge need not be.
+        # A view with a different dtype must begin at a multiple of its width, but a leaf's edge need not.
         part = part if (first - low) % width == 0 else part.clone()
         return as_tensor(part, recipe_input.spec.dtype, (stop - start,)).to(worker.backend.device)
 
     def _finish_at_once(self) -> None:
-        """Report a task that one item read, made and wrote."""
+        """Report a task that one item read, computed and wrote."""
         self._end()
-        # None only where the task was revoked midway; one that was revoked since is not reported either.
+        # The digests are None if the task was revoked midway. Do not report a task that was revoked later either.
         if self._digests is not None and not self._worker.is_revoked(self._task):
             self._worker.ended(self._task, self._digests)
 
 
 class _OutputInParts:
-    """An output of a task that is made in parts; its bytes are written in order, and digested piece by piece."""
+    """One output of a task that runs in parts. Its bytes are written in order and digested piece by piece."""
 
     def __init__(self, worker: Worker, where: Written) -> None:
         table = worker.job.files.table
@@ -573,13 +592,13 @@ class _OutputInParts:
         """Bytes of the piece that is not complete yet."""
 
     def add(self, raw: torch.Tensor) -> None:
-        """Write the next bytes, and digest every piece that they complete."""
+        """Write the next bytes, and digest every piece that is now complete."""
         view = as_view(raw)
         self._worker.out.write(self._file, self._offset + self._done, view)
         self._worker.moved(view.nbytes)
         self._done += view.nbytes
         self._rest += view
-        # Parts end anywhere, but a digest needs all bytes of its piece: the rest waits for the next part.
+        # Parts may end anywhere, but a digest needs a complete piece, so keep the rest for the next part.
         at = 0
         for start, stop in self._pieces[self._num_digested :]:
             if len(self._rest) - at < stop - start:
@@ -591,7 +610,7 @@ class _OutputInParts:
         del self._rest[:at]
 
     def end(self, tensor: str) -> U64:
-        """Return the digests. OperationFailed if the parts do not add up to the output's size."""
+        """Return the digests. Raise OperationFailed if the parts do not add up to the output's size."""
         if self._done != self._nbytes:
-            raise OperationFailed(f"its parts are {self._done} bytes, not {self._nbytes}", tensor=tensor)
+            raise OperationFailed(f"its parts have {self._done} bytes, not {self._nbytes}", tensor=tensor)
         return self._digests
