@@ -220,7 +220,7 @@ def test_full_cache_error_states_needed_bytes() -> None:
 def test_conflicting_bytes_under_taken_name_are_refused() -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         first = ps.cache.cache_parameters(make_model(0), "finished")
-        with pytest.raises(OperationFailed, match="kept already, with other bytes"):
+        with pytest.raises(OperationFailed, match="already kept with different bytes"):
             ps.cache.cache_parameters(make_model(1), "finished")
         # Equal bytes are one model, no matter how many processes hand them over.
         second = ps.cache.cache_parameters(make_model(0), "finished")
@@ -320,7 +320,7 @@ def test_request_without_offer_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with ps.cache.WeightCache(accept=True) as keeper:
         server = handing._cache_of(torch.device("cpu"))
         wanted = HandOver(model="finished", revision="w1-" + "0" * 64, nbytes=100)
-        with pytest.raises(OperationFailed, match="could not keep it"):
+        with pytest.raises(OperationFailed, match="could not keep the parameters"):
             handing._ask(server, wanted, ps.ConnectionSettings())
         assert keeper.models() == []
 

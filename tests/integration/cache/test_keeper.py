@@ -198,7 +198,7 @@ def test_several_models_share_memory_limit(llama, wanted, tmp_path) -> None:
         with pytest.raises(ps.errors.BudgetTooSmall) as caught:
             keeper.keep("again", llama)
         assert caught.value.minimum_bytes > 60_000_000
-        with pytest.raises(ps.ConfigError, match="kept already"):
+        with pytest.raises(ps.ConfigError, match="already kept"):
             keeper.keep("llama", llama)
         assert_same(ps.cache.attach("llama"), wanted)
         assert_same(ps.cache.attach("draft"), draft)

@@ -249,9 +249,9 @@ def test_alternating_engines_always_get_correct_bytes(models, wanted, tmp_path) 
 
 
 def test_demotion_needs_memory_limit_and_directory(tmp_path) -> None:
-    with pytest.raises(ps.ConfigError, match="need memory_bytes"):
+    with pytest.raises(ps.ConfigError, match="require memory_bytes"):
         ps.cache.WeightCache(disk=tmp_path)
-    with pytest.raises(ps.ConfigError, match="in host memory already"):
+    with pytest.raises(ps.ConfigError, match="are in host memory"):
         ps.cache.WeightCache(memory_bytes="1G", host_bytes=BOUND)
     with pytest.raises(ps.ConfigError, match="without disk"):
         ps.cache.WeightCache(disk_bytes="1G")

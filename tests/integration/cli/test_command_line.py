@@ -58,7 +58,7 @@ def test_interrupted_conversion_explains_how_to_resume(tmp_path: Path) -> None:
         shares = [int(share) for share in re.findall(r"(\d+) % of", "\n".join(terminal.seen))]
     # The bar begins where the first one ended.
     assert shares[0] > 0
-    assert re.search(r"of them [1-9]\d* done before", terminal.text)
+    assert re.search(r"including [1-9]\d* from an earlier run", terminal.text)
     assert ps.verify(tmp_path / "an out", progress=False).verified
 
 
@@ -233,14 +233,14 @@ def test_status_fits_resized_terminal(small_checkpoint: Path, fork_server: ForkS
                 assert len(terminal.lines) == (2 if columns == 400 else 3), terminal.text
                 assert terminal.lines[0].startswith("member") and "model" in terminal.lines[0]
                 assert all(len(line) <= columns for line in terminal.lines)
-                assert ("no room for: key, host" in terminal.text) == (columns < 400)
+                assert ("left out: key, host" in terminal.text) == (columns < 400)
         with Terminal(columns=100, rows=8) as terminal:
             terminal.fork(fork_server, ["status", "--watch", "0.2"])
-            terminal.until(lambda: "Ctrl-C ends it" in terminal.text and "whole" in terminal.text)
+            terminal.until(lambda: "Stop with Ctrl-C" in terminal.text and "whole" in terminal.text)
             # The same lines are drawn again in place.
             screens = len(terminal.seen)
             terminal.until(lambda: len(terminal.seen) > screens + 3)
-            assert terminal.text.count("Ctrl-C ends it") == 1
+            assert terminal.text.count("Stop with Ctrl-C") == 1
             terminal.resize(50, 8)
             terminal.until(lambda: "tier, why, silent" in terminal.text and max(map(len, terminal.lines)) <= 50)
             terminal.resize(50, 3)

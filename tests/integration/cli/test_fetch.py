@@ -104,9 +104,9 @@ def test_pulled_files_have_source_names(names, single, tmp_path, capsys, monkeyp
 
 def test_pull_reports_that_small_files_are_missing(keeper, tmp_path, capsys) -> None:
     assert command("llama", "--to", tmp_path / "out") == 0
-    assert "weights only: a fleet has no config.json" in capsys.readouterr().out
+    assert "a fleet has only weights, without config.json" in capsys.readouterr().out
     assert command("llama", "--device", "cpu") == 0
-    assert "weights only" not in capsys.readouterr().out
+    assert "only weights" not in capsys.readouterr().out
 
 
 def test_unheld_model_needs_fallback_to_storage(tmp_path, capsys) -> None:
@@ -274,5 +274,5 @@ def test_interrupt_reports_destination_state(when, llama, tmp_path, capsys, monk
     monkeypatch.setattr(to_files, "_fetch_model", interrupted)
     assert command("llama", "--to", out, "--fallback", llama) == 130
     said = capsys.readouterr().err
-    assert said.startswith("penstock: interrupted; ") and f"penstock fetch llama --to {out}" in said
+    assert said.startswith("penstock: interrupted. ") and f"penstock fetch llama --to {out}" in said
     assert (f"{out} is unchanged" if when == "before" else f"{out} is complete") in said

@@ -58,7 +58,7 @@ def hub(tokens, tmp_path):
 
 def test_status_and_why_describe_fleet(hub, tokens, penstock: Run) -> None:
     asked = ["--hub", hub, "--token-file", str(tokens)]
-    assert "no member has or wants llama" in penstock("status", "llama", *asked).stdout
+    assert "no member has or fetches llama" in penstock("status", "llama", *asked).stdout
     with HubClient.connect(hub, TOKEN, life="w") as w, HubClient.connect(hub, TOKEN, life="a") as a:
         for client, name in ((w, "w:1"), (a, "a:1")):
             client.hello(Hello(member=client.member, host="0123456789", doors=("unix:///d",), name=name))

@@ -62,7 +62,7 @@ def test_bars_from_several_processes_are_not_mixed(fork_server: ForkServer) -> N
 def test_keep_command_shows_bar(checkpoint_with_manifest: Path, fork_server: ForkServer) -> None:
     with Terminal(columns=100) as terminal:
         terminal.fork(fork_server, ["cache", str(checkpoint_with_manifest), "--model", "m"])
-        terminal.until(lambda: "SIGTERM or Ctrl-C ends it" in terminal.text)
+        terminal.until(lambda: "Stop with SIGTERM or Ctrl-C" in terminal.text)
         (bar,) = [line for line in terminal.lines if "━" in line]
         assert bar.startswith("m ") and ENDED.search(bar)
 

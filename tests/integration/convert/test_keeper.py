@@ -118,7 +118,7 @@ def test_converted_model_is_demoted_and_promoted(source: Path, told, wanted, tmp
         assert [one.tier for one in keeper.models()] == ["disk", "host"]
         with ps.cache.attach("f32", verify=True, timeout_s=10) as attached:
             assert_same(attached, tensors)
-        with pytest.raises(ConfigError, match="kept already"):
+        with pytest.raises(ConfigError, match="already kept"):
             ps.convert(source, keeper.into("f32"), **told)
         assert [one.model for one in keeper.models()] == ["f32", "plain"]
 

@@ -66,7 +66,7 @@ def test_cache_listens_on_its_two_ports_only(llama: str, two_ports: tuple[int, i
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as keeper:
         assert keeper.stderr is not None
         try:
-            assert "SIGTERM or Ctrl-C ends it" in keeper.stderr.readline()
+            assert "Stop with SIGTERM or Ctrl-C" in keeper.stderr.readline()
             assert sorted(listening_ports(keeper.pid)) == sorted(two_ports)
             [member] = ps.hub.status("llama").members
             assert [holding.max_readers for holding in member.holdings] == [2]

@@ -59,7 +59,7 @@ def test_wrong_fleet_option_is_refused(extra: dict[str, Any]) -> None:
 
 def test_missing_token_file_is_refused(tmp_path: Path) -> None:
     options = FleetOptions(fleet="m", hub=HUB, token_file=str(tmp_path / "token"))
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read token file"):
         join(options, "/m", log=logging.getLogger("engine"))
 
 

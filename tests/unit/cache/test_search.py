@@ -48,7 +48,7 @@ def test_search_finds_model_on_wanted_gpu_only() -> None:
 
 
 def test_model_on_other_device_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"kept on cuda:0, not on cuda:1"):
+    with pytest.raises(ConfigError, match=r"kept on cuda:0 and not on cuda:1"):
         found(torch.device("cuda", 1), kept(0))
     with pytest.raises(NotFound, match=r"here: kept, whole, on cuda:0"):
         found(torch.device("cpu"), kept(0))

@@ -282,7 +282,7 @@ def test_reload_with_changed_revision_loses_model(cache: WeightCache, member: Me
     source.revision = "w1-b"
     damage(member)
     wait_until(cache, ResidentState.LOST)
-    assert "was kept in revision w1-a; storage has w1-b" in cache.models()[0].why
+    assert "was kept in revision w1-a, but storage has w1-b" in cache.models()[0].why
 
 
 def test_model_in_use_stays_kept_after_drop(cache: WeightCache, member: Member) -> None:

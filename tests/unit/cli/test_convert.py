@@ -49,7 +49,7 @@ def test_healthy_report_hides_moved_tasks(capsys: pytest.CaptureFixture[str]) ->
     write_report(report(**told), OutputFormat.human)
     text = capsys.readouterr().out
     assert "reassigned" not in text and "duplicated" not in text
-    assert "3.00 MB are needed: idle workers ran 1 task a second time, to end sooner" in text
+    assert "3.00 MB are needed, because idle workers repeated 1 task to end sooner" in text
     lost = WorkerStats(worker="1", device="cpu", end="signal 9")
     write_report(report(**{**told, "workers": (healthy, lost)}), OutputFormat.human)
     assert "2 reassigned, 1 duplicated, 1 worker was lost" in capsys.readouterr().out
@@ -87,12 +87,12 @@ def test_invalid_operation_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ({"predicted_s": 12.1, "predicted_by": "r"}, "predicted 12.10 s, took 13.00 s (7 % over), by r\n"),
-        ({"predicted_s": 26.0, "predicted_by": "r"}, "predicted 26.00 s, took 13.00 s (50 % under), by r\n"),
-        ({}, "took 13.00 s, not predicted: nothing is known\n"),
+        ({"predicted_s": 12.1, "predicted_by": "r"}, "predicted 12.10 s, took 13.00 s (7 % over), from r\n"),
+        ({"predicted_s": 26.0, "predicted_by": "r"}, "predicted 26.00 s, took 13.00 s (50 % under), from r\n"),
+        ({}, "took 13.00 s, without a prediction: nothing is known\n"),
         ({}, "not verified: no manifest at m; 1.00 MB of 3.00 MB compared\n"),
         ({"verified": True, "why": "compared"}, "  verified: compared; "),
-        ({}, " 16.00 s, of them 2.00 to start and 1.00 to end; "),
+        ({}, " 16.00 s, with 2.00 s to start and 1.00 s to end; "),
     ],
 )
 def test_report_shows_prediction_error_and_verification(told, says, capsys) -> None:

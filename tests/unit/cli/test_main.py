@@ -117,7 +117,7 @@ def test_full_stdout_is_reported_in_one_line(arguments: list[str], unbuffered: s
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "penstock.cli.main", *arguments]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=environ, check=False)
-    assert (done.returncode, done.stderr) == (3, "penstock: stdout cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (3, "penstock: cannot write to stdout: No space left on device\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -128,7 +128,7 @@ def test_large_output_to_full_stdout_exits_3() -> None:
     )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert (done.returncode, done.stderr) == (3, "penstock: stdout cannot be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == (3, "penstock: cannot write to stdout: No space left on device\n")
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -152,7 +152,7 @@ def test_interrupt_shows_command_to_resume(monkeypatch, capsys) -> None:
     interrupt.add_note("3 finished tasks are kept")
     assert run(["fail", "--format", "a b"], raises=interrupt, monkeypatch=monkeypatch) == 130
     assert (
-        capsys.readouterr().err == "penstock: interrupted; 3 finished tasks are kept\n  penstock fail --format 'a b'\n"
+        capsys.readouterr().err == "penstock: interrupted. 3 finished tasks are kept\n  penstock fail --format 'a b'\n"
     )
 
 

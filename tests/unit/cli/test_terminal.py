@@ -63,9 +63,9 @@ def test_columns_are_complete_and_numbers_right_aligned(capsys) -> None:
         (None, ["name                  kind  why", "a-name-of-20-letters  gpu   because it is so"]),
         (44, ["name                  kind  why", "a-name-of-20-letters  gpu   because it is so"]),
         (40, ["name              kind  why", "a-name-of-20-le…  gpu   because it is so"]),
-        (26, ["name                  kind", "a-name-of-20-letters  gpu", "no room for: why; --forma…"]),
-        (20, ["name", "a-name-of-20-letters", "no room for: why, k…"]),
-        (10, ["name", "a-name-of…", "no room f…"]),
+        (26, ["name                  kind", "a-name-of-20-letters  gpu", "left out: why. Use --form…"]),
+        (20, ["name", "a-name-of-20-letters", "left out: why, kind…"]),
+        (10, ["name", "a-name-of…", "left out:…"]),
     ],
 )
 def test_columns_fit_width(width: int | None, lines: list[str]) -> None:

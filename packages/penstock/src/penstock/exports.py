@@ -1,8 +1,8 @@
-"""The public names of this package, and the interface for adapters: where each name is defined.
+"""The public names of this package and of the interface for adapters, with the place where each name is defined.
 
-A name is written where it is defined and in one table here. `penstock`, its public modules and `penstock.spi` import it
-when it is first used, because torch takes seconds to import and `penstock inspect`, `hub` and `status` need none of it.
-Type checkers read the stubs (`.pyi`), which scripts/stubs.py writes from the same tables.
+`penstock`, its public modules and `penstock.spi` import a name when it is first used, because torch takes seconds to
+import and `penstock inspect`, `hub` and `status` do not need it. Type checkers read the stubs (`.pyi`), which
+scripts/stubs.py writes from the same tables.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PUBLIC = {
     "tensor_parallel": "penstock.plan.tensor_parallel",
     "verify": "penstock.loader.verify",
 }
-"""Name -> module that defines it, for `penstock`."""
+"""For each name in `penstock`, the module that defines it."""
 
 MODULES = {
     "cache": {
@@ -94,10 +94,8 @@ MODULES = {
         "serve_metrics": "penstock.telemetry.endpoint",
     },
 }
-"""Public module below `penstock` -> its names, each with the module that defines it.
-
-Errors are in `penstock.errors`.
-"""
+"""For each public module below `penstock`, its names with the modules that define them. Errors are in
+`penstock.errors`."""
 
 GUESSES = {
     "Keeper": "penstock.cache.WeightCache",
@@ -117,10 +115,10 @@ GUESSES = {
     "status": "penstock.hub.status()",
     "why": "penstock.hub.why(name)",
 }
-"""Names that people look for in `penstock`, and what they need instead: they are in the AttributeError."""
+"""Names that people look for in `penstock`, with the alternative that the AttributeError mentions."""
 
 SPI = {
-    # An engine's plug-in: registered part by part, its options, its log.
+    # A plug-in for an engine, its options and its log.
     "HostPlugin": "penstock.spi.host_plugin",
     "patch_once": "penstock.spi.host_plugin",
     "read_options": "penstock.spi.engine_weights",
@@ -129,21 +127,21 @@ SPI = {
     "log_named": "penstock.logs",
     "Phases": "penstock.phases",
     "Settings": "penstock.config",
-    # An engine's weights: from a cache, else a fleet, else storage.
+    # An engine's weights from a cache, a fleet or storage.
     "checkpoint": "penstock.spi.engine_weights",
     "RankInfo": "penstock.spi.engine_weights",
     "FleetOptions": "penstock.spi.engine_weights",
-    # Versions of a trainer, for an engine that loads whole tensors by name; versions of a trainer's rank.
+    # Versions for an engine that loads whole tensors by name, and versions from a trainer's rank.
     "VersionReceiver": "penstock.spi.version_receiver",
     "TrainerPublisher": "penstock.spi.trainer_publisher",
     "WholeTensorShares": "penstock.spi.trainer_publisher",
     "Stragglers": "penstock.sync.commit_rules",
     "PublishMode": "penstock.sync.report",
     "UpdateMode": "penstock.sync.report",
-    # Sleep: digests of weights in memory.
+    # Digests of weights in memory, for sleep.
     "MemoryDigests": "penstock.sync.memory_digests",
     "kernels_ready": "penstock.spi.sleep_kernels",
-    # URIs and files of a model beside its weights.
+    # URIs and other files of a model.
     "copy_other_files": "penstock.fetcher.storage_initializer",
     "display": "penstock.storage.locate",
     "is_remote": "penstock.storage",
@@ -155,7 +153,7 @@ SPI = {
     "read_small": "penstock.storage",
     "text_of": "penstock.storage",
     "texts_of": "penstock.storage.locate",
-    # Reading a checkpoint by its headers.
+    # Reading a checkpoint from its headers.
     "open_weights": "penstock.storage.weight_set",
     "open_source": "penstock.storage",
     "Source": "penstock.storage",
@@ -166,7 +164,7 @@ SPI = {
     "revision_of": "penstock.peer.local_weights",
     "NetworkFile": "penstock.storage.network_files",
     "network_file_system": "penstock.storage.network_files",
-    # Loads: streams, slices, and reads that ranks share.
+    # Streams, slices, and reads that ranks share.
     "LoadSession": "penstock.loader.session",
     "MIN_CHUNK_BYTES": "penstock.loader.session",
     "ProgressOption": "penstock.loader.progress",
@@ -193,7 +191,7 @@ SPI = {
     "RegisteredStorages": "penstock.transport.storages",
     "Digester": "penstock.sync.digester",
     "Strips": "penstock.digest.strip",
-    # A sync's tensors: what a rank declares, and where they lie.
+    # A sync's tensors, and their declaration by a rank.
     "Around": "penstock.sync.receive.hooks",
     "Declarable": "penstock.sync.shards",
     "Placed": "penstock.sync.placed",
@@ -222,7 +220,7 @@ SPI = {
     "over_tcp": "penstock.http.control",
     # Commands of `penstock` that a package adds.
     "command_examples": "penstock.cli.terminal:examples",
-    # Life of objects, threads, arguments, texts of reports.
+    # Lifetimes of objects, threads, arguments, texts of reports.
     "Closeable": "penstock.lifecycle",
     "Summarised": "penstock.report",
     "Threads": "penstock.waits",
@@ -232,7 +230,7 @@ SPI = {
     "release_after_fork": "penstock.lifecycle",
     "require_name": "penstock.arguments",
     "wrong_argument": "penstock.arguments:wrong",
-    # Packages that are not installed; errors of other libraries.
+    # Packages that are not installed, and errors of other libraries.
     "NOT_USABLE": "penstock.cache.attached",
     "download_files": "penstock.storage.download:download",
     "extras_named": "penstock.entry_points",
@@ -242,7 +240,7 @@ SPI = {
     "typed_error_of_hub": "penstock.storage.hugging_face:typed_error",
     "typed_errors_of_writing": "penstock.storage.write:typed",
 }
-"""Name -> module that defines it, or `module:name` where it has another name there, for `penstock.spi`."""
+"""For each name in `penstock.spi`, the module that defines it, or `module:name` if the name differs there."""
 
 
 def lazily(
@@ -252,13 +250,13 @@ def lazily(
     submodules: Collection[str] = (),
     guesses: Mapping[str, str] | None = None,
 ) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module whose names are in a table.
+    """Return the `__getattr__` for a module with a table of names.
 
     Args:
         module: name of the module, for the error.
-        table: name -> the module that defines it, or `module:name`.
+        table: for each name, the module that defines it, or `module:name`.
         submodules: modules below it that can be used as attributes without an import.
-        guesses: names that people look for in vain -> what they need instead.
+        guesses: names that people look for, with their alternatives.
     """
 
     def resolve(name: str) -> Any:
@@ -269,7 +267,8 @@ def lazily(
             hint = f"; use {instead}" if instead else ""
             raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
         place, _, there = table[name].partition(":")
-        # Rooms import torch at their head. Here, and not in each verb, a missing package becomes MissingExtra.
+        # Modules import torch at their beginning. Turn a missing package into MissingExtra here instead of in each
+        # verb.
         with extras_named():
             return getattr(importlib.import_module(place), there or name)
 

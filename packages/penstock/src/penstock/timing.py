@@ -1,7 +1,7 @@
 """Waiting times: pauses, polling intervals and how long one request waits at the other side.
 
-These are not options for users. Deadlines that a user may set (`stall_s`, `timeout_s`) are arguments of the verbs. A
-test passes a `Timing` with shorter times to the object that it tests.
+These are no options for users. Deadlines that a user may set (`stall_s`, `timeout_s`) are arguments of the verbs. Tests
+pass a `Timing` with shorter times to the objects that they test.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class Timing:
     hub much sooner."""
     version_pause_s: float = 0.1
     """Pause between two attempts to find a version. It is short compared with a training step, and long compared with
-    the request to the hub that each attempt costs."""
+    the request to the hub that each attempt makes."""
     member_list_s: float = 0.5
     """Maximum age of the member list from which an update chooses its planner, and a planner its sources."""
     retry_pause_s: float = 0.05
-    """Pause before an update is tried again without a lost source. The member list changes within one heartbeat, so a
-    back-off would gain nothing."""
+    """Pause before an update is retried without a lost source. The member list changes within one heartbeat, so a
+    back-off would not help."""
     news_wait_s: float = 1.0
     """How long one request for a newer version waits at the planner."""
     no_planner_pause_s: float = 0.1
@@ -51,45 +51,45 @@ class Timing:
     # -- sync: the ranks of a trainer that publishes.
 
     group_pause_s: float = 0.2
-    """Pause between two looks at the members while a rank claims the name or joins rank 0. Hundreds of ranks start
-    together, so it is spread by a quarter."""
+    """Pause between two requests for the members while a rank claims the name or joins rank 0. A quarter of it is
+    random, because hundreds of ranks start together."""
     group_list_s: float = 1.0
     """Maximum age of the member list from which a publish takes the subscribers that it waits for."""
     record_pause_s: float = 0.05
     """Pause before a decision is sent to the hub again. The fleet waits for the record."""
     probe_interval_s: float = 1.0
-    """How long a subscriber is silent before rank 0 checks whether its process lives. A dead process must not delay
+    """How long a subscriber is silent before rank 0 checks whether its process is alive. A dead process must not delay
     the trainer until the stall deadline."""
     members_pause_s: float = 0.05
-    """Pause between two looks for ranks or subscribers that the caller waits for."""
+    """Pause between two checks for ranks or subscribers for which the caller waits."""
     exchange_first_pause_s: float = 0.0005
-    """First pause before a rank asks again for its part of the boundary exchange; each pause doubles. All ranks publish
-    within milliseconds of each other: with 20 ms, a rank that was early began to quantise late in most versions."""
+    """First pause before a rank asks again for its part of the boundary exchange. Each pause doubles. All ranks publish
+    within milliseconds of each other. With 20 ms, an early rank began to quantise late in most versions."""
     exchange_pause_s: float = 0.02
-    """Longest pause before a rank asks again for its part of the boundary exchange."""
+    """Maximum pause before a rank asks again for its part of the boundary exchange."""
     exchange_probe_s: float = 1.0
-    """Interval at which rank 0 checks whether a rank of the boundary exchange lives. Each check asks the hub."""
+    """Interval at which rank 0 checks whether a rank in the boundary exchange is alive. Each check asks the hub."""
 
     # -- sync: the members of a sync.
 
     restarted_hub_pause_s: float = 0.1
-    """Pause between two looks at a hub that was just restarted. It knows all members after about two heartbeats."""
+    """Pause between two requests to a hub that has just restarted. It knows all members after about two heartbeats."""
     alive_s: float = 2.0
-    """Deadline of an alive check. A server that answers later may be a stopped process: only a refused connection
+    """Deadline of an alive check. A server that answers later may be a stopped process. Only a refused connection
     proves that the process is gone."""
 
     # -- cache: models that stay in memory, and the processes that attach to them.
 
     cache_drain_s: float = 30.0
-    """How long a cache that leaves waits for engines and readers. A killed engine counts until its lease expires, after
+    """How long a cache that leaves waits for engines and readers. A killed engine counts until its lease expires after
     15 s."""
     recall_wait_s: float = 4.0
     """How long a request for a lease waits for a model to come back, before the reader is told to ask again."""
     tier_pause_s: float = 0.02
     """Pause before a model that is being moved is freed."""
     lease_renew_s: float = 2.0
-    """Interval of renewals of a lease: a fraction of the 15 s that it lasts. An engine learns of draining this late at
-    most."""
+    """Interval between renewals of a lease, a fraction of its 15 s. An engine learns about a drain after at most this
+    time."""
     lease_end_s: float = 0.5
     """How long closing waits for the release of a lease. A lease that was not released expires."""
     cache_pause_s: float = 0.05
@@ -99,39 +99,39 @@ class Timing:
     # -- fetch: a member that reads from others and from storage.
 
     fetch_turn_s: float = 0.05
-    """Longest pause between two rounds of assignment. News from an upstream or the end of its pause end it."""
+    """Maximum pause between two rounds of assignment. News from an upstream ends it earlier."""
     hub_pause_s: float = 0.1
-    """Shortest pause between two requests for upstreams, also of a member that has nothing to read."""
+    """Minimum pause between two requests for upstreams, even for a member that has nothing to read."""
     hub_retry_s: float = 0.5
-    """Pause before the hub is asked again after a request that failed."""
+    """Pause before a failed request to the hub is repeated."""
     hub_word_s: float = 1.0
-    """The hub's word on other readers' progress is valid for twice the polling interval, plus this for the answer."""
+    """The hub's answer about other readers' progress is valid for twice the polling interval plus this time."""
     gather_s: float = 0.25
-    """Longest wait for as many chunks as one read of an upstream takes, while storage is read. Each read, with its
-    digests and reports, costs some milliseconds of Python, which the threads that read storage wait for. A link that is
-    slower than storage takes few chunks at once, so nothing waits there."""
+    """Maximum wait for enough chunks for one read of an upstream, while storage is read. Each read, with its digests
+    and reports, takes some milliseconds of Python, for which the threads that read storage wait. A link that is slower
+    than storage gets few chunks at once, so nothing waits there."""
     failed_pause_s: float = 2.0
     """Pause before an upstream that failed is tried again, if the hub still names it. It doubles after each failure."""
     silent_pause_s: float = 30.0
-    """The same for an upstream that gave nothing within its deadline, where there is storage to read instead. It is as
-    long as the hub counts the complaint (`hub.complaints.COMPLAINT_TTL_S`)."""
+    """Pause for an upstream that sent nothing within its deadline, if storage can be read instead. The hub counts the
+    complaint for the same time (`hub.complaints.COMPLAINT_TTL_S`)."""
     full_pause_s: float = 0.5
-    """Pause before a parent without a free reader's place is tried again: places become free as readers finish. Other
-    holders are tried again after this at the earliest, once the hub answers: if spares caused a request each, a fleet
-    that starts cold would ask the hub all the time."""
+    """Pause before a parent without a free reservation for a reader is tried again. Reservations become free as readers
+    finish. Other holders are tried again at the earliest after this time, once the hub answers. If they caused a
+    request each, a fleet that starts cold would ask the hub all the time."""
     log_wait_s: float = 1.0
     """How long a request for a log waits for news at the upstream. Each request also renews the lease."""
     log_gather_s: float = 0.002
-    """Shortest time between two requests for a log. Chunks verified in between come in one answer and cause one
+    """Minimum time between two requests for a log. Chunks verified in between arrive in one answer and cause one
     wake-up."""
     log_pause_s: float = 0.02
-    """Longest pause of requests for a log while more chunks are known than one read takes."""
+    """Maximum pause between requests for a log while more chunks are known than one read takes."""
     spare_pause_s: float = 0.25
-    """Delay before a later upstream is connected to, and pause between requests for its log: most fetches never need
-    it. Of two trees only parents are connected to before one is needed: a member has two children in a tree, whose own
-    children would take all of its readers' places."""
+    """Delay before connecting to a later upstream, and pause between requests for its log. Most fetches never need it.
+    With two trees only parents are connected before another upstream is needed, because a member's two children in each
+    tree, with their own children, would use all of its reservations for readers."""
     fetch_end_s: float = 0.5
-    """How long closing waits for threads that only send requests. They touch no memory, so they may end later."""
+    """How long closing waits for threads that only send requests. They do not use the memory, so they may end later."""
 
 
 DEFAULT = Timing()

@@ -1,11 +1,8 @@
-"""The API for engines: `attach` to weights that a cache of this host holds, without a copy.
-
-In: a model's name. Out: tensors over the cache's memory, and perhaps a module whose parameters they are.
-Not here: keeping (`weight_cache`), mapping one region (`transport.mapped_region`), renewing the lease (`lease`).
+"""The API for engines: `attach` to weights in a cache on this host, without a copy.
 
     hub: caches on this host --> cache's server: lease, map, table, digests --> map --> compare --> tensors
 
-The lease is renewed while any of the tensors lives: each tensor refers to its mapped region, and each region to one
+The lease is renewed while any of the tensors exists. Each tensor refers to its mapped region, and each region to one
 `LeaseOwner`, whose finalizer releases the lease.
 """
 
@@ -76,11 +73,12 @@ TIMING = Timing()
 
 
 class _SeveralRevisions(ConfigError):
-    """An error for several kept revisions of one model; temporary if one of them is just being dropped."""
+    """Several revisions of one model are kept. The error is temporary if one of them is just being dropped."""
 
 
 _PASSING = (_SeveralRevisions, NotFound, PeerLost, StaleDescriptor, SourceStalled, HubUnavailable, PermissionDenied)
-"""Errors worth a retry: a cache starts, stops or still loads. Other errors, and refusals by the hub, are permanent."""
+"""Errors that justify a retry, because a cache starts, stops or still loads. Other errors, and refusals by the hub, are
+permanent."""
 
 NOT_USABLE: tuple[type[PenstockError], ...] = (
     ConfigError,
@@ -91,28 +89,28 @@ NOT_USABLE: tuple[type[PenstockError], ...] = (
     PlanError,
     SourceError,
 )
-"""Errors of kept weights after which an engine can still load the checkpoint: they are away, damaged, of other tensors,
-on another device, or cannot be mapped here."""
+"""Errors after which an engine can still load the checkpoint: the kept weights are away, damaged, have different
+tensors, are on another device, or cannot be mapped here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttachReport(Summarised):
-    """The report of one attach: the tensors, the path, and seconds by phase."""
+    """The report of one attach: the tensors, the path, and the seconds in each phase."""
 
     model: str
     key: str
     revision: str
-    """`w1-`: the root of the cache's digests."""
+    """The `w1-` root of the cache's digests."""
     num_tensors: int
     nbytes: int
     device: str
     path: str
-    """`shm, mapped: MEMBER`: no byte was moved."""
+    """`shm, mapped: MEMBER`. No byte was moved."""
     wall_s: float
     phases: Mapping[str, float]
-    """Seconds of `find`, `lease`, `map`, `verify`; they sum to `wall_s`."""
+    """Seconds for `find`, `lease`, `map` and `verify`. Their sum is `wall_s`."""
     verified: bool
-    """True if every byte was digested here and compared; False (`verify=False`): only the cache verified it."""
+    """Whether every byte was digested and compared here. If not (`verify=False`), only the cache verified it."""
 
     def summary(self) -> str:
         """Return a few lines for people."""
@@ -125,14 +123,14 @@ class AttachReport(Summarised):
 
 
 class Attached(Closeable, Mapping[str, torch.Tensor]):
-    """Tensors by name over a cache's memory. Made by `attach`; a context manager that releases the lease.
+    """Tensors by name in a cache's memory, created by `attach`. As a context manager it releases the lease.
+
+    The memory stays mapped and the lease is renewed while this object or any of its tensors exists. After `close`, or
+    if `lease_state` is `lost`, host memory stays mapped while a tensor exists. Device memory must not be used any more
+    then, because the cache may free it.
 
     Attributes:
         report: report of the attach.
-
-    Ownership: the memory stays mapped, and the lease is renewed, while this object or any of its tensors lives. After
-        `close`, or if `lease_state` is `lost`, host memory still stays mapped while a tensor lives. The cache may free
-        device memory then, so it must not be used any more.
     """
 
     def __init__(
@@ -158,20 +156,21 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
 
     @property
     def lease_state(self) -> LeaseState:
-        """State of the lease, a few seconds old at most; see `LeaseState`.
+        """Return the state of the lease, which is at most a few seconds old. See `LeaseState`.
 
-        `draining`: the cache is shutting down or dropping the model; the engine should detach. `damaged`: the cache
-        found that bytes of this memory changed. Stop using it, close this object and attach again: the cache loads
-        the model into other memory in the meantime.
+        `draining` means that the cache is shutting down or dropping the model, so the engine should detach. `damaged`
+        means that the cache found changed bytes in this memory. Stop using it, close this object and attach again. The
+        cache meanwhile loads the model into other memory.
         """
         return self._renewal.state
 
     def check(self) -> None:
-        """Raise an error unless the cache lives and the memory is unchanged. Costs microseconds.
+        """Raise an error unless the cache is alive and the memory is unchanged. This takes microseconds.
 
         Raises:
-            PeerLost: the cache ended. StaleDescriptor: it changed or freed the memory.
-            IntegrityError: it found that bytes changed in this memory: `lease_state` is `damaged`.
+            PeerLost: the cache ended.
+            StaleDescriptor: the cache changed or freed the memory.
+            IntegrityError: the cache found changed bytes in this memory, and `lease_state` is `damaged`.
         """
         if self._renewal.state is LeaseState.DAMAGED:
             hint = "close this object and attach again"
@@ -180,22 +179,26 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
             region.check()
 
     def attach_into(self, module: torch.nn.Module, *, strict: bool = True) -> None:
-        """Bind a module's parameters and persistent buffers to the kept memory; nothing is copied.
+        """Bind a module's parameters and persistent buffers to the kept memory without copying.
 
-        A parameter on the same device stays the same object; one on the meta device or on another device is replaced
-        by a new one under all of its names.
+        A parameter on the same device stays the same object. A parameter on the meta device or on another device is
+        replaced under all of its names.
 
         Args:
-            module: may be on the meta device; tied parameters stay tied.
-            strict: require a target for every tensor and a tensor for every target; False: bind what both sides have.
+            module: may be on the meta device. Tied parameters stay tied.
+            strict: require a target for every tensor and a tensor for every target. If False, bind the names that both
+                sides have.
 
         Raises:
-            PlanError: names, shapes or dtypes do not fit (the message lists them); the module is unchanged.
+            PlanError: names, shapes or dtypes do not fit, and the message lists them. The module is unchanged.
         """
         bind_parameters(module, self._tensors, strict=strict)
 
     def close(self) -> None:
-        """Release the lease, so that the cache need not wait for this process. Idempotent; see Ownership."""
+        """Release the lease, so that the cache need not wait for this process. Idempotent.
+
+        See the class about the memory.
+        """
         self._renewal.close()
 
 
@@ -209,34 +212,36 @@ def attach(
     verify: bool = True,
     timeout_s: float = 1.0,
 ) -> Attached:
-    """Map weights that `penstock cache` holds on this host; no byte is moved.
+    """Map weights that `penstock cache` holds on this host. No byte is moved.
 
     Args:
         model: the name under which they are kept.
-        connection: the cache's hub and the token for it; a str is the hub's address; None: `PENSTOCK_HUB`, else the
-            hub of this host. See `ConnectionSettings`.
-        device: `"cpu"`, `"cuda"`, `"cuda:1"`: only weights kept there; None: on any device.
-        revision: only this revision, or a unique prefix of it; None: the one that is kept.
+        connection: the cache's hub and its token. A str is the hub's address. None means `PENSTOCK_HUB`, or the hub of
+            this host if that is not set. See `ConnectionSettings`.
+        device: `"cpu"`, `"cuda"` or `"cuda:1"` to attach only to weights there. None means any device.
+        revision: a revision or a unique prefix of it. None means the kept revision.
         verify: digest every mapped chunk and compare it with the cache's digests and the revision. On a device this
-            takes 25 ms for 60 GB; on the host it reads all of the memory, see docs/serve/weight-cache.md. False: trust
-            the cache, which verified every chunk on arrival and checks one again with each heartbeat.
+            takes 25 ms for 60 GB. On the host it reads all of the memory, see docs/serve/weight-cache.md. With False
+            trust the cache, which verified every chunk on arrival and checks one again with each heartbeat.
         timeout_s: seconds to wait for a cache that is not running or still loads. A hub that moves to another process
-            takes half of the default. A model in another tier is waited for as long as the cache is bringing it back.
+            takes half of the default. While the cache brings the model back from another tier, the wait continues.
 
     Returns:
-        Tensors by name. They must not be written to: on the host a write is visible in this process only (and takes
-        memory of its own), on a device in every engine.
+        Tensors by name. Do not write to them. A write on the host is visible only in this process and uses extra
+        memory. A write on a device is visible in every engine.
 
     Raises:
         NotFound: no cache on this host has the model after `timeout_s`.
-        ConfigError: the weights cannot be mapped here (another device; device memory without file descriptors, from
+        ConfigError: the weights cannot be mapped here (another device, or device memory without file descriptors from
             another container), or there are several revisions.
-        IntegrityError: the bytes mapped here differ from the digests while the cache's do not; or the digests are not
-            of the revision. If the cache's own bytes changed, it loads the model again, and this call waits for it.
-        HubUnavailable: no hub answers. PermissionDenied: the hub refuses the token for this model.
+        IntegrityError: the bytes mapped here differ from the digests while the cache's own bytes do not, or the digests
+            do not belong to the revision. If the cache's own bytes changed, it loads the model again and this call
+            waits.
+        HubUnavailable: no hub answers.
+        PermissionDenied: the hub refuses the token for this model.
     """
     require_name("model", model)
-    require_type("timeout_s", timeout_s, (int, float), "seconds, as 30.0")
+    require_type("timeout_s", timeout_s, (int, float), "seconds, such as 30.0")
     wanted = _Wanted(
         model=model,
         revision=revision or "",
@@ -257,7 +262,7 @@ def attach(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Wanted:
-    """The weights that a process looks for."""
+    """The weights that a process is looking for."""
 
     model: str
     device: torch.device | None
@@ -278,17 +283,18 @@ class _Wanted:
 def _attach(
     wanted: _Wanted, connection: ConnectionSettings, timing: Timing, *, verify: bool, wait_s: float
 ) -> Attached:
-    """Attach to a cache; look for one until `wait_s` has passed. Arguments and errors as of `attach`."""
+    """Attach to a cache, and look for one until `wait_s` has passed. `attach` documents the arguments and errors."""
     model = wanted.model
     stall_s = Settings.read(stall_s=connection.stall_s).stall_s
     deadline = time.monotonic() + wait_s
     url = ""
     with Phases("find", journey="attach", model=model) as phases:
         while True:
-            # The last attempt has time for a request, too: with `wait_s=0` it is the only one.
+            # The last attempt also needs time for a request. With `wait_s=0` it is the only one.
             left = max(0.2, deadline - time.monotonic())
             try:
-                # Looked up at each attempt: the host's own hub moves to another process when its host ends.
+                # Find the hub at each attempt, because the host's own hub moves to another process when its process
+                # ends.
                 url = (connection.hub or find_hub() or "").rstrip("/")
                 if not url:
                     raise NotFound(f"no weight cache has {model!r}: no hub runs on this host", hint=_HINT)
@@ -296,17 +302,18 @@ def _attach(
                     search = _Search(client, wanted, stall_s, timing)
                     return search.attach(phases, verify)
             except SourceBusy:
-                # The cache is bringing the model back from another tier; that takes as long as the tier needs.
+                # The cache is bringing the model back from another tier, which takes as long as the tier needs.
                 deadline = max(deadline, time.monotonic() + stall_s)
             except _PASSING as error:
-                # A refusal by the hub itself stays one: the token is wrong. A refusal by a cache may be an old grant.
+                # A refusal by the hub is permanent, because the token is wrong. A refusal by a cache may mean an old
+                # grant.
                 is_refused = isinstance(error, PermissionDenied) and error.uri == url
                 if is_refused or time.monotonic() >= deadline:
                     raise
             time.sleep(timing.cache_pause_s)
 
 
-_HINT = "start `penstock cache URI`, or load the weights: penstock.load, fleet.fetch"
+_HINT = "start `penstock cache URI`, or load the weights with penstock.load or fleet.fetch"
 
 
 class _Search:
@@ -321,10 +328,10 @@ class _Search:
         self._timing = timing
 
     def attach(self, phases: Phases, verify: bool) -> Attached:
-        """Attach to the first suitable cache. Raises the last cache's error if none is suitable."""
+        """Attach to the first suitable cache. If there is none, raise the last cache's error."""
         phases.enter("find")
         caches = self._caches()
-        # The hub gives grants to members only. The address leads nowhere: this process serves nothing.
+        # The hub only gives grants to members. The address is a placeholder, because this process serves nothing.
         self._hub.hello(Hello(member=self._member, host=host_id(), doors=("unix:///none",), name="attaching"))
         last: PenstockError | None = None
         try:
@@ -334,15 +341,15 @@ class _Search:
                 except (*_PASSING, SourceBusy, ConfigError) as error:
                     last = error
         finally:
-            # Without an answer the hub forgets this member after its TTL.
+            # If the hub does not answer, it forgets this member after its TTL.
             with contextlib.suppress(PenstockError):
                 self._hub.leave(self._member)
         assert last is not None
         raise last
 
     def _caches(self) -> list[tuple[str, HoldingState]]:
-        """Return members of this host that keep the complete model on the wanted device."""
-        # Others are listed in the error: a model on another device, or still loading, explains why there is none.
+        """Return members on this host that keep the complete model on the wanted device."""
+        # List the others in the error. A model on another device, or one that still loads, explains why there is none.
         others = []
         here = host_id()
         caches = []
@@ -370,25 +377,27 @@ class _Search:
         revisions = sorted({holding.revision for _, holding in caches})
         if len(revisions) > 1:
             short = ", ".join(revision[:19] for revision in revisions)
-            raise _SeveralRevisions(f"several revisions of {self._model!r} are kept: {short}", hint="give revision=")
+            raise _SeveralRevisions(
+                f"several revisions of {self._model!r} are kept: {short}", hint="choose one with revision="
+            )
         return caches
 
     def _from(self, member: str, holding: HoldingState, phases: Phases, verify: bool) -> Attached:
         """Get a lease from one cache, map its memory and verify it."""
         phases.enter("lease")
-        # To the hub we are a reader that has no chunk yet of the cache's weights; `source` asks for this cache only.
+        # The hub sees a reader without any chunks of the cache's weights. `source` requests only this cache.
         empty = msgspec.structs.replace(holding, num_chunks=0, have=(), claims=(), state="filling", parent="")
         reply = self._hub.upstreams(UpstreamsRequest(member=self._member, holding=empty, source=member))
         if not reply.upstreams:
-            raise NotFound(f"member {member[:8]} does not keep {self._model!r} any more", hint=_HINT)
+            raise NotFound(f"member {member[:8]} no longer keeps {self._model!r}", hint=_HINT)
         peer = self._peer(reply.upstreams[0], holding.key)
         try:
             peer.lease(attach=True)
             layout, where, log = from_message(peer.table()), peer.map(), peer.log(0, 0.0)
-            # The map and the log are two requests: between them the cache may have begun to change the memory.
+            # The cache may have begun to change the memory between the requests for the map and the log.
             if log.state != "whole" or log.generation != where.generation:
                 raise StaleDescriptor(
-                    "the weight cache is changing this memory: attach again", uri=f"penstock:{member}"
+                    "the weight cache is changing this memory, so attach again", uri=f"penstock:{member}"
                 )
             phases.enter("map")
             leaves = leaves_in(layout, log)
@@ -396,21 +405,25 @@ class _Search:
             rows, tensors = tensors_in(layout, where, regions)
             phases.enter("verify")
             wrong = differing_chunks(holding, layout, rows, leaves) if verify else None
-            # After the digests: bytes that changed while they were read must not count as verified, nor as wrong.
+            # Check again after the digests, because bytes that changed meanwhile must count neither as verified nor as
+            # wrong.
             for region in regions:
                 region.check()
             if wrong is not None and len(wrong):
-                # If the cache's own bytes are wrong, this raises, and the cache loads the model again. A cache of an
-                # earlier version has no such request.
+                # If the cache's own bytes are wrong, this raises an error and the cache loads the model again. A cache
+                # of an earlier version does not have this request.
                 with contextlib.suppress(NotFound):
                     peer.recheck(int(wrong[0]))
-                message = f"chunk {int(wrong[0])} of {self._model!r} differs from its digest as it is mapped here"
-                hint = "the weight cache's own bytes are right: test this host's memory, and report the mapping"
+                message = (
+                    f"chunk {int(wrong[0])} of {self._model!r} differs from its digest in the mapping of this process"
+                )
+                hint = "the weight cache's own bytes are right, so test this host's memory and report the mapping"
                 raise IntegrityError(message, uri=f"penstock:{holding.key}", hint=hint)
         except BaseException:
             peer.close()
             raise
-        # Tensors refer to their region's owner: with the last of them the token goes, and then the lease.
+        # Tensors refer to their region's owner. When the last tensor is freed, the token is freed, which releases the
+        # lease.
         token = LeaseOwner()
         renewal = LeaseRenewal(peer, log.serial, log.generation, self._timing)
         renewal.start()
@@ -438,35 +451,38 @@ class _Search:
 
 
 def _device_here(holding: HoldingState, wanted: torch.device | None) -> int | None:
-    """Return this process's number of a cache's GPU; None for the host. Raises ConfigError if not usable here."""
+    """Return the index of a cache's GPU in this process, or None for the host.
+
+    Raise ConfigError if it is not usable.
+    """
     if holding.device == "cpu":
         return None
-    # By the GPU's id: under another CUDA_VISIBLE_DEVICES the same GPU has another number in each process.
+    # Compare the GPU's id, because its index in each process depends on CUDA_VISIBLE_DEVICES.
     for number in range(torch.cuda.device_count()):
         if device_id(torch.device("cuda", number)) == holding.device_id:
             if wanted in (None, torch.device("cuda", number)):
                 return number
-            message = f"the model is kept on cuda:{number}, not on {wanted}"
-            raise ConfigError(message, hint="keep it there, too, or fetch it")
-    hint = "compare CUDA_VISIBLE_DEVICES of the weight cache and of this process"
+            message = f"the model is kept on cuda:{number} and not on {wanted}"
+            raise ConfigError(message, hint=f"keep the model on {wanted} too, or fetch it")
+    hint = "compare CUDA_VISIBLE_DEVICES in the weight cache and in this process"
     raise ConfigError(f"the model is kept on GPU {holding.device_id}, which this process does not see", hint=hint)
 
 
 NEAREST = ("shm", "cuda_ipc")
 """Transports whose memory can be mapped."""
 MAX_THREADS = 16
-"""Most threads that digest host memory: at 10 GB/s each they use the memory bandwidth of a host."""
+"""Maximum number of threads that digest host memory. At 10 GB/s each they use a host's memory bandwidth."""
 
 
 def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
-    """Return the cache's digests in the order of the layout. Raises FormatError unless every leaf has one."""
+    """Return the cache's digests in the order of the layout. Raise FormatError unless every leaf has a digest."""
     chunks = decode_column(log.chunks, "<u4")
     digests = decode_digests(log.leaves)
     count = layout.chunks.num_chunks
     if len(chunks) != count or not np.array_equal(np.sort(chunks), np.arange(count)):
-        raise FormatError(f"a weight cache's log names {len(chunks)} chunks of {count}")
+        raise FormatError(f"a weight cache's log has {len(chunks)} of {count} chunks")
     leaves = np.zeros(layout.chunks.num_leaves, np.uint64)
-    # Every chunk is named once, so there is a digest for each leaf.
+    # Every chunk is in the log once, so there is a digest for each leaf.
     if len(leaves) != len(digests):
         raise FormatError(f"a weight cache's log has {len(digests)} digests for {len(leaves)} leaves")
     leaves[layout.chunks.leaves_of(chunks)] = digests
@@ -474,14 +490,12 @@ def leaves_in(layout: WeightLayout, log: LogReply) -> U64:
 
 
 def map_regions(where: HoldingMap, device: int | None) -> list[MappedRegion]:
-    """Map every region of the cache's weights. Raises ConfigError if one has no descriptor that can be mapped."""
+    """Map every region of the cache's weights. Raise ConfigError if a region has no descriptor that can be mapped."""
     regions = []
     for offered in where.regions:
         name = next((name for name in NEAREST if name in offered), None)
         if name is None:
-            raise ConfigError(
-                f"the weight cache's memory is reached by {', '.join(offered)} only, which cannot be mapped"
-            )
+            raise ConfigError(f"the weight cache only offers {', '.join(offered)}, which cannot be mapped")
         regions.append(map_region(decode(offered[name]), device=device))
     return regions
 
@@ -499,11 +513,11 @@ def tensors_in(
         mine = np.flatnonzero((region_of == number) & (table.nbytes > 0)).tolist()
         offsets = offset_of[mine].tolist()
         dtypes, shapes = [table.dtypes[row] for row in mine], [table.shapes[row] for row in mine]
-        # All tensors of a region in one call: a view each, and a model may have 60,000.
+        # Create all tensors of a region in one call, because a model may have 60,000.
         tensors |= zip(mine, as_tensors(whole, dtypes, shapes, offsets), strict=True)
         for row, offset in zip(mine, offsets, strict=True):
             rows[row] = whole[offset : offset + int(table.nbytes[row])]
-    # Tensors without elements are in no region.
+    # Tensors without elements are not in any region.
     empty = [row for row in range(len(table)) if row not in tensors]
     device = torch.device(regions[0].device if regions else "cpu")
     none = torch.empty(0, dtype=torch.uint8, device=device)
@@ -518,34 +532,35 @@ def _bytes_of(region: MappedRegion) -> torch.Tensor:
     if region.device == "cpu":
         whole = torch.frombuffer(region.owner, dtype=torch.uint8)
         return whole[region.offset : region.offset + region.nbytes]
-    # Kernels that use the memory may still be queued when the last tensor is freed; unmapping does not wait for them.
+    # Wait for kernels that use the memory, because unmapping does not wait for them.
     weakref.finalize(region.owner, _settle, os.getpid(), region.device).atexit = False
     return torch.as_tensor(region.owner, device=region.device)
 
 
 def _settle(pid: int, device: str) -> None:
-    """Wait for the work queued on a device; nothing in a forked child, which cannot use its parent's device."""
+    """Wait for the work queued on a device. Do nothing in a forked child, which cannot use its parent's device."""
     if pid == os.getpid():
         torch.cuda.synchronize(device)
 
 
 def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence[torch.Tensor], leaves: U64) -> I64:
-    """Digest every chunk of this mapping; return the chunks that differ from their digests.
+    """Digest every chunk in this mapping. Return the chunks that differ from their digests.
+
+    It reads all of the memory. On the host it uses one thread for each core of the process, at most 16.
 
     Raises:
-        IntegrityError: the digests are not those of the revision.
-
-    Cost: reads all of the memory; on the host with one thread for each core of the process, 16 at most.
+        IntegrityError: the digests do not belong to the revision.
     """
     mapped = LocalWeights(holding.identity, layout, rows, leaves=leaves)
-    # Digests that the cache made up would agree with any bytes: they must give the revision that the caller knows.
+    # Check that the digests give the revision that the caller knows. Otherwise a cache could invent digests for any
+    # bytes.
     mapped.check_revision(holding.revision)
     chunks = np.arange(layout.chunks.num_chunks)
     num_threads = min(MAX_THREADS, len(os.sched_getaffinity(0)), len(chunks))
     if mapped.device.type != "cpu" or num_threads < 2:
         digests = mapped.digest(chunks)
     else:
-        # Several parts for each thread: a core that other processes use, too, delays one part and not the whole.
+        # Use several parts for each thread, so that a core that is shared with other processes delays only one part.
         parts = np.array_split(chunks, min(len(chunks), 4 * num_threads))
         with Threads(num_threads, "penstock-digest", waits_for_calls=True) as pool:
             digests = np.concatenate(list(pool.map(mapped.digest, parts)))
@@ -553,9 +568,9 @@ def differing_chunks(holding: HoldingState, layout: WeightLayout, rows: Sequence
 
 
 def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool) -> None:
-    """Bind a module's parameters and buffers to tensors; see `Attached.attach_into`."""
+    """Bind a module's parameters and buffers to tensors. See `Attached.attach_into`."""
     pairs = match_parameters(module, tensors, strict=strict)
-    # Only after every check: an error must leave the module unchanged.
+    # Change the module only after every check, because an error must leave it unchanged.
     places = places_of(module)
     for target, tensor in pairs:
         _point(target, tensor, places[id(target)])
@@ -564,13 +579,14 @@ def bind_parameters(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]
 def match_parameters(
     module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], *, strict: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return a module's parameters and buffers, each once, with the tensor for it; see `Attached.attach_into`.
+    """Return a module's parameters and buffers once each, with their tensors. See `Attached.attach_into`.
 
-    Targets of one memory are tied, as they are where weights are kept: the first of their tensors is for all of them.
+    Targets in one memory are tied, as they are where the weights are kept. The first of their tensors is used for all
+    of them.
 
     Raises:
-        PlanError: names, shapes or dtypes do not fit, a target is a DTensor or not initialised, or tensors of other
-            bytes are kept for tied targets.
+        PlanError: names, shapes or dtypes do not fit, a target is a DTensor or not initialised, or the tensors for tied
+            targets have different bytes.
     """
     state = {
         name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)
@@ -581,7 +597,7 @@ def match_parameters(
     for name, tensor in tensors.items():
         target = state.get(name)
         if target is None:
-            faults += [f"{name}: the target has none"] * strict
+            faults += [f"{name}: the target has no such tensor"] * strict
             continue
         require_initialised(name, target)
         if is_sharded(target):
@@ -608,7 +624,7 @@ def match_parameters(
 
 
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two kept tensors have the same bytes. Those that are tied where they are kept are not read."""
+    """Return whether two kept tensors have the same bytes. Tied tensors are not read."""
     if one.nbytes != other.nbytes or one.device != other.device:
         return False
     if one.data_ptr() == other.data_ptr():
@@ -617,26 +633,27 @@ def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _as_target(tensor: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's bytes in the dtype and shape of a target: tied ones may see the same bytes differently."""
+    """View a tensor's bytes in the dtype and shape of a target, because tied targets may differ in them."""
     if (tensor.dtype, tensor.shape) == (target.dtype, target.shape):
         return tensor
     return tensor.reshape(-1).view(target.dtype).view(target.shape)
 
 
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """Return a value that is equal for tensors of the same memory, which are tied."""
-    # A tensor of a class of its own may have no address, or none of its own.
+    """Return a value that is equal for tensors in the same memory, which are tied."""
+    # A tensor subclass may have no address, or the address of another tensor.
     if not tensor.numel() or type(tensor.data) is not torch.Tensor:
         return id(tensor), 0, 0
     if tensor.is_meta:
-        # All of these have the address 0.
+        # All empty tensors have the address 0.
         return tensor.untyped_storage()._cdata, int(tensor.storage_offset()), tensor.nbytes
     return tensor.data_ptr(), 0, tensor.nbytes
 
 
 def _point(target: torch.Tensor, tensor: torch.Tensor, places: list[Place]) -> None:
-    """Make a tensor the memory of a target, in all the target's places."""
-    # The same object keeps references of optimizers and of the engine valid; torch allows this on one device only.
+    """Make a tensor the memory of a target, in all places of the target."""
+    # Keeping the object keeps the references of optimizers and of the engine valid. torch allows this on one device
+    # only.
     if target.device == tensor.device:
         target.data = tensor
         return

@@ -1,8 +1,4 @@
-"""Renew the lease of a cache's memory in a thread until it is released, and report the cache's state meanwhile.
-
-In: a `PeerClient` with a lease. Out: the state of the lease.
-Not here: mapping it (`attached`), the cache's side (`peer.server`).
-"""
+"""Renews the lease on a cache's memory in a thread until it is released, and reports the cache's state."""
 
 from __future__ import annotations
 
@@ -23,11 +19,12 @@ class LeaseState(StrEnum):
     DRAINING = "draining"
     """The cache waits for its engines to detach."""
     DAMAGED = "damaged"
-    """The cache found that bytes changed in this memory. Lost memory still has the right bytes, so this is worse."""
+    """The cache found changed bytes in this memory. This is worse than `LOST`, because lost memory still has the right
+    bytes."""
     LOST = "lost"
     """The cache ended or revoked the lease."""
     GIVEN_BACK = "given back"
-    """Released by this process."""
+    """This process released the lease."""
 
 
 _NEXT = {
@@ -37,11 +34,11 @@ _NEXT = {
     LeaseState.LOST: frozenset({LeaseState.GIVEN_BACK}),
     LeaseState.GIVEN_BACK: frozenset[LeaseState](),
 }
-"""The states that may follow each state. Others are ignored: a damaged lease stays damaged, whatever comes later."""
+"""The states that may follow each state. Other changes are ignored, so a damaged lease stays damaged."""
 
 
 class LeaseRenewal:
-    """A lease that a thread renews. The thread keeps no tensor memory alive.
+    """A lease that a thread renews. The thread does not keep tensor memory alive.
 
     Attributes:
         state: see `LeaseState`.
@@ -64,46 +61,47 @@ class LeaseRenewal:
         start_thread(self._thread)
 
     def _become(self, state: LeaseState, why: str = "") -> None:
-        """Change the state, unless the present one is worse; see `_NEXT`."""
+        """Change the state, unless the present one is worse. See `_NEXT`."""
         if state in _NEXT[self.state]:
             self.why = why or self.why
             self.state = state
 
     def _renew(self) -> None:
-        """Renew the lease until it is released or lost: the body of the thread."""
+        """Renew the lease until it is released or lost. This is the body of the thread."""
         with self._peer as peer:
             while not self._closing.wait(self._timing.lease_renew_s):
                 try:
-                    # The request renews the lease, and its answer tells the state of the memory.
+                    # The request renews the lease, and its answer has the state of the memory.
                     reply = peer.log(self._serial, 0.0)
                 except SourceStalled:
                     # A stopped cache process still holds its memory, so the tensors stay valid.
                     continue
                 except PermissionDenied as error:
-                    self._become(LeaseState.LOST, f"the lease ran out: {error.message}")
+                    self._become(LeaseState.LOST, f"the lease expired: {error.message}")
                     return
                 except PenstockError as error:
                     self._become(LeaseState.LOST, error.message)
                     return
                 if reply.state == "damaged":
-                    # Renew it all the same: on a device the cache frees this memory as soon as the lease ends.
+                    # Renew the lease nevertheless, because on a device the cache frees this memory as soon as the lease
+                    # ends.
                     why = "bytes of this memory changed after the weight cache had verified them"
                     self._become(LeaseState.DAMAGED, why)
                     continue
                 if reply.generation != self._generation:
-                    self._become(LeaseState.LOST, "the weight cache changed or gave up this memory")
+                    self._become(LeaseState.LOST, "the weight cache changed or released this memory")
                     return
                 self._become(LeaseState.DRAINING if reply.state == "draining" else LeaseState.KEPT)
         self._become(LeaseState.GIVEN_BACK)
 
     def close(self) -> None:
-        """Release the lease. Idempotent; does nothing in a forked child, because the lease is its parent's."""
+        """Release the lease. Idempotent. Does nothing in a forked child, because the lease belongs to its parent."""
         if self._pid == os.getpid():
             self._closing.set()
-            # A finalizer may run in any thread, in this one too, which cannot wait for itself.
+            # A finalizer may run in any thread, including this one, which cannot wait for itself.
             if threading.current_thread() is not self._thread:
                 self._thread.join(self._timing.lease_end_s)
 
 
 class LeaseOwner:
-    """A token referenced by the mapped memory: the lease is released when the last reference to it is gone."""
+    """A token to which the mapped memory refers. The lease is released when the last reference is gone."""

@@ -1,10 +1,7 @@
-"""A model of a cache: its weights while they are on the device, and its moves between memory tiers.
+"""A model in a cache: its weights while they are on the device, and its moves between memory tiers.
 
-In: rooms of memory tiers. Out: weights that are served while the bytes are where engines can use them.
-Not here: the choice of a model's tier (`memory.tiers`), the API of the cache (`weight_cache`).
-
-    vacate: no lease? grant no new ones --> close: descriptors stale --> moved down: move_out
-    lease requested --> server: recall --> moved up: move_in, register, show --> lease
+vacate: no lease? grant no new ones --> close: descriptors stale --> moved down: move_out
+lease requested --> server: recall --> moved up: move_in, register, show --> lease
 """
 
 from __future__ import annotations
@@ -38,21 +35,22 @@ from penstock.types import Manifest, TensorTable
 
 
 class ResidentState(StrEnum):
-    """The state of a model of a cache."""
+    """The state of a model in a cache."""
 
     KEPT = "kept"
     RELOADING = "reloading"
-    """Its memory was damaged, and it is read again."""
+    """Its memory was damaged, and the model is being read again."""
     LOST = "lost"
-    """It could not be read again."""
+    """The model could not be read again."""
     DROPPING = "dropping"
-    """It waits for engines and readers to leave, and nothing brings it back. If they stay, it is kept as before."""
+    """The model waits for engines and readers to leave. Nothing brings it back from a lower tier. If they stay, it is
+    kept as before."""
     DROPPED = "dropped"
 
 
 _NEXT = {
     ResidentState.KEPT: {ResidentState.RELOADING, ResidentState.DROPPING, ResidentState.DROPPED},
-    # Not to `dropping`: its thread still writes to the memory.
+    # `DROPPING` cannot follow, because the reload's thread still writes to the memory.
     ResidentState.RELOADING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
     ResidentState.LOST: {ResidentState.DROPPING, ResidentState.DROPPED},
     ResidentState.DROPPING: {ResidentState.KEPT, ResidentState.LOST, ResidentState.DROPPED},
@@ -75,25 +73,25 @@ class _InArena(PlacedTarget):
 
 
 class ResidentModel:
-    """A model of a cache. The memory tiers call its methods, one call at a time.
+    """A model in a cache. The memory tiers call its methods, one call at a time.
 
     Args:
         fleet: the fleet membership that serves the model.
         revision: the expected revision.
-        nbytes: bytes of memory, gaps between tensors included.
-        uri, storage_options, progress: see `WeightCache.keep`; without a URI it is fetched from members alone.
+        nbytes: bytes of memory, including gaps between tensors.
+        uri, storage_options, progress: see `WeightCache.keep`. Without a URI it is fetched only from members.
 
     Attributes:
         report: report of the last fetch.
-        weights: the served weights; None until the first fetch.
-        state: changed by `become` only.
+        weights: the served weights. None until the first fetch.
+        state: changed only by `become`.
         why: reason for a state other than `kept`, or for the last reload.
         num_reloads: number of reloads because of damaged memory.
-        reloaded: the result of the last reload; None: there was none.
+        reloaded: the result of the last reload. None if there was none.
     """
 
     can_reload = True
-    """True if `fill` can be called again."""
+    """Whether `fill` can be called again."""
 
     def __init__(
         self,
@@ -124,7 +122,7 @@ class ResidentModel:
 
     @property
     def shown(self) -> LocalWeights:
-        """The served weights; only valid after the first fetch."""
+        """Return the served weights. Valid only after the first fetch."""
         assert self.weights is not None
         return self.weights
 
@@ -138,16 +136,17 @@ class ResidentModel:
         with self._changing:
             if state not in _NEXT[self.state]:
                 return False
-            # First: other threads read the reason of a state that they see.
+            # Set the reason first, because other threads read the reason for a state that they see.
             self.why = self.why if why is None else why
             self.state = state
             return True
 
     def fill(self, room: Room) -> None:
-        """Fetch the model into the room: from members that have it, and the rest from storage.
+        """Fetch the model into the reserved memory from members that have it, and the rest from storage.
 
         Raises:
-            SourceChanged: the source has another revision now. PenstockError: see `Fleet.fetch`.
+            SourceChanged: the source has a different revision now.
+            PenstockError: see `Fleet.fetch`.
         """
         assert isinstance(room, ArenaRoom | CudaRoom) and room.arena is not None
         member, before = self._fleet.member, self.weights
@@ -159,38 +158,42 @@ class ResidentModel:
                 storage_options=self._storage_options,
                 progress=self._progress,
             )
-            # Reloads are made by threads, long after the caller's wait.
+            # Disable progress, because reloads run in threads long after the caller's call.
             self._progress = False
             weights = next(shown for shown in member.weights if shown.key == self.report.key)
             if before is not None and weights.key != before.key:
-                # Not served: engines would get another model under the name that they attached to.
+                # Do not serve these weights. Engines would get a different model under the name to which they attached.
                 member.hide(weights, 0.0)
-                message = f"{self.name!r} was kept in revision {self.revision}; storage has {weights.identity.revision}"
+                revision = weights.identity.revision
+                message = f"{self.name!r} was kept in revision {self.revision}, but storage has {revision}"
                 raise SourceChanged(message, hint="drop the model, then keep it again")
         except PenstockError:
-            # The fetch has taken it out of the member's weights: the hub must go on to list it.
+            # The fetch has removed the earlier weights from the member's list, but the hub must continue to list them.
             if before is not None:
                 member.announce(before)
             raise
         self.weights = weights
         self.weights.kept = True
-        # Objects of the fetch refer to the memory in cycles; the memory must be freed when the model is evicted.
+        # Objects of the fetch refer to the memory in cycles, and an evicted model must free its memory.
         gc.collect()
 
     def vacate(self) -> bool:
-        """Prepare to leave the device; return False if engines or readers use it, or its memory is damaged."""
+        """Prepare to leave the device. Return False if engines or readers use the model, or its memory is damaged."""
         member, weights = self._fleet.member, self.shown
         is_sound = weights.damage is None and any(shown is weights for shown in member.weights)
         if self.is_leaving or not is_sound or not member.server.retire(weights.key):
             return False
-        # Only after `retire`, which fails while there is a lease: closing makes the descriptors stale.
+        # Close only after `retire`, which fails while there is a lease, because closing makes the descriptors stale.
         self.shown.close()
         return True
 
     def moved(self, tier: str, room: Room | None) -> None:
-        """Follow a move to another tier: serve the weights from memory, or drop them; see `BlockUser.moved`."""
+        """Serve the weights after a move into memory, or drop them after a move to a lower tier.
+
+        See `BlockUser.moved`.
+        """
         weights, member = self.shown, self._fleet.member
-        # Rooms of other tiers have the bytes in another form (pieces in a pool, a file), which no engine can map.
+        # Other tiers hold the bytes in a form that no engine can map, such as pieces in a pool or a file.
         if not isinstance(room, ArenaRoom | CudaRoom):
             weights.move_out(tier)
         elif not self.is_leaving and (weights.tier or weights.state != "whole"):
@@ -206,13 +209,13 @@ class ResidentModel:
 
 
 class ConvertedModel(ResidentModel):
-    """A model that a conversion writes into its room, as one file without a header. It cannot be read again.
+    """A model that a conversion writes into its memory, as one file without a header. It cannot be read again.
 
     Args:
         fleet: the fleet membership that serves the model.
         job: the conversion.
-        make: runs the conversion, with a path to write to.
-        max_readers: concurrent readers of the weights.
+        make: runs the conversion, with a path to which it writes.
+        max_readers: maximum number of concurrent readers of the weights.
     """
 
     can_reload = False
@@ -223,24 +226,25 @@ class ConvertedModel(ResidentModel):
         self._max_readers = max_readers
 
     def fill(self, room: Room) -> None:
-        """Run the conversion into the room, and serve the result with its digests, which readers compare.
+        """Run the conversion into the reserved memory, and serve the result with its digests, which readers compare.
 
         Raises:
-            ConfigError: the result is kept already. PenstockError: errors of the conversion.
+            ConfigError: the result is already kept.
+            PenstockError: errors of the conversion.
         """
-        # The arena is a memfd: to the conversion's workers its path under /proc is a file like any other.
+        # The arena is a memfd. For the conversion's workers its path under /proc is an ordinary file.
         assert isinstance(room, ArenaRoom) and room.arena is not None
         member, manifest = self._fleet.member, self._make(Path(room.arena.path))
         stem = stem_of(file.name for file in manifest.files)
         layout = WeightLayout.of(manifest.tensors, leaf_bytes=manifest.leaf_bytes, stem=stem)
         assert manifest.leaves is not None
-        # The manifest is in the order of the file, the layout by name.
+        # The manifest has the order of the file, and the layout is sorted by name.
         row_of = {name: row for row, name in enumerate(manifest.tensors.names)}
         order = np.array([row_of[name] for name in layout.table.names], np.int64)
         leaves = take_leaves(manifest.leaves, num_leaves(manifest.tensors.nbytes, manifest.leaf_bytes), order)
         identity = msgspec.structs.replace(self._fleet.identity, revision=manifest.revision, layout=layout.digest)
         if any(shown.key == identity.key() for shown in member.weights):
-            raise ConfigError(f"{self.name!r} is kept already, in this revision: {manifest.revision}")
+            raise ConfigError(f"{self.name!r} is already kept in this revision: {manifest.revision}")
         rows = _rows_as_written(layout.table, room.arena)
         weights = LocalWeights(
             identity, layout, rows, leaves=leaves, arenas=[room.arena], max_readers=self._max_readers
@@ -258,5 +262,5 @@ class ConvertedModel(ResidentModel):
 
 
 def _rows_as_written(table: TensorTable, arena: Arena) -> list[torch.Tensor]:
-    """Return the bytes of each row, at the offsets where the conversion wrote them."""
+    """Return the bytes of each row at the offsets where the conversion wrote them."""
     return [arena.bytes_at(*run) for run in zip(table.offset.tolist(), table.nbytes.tolist(), strict=True)]

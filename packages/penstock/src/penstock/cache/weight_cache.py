@@ -1,12 +1,8 @@
-"""The weight cache: holds models in memory for the engines of its host, which map them without a copy.
+"""The weight cache holds models in memory for the engines on its host, which map them without a copy.
 
-In: weight sets by URI, on one device, within a limit. Out: complete weights that engines attach to; idle models make
-room for others, and come back on request.
-Not here: the API for engines (`attached`), fetching (`fetcher.join`), one model (`resident_model`), moves between tiers
-(`memory.tiers`).
-
-The caller's thread keeps, drops and leaves. Threads of the member's server call `_recalled` when an engine asks for a
-lease, and its heartbeat calls `_damaged`; reloads, and models that are handed over, have a thread of their own.
+Idle models make room for others and come back on request. The caller's thread keeps and drops models, and leaves.
+Threads of the member's server call `_recalled` when an engine asks for a lease, and its heartbeat calls `_damaged`. One
+thread runs reloads, and another takes models that are handed over.
 """
 
 from __future__ import annotations
@@ -71,10 +67,10 @@ class CacheState(Enum):
     """The state of a cache."""
 
     NEW = auto()
-    """It has arguments and nothing else: no memory, no thread, no place in the fleet."""
+    """It has only its arguments: no memory, no thread and no fleet membership."""
     SERVING = auto()
     LEAVING = auto()
-    """It grants no new leases, and waits for engines and readers. A second `leave` goes on from here."""
+    """It grants no new leases, and waits for engines and readers. A second `leave` continues from here."""
     LEFT = auto()
 
 
@@ -96,39 +92,40 @@ class ResidentStatus:
     revision: str
     """The `w1-` root of its digests."""
     nbytes: int
-    """Bytes of memory, gaps between tensors included."""
+    """Bytes of memory, including gaps between tensors."""
     device: str
     num_attached: int
     """Number of engines that map it."""
     tier: str
-    """`gpu` or `host` while it is on its device; else the tier that has it: `host`, `disk`, `source`."""
+    """`gpu` or `host` while it is on its device. Otherwise the tier that has it: `host`, `disk` or `source`."""
     state: ResidentState = ResidentState.KEPT
     why: str = ""
-    """Damage of its memory, and the result of the reload."""
+    """Describes damage to its memory, and the result of the reload."""
     num_reloads: int = 0
     """Number of reloads because of damaged memory."""
 
 
 class WeightCache:
-    """A process that keeps models until `drop` or `leave`. A context manager; only one thread at a time may call it.
+    """Keeps models until `drop` or `leave`. It is a context manager. Only one thread at a time may call it.
 
     The constructor checks and stores its arguments. `open`, which `with` calls, takes memory and joins the fleet.
 
     Attributes:
-        state: changed by `_become` only.
-        tiers, member: the memory of all models, and the membership that serves them. Order: after `open`.
+        state: changed only by `_become`.
+        tiers: the memory of all models. Available after `open`.
+        member: the fleet membership that serves the models. Available after `open`.
 
     Args:
-        device: device of all models: `"cpu"` is shared memory of this host.
-        memory_bytes: limit for all models together on the device; None: the device's memory.
-        host_bytes: pinned host memory for idle models of a GPU; pinned at once.
-        disk: directory for idle models, on a local disk.
-        disk_bytes: limit of the directory; None: the disk's free space.
-        settings: settings of reading storage.
-        connection: hub, token, address and transports; see `penstock.join`.
-        max_readers: concurrent readers of each model; see `penstock.join`.
-        max_bytes_per_s: limit for all readers together; see `penstock.join`.
-        accept: also keep processed parameters that engines of this host hand over (`cache_parameters`), within
+        device: device for all models. `"cpu"` means shared memory on this host.
+        memory_bytes: limit for all models together on the device. None means the device's memory.
+        host_bytes: bytes of pinned host memory for idle models of a GPU. They are pinned immediately.
+        disk: directory for idle models on a local disk.
+        disk_bytes: limit for the directory. None means the disk's free space.
+        settings: settings for reading storage.
+        connection: hub, token, address and transports. See `penstock.join`.
+        max_readers: maximum number of concurrent readers of each model. See `penstock.join`.
+        max_bytes_per_s: limit for all readers together. See `penstock.join`.
+        accept: also keep processed parameters that engines on this host hand over (`cache_parameters`), within
             `memory_bytes`.
 
     Raises:
@@ -161,17 +158,17 @@ class WeightCache:
         self.state = CacheState.NEW
         self._models: dict[str, ResidentModel] = {}
         self._stopped = threading.Event()
-        # The caller's thread adds models, and another one those that are handed over.
+        # The caller's thread adds models, and another thread adds models that are handed over.
         self._adding = threading.Lock()
         self._handed_over: HandOverHandler | None = None
-        # One at a time: several reloads would need memory for all of them, and share one link.
+        # Run one reload at a time, because several would need memory for all of them and share one link.
         self._reloads = ThreadPoolExecutor(1, thread_name_prefix="penstock-reload")
         self._moves_idle = host_bytes is not None or disk is not None
         if self._moves_idle and memory_bytes is None:
-            message = "host_bytes and disk need memory_bytes: idle models move only when the device's limit is reached"
+            message = "host_bytes and disk require memory_bytes, because idle models only move when the device is full"
             raise ConfigError(message, hint="give memory_bytes")
         if disk_bytes is not None and disk is None:
-            raise ConfigError("disk_bytes was given without disk", hint="give disk, a directory")
+            raise ConfigError("disk_bytes was given without disk", hint="give a directory as disk")
         self._disk = disk
         self._tiers: Tiers | None = None
         self._member: Member | None = None
@@ -179,33 +176,34 @@ class WeightCache:
             None if limit is None else parse_bytes(limit) for limit in (memory_bytes, host_bytes, disk_bytes)
         ]
         if host_bytes is not None and self.device.type == "cpu":
-            message = "host_bytes is only for models on a GPU: this weight cache's models are in host memory already"
+            message = "host_bytes requires models on a GPU, but this weight cache's models are in host memory"
             raise ConfigError(message, hint="limit host memory with memory_bytes")
 
     @property
     def tiers(self) -> Tiers:
-        """Return the tiers that the models are in. ConfigError: the cache is not open."""
+        """Return the tiers with the models. Raise ConfigError if the cache is not open."""
         if self._tiers is None:
             raise _not_open()
         return self._tiers
 
     @property
     def member(self) -> Member:
-        """Return this process as a member of the fleet. ConfigError: the cache is not open."""
+        """Return this process's fleet membership. Raise ConfigError if the cache is not open."""
         if self._member is None:
             raise _not_open()
         return self._member
 
     def open(self) -> WeightCache:
-        """Take the memory for idle models, join the fleet and serve; return this object. `with` calls it.
+        """Take the memory for idle models, join the fleet and serve. Return this object. `with` calls it.
 
         Raises:
-            BudgetTooSmall: `host_bytes` is too small. ConfigError: `disk` cannot be used, or this cache was opened.
-            HubUnavailable: this host's own hub cannot be hosted. One that is given and does not answer is joined later.
-            ConfigError, MissingExtra: see `penstock.join`.
+            BudgetTooSmall: `host_bytes` is too small.
+            ConfigError: `disk` cannot be used, this cache was opened before, or see `penstock.join`.
+            HubUnavailable: this host's own hub cannot be hosted. If another hub does not answer, the cache joins later.
+            MissingExtra: see `penstock.join`.
         """
         if self.state is not CacheState.NEW:
-            raise ConfigError("this weight cache was opened before", hint="make another WeightCache")
+            raise ConfigError("this weight cache was opened before", hint="create another WeightCache")
         memory, host, on_disk = self._bounds
         levels = _levels(self.device, memory, host, self._disk, on_disk, self._settings)
         stall_s = self._settings.stall_s
@@ -218,17 +216,17 @@ class WeightCache:
                 connection,
                 max_bytes_per_s=self._max_bytes_per_s,
                 stall_s=stall_s,
-                # Every model has a place in storage.
+                # A hub is not needed, because every model is in storage.
                 needs_hub=False,
             )
         except BaseException:
-            # Pinned host memory and a directory on disk would outlive a cache that could not be opened.
+            # Otherwise pinned host memory and a directory on disk would outlive a cache that could not be opened.
             tiers.close()
             raise
         return self.start(tiers, member)
 
     def start(self, tiers: Tiers, member: Member, timing: Timing | None = None) -> WeightCache:
-        """Serve with this memory as this member, both of which the cache closes; return this object. See `open`."""
+        """Serve with this memory and membership, and return this object. The cache closes both. See `open`."""
         self._become(CacheState.SERVING)
         self._timing = timing or self._timing
         self._tiers, self._member = tiers, member
@@ -238,7 +236,7 @@ class WeightCache:
             self._handed_over = HandOverHandler(self._take, self._reloads)
             self.member.server.handlers[HANDLER] = self._handed_over
             socket = Path(self.member.server.addresses[0].removeprefix("unix://"))
-            # Last: engines look for it.
+            # Create this file last, because engines look for it.
             socket.with_name(ACCEPTS).write_text(device_id(self.device), encoding="utf-8")
         watch(self)
         return self
@@ -257,26 +255,26 @@ class WeightCache:
         storage_options: Mapping[str, str] | None = None,
         progress: ProgressOption = None,
     ) -> FetchReport:
-        """Fetch a model from members that have it, and the rest from storage; keep it from then on.
+        """Fetch a model from members that have it, and the rest from storage. Keep it from then on.
 
         Args:
-            model: the name that engines use to attach.
-            uri: location in storage; see `load`.
+            model: the name with which engines attach.
+            uri: location in storage. See `load`.
             storage_options: see `load`.
-            progress: see `load`; of verified bytes.
+            progress: called with verified bytes. See `load`.
 
         Raises:
-            BudgetTooSmall: `memory_bytes` has no room for it beside the models in use; nothing was fetched.
-            ConfigError: this revision of the model is kept already.
-            PenstockError: see `Fleet.fetch`; the other models stay kept.
+            BudgetTooSmall: `memory_bytes` has no space for it next to the models in use. Nothing was fetched.
+            ConfigError: this revision of the model is already kept.
+            PenstockError: see `Fleet.fetch`. The other models stay kept.
         """
         report = inspect(uri, storage_options=storage_options)
         revision = revision_of(report.manifest)
         names = [(resident.name, resident.shown.identity.revision) for resident in self._models.values()]
         if (model, revision) in names:
             hint = "give it another name, or drop the kept model first"
-            raise ConfigError(f"{model!r} is kept already, in this revision", uri=report.uri, hint=hint)
-        # The last tensor may be any of them: each has the gap to the next one, an empty one at the end.
+            raise ConfigError(f"{model!r} is already kept in this revision", uri=report.uri, hint=hint)
+        # Any tensor may be the last one. Each has a gap to the next one, and the end counts as an empty one.
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ResidentModel(fleet, revision, nbytes, uri, storage_options, progress)
@@ -285,32 +283,35 @@ class WeightCache:
         return resident.report
 
     def _add(self, resident: ResidentModel, *, again: bool) -> None:
-        """Make room for a model, fill it and serve it; `again`: it can be filled again from its source."""
+        """Free memory for a model, fill it and serve it. `again` means that it can be filled again from its source."""
         with self._adding:
             self.tiers.put(resident.block, resident.fill, again=again, user=resident)
             self._models[resident.shown.key] = resident
         self.member.report_now()
 
     def _take(self, wanted: HandOver) -> None:
-        """Keep parameters that a member of this host offers."""
+        """Keep parameters that a member on this host offers."""
         for kept in list(self._models.values()):
             identity = kept.shown.identity
             if (identity.model, identity.parallel) == (wanted.model, wanted.parallel):
                 if kept.shown.root() == wanted.revision:
                     return
-                hint = "two engines made different parameters under one name: name them apart, or drop those"
-                raise ConfigError(f"{wanted.model!r} is kept already, with other bytes", hint=hint)
+                hint = (
+                    "two engines made different parameters under one name, so use different names or drop the kept ones"
+                )
+                raise ConfigError(f"{wanted.model!r} is already kept with different bytes", hint=hint)
         identity = Identity(model=wanted.model, revision=wanted.revision, parallel=wanted.parallel)
         fleet = Fleet(identity, self.member, self._settings, max_readers=self._max_readers)
         resident = ResidentModel(fleet, wanted.revision, wanted.nbytes)
-        # The engine may be gone when the memory is needed for another model, so it never leaves the last tier.
+        # The engine may have ended when the memory is needed for another model, so this model never leaves the last
+        # tier.
         self._add(resident, again=False)
-        log.info("keeping %s, handed over: %d bytes", wanted.model, wanted.nbytes)
+        log.info("keeping %s from an engine: %d bytes", wanted.model, wanted.nbytes)
 
     def into(self, model: str) -> MemoryDestination:
         """Return a destination for `convert` that writes the result into this cache's memory and keeps it.
 
-        The result is on disk only if it is evicted for another model; nothing of it remains if the conversion fails.
+        The result is on disk only if it is evicted for another model. If the conversion fails, nothing of it remains.
 
         Raises:
             ConfigError: the model's name is empty, or this cache's memory is on a device.
@@ -318,7 +319,7 @@ class WeightCache:
         if not model:
             raise ConfigError("a model needs a name")
         if self.device.type != "cpu":
-            raise ConfigError(f"a conversion writes to host memory, not to {self.device}", hint="give device='cpu'")
+            raise ConfigError(f"a conversion writes to host memory and not to {self.device}", hint="give device='cpu'")
         return _CacheDestination(self, model)
 
     def _convert(self, model: str, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
@@ -326,8 +327,8 @@ class WeightCache:
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
         if any(other.block == resident.block for other in self._models.values()):
-            raise ConfigError(f"{model!r} is kept already, from this very conversion")
-        # Never from its source again: the conversion's sources may have changed, or be gone.
+            raise ConfigError(f"{model!r} is already kept from the same conversion")
+        # It cannot be filled again, because the conversion's sources may have changed or been deleted.
         self._add(resident, again=False)
 
     def models(self) -> list[ResidentStatus]:
@@ -355,7 +356,7 @@ class WeightCache:
         return self.tiers.stats()
 
     def samples(self) -> Iterator[Sample]:
-        """Yield the values of this cache for metrics; called by the thread of a scrape."""
+        """Yield the values of this cache for metrics. The thread of a scrape calls this."""
         stats = self.stats()
         for tier, use in stats.tiers.items():
             yield "penstock_tier_models", (tier,), use.num_blocks
@@ -369,51 +370,52 @@ class WeightCache:
 
     @contextmanager
     def _recalled(self, key: str) -> Iterator[str]:
-        """Bring a model back from its tier; see `Recall`. Raises SourceUnavailable if models in use leave no room."""
+        """Bring a model back from its tier. See `Recall`. Raise SourceUnavailable if models in use leave no space."""
         resident = self._models.get(key)
         if resident is None or resident.is_leaving:
             yield ""
             return
         if resident.reloaded is not None and not wait([resident.reloaded], timeout=self._timing.recall_wait_s).done:
-            yield f"{resident.why}; it is being loaded again"
+            yield f"{resident.why}, and it is being loaded again"
             return
         if resident.state is ResidentState.LOST:
-            # Not busy: those who wait for a busy member would wait for ever.
+            # Do not report it as busy, because callers that wait for a busy member would wait forever.
             raise NotFound(resident.why, hint="start the weight cache again, or drop the model")
         try:
-            # In the background: the request of a lease must be answered before its reader counts us as stalled.
+            # Move it in the background. The request for a lease must be answered before its reader considers this
+            # member stalled.
             self.tiers.prefetch(resident.block).result(timeout=self._timing.recall_wait_s)
         except NotYet:
             yield f"{resident.name!r} is being brought back from {self.tiers.where([resident.block])[0]}"
         except BudgetTooSmall as error:
-            # Not busy either: whether there will be room depends on engines, not on this cache.
+            # Do not report it as busy either, because free memory depends on the engines and not on this cache.
             raise SourceUnavailable(f"{resident.name!r} cannot be brought back now: {error.message}") from error
         else:
-            # Until the lease is granted: another model could push it out again meanwhile.
+            # Pin it until the lease is granted, because another model could evict it meanwhile.
             with self.tiers.pin(resident.block):
                 yield ""
 
     def _damaged(self, weights: LocalWeights, error: IntegrityError) -> None:
-        """Start a reload of a model whose memory changed, in a thread; the other models are still served."""
+        """Start a thread that reloads a model whose memory changed. The other models are still served."""
         resident = self._models.get(weights.key)
         if resident is None or resident.weights is not weights:
             return
         if not resident.become(ResidentState.RELOADING, error.message):
             return
-        # RuntimeError: the cache is leaving, and its executor takes no more work.
+        # A RuntimeError means that the cache is leaving and its executor accepts no more work.
         with contextlib.suppress(RuntimeError):
             resident.reloaded = self._reloads.submit(self._reload, resident)
 
     def _reload(self, resident: ResidentModel) -> None:
-        """Free the memory and read the model again, verified; on failure the model's state is `lost`."""
+        """Free the memory, then read and verify the model again. If that fails, the model's state is `lost`."""
         begun, damage = time.monotonic(), resident.why
         try:
             if not resident.can_reload:
-                raise NotFound("it was made in memory, so it has no source: convert it, or start its engine, again")
+                raise NotFound("it was made in memory and has no source, so convert it or start its engine again")
             if self.device.type != "cpu":
-                # Host memory stays as long as an engine maps it; a device's is freed under engines that still use it.
+                # Host memory stays while an engine maps it. A device's memory is freed even if engines still use it.
                 self.member.server.drain(resident.shown.key, self._timing.cache_drain_s)
-            # Copies in other tiers go too: they may have been made of the damaged bytes.
+            # Discard copies in other tiers too, because they may have been made from the damaged bytes.
             self._once_idle(lambda: self.tiers.discard(resident.block))
             self.tiers.promote(resident.block)
         except BaseException as error:
@@ -423,9 +425,9 @@ class WeightCache:
             raise
         resident.num_reloads += 1
         assert resident.report is not None
-        why = f"{damage}; loaded again and verified in {time.monotonic() - begun:.1f} s"
+        why = f"{damage}, and it was loaded again and verified in {time.monotonic() - begun:.1f} s"
         resident.shown.why = "; ".join(filter(None, (why, resident.shown.why)))
-        # Last: `_recalled` and `check` read it from other threads.
+        # Change the state last, because `_recalled` and `check` read it from other threads.
         resident.become(ResidentState.KEPT, why)
         log.warning("%s: %s", why, resident.report)
         self.member.beat_now()
@@ -434,7 +436,8 @@ class WeightCache:
         """Raise an error if a model was lost.
 
         Raises:
-            IntegrityError: a model's memory was damaged and it could not be loaded again; the message says why.
+            IntegrityError: a model's memory was damaged and the model could not be loaded again. The message gives the
+                reason.
         """
         for resident in list(self._models.values()):
             if resident.state is ResidentState.LOST:
@@ -442,16 +445,16 @@ class WeightCache:
                 raise IntegrityError(resident.why, uri=uri, hint="start the weight cache again")
 
     def drop(self, model: str, *, revision: str | None = None, drain_s: float = 30.0) -> None:
-        """Drop a model: grant no new leases, wait for engines and readers, free its memory.
+        """Drop a model: grant no new leases, wait for engines and readers, and free its memory.
 
         Args:
-            model: drop all revisions of this model.
-            revision: drop only this revision.
+            model: name of the model.
+            revision: drop only this revision. None means all revisions.
             drain_s: seconds to wait for engines and readers.
 
         Raises:
             NotFound: the model is not kept.
-            SourceBusy: engines or readers still use it after `drain_s`; it is kept as before.
+            SourceBusy: engines or readers still use it after `drain_s`. It is kept as before.
         """
         keys = [kept.key for kept in self.models() if kept.model == model and revision in (None, kept.revision)]
         if not keys:
@@ -460,13 +463,13 @@ class WeightCache:
         deadline = time.monotonic() + drain_s
         for key in keys:
             self._drop(key, max(0.0, deadline - time.monotonic()))
-        # The memory is freed only with the last view of it, and views may be in reference cycles.
+        # The memory is freed with its last view, and views may be in reference cycles.
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _drop(self, key: str, drain_s: float) -> None:
-        """Drop one model by its key; see `drop`."""
+        """Drop one model by its key. See `drop`."""
         resident = self._models[key]
         begun = time.monotonic()
         if resident.reloaded is not None and not wait([resident.reloaded], timeout=drain_s).done:
@@ -474,7 +477,7 @@ class WeightCache:
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
         weights = resident.shown
         before = resident.state
-        # From here on no thread of the server brings it back, and none reloads it.
+        # From now on no thread of the server brings it back, and no thread reloads it.
         if not resident.become(ResidentState.DROPPING):
             raise SourceBusy(f"{resident.name!r} is {before}", hint="wait longer: drain_s")
         # Engines see this state when they renew their leases, and can detach.
@@ -483,13 +486,13 @@ class WeightCache:
         left = self.member.server.drain(key, drain_s)
         if left:
             attached = self.member.server.num_attached(key)
-            # As before: a model that is still in use must not be lost.
+            # Restore the state, because a model that is still in use must not be lost.
             weights.set_state("whole")
             resident.become(before)
             self.member.server.show(weights)
             self.member.beat_now()
             message = f"{attached} engines and {left - attached} readers still use {weights.identity.model!r}"
-            raise SourceBusy(message, hint="stop them, or wait longer: drain_s")
+            raise SourceBusy(message, hint="stop them, or increase drain_s")
         self.member.hide(weights, 0.0)
         self.member.report_now()
         resident.become(ResidentState.DROPPED)
@@ -499,7 +502,7 @@ class WeightCache:
         self._once_idle(lambda: self.tiers.drop(resident.block))
 
     def _once_idle(self, act: Callable[[], None]) -> None:
-        """Call `act`, retrying while a move or a pin of the block makes it raise SourceBusy."""
+        """Call `act`, and retry while a move or a pin of the block makes it raise SourceBusy."""
         deadline = time.monotonic() + self._settings.stall_s
         while True:
             try:
@@ -513,15 +516,15 @@ class WeightCache:
     def serve(
         self, *, drain_s: float = 30.0, timeout_s: float | None = None, ready: Callable[[], None] | None = None
     ) -> None:
-        """Serve until `leave`, SIGTERM or SIGINT; then wait for engines and readers at most `drain_s`, and leave.
+        """Serve until `leave`, SIGTERM or SIGINT. Then wait at most `drain_s` for engines and readers, and leave.
 
         Args:
-            drain_s: seconds to wait at the end; a second signal ends the wait.
-            timeout_s: return after this long and keep the models; None: no limit.
+            drain_s: seconds to wait at the end. A second signal ends the wait.
+            timeout_s: return after this many seconds and keep the models. None means no limit.
             ready: called once, when a signal ends the service in order and no longer kills the process.
 
         Raises:
-            IntegrityError: see `check`; this cache has waited for engines and readers of the other models, and left.
+            IntegrityError: see `check`. The cache has waited for engines and readers of the other models, and left.
         """
         try:
             if until_stopped(self._stopped, self.check, timeout_s, ready):
@@ -531,9 +534,9 @@ class WeightCache:
             raise
 
     def leave(self, drain_s: float = 30.0) -> None:
-        """Grant no new leases, wait for engines and readers at most `drain_s`, and leave the fleet. Idempotent.
+        """Grant no new leases, wait at most `drain_s` for engines and readers, and leave the fleet. Idempotent.
 
-        Host memory that an engine has mapped stays valid while it is mapped, also after the cache has ended.
+        Host memory that an engine has mapped stays valid while it is mapped, even after the cache has ended.
         """
         self._stopped.set()
         if self.state is CacheState.NEW:
@@ -544,16 +547,16 @@ class WeightCache:
         for resident in self._models.values():
             resident.become(ResidentState.DROPPED)
         if users := self._users():
-            log.warning("waiting for %s, %.0f s at most", users, drain_s)
+            log.warning("waiting at most %.0f s for %s", drain_s, users)
         self.member.leave(drain_s)
-        # A running reload ends by the deadlines of a fetch.
+        # The deadlines of a fetch end a running reload.
         self._reloads.shutdown(cancel_futures=True)
         self._models.clear()
         self.tiers.close()
         self._become(CacheState.LEFT)
 
     def _users(self) -> str:
-        """Return how many engines and readers use the models, in words; empty: none."""
+        """Describe how many engines and readers use the models. Empty if there are none."""
         server = self.member.server
         num_attached = sum(map(server.num_attached, self._models))
         num_readers = sum(map(server.num_readers, self._models)) - num_attached
@@ -561,7 +564,7 @@ class WeightCache:
         return " and ".join(f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count)
 
     def __enter__(self) -> WeightCache:
-        # After `start` or `open`, `with` only ends it.
+        # After `start` or `open`, `with` only closes the cache at its end.
         return self.open() if self.state is CacheState.NEW else self
 
     def __exit__(
@@ -572,7 +575,7 @@ class WeightCache:
 
 
 class _CacheDestination:
-    """The destination for `convert` that `WeightCache.into` returns; see `MemoryDestination`."""
+    """The destination for `convert` that `WeightCache.into` returns. See `MemoryDestination`."""
 
     def __init__(self, cache: WeightCache, model: str) -> None:
         self._cache = cache
@@ -580,7 +583,7 @@ class _CacheDestination:
         self.uri = f"{SCHEME}{model}"
 
     def take(self, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
-        """Run the conversion into the cache's memory; see `MemoryDestination.take`."""
+        """Run the conversion into the cache's memory. See `MemoryDestination.take`."""
         self._cache._convert(self._model, job, fill)
 
 
@@ -596,9 +599,9 @@ def _levels(
     disk_bytes: int | None,
     settings: Settings,
 ) -> list[Level]:
-    """Return the tiers: the device, pinned host memory of a GPU, the disk."""
+    """Return the tiers: the device, pinned host memory for a GPU, and the disk."""
     levels, below = [], []
-    # The disk's tier first: it checks its directory, and pinning host memory takes seconds.
+    # Create the disk's tier first, because it checks its directory and pinning host memory takes seconds.
     if disk is not None:
         below.append(Level(tier=SpillTier.open(disk), budget_bytes=disk_bytes, budget="disk_bytes"))
     if device.type == "cpu":
@@ -607,6 +610,7 @@ def _levels(
         levels.append(Level(tier=CudaTier(device, stall_s=settings.stall_s), budget_bytes=memory_bytes))
         if host_bytes is not None:
             pool = PoolTier.open(host_bytes, registrar=CudaRegistrar(device), stall_s=settings.stall_s)
-            # A model that comes back leaves its copy: the one that makes room for it is then not copied down each time.
+            # A model that comes back leaves its copy in this tier, so that the next eviction need not copy it down
+            # again.
             levels.append(Level(tier=pool, budget_bytes=host_bytes, keeps_copies=True, budget="host_bytes"))
     return [*levels, *below]

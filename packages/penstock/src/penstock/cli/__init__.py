@@ -1,5 +1,5 @@
-"""The command line: each command in its own file, registered in `main`.
+"""The command line. Each command has its own file and is registered in `main`.
 
-In: arguments. Out: data on stdout, progress and errors on stderr, an exit code (`main.run`).
-Not here: any work; a command calls a public verb and prints what it returns. Nothing heavy is imported before that.
+A command only calls public verbs and prints their results. It writes data to stdout, and progress and errors to stderr.
+Nothing heavy is imported before the verb is called.
 """

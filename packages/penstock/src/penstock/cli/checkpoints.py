@@ -1,9 +1,6 @@
-"""`penstock inspect`, `penstock manifest` and `penstock verify`: commands about a weight set in storage.
+"""`penstock inspect`, `penstock manifest` and `penstock verify`: commands for weights in storage.
 
-In: a URI, keys as PEM files. Out: files, dtypes and tensors, what was written, or the verdict, on stdout.
-Not here: the work (`loader.verify`).
-
-`inspect` reads headers only and needs no torch; `manifest` and `verify` read every body.
+`inspect` reads only headers and needs no torch. `manifest` and `verify` read every body.
 """
 
 from __future__ import annotations
@@ -80,7 +77,7 @@ def inspect(
         }
     )
     if report.not_loadable:
-        write_lines(f"torch has no dtype for {len(report.not_loadable)} of the tensors: load refuses them")
+        write_lines(f"load refuses {len(report.not_loadable)} of the tensors, because torch has no dtype for them")
     dtypes = sorted(report.dtypes.items(), key=lambda item: -item[1])
     write_lines("")
     write_columns(["dtype", "bytes"], [[str(dtype), bytes_text(nbytes)] for dtype, nbytes in dtypes])
@@ -88,21 +85,21 @@ def inspect(
     files = [[file.name, bytes_text(file.nbytes), per_file[i]] for i, file in enumerate(manifest.files)]
     write_columns(["file", "bytes", "tensors"], files)
     write_lines("")
-    # An MoE checkpoint has 60,000 tensors: people look for the first, programs read JSON, which has all of them.
+    # An MoE checkpoint has 60,000 tensors. People read the first ones, and programs read JSON, which has all of them.
     num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
     rows = []
     for i in range(num_shown):
         row = tensor_row(manifest, i)
-        # What the blocks stand for: their dtype, U8, and their bytes are no news.
+        # Show the quantised type and its elements instead of the blocks' dtype U8 and bytes.
         row = {**row, "type": row["dtype"], "elements": row["shape"], **_blocks(report, manifest.tensors.names[i])}
         rows.append([row[key] for key in ("name", "type", "elements", "nbytes", "file")])
     write_columns(["tensor", "dtype", "shape", "bytes", "file"], rows)
     if num_shown < len(manifest.tensors):
-        write_lines(f"... and {len(manifest.tensors) - num_shown} more (--all)")
+        write_lines(f"... and {len(manifest.tensors) - num_shown} more. Use --all to list all.")
 
 
 def _blocks(report: InspectReport, name: str) -> Mapping[str, object]:
-    """Return type and shape, in elements, of a quantised tensor of GGUF; nothing for others."""
+    """Return the type and the shape in elements of a quantised GGUF tensor. Empty for other tensors."""
     blocks = report.blocks.get(name)
     return {} if blocks is None else {"type": blocks.type, "elements": list(blocks.shape)}
 
@@ -130,17 +127,18 @@ def tensors_per_file(manifest: Manifest) -> list[int]:
 
 def manifest(
     uri: Uri,
-    sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM); adds FILE.sig.")] = None,
-    out: Annotated[str | None, option("--out", "URI", "Where to write; default: beside the weights.")] = None,
+    sign: Annotated[Path | None, option("--sign", "KEY", "Ed25519 private key (PEM). Adds FILE.sig.")] = None,
+    out: Annotated[str | None, option("--out", "URI", "Where to write. Default: next to the weights.")] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a manifest that has other digests: weights changed on purpose.")
+        bool,
+        typer.Option("--force", help="Replace a manifest with different digests, because the weights were changed."),
     ] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Write a manifest with digests of the weights.
 
-    Every body is read once. Every later load is verified against the manifest. If a manifest with other digests is
-    there, the command fails, because the weights may be damaged.
+    Every body is read once, and every later load is verified against the manifest. If there is a manifest with
+    different digests, the command fails, because the weights may be damaged.
     """
     import penstock
 
@@ -163,7 +161,7 @@ def manifest(
 def verify(
     uri: Uri,
     public_key: Annotated[
-        Path | None, option("--public-key", "KEY", "Ed25519 public key (PEM); require its signature.")
+        Path | None, option("--public-key", "KEY", "Ed25519 public key (PEM). Requires its signature.")
     ] = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
@@ -187,5 +185,6 @@ def verify(
             }
         )
     if not verdict.verified:
-        # The exit code of a failure with an intact destination (`main.FAILED`): a script can tell it from success.
+        # Exit with the code of a failure with an intact destination (`main.FAILED`), so that a script can tell it from
+        # success.
         raise typer.Exit(3)

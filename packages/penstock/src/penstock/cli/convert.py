@@ -1,8 +1,5 @@
 """`penstock convert`: convert checkpoints out of core, into files or into a weight cache.
 
-In: sources, a destination, operations in words. Out: the report on stdout, progress on stderr; or the plan.
-Not here: the conversion (`penstock.convert`).
-
 With a destination `cache:MODEL` this process keeps the result after the report, until SIGTERM.
 """
 
@@ -47,10 +44,12 @@ if TYPE_CHECKING:
     from penstock.jobs.workers.launch import LocalLauncher
     from penstock.plan.cluster import Rates
 
-Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or names: cuda:0,cuda:1.")]
+Devices = Annotated[str, typer.Option("--devices", help="all, cpu, or a list such as cuda:0,cuda:1.")]
 Workers = Annotated[int | None, typer.Option("--workers", help="Number of worker processes.", show_default=False)]
-WorkerBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host memory of each worker's tasks: 512M, 2G.")]
-ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Largest file of the result.")]
+WorkerBytes = Annotated[
+    str | None, option("--memory-bytes", "BYTES", "Host memory for the tasks of each worker, such as 512M.")
+]
+ShardBytes = Annotated[str, typer.Option("--shard-bytes", help="Maximum size of a file in the result.")]
 Scratch = Annotated[
     Path | None,
     typer.Option(
@@ -66,9 +65,7 @@ Trace = Annotated[
 ]
 ReportHub = Annotated[
     str | None,
-    option(
-        "--hub", "URL", "Report progress to this hub, for its page and status; of cache:MODEL the weight cache's hub."
-    ),
+    option("--hub", "URL", "Report progress to this hub. For cache:MODEL, the weight cache's hub."),
 ]
 Ray = Annotated[
     str | None,
@@ -113,31 +110,32 @@ def convert(
     data_port: DataPort = 0,
     list_ops: Annotated[
         bool,
-        typer.Option("--list-ops", callback=_list_ops, is_eager=True, help="List the operations of --op, and exit."),
+        typer.Option("--list-ops", callback=_list_ops, is_eager=True, help="List the operations for --op and exit."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, convert nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and convert nothing.")] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Convert or merge checkpoints, out of core.
 
-    Other formats, other shards, merges, your own functions. If it is interrupted, run it again: it resumes.
+    The command changes formats and shards, merges checkpoints, and runs your own functions. If it is interrupted, run
+    it again and it resumes.
     """
     if len(places) < 2:
         raise ConfigError(
             "a conversion needs sources and a destination", hint="penstock convert SRC DST --to cast:BF16"
         )
-    # Refused, not ignored: whoever gives it expects that the result is offered to a fleet.
+    # Refuse the option instead of ignoring it, because its user expects that the result is offered to a fleet.
     if listen is not None and not places[-1].startswith("cache:"):
-        message = f"--listen is for a destination cache:MODEL, not for {places[-1]!r}"
-        raise ConfigError(message, hint="leave it out")
+        message = f"--listen requires a destination cache:MODEL, not {places[-1]!r}"
+        raise ConfigError(message, hint="leave --listen out")
     if token_file is not None and hub is None and not places[-1].startswith("cache:"):
-        message = "--token-file is for a hub that the conversion reports to, or for a destination cache:MODEL"
-        raise ConfigError(message, hint="give --hub URL too, or leave it out")
+        message = "--token-file requires --hub or a destination cache:MODEL"
+        raise ConfigError(message, hint="give --hub URL, or leave --token-file out")
     connection = connection_of(hub, token_file, listen, data_port)
     words = list(op or ())
     speeds = None if rates is None else read_rates(rates)
     if dry_run:
-        # Which devices a Ray cluster has is not known here.
+        # This process does not know the devices of a Ray cluster.
         named = [] if ray is not None else devices.split(",")
         sizes = {"task_bytes": task_bytes, "memory_bytes": memory_bytes}
         request = {"to": to, "operations": words, "verify": verify, **sizes}
@@ -147,17 +145,17 @@ def convert(
 
     launcher = None
     if ray is not None:
-        # Ray's native code logs to descriptor 1 under RAY_LOG_TO_STDERR, from threads of its own.
+        # With RAY_LOG_TO_STDERR, threads of Ray's native code log to descriptor 1.
         keep_stdout()
     elif to is not None or workers is not None or not _is_copy(words):
         launcher = LocalLauncher(devices.split(","), workers)
-        # The workers start while this process imports the rest.
+        # Start the workers while this process imports the rest.
         launcher.begin()
     from penstock.jobs.result import SCHEME
 
     settings: dict[str, Any] = {"num_workers": workers, "memory_bytes": memory_bytes, "task_bytes": task_bytes}
     settings |= {"scratch": scratch, "ray": ray, "rates": speeds, "trace": trace}
-    # By the option alone: a process with PENSTOCK_HUB set for its engine does not announce its conversions.
+    # Use only the option. A process with PENSTOCK_HUB set for its engine does not report its conversions.
     if hub is not None:
         from penstock.hub.job_reporter import HubReporter
 
@@ -181,7 +179,7 @@ def convert(
 
 
 def _is_copy(words: list[str]) -> bool:
-    # Imported only where it is asked: workers that a conversion needs should start before this process imports more.
+    # Import it here, so that workers start before this process imports more.
     from penstock.jobs.operations.spec import is_copy
 
     return is_copy(words)
@@ -196,18 +194,18 @@ def _predict(
     shard_bytes: str,
     request: Mapping[str, Any],
 ) -> None:
-    """Plan a conversion of all places but the last to the last, predict its seconds, and write both to stdout.
+    """Plan a conversion from all places except the last to the last. Write the plan and the predicted time to stdout.
 
     Args:
-        devices: of this host; none: they are not known here.
-        request: other arguments of `plan`.
+        devices: devices on this host. Empty if they are unknown here.
+        request: other arguments for `plan`.
     """
     from penstock.jobs.report import predict
     from penstock.jobs.request import plan
     from penstock.jobs.result import ONE_FILE, SCHEME
     from penstock.jobs.workers.launch import devices_of
 
-    # A weight cache has no files: the plan of its memory is that of one file.
+    # A weight cache has no files. The plan for its memory is the plan for one file.
     shards = ONE_FILE if places[-1].startswith(SCHEME) else shard_bytes
     job = plan(places[:-1], shard_bytes=shards, **request)
     where = devices_of(devices, workers) if devices else ()
@@ -215,7 +213,7 @@ def _predict(
 
 
 def _run(launcher: LocalLauncher | None, settings: dict[str, Any], sources: list[str], **options: Any) -> ConvertReport:
-    """Run `penstock.convert` with these `WorkerSettings` and this launcher, and end the launcher."""
+    """Run `penstock.convert` with these `WorkerSettings` and this launcher, and close the launcher."""
     import penstock
 
     with launcher or nullcontext():
@@ -228,11 +226,11 @@ def _keep(run: Callable[..., ConvertReport], model: str, connection: ConnectionS
 
     with penstock.cache.WeightCache(connection=connection) as cache:
         write_report(run(destination=cache.into(model)), format)
-        # Scripts wait for the report before they start engines, and stdout is buffered where it is a pipe.
+        # Scripts wait for the report before they start engines, and stdout is buffered if it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
-        # Only once signals are handled: a script that reads the note may send one at once.
-        cache.serve(ready=partial(note, f"keeping {model}: {total} on {cache.device}; SIGTERM or Ctrl-C ends it"))
+        # Print the note once signals are handled, because a script that reads it may send a signal immediately.
+        cache.serve(ready=partial(note, f"keeping {model}: {total} on {cache.device}. Stop with SIGTERM or Ctrl-C."))
 
 
 _EXECUTORS = ("fetch", "compute", "send")
@@ -241,7 +239,7 @@ _EXECUTORS = ("fetch", "compute", "send")
 def write_report(report: ConvertReport, format: OutputFormat) -> None:
     """Write the report of a conversion to stdout."""
     if format is OutputFormat.json:
-        # Properties of the report: `plain` writes fields only.
+        # `plain` writes only fields, so add the report's properties.
         derived = {name: getattr(report, name) for name in ("gb_per_s", "utilisation", "end_s", "off_by")}
         write_json({**plain(report), **derived})
         return
@@ -254,12 +252,12 @@ def write_report(report: ConvertReport, format: OutputFormat) -> None:
             f"{bytes_text(report.verified_bytes)} of {bytes_text(report.read_bytes)} compared",
             "tasks": _tasks(report),
             "read": _read(report),
-            "time": f"{report.wall_s:.2f} s, of them {report.start_s:.2f} to start and {report.end_s:.2f} to end; "
+            "time": f"{report.wall_s:.2f} s, with {report.start_s:.2f} s to start and {report.end_s:.2f} s to end; "
             f"{report.gb_per_s:.2f} GB/s read",
             "moving": _moving(report),
             "busy": ", ".join(f"{name} {share:.2f}" for name, share in report.utilisation.items())
             + f" threads of each of {report.num_workers} workers",
-            "memory": f"at most {bytes_text(report.peak_bytes)} of host memory a worker",
+            "memory": f"at most {bytes_text(report.peak_bytes)} of host memory in each worker",
         }
     )
     for text in report.left_out_by_reason():
@@ -278,9 +276,9 @@ def write_report(report: ConvertReport, format: OutputFormat) -> None:
 
 
 def _tasks(report: ConvertReport) -> str:
-    """Return the number of tasks, and how many had to be moved because workers were lost."""
+    """Describe the number of tasks, and how many were moved because workers were lost."""
     lost = sum(worker.end != "finished" for worker in report.workers)
-    parts = [f"{report.num_tasks}, of them {report.num_resumed} done before"]
+    parts = [f"{report.num_tasks}, including {report.num_resumed} from an earlier run"]
     if lost:
         moved = f"{report.num_stolen} reassigned, {report.num_twice} duplicated"
         parts.append(f"{moved}, {lost} {'worker was' if lost == 1 else 'workers were'} lost")
@@ -288,23 +286,21 @@ def _tasks(report: ConvertReport) -> str:
 
 
 def _read(report: ConvertReport) -> str:
-    """Return where the bytes came from, and why more were read than the tasks need."""
+    """Describe where the bytes came from, and why more were read than the tasks need."""
     parts = [f"{bytes_text(report.fetched_bytes)} from the sources, {bytes_text(report.held_bytes)} from caches"]
-    # Idle workers run the last tasks of others a second time, so that one slow worker does not hold up the end.
+    # Idle workers run the last tasks of others again, so that one slow worker does not delay the end.
     if report.num_twice and report.fetched_bytes > report.read_bytes:
         tasks = "1 task" if report.num_twice == 1 else f"{report.num_twice} tasks"
-        parts.append(
-            f"{bytes_text(report.read_bytes)} are needed: idle workers ran {tasks} a second time, to end sooner"
-        )
+        parts.append(f"{bytes_text(report.read_bytes)} are needed, because idle workers repeated {tasks} to end sooner")
     return "; ".join(parts)
 
 
 def _moving(report: ConvertReport) -> str:
-    """Return the predicted and the measured time of the transfer as text."""
+    """Describe the predicted and the measured time of the transfer."""
     if report.predicted_s is None or report.off_by is None:
-        return f"took {report.moving_s:.2f} s, not predicted: {report.predicted_by}"
+        return f"took {report.moving_s:.2f} s, without a prediction: {report.predicted_by}"
     off = f"{abs(report.off_by):.0%} {'over' if report.off_by >= 0 else 'under'}".replace("%", " %")
-    return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), by {report.predicted_by}"
+    return f"predicted {report.predicted_s:.2f} s, took {report.moving_s:.2f} s ({off}), from {report.predicted_by}"
 
 
 def _write_plan(job: ConversionJob, predicted: Predicted, format: OutputFormat) -> None:
@@ -323,21 +319,21 @@ def _write_plan(job: ConversionJob, predicted: Predicted, format: OutputFormat) 
     if format is OutputFormat.json:
         write_json({**facts, "predicted_s": seconds, "predicted_by": by})
         return
-    shown = {name.removeprefix("num_"): bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
-    write_fields({**shown, "predicted": f"no: {by}" if seconds is None else f"{seconds:.2f} s, by {by}"})
+    texts = {name.removeprefix("num_"): bytes_text(int(v)) if "bytes" in name else v for name, v in facts.items()}
+    write_fields({**texts, "predicted": f"no: {by}" if seconds is None else f"{seconds:.2f} s, from {by}"})
 
 
 def read_rates(path: Path) -> Rates:
-    """Return the rates of a machine's stages from a file. ConfigError: they cannot be read."""
+    """Read the rates of a machine's stages from a file. Raise ConfigError if that fails."""
     from penstock.plan.cluster import Rates, from_json
 
-    speeds = from_json(read_file(path, hint="penstock calibrate FILE writes it (package penstock-tools)"), Rates)
+    speeds = from_json(read_file(path, hint="create it with penstock calibrate FILE (package penstock-tools)"), Rates)
     speeds.check()
     return speeds
 
 
 def read_file(path: Path, *, hint: str) -> bytes:
-    """Return the contents of a file that the user named. ConfigError: it cannot be read."""
+    """Return the contents of a file that the user named. Raise ConfigError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:

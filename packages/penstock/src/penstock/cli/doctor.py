@@ -1,7 +1,6 @@
-"""`penstock doctor`: report devices, measured rates, installed engines and environment variables of this machine.
+"""`penstock doctor`: report devices, measured rates, installed engines and environment variables on this machine.
 
-In: nothing, or a path whose disk is measured. Out: facts on stdout; each measurement takes about a second at most.
-Not here: a weight set (`inspect`), a loader's speed (`bench load`).
+Each measurement takes at most about a second.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _ECOSYSTEMS = {
     "RUNAI_STREAMER_": "penstock_hf.runai_streamer",
 }
 
-# More than the processor's caches hold: the rate is that of memory.
+# Larger than the processor's caches, so that the rate is the memory's.
 _COPY_BYTES = 256 * MIB
 _READ_CHUNK_BYTES = 8 * MIB
 _READ_S = 1.0
-"""Longest one disk measurement reads. Reason: a disk's first second is its rate, and doctor is to be quick."""
+"""Maximum seconds for one disk measurement. A second gives the disk's rate, and the command has to be quick."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """A measured rate in decimal GB/s; None and the reason where it could not be measured."""
+    """A measured rate in decimal GB/s. If it was not measured, the rate is None and `why` gives the reason."""
 
     name: str
     gb_per_s: float | None
@@ -64,12 +63,12 @@ class Limit:
 
 
 def doctor(
-    path: Annotated[Path | None, option("--path", "FILE", "A large file on the disk to measure.")] = None,
+    path: Annotated[Path | None, option("--path", "FILE", "A large file on the disk whose rate to measure.")] = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Report devices, measured limits and packages.
 
-    Also which packages are missing and what they are for, and the environment variables in force.
+    The report also has missing packages with their purpose, and the environment variables that are set.
     """
     devices, limits, engines = find_devices(), measure_limits(path), find_engines()
     variables = find_variables()
@@ -89,7 +88,7 @@ def doctor(
     write_lines("", "engines")
     write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in engines})
     write_lines("", "environment")
-    write_columns(["  variable", "value", "what it is"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
+    write_columns(["  variable", "value", "meaning"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
 
 
 def find_devices() -> list[Fact]:
@@ -107,7 +106,7 @@ def find_devices() -> list[Fact]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        why = "torch is a CPU build" if built is None else f"torch is built for CUDA {built} but finds no device"
+        why = "torch is a CPU build" if built is None else f"torch is built for CUDA {built} and finds no device"
         return [*facts, Fact(name="cuda", value="no", why=why)]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
@@ -123,7 +122,7 @@ def find_devices() -> list[Fact]:
 
 
 def find_engines() -> list[Fact]:
-    """Return the kernel features and packages by which bytes are moved or checked, and whether they are here."""
+    """Return the kernel features and packages that move or check bytes, and whether they are available."""
     kernel = os.uname().release
     direct = "yes" if hasattr(os, "O_DIRECT") else "no"
     nowait = "yes" if hasattr(os, "RWF_NOWAIT") else "no"
@@ -138,11 +137,11 @@ def find_engines() -> list[Fact]:
     needs = {
         "obstore": ("obstore", "s3:// gs:// az://"),
         "torch": ("torch", f"tensors; {install_hint('torch')}"),
-        "triton": ("triton", "digests on the device; comes with torch's CUDA builds"),
+        "triton": ("triton", "digests on the device; part of torch's CUDA builds"),
         "safetensors": ("safetensors", "only a baseline for penstock bench"),
         "nixl": ("nixl", f"RDMA, and GPU memory between hosts; {install_hint('nixl')}"),
         "starlette": ("starlette", f"hosting a hub; {install_hint('hub')}"),
-        "gguf": ("gguf", f"values of K-quants and IQ types in convert; {install_hint('gguf')}"),
+        "gguf": ("gguf", f"conversion of K-quants and IQ types; {install_hint('gguf')}"),
         "huggingface_hub": ("huggingface_hub", f"hf:// and org/name; {install_hint('hf')}"),
         "redis": ("redis", f"several hubs that act as one; {install_hint('redis')}"),
         "ray": ("ray", f"conversions on a Ray cluster; {install_hint('ray')}"),
@@ -160,7 +159,7 @@ def find_engines() -> list[Fact]:
 
 
 def _io_uring() -> Fact:
-    """Say whether reads of cached files can be given to the kernel, by opening a ring."""
+    """Report whether the kernel accepts reads of cached files, by opening a ring."""
     why = refusal()
     if not why:
         try:
@@ -172,13 +171,13 @@ def _io_uring() -> Fact:
 
 def find_variables() -> list[tuple[str, str | None, str]]:
     """Return Penstock's variables with their values, and the names of other ecosystems' variables that are set."""
-    # Names only: values of these may be credentials.
+    # Show only the names, because these values may be credentials.
     others = [(name, "(set)", what) for prefix, what in _ECOSYSTEMS.items() for name in sorted(ecosystem(prefix))]
     return [*environment(), *others]
 
 
 def measure_limits(path: Path | None) -> list[Limit]:
-    """Measure a host copy, reads of `path` where one is given, and copies from host to every CUDA device."""
+    """Measure a host copy, reads of `path` if it is given, and copies from the host to every CUDA device."""
     limits = [_host_copy(), *_disk(path)]
     if not importable("torch"):
         return limits
@@ -189,9 +188,9 @@ def measure_limits(path: Path | None) -> list[Limit]:
 
 
 def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
-    """Return the GB/s of the best of some runs of `work`, which returns the bytes it moved."""
+    """Return the best rate in GB/s of several runs of `work`, which returns the number of bytes that it moved."""
     best = 0.0
-    # The best, not the mean: the first run touches the pages, and other processes only make a run slower.
+    # Take the best rate, because the first run touches the pages and other processes only make a run slower.
     for _ in range(repeat):
         begin = time.perf_counter()
         nbytes = work()
@@ -203,7 +202,7 @@ def _host_copy() -> Limit:
     """Measure a copy in host memory by one thread."""
     import numpy as np
 
-    # Written, not zeros: pages never written to are all the same zero page, which is copied from the cache.
+    # Write the pages first. Unwritten pages are all the same zero page, which is copied from the cache.
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.empty_like(source)
 
@@ -216,13 +215,13 @@ def _host_copy() -> Limit:
 
 def _disk(path: Path | None) -> list[Limit]:
     if path is None:
-        return [Limit(name="disk", gb_per_s=None, why="give --path FILE, a large file on it")]
+        return [Limit(name="disk", gb_per_s=None, why="give --path FILE with a large file on the disk")]
     named: Mapping[str, int] = {"buffered": 0, "direct": getattr(os, "O_DIRECT", 0)}
     return [_read(path, how, flags) for how, flags in named.items()]
 
 
 def _read(path: Path, how: str, flags: int) -> Limit:
-    """Measure reads of `path` from its start, for a second at most, by one thread."""
+    """Measure reads of `path` from its start by one thread, for at most a second."""
     name = f"disk read, {how}, one thread"
     if how == "direct" and not flags:
         return Limit(name=name, gb_per_s=None, why="this system has no direct I/O")
@@ -238,7 +237,7 @@ def _read(path: Path, how: str, flags: int) -> Limit:
         while offset < 4 * GIB and time.perf_counter() - begin < _READ_S:
             nbytes = os.preadv(file, [buffer], offset)
             offset += nbytes
-            # The end of the file: a direct read after it would not be aligned.
+            # Stop at the end of the file, because a direct read after it would not be aligned.
             if nbytes < _READ_CHUNK_BYTES:
                 break
         wall_s = time.perf_counter() - begin

@@ -1,8 +1,4 @@
-"""`penstock status`, `why`, `cache` and `fetch`: commands of a process that uses a fleet.
-
-In: a model's name, or URIs for `cache`. Out: the hub's answers, or reports, on stdout.
-Not here: the answers (`hub.directory`), keeping (`cache.weight_cache`), fetching and writing (`fetcher.to_files`).
-"""
+"""`penstock status`, `why`, `drain`, `cache` and `fetch`: commands that use a fleet."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.hub.job_state import JobState
     from penstock.hub.messages import HoldingState, MemberStatus, Status
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The name its members agree on.", show_default=False)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name in the fleet.", show_default=False)]
 _HEADER = [
     "member",
     "host",
@@ -63,7 +59,7 @@ _HEADER = [
     "silent",
 ]
 _SPARE = ("key", "host", "readers", "tier", "why", "silent", "revision", "bytes", "from", "rate")
-"""Columns that a narrow terminal does without, the first one first."""
+"""Columns that are left out on a narrow terminal, the first one first."""
 _JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
 _SPARE_OF_JOB = ("moved", "workers", "late", "process", "rate", "bytes", "error")
 _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "epoch", "state", "fleet", "bytes", "from", "silent"]
@@ -72,7 +68,8 @@ _SPARE_OF_SYNC = ("epoch", "host", "silent", "bytes", "from", "version")
 
 def status(
     model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Only members that have it or fetch it.", show_default=False)
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Only members that have or fetch this model.", show_default=False),
     ] = None,
     hub: Hub = None,
     token_file: TokenFile = None,
@@ -86,7 +83,7 @@ def status(
 ) -> None:
     """List the fleet's members, models and progress.
 
-    On a terminal, what it has no room for is left out; a pipe and --format json get all of it.
+    On a narrow terminal, columns are left out. A pipe and --format json get all of them.
     """
     import penstock
 
@@ -97,7 +94,7 @@ def status(
     from penstock.hub.client import HubClient, resolve_connection
 
     connection = resolve_connection(connection)
-    # One client for all looks: it keeps its connection, and waits for a hub that is away for a moment.
+    # Use one client for all requests. It keeps its connection and waits for a hub that is away for a moment.
     with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
         if format is OutputFormat.human and sys.stdout.isatty():
             _redraw(lambda: client.status(model), model, watch)
@@ -110,7 +107,7 @@ def status(
 
 
 def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoReturn:
-    """Show the members on a screen of their own until Ctrl-C, which leaves the last of them on the terminal."""
+    """Show the members full screen until Ctrl-C, and leave the last state on the terminal."""
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
@@ -118,15 +115,15 @@ def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoR
     fleet, console = ask(), Console()
 
     def screen() -> Text:
-        head = f"{time.strftime('%H:%M:%S')}, every {every_s:g} s; Ctrl-C ends it"
+        head = f"{time.strftime('%H:%M:%S')}, every {every_s:g} s. Stop with Ctrl-C."
         lines = [head, "", *_lines(fleet, model, console.width)]
-        # The last line says how much there is no room for: a screen does not scroll.
+        # The last line says how many lines are missing, because the screen does not scroll.
         if (excess := len(lines) - console.height) > 0:
             lines[console.height - 1 :] = [f"... and {excess + 1} more lines"]
         return Text("\n".join(lines), no_wrap=True, overflow="crop")
 
     try:
-        # Drawn several times a second, so that it follows the size of the window.
+        # Redraw several times a second, so that the table follows the size of the window.
         with Live(get_renderable=screen, console=console, screen=True, refresh_per_second=4):
             while True:
                 time.sleep(every_s)
@@ -147,12 +144,12 @@ def _show(fleet: Status, model: str | None, format: OutputFormat) -> None:
 
 def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
     """Return the fleet as lines of at most this width: tables of weights, syncs and conversions, then lost members."""
-    # A process that failed or was killed is no member any more. Those of members that live are on the fleet page.
+    # A process that failed or was killed is no longer a member. The fleet page shows the failures of live members.
     live = {member.member for member in fleet.members}
     failures = [failure for failure in fleet.to_dict()["failures"] if failure["member"] not in live]
     lost = [cut(printable(line), width) for line in failure_lines(failures)]
     if not fleet.members and not fleet.jobs:
-        return ["no members" if model is None else f"no member has or wants {model}", *lost]
+        return ["no members" if model is None else f"no member has or fetches {model}", *lost]
     weights = [row for member in fleet.members for row in _rows(member, model)]
     syncs = [row for member in fleet.members for row in _sync_rows(member)]
     lines = columns(_HEADER, weights, width=width, spare=_SPARE) if weights else []
@@ -167,12 +164,12 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
 
 
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
-    """Return one row for each set of weights; a member without weights or syncs has a row too."""
+    """Return a row for each set of weights. A member without weights or syncs also has a row."""
     who = _who(member)
-    # Seconds since the last beat: a value near the hub's TTL is a member about to be forgotten.
+    # Seconds since the last heartbeat. A member whose value is near the hub's TTL is about to be removed.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
-    # The hub lists a member that has the model with all of its weights; a reader asked for one model.
+    # The hub lists all weights of a member that has the model. Show only the requested model.
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
             rows.append([who, member.host[:8], *_cells(holding, member.boot), silent])
@@ -183,12 +180,12 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
 
 
 def _who(member: MemberStatus) -> str:
-    # As paths and `why` name it, so that a reader can find it there.
+    # Use the same name as paths and `why`, so that a reader can find it there.
     return f"{member.member[:8]} {member.name}"
 
 
 def _sync_rows(member: MemberStatus) -> list[list[object]]:
-    """Return one row for each rank of a sync."""
+    """Return a row for each rank of a sync."""
     return [
         [
             _who(member),
@@ -225,16 +222,16 @@ def _job_row(job: JobState) -> list[object]:
 
 
 def _cells(holding: HoldingState, boot: str) -> list[object]:
-    """Return the cells of one set of weights; `boot` is the start of its process."""
+    """Return the cells for one set of weights. `boot` is the start of its process."""
     num_have = sum(stop - start for start, stop in holding.have)
     share = "" if num_have == holding.num_chunks else f" ({num_have / max(1, holding.num_chunks):.0%})"
     readers = f"{holding.num_readers}/{holding.max_readers}" if holding.max_readers else str(holding.num_readers)
     return [
         holding.identity.model,
         holding.key[:8],
-        # As reports show it: long enough for `--revision`.
+        # Show as much as reports do, which is enough for `--revision`.
         holding.revision[:19],
-        # While it is filled, the state and the chunks say more than the phase of the fetch.
+        # While it is filling, the state and the chunks say more than the phase of the fetch.
         holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
         holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",
@@ -248,14 +245,14 @@ def _cells(holding: HoldingState, boot: str) -> list[object]:
 
 def why(
     model: Model,
-    member: Annotated[str | None, option("--member", "ID", "Only the reasons of this member.")] = None,
+    member: Annotated[str | None, option("--member", "ID", "Only reasons for this member.")] = None,
     hub: Hub = None,
     token_file: TokenFile = None,
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Explain from which members a model is read.
 
-    And why not from the others: identities that differ, states, complaints of readers.
+    It also explains why it is not read from the others: different identities, states, and complaints from readers.
     """
     import msgspec
 
@@ -269,15 +266,17 @@ def why(
 
 
 def drain(
-    member: Annotated[str, typer.Argument(metavar="MEMBER", help="Its id, or the beginning of it as status shows it.")],
+    member: Annotated[str, typer.Argument(metavar="MEMBER", help="Its id, or the beginning that status shows.")],
     undo: Annotated[bool, typer.Option("--undo", help="Send readers to it again.")] = False,
-    reason: Annotated[str, typer.Option("--reason", help="For the audit and the fleet page.", show_default=False)] = "",
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason for the audit log and the fleet page.", show_default=False)
+    ] = "",
     hub: Hub = None,
     token_file: TokenFile = None,
 ) -> None:
     """Send no more readers to a member.
 
-    Until it leaves; the readers that it has finish or move on. Needs an operator's token.
+    The drain ends when the member leaves. Present readers finish or use other members. It needs an operator's token.
     """
     import penstock
 
@@ -287,10 +286,10 @@ def drain(
 
 def cache(
     uris: Annotated[
-        list[str] | None, typer.Argument(metavar="URI...", help="Weight sets, each as `penstock load` takes it.")
+        list[str] | None, typer.Argument(metavar="URI...", help="Weights, in the form that `penstock load` accepts.")
     ] = None,
     model: Annotated[
-        list[str] | None, option("--model", "NAME", "Name for engines, once per URI. Default: its last part.")
+        list[str] | None, option("--model", "NAME", "Name for engines, once per URI. Default: the URI's last part.")
     ] = None,
     device: Device = "cpu",
     hub: Hub = None,
@@ -298,30 +297,31 @@ def cache(
     data_port: DataPort = 0,
     token_file: TokenFile = None,
     memory_bytes: Annotated[
-        str | None, option("--memory-bytes", "BYTES", "Limit for all models on the device: 40G.")
+        str | None, option("--memory-bytes", "BYTES", "Limit for all models on the device, such as 40G.")
     ] = None,
     host_bytes: Annotated[
         str | None, option("--host-bytes", "BYTES", "Pinned host memory for idle models of a GPU.")
     ] = None,
     disk: Annotated[
-        str | None, option("--disk", "DIR", "Local directory for idle models that no memory holds.")
+        str | None, option("--disk", "DIR", "Local directory for idle models that do not fit in memory.")
     ] = None,
     disk_bytes: Annotated[str | None, option("--disk-bytes", "BYTES", "Limit for --disk.")] = None,
     accept: Annotated[
-        bool, typer.Option("--accept", help="Keep processed parameters that engines of this host hand over, too.")
+        bool, typer.Option("--accept", help="Also keep processed parameters that engines on this host hand over.")
     ] = False,
     max_readers: Annotated[
-        int, typer.Option("--max-readers", metavar="N", min=1, help="Readers of each model at once.")
+        int,
+        typer.Option("--max-readers", metavar="N", min=1, help="Maximum number of concurrent readers of each model."),
     ] = 4,
     max_bytes_per_s: Annotated[
-        str, option("--max-bytes-per-s", "BYTES", "Limit for all readers together: 2G; 0: no limit.")
+        str, option("--max-bytes-per-s", "BYTES", "Limit for all readers together, such as 2G. 0 means no limit.")
     ] = "0",
     drain_s: Annotated[
-        float, typer.Option("--drain-s", min=0.0, help="Longest wait for engines and readers at the end.")
+        float, typer.Option("--drain-s", min=0.0, help="Maximum wait for engines and readers at the end.")
     ] = 30.0,
     format: FormatOption = OutputFormat.human,
 ) -> None:
-    """Keep models in memory for engines of this host.
+    """Keep models in memory for engines on this host.
 
     Engines attach to them without a copy, and the fleet reads them, until SIGTERM.
     """
@@ -330,14 +330,14 @@ def cache(
 
     uris = uris or []
     if not uris and not accept:
-        raise ConfigError("there is nothing to keep", hint="give a URI, or --accept")
-    # By position: the first --model names the first URI.
+        raise ConfigError("there is nothing to keep", hint="give a URI or --accept")
+    # The first --model names the first URI.
     names = model or [model_name(uri) for uri in uris]
     if len(names) != len(uris):
         raise ConfigError(
-            f"{len(names)} names for {len(uris)} weight sets", hint="give --model once a URI, or not at all"
+            f"{len(names)} names for {len(uris)} weight sets", hint="give --model once for each URI, or leave it out"
         )
-    # Every URI is looked up before the first is loaded: a misspelt one would fail after minutes of loading.
+    # Check every URI before loading the first, because a misspelt one would fail after minutes of loading.
     for uri in uris:
         require_local(uri)
     with penstock.cache.WeightCache(
@@ -356,17 +356,17 @@ def cache(
             write_json([{**plain(report), "gb_per_s": report.gb_per_s} for report in reports])
         else:
             write_lines(*(report.summary() for report in reports))
-        # Scripts wait for the reports before they start engines, and stdout is buffered where it is a pipe.
+        # Scripts wait for the reports before they start engines, and stdout is buffered if it is a pipe.
         sys.stdout.flush()
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
-        kept = ", ".join(names) if names else "what engines hand over"
-        text = f"keeping {kept}: {total} on {cache.device}{_rest(cache)}; SIGTERM or Ctrl-C ends it"
-        # Only once signals are handled: a script that reads the note may send one at once.
+        kept = ", ".join(names) if names else "parameters that engines hand over"
+        text = f"keeping {kept}: {total} on {cache.device}{_rest(cache)}. Stop with SIGTERM or Ctrl-C."
+        # Print the note once signals are handled, because a script that reads it may send a signal immediately.
         cache.serve(drain_s=drain_s, ready=partial(note, text))
 
 
 def _rest(cache: penstock.cache.WeightCache) -> str:
-    """Return the models that are not in the first tier, as text."""
+    """Describe the models that are not in the first tier."""
     first = next(iter(cache.stats().tiers))
     away = [f"{resident.model} in {resident.tier}" for resident in cache.models() if resident.tier != first]
     return f" ({', '.join(away)})" if away else ""
@@ -387,19 +387,24 @@ def _fill(uri: str, format: OutputFormat) -> None:
 
 def fetch(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The name its members agree on; with --cache, org/name or hf://.")
+        str, typer.Argument(metavar="MODEL", help="The model's name in the fleet. With --cache, org/name or hf://.")
     ],
-    to: Annotated[Path | None, option("--to", "DIR", "Write it to this directory, with index and manifest.")] = None,
+    to: Annotated[
+        Path | None, option("--to", "DIR", "Write the model to this directory, with index and manifest.")
+    ] = None,
     device: Annotated[
         str | None,
-        typer.Option("--device", help="Fetch it to cpu, cuda or cuda:1, and release it.", show_default=False),
+        typer.Option("--device", help="Fetch the model to cpu, cuda or cuda:1, and release it.", show_default=False),
     ] = None,
     cache: Cache = False,
-    fallback: Annotated[str | None, option("--fallback", "URI", "Storage to read what no member has.")] = None,
+    fallback: Annotated[str | None, option("--fallback", "URI", "Storage for weights that no member has.")] = None,
     revision: Annotated[
         str,
         typer.Option(
-            "--revision", help="Only this revision, or one that begins so.", metavar="REVISION", show_default=False
+            "--revision",
+            help="Only this revision, or a revision with this prefix.",
+            metavar="REVISION",
+            show_default=False,
         ),
     ] = "",
     hub: Hub = None,
@@ -408,25 +413,27 @@ def fetch(
     token_file: TokenFile = None,
     timeout_s: Annotated[
         float | None,
-        typer.Option("--timeout-s", min=0.0, help="Longest wait for a first holder.", show_default=False),
+        typer.Option("--timeout-s", min=0.0, help="Maximum wait for a first holder.", show_default=False),
     ] = None,
     force: Force = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Fetch a model from the fleet.
 
-    With --cache, from its hub. Reports which bytes came from which source, by which path and why.
+    With --cache, fetch it from its hub. The report says which bytes came from which source, by which path and why.
     """
     if [to is not None, device is not None, cache].count(True) != 1:
-        raise ConfigError("no destination, or two", hint="give one of --to DIR, --device DEVICE and --cache")
+        raise ConfigError(
+            "exactly one destination is required", hint="give one of --to DIR, --device DEVICE and --cache"
+        )
     if cache:
         if fallback is not None or revision or timeout_s is not None or force:
             hint = "write a revision as org/name@REVISION, and leave --fallback, --timeout-s and --force out"
-            raise ConfigError("--cache reads the model's own hub, not the fleet", hint=hint)
+            raise ConfigError("--cache reads the model's own hub and not the fleet", hint=hint)
         _fill(model, format)
         return
     if force and to is None:
-        raise ConfigError("--force is for --to DIR", hint="leave it out")
+        raise ConfigError("--force requires --to DIR", hint="leave --force out")
     from penstock.storage import is_remote
     from penstock.storage.locate import require_local, texts_of
 
@@ -447,7 +454,7 @@ def fetch(
         )
     except NotFound as error:
         if fallback is None:
-            # MODEL alone is no place to read from, even where it reads as one.
+            # MODEL alone is no location, even if it looks like one.
             storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
             error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
         raise
@@ -456,4 +463,4 @@ def fetch(
     else:
         write_lines(report.summary())
         if to is not None:
-            write_lines("weights only: a fleet has no config.json, tokenizer or other small files")
+            write_lines("a fleet has only weights, without config.json, tokenizer and other small files")

@@ -1,8 +1,4 @@
-"""`penstock hub` and `penstock ui`: serve the directory of a fleet, or its page, until SIGTERM or SIGINT.
-
-In: the address, tokens and certificates. Out: its URL on stdout once it listens.
-Not here: serving (`hub.server`).
-"""
+"""`penstock hub` and `penstock ui`: serve the directory of a fleet, or its page, until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -19,30 +15,30 @@ from penstock.cli.terminal import Hub, TokenFile, connection_of, note, option
 
 def hub(
     listen: Annotated[
-        str | None, option("--listen", "ADDRESS", "host:port or unix:///path; default: a Unix socket of this user.")
+        str | None, option("--listen", "ADDRESS", "host:port or unix:///path. Default: this user's Unix socket.")
     ] = None,
     redis: Annotated[
-        str | None, option("--redis", "URL", "Redis for several hubs that act as one: redis://host:6379/0.")
+        str | None, option("--redis", "URL", "Redis for several hubs that act as one, such as redis://host:6379/0.")
     ] = None,
     redis_password_file: Annotated[
-        Path | None, option("--redis-password-file", "FILE", "File whose first line is the password of that Redis.")
+        Path | None, option("--redis-password-file", "FILE", "File whose first line is the password for Redis.")
     ] = None,
     token_file: Annotated[
-        Path | None, option("--token-file", "FILE", "One token per line, followed by the patterns of its models.")
+        Path | None, option("--token-file", "FILE", "One token per line, followed by patterns of its models.")
     ] = None,
-    cert: Annotated[Path | None, option("--cert", "FILE", "PEM certificate; the hub serves TLS with it.")] = None,
+    cert: Annotated[Path | None, option("--cert", "FILE", "PEM certificate. With it the hub uses TLS.")] = None,
     key: Annotated[Path | None, option("--key", "FILE", "PEM key of --cert.")] = None,
     client_ca: Annotated[
         Path | None, option("--client-ca", "FILE", "Require callers to show a certificate signed by it.")
     ] = None,
     audit: Annotated[bool, typer.Option("--audit", help="Write a line to stderr for each grant and refusal.")] = False,
     audit_file: Annotated[
-        Path | None, option("--audit-file", "FILE", "Write these lines to a file, rotated at 64 MiB; 4 are kept.")
+        Path | None, option("--audit-file", "FILE", "Write these lines to a file, rotated at 64 MiB. 4 are kept.")
     ] = None,
 ) -> None:
     """Serve the directory of a fleet.
 
-    It knows members, their models and their readers. Weights never pass through it.
+    The hub knows the members, their models and their readers. Weights never pass through it.
     """
     from penstock.hub.auth import Auth
     from penstock.hub.directory import Directory
@@ -54,12 +50,12 @@ def hub(
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
     url, password = _redis(redis, redis_password_file)
     store: Store = RedisStore(url, password=password) if url else MemoryStore()
-    # Without them nothing but a Unix socket is listened on: `bind` refuses the rest.
+    # Without tokens and certificates `bind` only accepts a Unix socket.
     if not auth.guards and (listen is None or listen.startswith("unix://")):
-        note("penstock hub: without tokens or certificates, only processes of this user can reach it")
+        note("penstock hub: only processes of this user can reach it, because it has no tokens or certificates")
 
     def ready(url: str) -> None:
-        # Flushed, so that a script can wait for the line and then start members.
+        # Flush, so that a script can wait for the line and then start members.
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()
 
@@ -72,7 +68,9 @@ def hub(
 def ui(
     hub: Hub = None,
     token_file: TokenFile = None,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="On 127.0.0.1; 0 takes any free one.")] = 0,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port on 127.0.0.1. 0 selects a free port.")
+    ] = 0,
 ) -> None:
     """Serve the fleet page on loopback.
 
@@ -92,10 +90,10 @@ def ui(
 
 
 def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:
-    """Return the URL of Redis, empty for none, and its password where a file holds it.
+    """Return the URL of Redis, or an empty text, and its password if a file contains it.
 
     Raises:
-        ConfigError: the password stands on the command line, or its file cannot be read.
+        ConfigError: the password is on the command line, or its file cannot be read.
     """
     from penstock.config import Settings, without_password
     from penstock.errors import ConfigError
@@ -105,33 +103,33 @@ def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None
     query = "" if url is None else urlsplit(url).query
     if url is not None and (urlsplit(url).password or "password=" in query):
         raise ConfigError(
-            f"--redis {without_password(url)} was given with its password, which every user of this host can read",
-            hint="put it into --redis-password-file, or the URL into PENSTOCK_REDIS_URL",
+            f"--redis {without_password(url)} was given with a password, which every user of this host can read",
+            hint="put the password into --redis-password-file, or the URL into PENSTOCK_REDIS_URL",
         )
     password_file = password_file or settings.redis_password_file
     url = url or settings.redis_url
     if password_file is None:
         return url, None
     if not url:
-        raise ConfigError("a password of Redis was given, but no Redis", hint="give --redis or PENSTOCK_REDIS_URL")
+        raise ConfigError("a password for Redis was given without a URL", hint="give --redis or PENSTOCK_REDIS_URL")
     try:
         password = password_file.read_text(encoding="utf-8").partition("\n")[0].strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the password of Redis cannot be read from {password_file}: {error}") from error
+        raise ConfigError(f"cannot read the password for Redis from {password_file}: {error}") from error
     if not password:
-        raise ConfigError(f"the first line of {password_file} is empty; it must be the password of Redis")
+        raise ConfigError(f"the first line of {password_file} is empty and must be the password for Redis")
     return url, password
 
 
 def _log(audit: bool, audit_file: Path | None) -> None:
-    """Write warnings to stderr, and the audit's lines to stderr and to a file as the options say.
+    """Write warnings to stderr, and audit lines to stderr and to a file, as the options say.
 
     Raises:
-        ConfigError: the audit's file cannot be written.
+        ConfigError: the audit file cannot be written.
     """
     from penstock.hub.audit import audit_handler
 
-    # Only here, in a command: as a library Penstock configures no logging.
+    # Configure logging only in a command. As a library Penstock configures none.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     for name in ("penstock.hub", "penstock.net"):

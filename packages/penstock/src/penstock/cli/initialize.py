@@ -1,8 +1,4 @@
-"""`penstock storage-initializer`: put models into directories before an engine starts, as KServe asks for it.
-
-In: pairs of a source and a destination. Out: a line for each on stdout, warnings on stderr.
-Not here: the work (`fetcher.storage_initializer`).
-"""
+"""`penstock storage-initializer`: put models into directories before an engine starts, as KServe requires."""
 
 from __future__ import annotations
 
@@ -27,7 +23,7 @@ def storage_initializer(
 ) -> None:
     """Fill directories for an init container.
 
-    With all files of each model, by KServe's contract.
+    Each directory gets all files of its model, as KServe requires.
     """
     from penstock.fetcher.storage_initializer import initialize
 
@@ -42,7 +38,7 @@ def storage_initializer(
         reports.append(initialize(source, destination, connection=connection))
         if format is OutputFormat.human:
             write_lines(reports[-1].summary())
-            # Pods' logs are followed while the next model is copied.
+            # Flush, because users follow a pod's log while the next model is copied.
             sys.stdout.flush()
     if format is OutputFormat.json:
         write_json(reports)

@@ -1,8 +1,4 @@
-"""`penstock load`: load a weight set into memory of this process, report how that went, and release it.
-
-In: a URI and a device. Out: the report on stdout; with `--dry-run` the plan, its bytes and its predicted seconds.
-Not here: the loading (`penstock.load`).
-"""
+"""`penstock load`: load weights into memory of this process, report on the load, and release them."""
 
 from __future__ import annotations
 
@@ -41,25 +37,25 @@ def load(
     verify: Verify = None,
     trace: Annotated[Path | None, option("--trace", "FILE", "Write a Chrome trace (for Perfetto).")] = None,
     cache: Cache = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan, load nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and load nothing.")] = False,
     format: FormatOption = OutputFormat.human,
 ) -> None:
     """Load weights and report rate, memory and paths.
 
-    The tensors are freed at the end: this measures a load, and shows by which path each file came.
+    The tensors are freed at the end. The command measures a load and shows the path of each file.
     """
     budget = None if memory_bytes is None else parse_bytes(memory_bytes)
     if dry_run and cache:
-        raise ConfigError("--dry-run writes no cache", hint="leave one of them out")
+        raise ConfigError("--dry-run writes no cache", hint="leave --dry-run or --cache out")
     if dry_run:
         _write_plan(_plan(uri, names=names, memory_bytes=budget), format)
         return
     import penstock
     from penstock.storage.locate import require_local
 
-    # A misspelt path fails here, before torch is imported, which takes seconds.
+    # A misspelt path fails here before torch is imported, which takes seconds.
     require_local(uri)
-    # The bar's library: imported by the load, it would count as time of the load.
+    # Import the progress bar's library now. If the load imported it, the import would count as load time.
     import rich.progress  # noqa: F401
 
     weights = penstock.load(
@@ -75,13 +71,13 @@ def load(
         write_lines(weights.report.summary())
 
 
-# The bytes that a dry run reads to predict: long enough to see the link, short enough not to matter.
+# Bytes that a dry run reads for its prediction. They are enough to measure the link and take little time.
 _SAMPLE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoadPrediction:
-    """The plan of a load and its prediction. Bytes and seconds; rates in decimal GB/s."""
+    """The plan of a load and its prediction, in bytes, seconds and decimal GB/s."""
 
     uri: str
     num_files: int
@@ -111,7 +107,7 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Lo
         )
         read_bytes = int(plan.read_nbytes.sum())
         path, rate = "none", 0.0
-        # The largest file: the sample must not end with the file.
+        # Use the largest file, because the sample must not reach the end of the file.
         largest = int(max((file.nbytes for file in files), default=0))
         if largest:
             source = weights.sources[[file.nbytes for file in files].index(largest)]

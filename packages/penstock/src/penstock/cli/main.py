@@ -1,9 +1,7 @@
-"""The `penstock` command: its list of commands, and the exit codes of their failures.
+"""The `penstock` command: its list of commands, and its exit codes.
 
-In: arguments of the process. Out: an exit code:
-    0 done   1 the reader of stdout left   2 wrong usage   3 failed, the destination is intact
-    4 failed, the destination is dirty   130 interrupted
-Not here: the commands (the other files of this folder).
+0 done   1 the reader of stdout left   2 wrong usage   3 failed, the destination is intact
+4 failed, the destination is dirty   130 interrupted
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Annotated, NoReturn
 
 DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-# A process that is interrupted while it imports ends like one that is interrupted later: no traceback, the same code.
+# An interrupt during the imports ends the process as a later one does: without a traceback and with the same code.
 try:
     import typer
 
@@ -30,7 +28,8 @@ except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
 COMMANDS = "penstock.commands"
-"""Group of the entry points by which other packages add commands: each names a function that takes a `typer.Typer`."""
+"""Group of the entry points with which other packages add commands. Each names a function that takes a
+`typer.Typer`."""
 _PACKAGE_OF = {
     "bench": "penstock-tools",
     "calibrate": "penstock-tools",
@@ -39,11 +38,11 @@ _PACKAGE_OF = {
     "run": "penstock-hf",
     "simulate": "penstock-tools",
 }
-"""The packages of this project that add commands, for the message where one is not installed."""
+"""Packages of this project that add commands, for the error if one is not installed."""
 
 app = typer.Typer(
     name="penstock",
-    help="Moves model weights to GPUs at the speed of the link: verified, in bounded memory.",
+    help="Moves model weights to GPUs at the speed of the link, verified and in bounded memory.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
@@ -84,7 +83,7 @@ def penstock(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Move model weights to GPUs at the speed of the link: verified, in bounded memory."""
+    """Move model weights to GPUs at the speed of the link, verified and in bounded memory."""
 
 
 for _name, _command, *_examples in (
@@ -117,16 +116,19 @@ for _name, _command, *_examples in (
     app.command(_name, epilog=examples(*_examples))(_command)
 
 _added: set[str] = set()
-"""The names of the commands that other packages have added."""
+"""Names of the commands that other packages have added."""
 
 
 def _add_commands() -> None:
-    """Add the commands of other packages. One that cannot be imported is named on stderr, and left out."""
+    """Add the commands of other packages.
+
+    If a package cannot be imported, name its command on stderr and leave it out.
+    """
     for entry in entry_points.entry_points(COMMANDS):
         try:
             add = entry_points.load(entry)
         except PenstockError as error:
-            terminal.note(f"penstock: `penstock {entry.name}` is left out: {error}")
+            terminal.note(f"penstock: the command `penstock {entry.name}` is not available: {error}")
             continue
         if callable(add):
             add(app)
@@ -136,16 +138,16 @@ def _add_commands() -> None:
 _add_commands()
 
 
-# The numbers are documented in docs/reference/errors.md and pinned by tests: scripts branch on them.
+# The codes are documented in docs/reference/errors.md and tested, because scripts use them.
 def exit_code(error: PenstockError) -> int:
-    """Return the exit code of an error: wrong usage, or whether the destination was touched."""
+    """Return the exit code for an error. It distinguishes wrong usage, an intact destination and a changed one."""
     if isinstance(error, ConfigError):
         return USAGE
     return DIRTY if error.mutated else FAILED
 
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line, flush stdout, and end the process by `SystemExit`."""
+    """Run the command line, flush stdout, and end the process with `SystemExit`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     code = DONE
     try:
@@ -153,25 +155,25 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         app(args=words, prog_name="penstock")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else DIRTY if end.code else DONE
-        # Typer makes a SystemExit of an interrupt.
+        # Typer turns an interrupt into a SystemExit.
         _say_how_to_resume(end, words)
     except PenstockError as error:
         code = _say_error(error, words)
     except KeyboardInterrupt as interrupt:
         code = INTERRUPTED
         _say_how_to_resume(interrupt, words)
-    # The one place that catches every exception: one that is not a PenstockError is our own fault, and nothing is known
-    # of the destination, so it counts as dirty.
+    # This is the only place that catches every exception. An exception that is no PenstockError is a bug in Penstock.
+    # The state of the destination is unknown then, so it counts as dirty.
     except Exception as error:  # noqa: BLE001
-        # The OSError may be that of stdout, raised in the middle of a command: writing a byte more tells.
+        # The OSError may come from stdout in the middle of a command. Writing another byte shows whether it does.
         if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
             code = _lost_code(lost)
-        # Commands import the rooms they use. Without torch, say, most of these imports fail.
+        # Commands import the modules that they use. Without torch, for example, most of these imports fail.
         elif isinstance(error, ImportError) and (missing := missing_extra(error)) is not None:
             code = _say_error(missing, words)
         else:
             traceback.print_exc()
-            terminal.note("penstock: this is a bug in Penstock; the destination may be damaged, load it again")
+            terminal.note("penstock: this is a bug in Penstock. The destination may be damaged, so load it again.")
             code = DIRTY
     if (lost := _lost()) is not None:
         code = code or _lost_code(lost)
@@ -179,35 +181,35 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _require_package(words: Sequence[str]) -> None:
-    """Raise ConfigError where the command is in a package of this project that is not installed."""
+    """Raise ConfigError if the command belongs to a package of this project that is not installed."""
     package = _PACKAGE_OF.get(words[0]) if words else None
     if package is not None and words[0] not in _added:
-        raise ConfigError(f"`penstock {words[0]}` is a command of the package {package}", hint=f"pip install {package}")
+        raise ConfigError(f"`penstock {words[0]}` requires the package {package}", hint=f"pip install {package}")
 
 
 def _say_error(error: PenstockError, words: Sequence[str]) -> int:
-    """Write an error to stderr, as JSON where the command line asks for that; return the exit code."""
+    """Write an error to stderr, as JSON if the command line asks for JSON. Return the exit code."""
     code = exit_code(error)
     terminal.write_error(error, exit_code=code, as_json=_asks_for_json(words))
     return code
 
 
 def _say_how_to_resume(error: BaseException | None, words: Sequence[str]) -> None:
-    """Write what an interrupted call has kept, and the command that goes on with it, if the call noted that."""
+    """Write what an interrupted call has kept and the command that resumes it, if the call recorded that."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     for kept in getattr(error, "__notes__", ()):
-        terminal.note(f"penstock: interrupted; {kept}\n  {shlex.join(['penstock', *words])}")
+        terminal.note(f"penstock: interrupted. {kept}\n  {shlex.join(['penstock', *words])}")
 
 
 def _lost(more: str = "") -> OSError | None:
-    """Write `more` to stdout and flush it; return the error if its reader or its file system does not take it."""
+    """Write `more` to stdout and flush it. Return the error if stdout does not accept it."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter flushes stdout once more at its end: to a broken pipe that would print a second error and
-        # change the exit code.
+        # The interpreter flushes stdout again at exit. On a broken pipe that would print a second error and change the
+        # exit code.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -216,15 +218,15 @@ def _lost(more: str = "") -> OSError | None:
 
 
 def _lost_code(lost: OSError) -> int:
-    """Return the exit code where output was lost: its reader left (`head`), or it cannot be written."""
+    """Return the exit code for lost output: the reader of stdout left (`head`), or stdout cannot be written."""
     if isinstance(lost, BrokenPipeError):
         return CLOSED
-    terminal.note(f"penstock: stdout cannot be written: {lost.strerror}")
+    terminal.note(f"penstock: cannot write to stdout: {lost.strerror}")
     return FAILED
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return whether errors are written as JSON: known even where the arguments do not parse."""
+    """Return whether errors are written as JSON. This also works if the arguments do not parse."""
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return "--format=json" in arguments or ("--format", "json") in pairs
 

@@ -1,8 +1,7 @@
-"""The terminal of all commands: options that several of them share, and writing of data and errors.
+"""Shared options of the commands, and functions that write data and errors to the terminal.
 
-In: plain values, frozen dataclasses. Out: one JSON document or plain columns on stdout, errors on stderr; decimal units
-for people (GB = 10^9 bytes), bytes and seconds in JSON.
-Not here: options of one command alone, and the data that it writes (each command's file).
+Data on stdout is one JSON document or plain columns. Errors go to stderr. Text for people has decimal units (GB = 10^9
+bytes), and JSON has bytes and seconds.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from penstock.report import plain
 
 def write_json(value: object) -> None:
     """Write one indented JSON document to stdout."""
-    # JSON has no NaN or infinity: without the argument Python would write what no other parser reads.
+    # JSON has no NaN or infinity. By default Python would write values that no other parser reads.
     sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -37,13 +36,16 @@ def write_lines(*lines: str) -> None:
 
 
 def write_fields(fields: Mapping[str, object]) -> None:
-    """Write names and values to stdout, one pair per line, values aligned."""
+    """Write names and aligned values to stdout, one pair in each line."""
     width = max((len(name) for name in fields), default=0)
     write_lines(*(f"{name:<{width}}  {value}".rstrip() for name, value in fields.items()))
 
 
 def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write columns to stdout, two spaces apart, numbers to the right. Never cut: the output may be piped."""
+    """Write columns to stdout, two spaces apart, numbers to the right.
+
+    Nothing is cut, because the output may be piped.
+    """
     write_lines(*columns(header, rows))
 
 
@@ -53,7 +55,8 @@ def columns(
     """Return lines of columns, two spaces apart, numbers to the right.
 
     Args:
-        width: longest line: long cells are cut, then columns are left out and named below; None: nothing is cut.
+        width: maximum length of a line. Long cells are cut, then columns are left out and named below. None cuts
+            nothing.
         spare: columns that may be left out, the first one first.
     """
     cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
@@ -68,7 +71,7 @@ def columns(
                 widths[longest] = max(_LEAST_CELL, widths[longest] - excess)
             elif candidates:
                 left_out.append(candidates.pop(0))
-                # The cells that were cut for the column that goes may have their room back.
+                # The remaining cells may get the space of the removed column.
                 widths = {name: natural[name] for name in header if name not in left_out}
             else:
                 break
@@ -81,33 +84,33 @@ def columns(
         ]
         lines.append("  ".join(padded).rstrip())
     if left_out:
-        lines.append(f"no room for: {', '.join(left_out)}; --format json has all")
+        lines.append(f"left out: {', '.join(left_out)}. Use --format json to get all columns.")
     return [cut(line, width) for line in lines]
 
 
 _LEAST_CELL = 16
-"""A cell is not cut below this many characters: two ids of eight digits, or most of a model's name."""
+"""Minimum width of a cut cell in characters: two ids of eight digits, or most of a model's name."""
 
 
 def cut(text: str, width: int | None) -> str:
-    """Return a text of at most this width; None: as it is."""
+    """Cut a text to this width. None leaves it unchanged."""
     return text if width is None or len(text) <= width else f"{text[: max(0, width - 1)]}…"
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal that stdout is; None: it is a file or a pipe."""
-    # Some terminals (serial lines, `script`) do not know their size, and say 0.
+    """Return the width of the terminal on stdout, or None if stdout is a file or a pipe."""
+    # Some terminals (serial lines, `script`) do not know their size and return 0.
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
 def keep_stdout() -> None:
-    """Send everything that this process writes to descriptor 1 to stderr, except the output of commands."""
+    """Redirect everything that this process writes to descriptor 1 to stderr, except the output of commands."""
     stdout = sys.__stdout__
-    # A caller has replaced sys.stdout (a test, a notebook): output written there does not reach descriptor 1.
+    # If a caller (a test, a notebook) has replaced sys.stdout, its output does not reach descriptor 1.
     if stdout is None or sys.stdout is not stdout:
         return
     stdout.flush()
-    # The descriptor, not only `sys.stdout`: native libraries write to the descriptor.
+    # Redirect the descriptor and not only `sys.stdout`, because native libraries write to the descriptor.
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
@@ -121,7 +124,7 @@ def note(text: str) -> None:
 
 
 def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
-    """Write an error to stderr: the failure, its place, its cause, the state of the destination, and a hint."""
+    """Write an error to stderr, with its location, cause, the state of the destination, and a hint."""
     message, hint = _in_options(error.message), None if error.hint is None else _in_options(error.hint)
     if as_json:
         facts = {
@@ -148,7 +151,7 @@ def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
         note(f"  hint: {hint}")
 
 
-# Errors are raised by functions that programs call, too, and name their arguments. The CLI's options have other names.
+# Programs call the same functions, so errors name Python arguments. The command line's options have different names.
 _OPTIONS = {
     "fallback": "--fallback",
     "memory_bytes": "--memory-bytes",
@@ -159,24 +162,24 @@ _OPTIONS = {
     "task_bytes": "--task-bytes",
     "timeout_s": "--timeout-s",
 }
-# The bare word `fallback` is English, or a part of a path.
+# The bare word `fallback` may be English or part of a path.
 _ARGUMENT = re.compile(
     rf"(?<![\w(./'\"-])(fallback(?==)|{'|'.join(name for name in _OPTIONS if '_' in name)})\b(=?)(?=(\S?))"
 )
 
 
 def _in_options(text: str) -> str:
-    """Return an error's text with the options of the command line in place of the arguments of Python."""
+    """Replace Python arguments in an error's text with the options of the command line."""
 
     def option_of(found: re.Match[str]) -> str:
-        # `memory_bytes=400` becomes `--memory-bytes 400`, `fallback= to read` loses its sign.
+        # `memory_bytes=400` becomes `--memory-bytes 400`, and `fallback= to read` loses its `=`.
         return _OPTIONS[found[1]] + (" " if found[2] and found[3] else "")
 
     return _ARGUMENT.sub(option_of, text.replace("verify=True", "--verify"))
 
 
 def package_version(name: str) -> str | None:
-    """Return the installed version of a distribution; None when it is not installed."""
+    """Return the installed version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -192,13 +195,13 @@ def importable(module: str) -> bool:
 
 
 def examples(*lines: str) -> str:
-    """Return examples as the end of a command's help."""
-    # `\b` keeps the lines as they are; without it they would be filled to one paragraph.
+    """Format examples for the end of a command's help."""
+    # `\b` keeps the lines. Without it they would be joined to one paragraph.
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
 def option(name: str, metavar: str, help: str) -> Any:
-    """Return an option whose default is not shown, because it is None."""
+    """Create an option whose default is not shown, because it is None."""
     return typer.Option(name, metavar=metavar, help=help, show_default=False)
 
 
@@ -217,29 +220,28 @@ Uri = Annotated[
         show_default=False,
     ),
 ]
-FormatOption = Annotated[OutputFormat, typer.Option("--format", help="Form of the data on stdout.")]
-Device = Annotated[str, typer.Option("--device", help="Device of the tensors: cpu, cuda, cuda:1.")]
-Names = Annotated[list[str] | None, option("--names", "GLOB", "Only tensors whose name matches; may be repeated.")]
-MemoryBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host staging: 268435456, 256M, 1.5G.")]
+FormatOption = Annotated[OutputFormat, typer.Option("--format", help="Format of the data on stdout.")]
+Device = Annotated[str, typer.Option("--device", help="Device for the tensors: cpu, cuda, cuda:1.")]
+Names = Annotated[list[str] | None, option("--names", "GLOB", "Only tensors with a matching name. May be repeated.")]
+MemoryBytes = Annotated[str | None, option("--memory-bytes", "BYTES", "Host memory for staging, such as 256M or 1.5G.")]
 Verify = Annotated[
     bool | None,
-    typer.Option("--verify/--no-verify", help="Check digests; default: if there are any.", show_default=False),
+    typer.Option("--verify/--no-verify", help="Check digests. Default: if there are any.", show_default=False),
 ]
-Cache = Annotated[
-    bool, typer.Option("--cache", help="Keep it in the local cache of its hub's own library, for other tools too.")
-]
+Cache = Annotated[bool, typer.Option("--cache", help="Also store the model in the local cache of its hub's library.")]
 
 
 def _task_bytes(value: str | None) -> str | None:
-    """Return the value of --task-bytes. ConfigError: it is too small for tasks of a conversion."""
+    """Return the value of --task-bytes. Raise ConfigError if it is too small for tasks of a conversion."""
     if value is not None and parse_bytes(value) < _LEAST_TASK_BYTES:
-        message = f"--task-bytes {value} is too small: every task reads the leaves of 256 KiB around it"
-        raise ConfigError(message, hint="give 64K or more, or leave it out")
+        message = f"--task-bytes {value} is too small, because every task reads whole leaves of 256 KiB"
+        raise ConfigError(message, hint="give at least 64K, or leave --task-bytes out")
     return value
 
 
 _LEAST_TASK_BYTES = 64_000
-"""A smaller task reads its leaves several times over: tasks of one byte read 21 GB of a model of 66 MB."""
+"""Minimum bytes of a task. Smaller tasks read their leaves several times: tasks of one byte read 21 GB of a 66 MB
+model."""
 To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
 Operations = Annotated[
     list[str] | None,
@@ -251,14 +253,14 @@ Operations = Annotated[
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="Replace a weight set at the destination, once the new one is complete."),
+    typer.Option("--force", help="Replace weights at the destination once the new ones are complete."),
 ]
 TaskBytes = Annotated[
     str | None,
     typer.Option(
         "--task-bytes",
         metavar="BYTES",
-        help="Most bytes in and out of one task; 64M unless given, and up to 128M for large sources.",
+        help="Maximum input and output bytes of a task. Default: 64M, or up to 128M for large sources.",
         callback=_task_bytes,
         show_default=False,
     ),
@@ -268,17 +270,19 @@ Hub = Annotated[
     option(
         "--hub",
         "URL",
-        "http(s)://host:port or unix:///path; default: PENSTOCK_HUB, else this host's own hub.",
+        "http(s)://host:port or unix:///path. Default: PENSTOCK_HUB, or this host's hub.",
     ),
 ]
 TokenFile = Annotated[
     Path | None,
-    option("--token-file", "FILE", "File whose first token is sent to the hub; default: PENSTOCK_TOKEN_FILE."),
+    option("--token-file", "FILE", "File whose first token is sent to the hub. Default: PENSTOCK_TOKEN_FILE."),
 ]
 Listen = Annotated[
     str | None,
     option(
-        "--listen", "HOST:PORT", "Address for members on other hosts; port 0: any free one. Default: this host only."
+        "--listen",
+        "HOST:PORT",
+        "Address for members on other hosts. Port 0 selects a free port. Default: this host only.",
     ),
 ]
 
@@ -290,7 +294,7 @@ DataPort = Annotated[
         metavar="PORT",
         min=0,
         max=65535,
-        help="Second port, at the host of --listen, for the bytes that others read; 0: any free one.",
+        help="Second port at the host of --listen, for the bytes that others read. 0 selects a free port.",
         show_default=False,
     ),
 ]
@@ -299,5 +303,5 @@ DataPort = Annotated[
 def connection_of(
     hub: str | None, token_file: Path | None, listen: str | None = None, data_port: int = 0
 ) -> ConnectionSettings:
-    """Return the connection settings that a command's options ask for. ConfigError: one of them is wrong."""
+    """Return the connection settings from a command's options. Raise ConfigError if an option is wrong."""
     return ConnectionSettings(hub=hub, token_file=token_file, listen=listen, data_port=data_port)

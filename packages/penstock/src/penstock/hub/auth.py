@@ -147,10 +147,10 @@ class Auth:
             return Caller(is_operator=self.client_ca is None)
         scheme, _, credentials = authorization.partition(" ")
         caller_of_token: Caller | None = None
-        shown = credentials.strip().encode("utf-8", "replace")
+        guess = credentials.strip().encode("utf-8", "replace")
         # Compare with all tokens, without a break. The time must not show to which token a guess came close.
         for token, caller in self.tokens:
-            if hmac.compare_digest(token, shown) and scheme.lower() == "bearer":
+            if hmac.compare_digest(token, guess) and scheme.lower() == "bearer":
                 caller_of_token = caller
         return None if caller_of_token is None else replace(caller_of_token, certificate=certificate)
 

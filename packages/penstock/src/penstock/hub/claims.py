@@ -87,8 +87,8 @@ def piece_chunks(holding: HoldingState, num_sharing: int, num_free: int) -> int:
     chunk_bytes = holding.nbytes / max(1, holding.num_chunks)
     fair = holding.nbytes / max(1, num_sharing)
     share = max(min(fair / 4, num_free * chunk_bytes / max(1, num_sharing)), fair / 64)
-    wanted = min(max(share, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
-    return max(1, round(wanted / max(1.0, chunk_bytes)))
+    piece_bytes = min(max(share, MIN_PIECE_BYTES), MAX_PIECE_BYTES)
+    return max(1, round(piece_bytes / max(1.0, chunk_bytes)))
 
 
 def drop_members(claims: Claims, gone: Collection[str], num_chunks: int) -> Claims:

@@ -133,15 +133,15 @@ class HubProtocol(HttpToolsProtocol):
 
     def _check_token(self) -> None:
         """Prove the connection by the token in its first request. Refuse an API request without a valid token."""
-        shown = self._authorization
-        if self.auth.caller(shown) is not None:
+        authorization = self._authorization
+        if self.auth.caller(authorization) is not None:
             # Use a digest, because the object that counts connections must not hold tokens.
-            self._prove(hashlib.sha256(shown.encode()).hexdigest())
+            self._prove(hashlib.sha256(authorization.encode()).hexdigest())
             return
         path = self.url.partition(b"?")[0]
         if path.startswith(b"/v1/") or path == b"/metrics":
             self.on_unauthorized(path.decode("latin-1"), self.client[0] if self.client else "unix")
-            self._refuse(401, msgspec.json.encode(UNAUTHORIZED if shown else NO_TOKEN))
+            self._refuse(401, msgspec.json.encode(UNAUTHORIZED if authorization else NO_TOKEN))
             raise ValueError("the caller has no token of this hub")
 
     @property

@@ -1,4 +1,7 @@
-"""What an adapter for an engine, a trainer or a library may use besides the public names: docs/extend/spi.md."""
+"""The interface for adapters of engines, trainers and libraries, in addition to the public names.
+
+See docs/extend/spi.md.
+"""
 
 from penstock.exports import SPI, lazily
 

@@ -1,16 +1,13 @@
-"""An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, then serves or releases it.
+"""An engine's replica: it reads its checkpoint from a weight cache, a fleet or storage, and then serves or releases it.
 
-In: options of an engine's loader; the checkpoint's URIs. Out: named tensors, which the engine copies.
-Not here: loading them into the engine, which its adapter does; weights that outlive the engine (`penstock cache`).
-
-If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache of its host that has exactly
-this checkpoint, or else joins the fleet of the model's name and serves there. No further option is needed.
+If a hub is configured (`"hub"`, or `PENSTOCK_HUB`), a replica attaches to a weight cache on its host that has exactly
+this checkpoint. Otherwise it joins the fleet with the model's name and serves there. No further option is needed.
 `"fleet": false` and `"weight_cache": false` turn each off.
 
-What is exchanged is the checkpoint, not an engine's parameters after its post-processing: the engine runs its own
-loading code on bytes whose digests were compared, so a replica is what a load from storage makes, and exchanges with
-replicas of other versions, parallel sizes and engines, with weight caches and `penstock fetch`. The price is one copy
-of the checkpoint in host memory for as long as the replica serves (`"serve": false`: until it is loaded).
+Replicas exchange the checkpoint and not an engine's processed parameters. The engine runs its own loading code on
+verified bytes, so the result equals a load from storage. Replicas with other versions, parallel sizes and engines,
+weight caches and `penstock fetch` can therefore share the bytes. The price is one copy of the checkpoint in host memory
+while the replica serves, or until it is loaded with `"serve": false`.
 """
 
 from __future__ import annotations
@@ -38,31 +35,32 @@ if TYPE_CHECKING:
     from penstock.fetcher.join import Fleet
 
 _LOOK_S = 0.2
-"""Pause between looks for the drain file: short beside a pod's grace period, nothing beside an engine's work."""
+"""Seconds between checks for the drain file. This is short compared with a pod's grace period, and the checks take
+negligible time."""
 DRAIN_S = 30.0
-"""Longest wait for readers at the end. Source: Kubernetes' default terminationGracePeriodSeconds."""
+"""Maximum wait for readers at the end. Source: Kubernetes' default terminationGracePeriodSeconds."""
 OPTIONS = ("fleet", "hub", "listen", "data_port", "token_file", "stall_s", "serve", "max_bytes_per_s", "drain_file")
-"""Keys of an engine's extra configuration that `FleetOptions.read` takes."""
+"""Keys in an engine's extra configuration that `FleetOptions.read` reads."""
 _TEXTS = ("fleet", "hub", "listen", "token_file", "drain_file")
 _OWN_OPTIONS = ("compile_cache", "device", "distributed", "weight_cache", "memory_bytes", "storage_options", "verify")
 LOADER_OPTIONS = (*_OWN_OPTIONS, *OPTIONS)
-"""Keys of an engine's extra configuration, for `penstock.stream`, the distributed read, a weight cache and a fleet."""
+"""Keys in an engine's extra configuration for `penstock.stream`, the distributed read, a weight cache and a fleet."""
 
 ADAPTERS = "penstock-adapters-"
-"""Beginning of the name of a directory that has the versions of an adapter (`adapter.AdapterDirectory`)."""
+"""Prefix of the name of a directory with the versions of an adapter (`adapter.AdapterDirectory`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetOptions:
-    """The options of a fleet in an engine's `model_loader_extra_config`."""
+    """The options for a fleet in an engine's `model_loader_extra_config`."""
 
     fleet: str
-    """The name that its members share."""
+    """The name of the fleet."""
     hub: str | None = None
     listen: str | None = None
-    """`host:port` where other hosts reach this replica."""
+    """`host:port` at which other hosts reach this replica."""
     data_port: int = 0
-    """Second port at the host of `listen`, for the bytes that others read; 0: any free one."""
+    """Second port at the host of `listen`, for the bytes that others read. 0 selects a free port."""
     token_file: str | None = None
     """A file whose first token is sent to the hub."""
     stall_s: float | None = None
@@ -71,18 +69,18 @@ class FleetOptions:
     """Keep the checkpoint in memory and serve it until the process ends."""
     max_bytes_per_s: int = 0
     drain_file: str | None = None
-    """When this path appears, stop serving, wait for readers, and create `DRAIN_FILE.done`: for a preStop hook."""
+    """When this path appears, stop serving, wait for readers, and create `DRAIN_FILE.done`. A preStop hook uses it."""
 
     @classmethod
     def read(cls, extra: Mapping[str, Any], model: str) -> FleetOptions | None:
-        """Return the options of the fleet that a replica joins; None: it joins none.
+        """Return the options of the fleet that a replica joins, or None if it does not join one.
 
         Args:
             extra: the engine's extra configuration.
-            model: name, directory or URI of the model, whose last part is the fleet's default name.
+            model: name, directory or URI of the model. Its last part is the default name of the fleet.
 
         Raises:
-            ConfigError: a value is of the wrong type, or the fleet has no name and no hub is configured.
+            ConfigError: a value has the wrong type, or the fleet has no name and no hub is configured.
         """
         options = {name: extra[name] for name in OPTIONS if extra.get(name) is not None}
         if options.get("fleet") is False:
@@ -90,12 +88,12 @@ class FleetOptions:
         if "fleet" not in options:
             if _hub_is_known(extra) and not extra.get("distributed"):
                 options["fleet"] = _name_of(model)
-            # Alone, these options are for a weight cache, which a hub finds too.
-            elif options.keys() <= {"hub", "token_file", "stall_s"}:
+            # A weight cache also needs a hub. These two options alone concern the weight cache.
+            elif options.keys() <= {"hub", "token_file"}:
                 return None
             else:
                 raise ConfigError(
-                    f"model_loader_extra_config has {sorted(options)}, but neither a fleet nor a hub",
+                    f"model_loader_extra_config has {sorted(options)}, but no fleet and no hub",
                     hint='give "fleet": "NAME", or set PENSTOCK_HUB',
                 )
         for name in _TEXTS:
@@ -115,28 +113,31 @@ class FleetOptions:
 class RankInfo:
     """The rank, device and process group of an engine's process.
 
-    Each is a function, called only when the value is needed: an engine may set it up after it made its loader.
+    Each is a function that is called only when the value is needed, because an engine may set the value after it
+    created its loader.
     """
 
     rank: Callable[[], int]
-    """Return the local rank: the number of this process among those of the replica on this host."""
+    """Returns the local rank of this process in the replica on this host."""
     device: Callable[[], str]
-    """Return the device of the engine's parameters."""
+    """Returns the device of the engine's parameters."""
     group: Callable[[], Any]
-    """Return the process group whose ranks read the same weights, or None if there is one rank."""
+    """Returns the process group whose ranks read the same weights, or None for one rank."""
 
 
 def read_options(extra: Any) -> dict[str, Any]:
     """Check an engine's `model_loader_extra_config`.
 
     Raises:
-        ConfigError: it is no mapping, holds an unknown key, or a value of the wrong type.
+        ConfigError: it is not a mapping, has an unknown key, or a value of the wrong type.
     """
     if not isinstance(extra, Mapping):
         raise ConfigError(f"model_loader_extra_config must be a mapping, not {type(extra).__name__}")
     unknown = sorted(set(extra) - set(LOADER_OPTIONS))
     if unknown:
-        raise ConfigError(f"unknown model_loader_extra_config keys {unknown}", hint=f"known are {list(LOADER_OPTIONS)}")
+        raise ConfigError(
+            f"unknown model_loader_extra_config keys {unknown}", hint=f"use keys from {list(LOADER_OPTIONS)}"
+        )
     options = dict(extra)
     if "memory_bytes" in options:
         options["memory_bytes"] = parse_bytes(options["memory_bytes"])
@@ -155,12 +156,12 @@ def read_options(extra: Any) -> dict[str, Any]:
         and (not isinstance(weight_cache, str) or not weight_cache)
     ):
         raise ConfigError(
-            f"model_loader_extra_config 'weight_cache' must be a model's name, or false, not {weight_cache!r}"
+            f"model_loader_extra_config 'weight_cache' must be a model's name or false, not {weight_cache!r}"
         )
-    # The model's name is not known yet: any will do for a check.
+    # The model's name is not known yet. Any name works for the check.
     if FleetOptions.read(options, "model") is not None and options.get("distributed"):
-        raise ConfigError("'distributed' and 'fleet' both share the reading", hint="give one of them")
-    # A rank that attached would be missing in the exchange of the others.
+        raise ConfigError("'distributed' and 'fleet' exclude each other", hint="give one of them")
+    # A rank that attached to a cache would be missing in the exchange with the other ranks.
     if weight_cache and options.get("distributed"):
         raise ConfigError("'distributed' and 'weight_cache' exclude each other", hint="give one of them")
     return options
@@ -176,22 +177,23 @@ def checkpoint(
     log: Log,
     progress: bool | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a checkpoint's tensors as they arrive: from the weight cache, else the fleet, else storage; log the report.
+    """Yield a checkpoint's tensors as they arrive from the weight cache, the fleet or storage. Log the report.
+
+    Copy the tensors and do not change them, because other processes read them.
 
     Args:
-        files: the checkpoint in storage; its headers describe it wherever the bytes come from.
-        wanted: filter of names; None: all.
-        options: as `read_options` returns them.
+        files: the checkpoint in storage. Its headers describe it wherever the bytes come from.
+        wanted: filter for names. None means all.
+        options: the result of `read_options`.
         place: see `RankInfo`.
-        model: name, directory or URI of the model as its user gave it, whose last part is the default name of fleet and
-            weight cache. Not of a copy or a pinned revision: replicas must agree on it.
-        log: logger of the report, and of the reason why a weight cache or fleet is not used.
+        model: name, directory or URI of the model as its user gave it. Its last part is the default name of the fleet
+            and the weight cache. Do not pass a copy or a pinned revision, because all replicas must use the same name.
+        log: logger for the report, and for the reason why a weight cache or fleet is not used.
         progress: see `penstock.stream`.
 
     Raises:
-        PenstockError: see `penstock.stream` and `penstock.Fleet.fetch`. ConfigError: the cache has other weights.
-
-    Ownership: copy the tensors, do not change them: other processes read them.
+        PenstockError: see `penstock.stream` and `penstock.Fleet.fetch`.
+        ConfigError: the weight cache has different weights.
     """
     import penstock
 
@@ -208,7 +210,7 @@ def checkpoint(
         rank = place.rank()
         fleet = join(in_fleet, files, log=log, rank=rank, memory_bytes=options.get("memory_bytes"))
         if fleet is not None:
-            # Host memory by default: beside the parameters a GPU may have no room for the checkpoint.
+            # Use host memory by default, because the checkpoint may not fit on a GPU next to the parameters.
             device, stores = options.get("device", "cpu"), options.get("storage_options")
             fetched = tensors(fleet, files, in_fleet, log=log, device=device, storage_options=stores, serves=rank == 0)
             yield from ((name, tensor) for name, tensor in fetched if wanted is None or wanted(name))
@@ -232,10 +234,10 @@ def checkpoint(
 
 
 def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) -> Attached | None:
-    """Attach to the weight cache's weights in host memory; if it is not there, log a warning and return None.
+    """Attach to the weight cache's weights in host memory. If the cache is away, log a warning and return None.
 
     Raises:
-        ConfigError: what the weight cache has under this name are not the tensors of `files`.
+        ConfigError: the weights under this name in the cache are not the tensors of `files`.
     """
     import penstock
     from penstock.storage.weight_set import open_weights
@@ -244,20 +246,20 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
     connection = connection_of(options, rank=None)
     try:
         attached = penstock.cache.attach(name, connection=connection, device="cpu", verify=options.get("verify", True))
-    # A slow start is better than none. Only a cache that is away leads to the fleet or storage, and it is logged.
+    # A slow start is better than none. Only an absent cache leads to the fleet or storage, and it is logged.
     except (NotFound, HubUnavailable) as error:
-        log.warning("penstock: not attached to weight cache's %s: %s", name, error)
+        log.warning("penstock: not attached to %s in the weight cache: %s", name, error)
         return None
     try:
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
             table = weights.manifest.tensors
             shapes = dict(zip(table.names, map(tuple, table.shapes), strict=True))
-        # A weight cache's name is chosen by people: another checkpoint under it must not be loaded in silence.
+        # People choose the name in a weight cache. A different checkpoint under it must not be loaded silently.
         if shapes != {tensor: tuple(attached[tensor].shape) for tensor in attached}:
             place = files if isinstance(files, str) else files[0]
             hint = "give the name under which this checkpoint is kept"
             raise ConfigError(
-                f"the weight cache's {name!r} has other tensors than the checkpoint", uri=place, hint=hint
+                f"{name!r} in the weight cache has different tensors from the checkpoint", uri=place, hint=hint
             )
     except BaseException:
         attached.close()
@@ -266,9 +268,9 @@ def _attach(options: Mapping[str, Any], files: str | Sequence[str], log: Log) ->
 
 
 def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], model: str, log: Log) -> Attached | None:
-    """Attach to a weight cache of this host that has this model in the revision of `files`; None: there is none.
+    """Attach to a weight cache on this host that has this model in the revision of `files`. Return None without one.
 
-    No one named the cache: only equal digests, or the same files, prove that it has the same weights.
+    Nobody named the cache, so only equal digests or equal files prove that it has the same weights.
     """
     import penstock
     from penstock.net.unix_sockets import host_id
@@ -277,12 +279,12 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
 
     if options.get("weight_cache") is False or options.get("distributed") or not _hub_is_known(options):
         return None
-    # Weight caches are members of the fleet, under the names of its models.
+    # Weight caches are members of the fleet under the names of their models.
     name = options.get("fleet") or _name_of(model)
     connection = connection_of(options, rank=None)
     try:
         members = penstock.hub.status(name, connection=connection).members
-        # Before the headers are read, which takes requests to storage.
+        # Check this before reading the headers, which takes requests to storage.
         if not any(state.kept for member in members if member.host == host_id() for state in member.holdings):
             return None
         with open_weights(files, settings=Settings.read(), storage_options=options.get("storage_options")) as weights:
@@ -295,7 +297,7 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
             verify=options.get("verify", True),
             timeout_s=0,
         )
-    # As in `_attach`. The fleet is next, and its log says where the bytes came from.
+    # See `_attach`. The fleet is next, and its log says where the bytes came from.
     except (NotFound, HubUnavailable) as error:
         log.info("penstock: not attached to a weight cache of %s: %s", name, error)
         return None
@@ -303,12 +305,12 @@ def _attach_to_same(options: Mapping[str, Any], files: str | Sequence[str], mode
 
 def _name_of(model: str) -> str:
     """Return the last part of a model's name, directory or URI."""
-    # A directory may be given as `.`, which has no name of its own.
+    # A directory may be given as `.`, which has no last part.
     return model_name(os.path.abspath(model) if os.path.isdir(model) else model)
 
 
 def _hub_is_known(options: Mapping[str, Any]) -> bool:
-    """Return whether the options or the environment name a hub; the hub that a host has by itself does not count."""
+    """Return whether the options or the environment name a hub. The hub that every host has does not count."""
     return bool(options.get("hub") or Settings.read().hub)
 
 
@@ -320,13 +322,13 @@ def join(
     rank: int = 0,
     memory_bytes: int | str | None = None,
 ) -> Fleet | None:
-    """Join the fleet. If its hub does not answer, storage is read, and this process joins once the hub does.
+    """Join the fleet. If its hub does not answer, storage is read, and this process joins when the hub answers.
 
     Args:
         options: The fleet's name and connection.
         uris: The weights that are read instead, for the warning.
         log: The engine's logger, which its operator reads.
-        rank: Rank of this process among those of one engine on this host. Only rank 0 takes the given ports.
+        rank: Rank of this process in one engine on this host. Only rank 0 uses the given ports.
         memory_bytes: see `penstock.join`.
 
     Returns:
@@ -357,21 +359,21 @@ def tensors(
     storage_options: Mapping[str, str] | None = None,
     serves: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors, from members, and from storage what none of them has; log the report.
+    """Yield the checkpoint's tensors from members, and from storage if no member has them. Log the report.
+
+    Copy the tensors and do not change them, because other members read them while they are yielded.
 
     Args:
         fleet: joined for this call, which leaves it unless the process serves afterwards.
-        uris: the fallback in storage; its headers describe the checkpoint.
+        uris: the fallback in storage. Its headers describe the checkpoint.
         options: `serve` and `drain_file` are used.
-        log: logger of the report.
+        log: logger for the report.
         device: device of the tensors before the engine copies them.
         storage_options: see `penstock.load`.
-        serves: False: this process does not serve, whatever the options say.
+        serves: if False, this process does not serve, whatever the options say.
 
     Raises:
         PenstockError: see `penstock.Fleet.fetch`.
-
-    Ownership: copy the tensors, do not change them: other members read them while they are yielded.
     """
     weights: dict[str, torch.Tensor] = {}
     stays = False
@@ -379,7 +381,7 @@ def tensors(
         report = fleet.fetch(weights, fallback=uris, device=device, storage_options=storage_options)
         log.info("penstock: %s", report)
         yield from weights.items()
-        # Only now: an engine that fails while it loads must not stay in the fleet.
+        # Decide this now, because an engine that fails while it loads must not stay in the fleet.
         stays = options.serve and serves
     finally:
         if not stays:
@@ -389,17 +391,17 @@ def tensors(
 
 
 _serving: list[Fleet] = []
-"""Fleets in which this process is a source: several if it loads a draft model beside its target."""
+"""Fleets in which this process is a source. There are several if it loads a draft model next to its target."""
 _drain_files: set[str] = set()
-"""Drain files that a thread of this process waits for."""
+"""Drain files for which a thread of this process waits."""
 
 
 def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     """Stay a source until the process ends, its drain file appears, or new weights of this model are loaded."""
     keys = _keys(fleet)
-    # An engine that was updated from a disk would otherwise keep one more checkpoint in memory after each update.
+    # Otherwise an engine that is updated from a disk would keep one more checkpoint in memory after each update.
     for former in [other for other in _serving if _keys(other) & keys]:
-        log.info("penstock: %s: the former weights are no longer served", former.identity.model)
+        log.info("penstock: %s: the earlier weights are no longer served", former.identity.model)
         former.leave(0.0)
         atexit.unregister(former.leave)
         _serving.remove(former)
@@ -408,25 +410,25 @@ def _serve(fleet: Fleet, options: FleetOptions, log: Log) -> None:
     if options.drain_file is not None and options.drain_file not in _drain_files:
         _drain_files.add(options.drain_file)
         drain_file = Path(options.drain_file)
-        # Both may be left over from an earlier life of this container.
+        # Both files may be left over from an earlier run of this container.
         for stale in (drain_file, _done_file(drain_file)):
             stale.unlink(missing_ok=True)
         start_thread(threading.Thread(target=_drain, args=(drain_file, log), name="penstock-drain", daemon=True))
 
 
 def _keys(fleet: Fleet) -> set[tuple[str, str]]:
-    """Return the model and layout of what a fleet's member serves: the same for two revisions of a model."""
+    """Return the models and layouts that a fleet's member serves. They are equal for two revisions of a model."""
     return {(weights.identity.model, weights.identity.layout) for weights in fleet.member.weights}
 
 
 def _drain(drain_file: Path, log: Log) -> None:
-    """Wait for the drain file, leave all fleets, and create the file that says so."""
+    """Wait for the drain file, leave all fleets, and create the done file."""
     pause = threading.Event()
     while not drain_file.exists():
         pause.wait(_LOOK_S)
     deadline = time.monotonic() + DRAIN_S
     for fleet in list(_serving):
-        log.info("penstock: %s is there: leaving %s", drain_file, fleet.identity.model)
+        log.info("penstock: %s exists, so this process leaves %s", drain_file, fleet.identity.model)
         fleet.leave(max(0.0, deadline - time.monotonic()))
     _drain_files.discard(str(drain_file))
     _done_file(drain_file).touch()

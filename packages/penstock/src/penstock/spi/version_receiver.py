@@ -1,10 +1,8 @@
-"""Whole versions of a sync in memory of this process, for engines that load tensors by name.
-
-In: a sync's name, a version. Out: all published tensors of the version, verified, once every rank has them.
-Not here: receiving only what a model needs, into the model (`penstock.subscriber`); loading
-(`penstock_rl.verl`, `penstock_sglang.plugin`).
+"""Complete versions of a sync in memory of this process, for engines that load tensors by name.
 
     receive(version) -> wait until it is announced -> read and verify all of it -> every rank has it, or all raise
+
+`penstock.subscriber` instead receives only the elements that a model needs, into the model.
 """
 
 from __future__ import annotations
@@ -22,26 +20,26 @@ from penstock.sync.report import UpdateReport
 from penstock.transport.collective import GroupCollectives
 
 _REASON_BYTES = 1024
-"""Size of the reason that a rank sends to the others: collectives need the same size on all."""
+"""Size of the reason that a rank sends to the others. Collectives need the same size on all ranks."""
 
 
 class VersionReceiver(Closeable):
-    """The newest version of a sync, whole, in one arena; the memory is the same for all versions.
+    """The newest version of a sync in one arena. The memory is the same for all versions.
 
     Attributes:
-        version: the version in memory; -1: none yet.
-        report: of the newest version.
+        version: the version in memory, or -1.
+        report: report on the newest version.
 
     Args:
-        name: of the sync.
+        name: name of the sync.
         connection: see `penstock.join`.
-        device: of the tensors.
-        transforms: the tags under which tensors are received where they are offered.
-        rank: this rank among those that receive together, and their number.
-        group: their group, with a backend for the CPU, if each version is to be received by all of them or none.
+        device: device of the tensors.
+        transforms: tags of the transforms under which tensors are received if they are offered.
+        rank: this rank and the number of ranks that receive together.
+        group: their process group, with a backend for the CPU, if all or none of them must receive each version.
 
     Raises:
-        As `penstock.subscriber`.
+        PenstockError: see `penstock.subscriber`.
     """
 
     def __init__(
@@ -59,28 +57,26 @@ class VersionReceiver(Closeable):
         self._tensors: dict[str, torch.Tensor] = {}
         stall_s = Settings.read(stall_s=connection.stall_s).stall_s
         self._ranks = None if group is None else _Ranks(group, torch.device("cpu"), stall_s)
-        # Direct, but into memory of this process: the engine gets nothing before the version is complete.
+        # Update directly, but into memory of this process. The engine gets nothing before the version is complete.
         self._subscriber = penstock.subscriber(
             name, self._allocate, connection=connection, mode="direct", transforms=transforms, rank=rank
         )
 
     @property
     def version(self) -> int:
-        """Return the newest version that was received; -1: none yet."""
+        """Return the newest version that was received, or -1."""
         return self._subscriber.version
 
     def receive(self, version: int | None = None, timeout_s: float | None = None) -> Mapping[str, torch.Tensor]:
-        """Receive and verify a version; return its tensors.
+        """Receive and verify a version. Return its tensors, which are valid until the next version is received.
 
         Args:
-            version: exactly this one; None: the newest.
-            timeout_s: how long to wait until it is announced; None: as `Subscriber.wait`.
+            version: the version to receive. None means the newest.
+            timeout_s: seconds to wait until it is announced. None means the default of `Subscriber.wait`.
 
         Raises:
-            PenstockError: as `penstock.sync.Subscriber.update`. PeerLost: another rank did not receive the version, or
-                is lost. The engine was given nothing.
-
-        Ownership: the tensors are valid until the next version is received.
+            PenstockError: see `penstock.sync.Subscriber.update`.
+            PeerLost: another rank did not receive the version, or is lost. The engine got nothing.
         """
         why = ""
         try:
@@ -91,7 +87,7 @@ class VersionReceiver(Closeable):
             why = str(error) or type(error).__name__
             raise
         finally:
-            # In `finally`: a rank that failed takes part too, or the others would wait for it.
+            # Use `finally`, because a rank that failed must also take part or the others would wait for it.
             if self._ranks is not None:
                 self._ranks.agree(why)
         return self._tensors
@@ -101,7 +97,7 @@ class VersionReceiver(Closeable):
         self._subscriber.close()
 
     def _allocate(self, published: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return memory for the published tensors, in one arena, so that a peer on this host reaches all of it."""
+        """Allocate memory for the published tensors in one arena, so that a peer on this host reaches all of it."""
         arena = Arena.allocate(needed_bytes(tensor.nbytes for tensor in published.values()), self._device)
         offsets = arena.place(tensor.nbytes for tensor in published.values())
         self._tensors = {
@@ -117,9 +113,9 @@ class _Ranks(GroupCollectives):
     poll_s = 0.01
 
     def agree(self, why: str) -> None:
-        """Raise PeerLost if another rank failed and this one did not; `why` is this one's reason, or empty."""
+        """Raise PeerLost if another rank failed and this one did not. `why` is this rank's reason, or empty."""
         sent = why.encode()[:_REASON_BYTES].ljust(_REASON_BYTES, b"\0")
         reasons = [reason.rstrip(b"\0").decode(errors="replace") for reason in self.gather_bytes(sent)]
         others = [f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason]
         if others and not why:
-            raise PeerLost("; ".join(others), hint="the engine was not touched; send the weights again")
+            raise PeerLost("; ".join(others), hint="the engine is unchanged, so send the weights again")
