@@ -176,7 +176,7 @@ def test_uri_becomes_directory_without_weights(done: dict) -> None:
 
 
 def test_log_names_chosen_path(done: dict) -> None:
-    assert "not attached to weight cache's llama" in done["log"]
+    assert "not attached to llama in the weight cache" in done["log"]
     assert "RUNAI penstock_hf.runai_streamer" in done["log"]
 
 

@@ -75,7 +75,7 @@ def test_replica_reads_cache_then_storage(llama: Path, tmp_path: Path, caplog: p
         assert str(tmp_path / "other") in str(caught.value)
     caplog.clear()
     assert_equal(read(llama, weight_cache="kept"), true)
-    assert "not attached to weight cache's kept" in caplog.text
+    assert "not attached to kept in the weight cache" in caplog.text
     assert str(llama) in caplog.text
 
 

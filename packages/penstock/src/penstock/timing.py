@@ -24,8 +24,8 @@ class Timing:
     member_list_s: float = 0.5
     """Maximum age of the member list from which an update chooses its planner, and a planner its sources."""
     retry_pause_s: float = 0.05
-    """Pause before an update is retried without a lost source. The member list changes within one heartbeat, so a
-    back-off would not help."""
+    """Pause before an update is repeated without the source that it lost. The member list changes within one heartbeat,
+    so a back-off would not help."""
     news_wait_s: float = 1.0
     """How long one request for a newer version waits at the planner."""
     no_planner_pause_s: float = 0.1

@@ -128,9 +128,6 @@ class Attached(Closeable, Mapping[str, torch.Tensor]):
     The memory stays mapped and the lease is renewed while this object or any of its tensors exists. After `close`, or
     if `lease_state` is `lost`, host memory stays mapped while a tensor exists. Device memory must not be used any more
     then, because the cache may free it.
-
-    Attributes:
-        report: report of the attach.
     """
 
     def __init__(

@@ -77,12 +77,10 @@ class ResidentModel:
 
     Args:
         fleet: the fleet membership that serves the model.
-        revision: the expected revision.
         nbytes: bytes of memory, including gaps between tensors.
         uri, storage_options, progress: see `WeightCache.keep`. Without a URI it is fetched only from members.
 
     Attributes:
-        report: report of the last fetch.
         weights: the served weights. None until the first fetch.
         state: changed only by `become`.
         why: reason for a state other than `kept`, or for the last reload.
@@ -213,7 +211,6 @@ class ConvertedModel(ResidentModel):
 
     Args:
         fleet: the fleet membership that serves the model.
-        job: the conversion.
         make: runs the conversion, with a path to which it writes.
         max_readers: maximum number of concurrent readers of the weights.
     """

@@ -198,7 +198,7 @@ class WeightCache:
 
         Raises:
             BudgetTooSmall: `host_bytes` is too small.
-            ConfigError: `disk` cannot be used, this cache was opened before, or see `penstock.join`.
+            ConfigError: `disk` cannot be used, or this cache was opened before. See also `penstock.join`.
             HubUnavailable: this host's own hub cannot be hosted. If another hub does not answer, the cache joins later.
             MissingExtra: see `penstock.join`.
         """
@@ -274,7 +274,7 @@ class WeightCache:
         if (model, revision) in names:
             hint = "give it another name, or drop the kept model first"
             raise ConfigError(f"{model!r} is already kept in this revision", uri=report.uri, hint=hint)
-        # Any tensor may be the last one. Each has a gap to the next one, and the end counts as an empty one.
+        # Count an empty tensor at the end, because any tensor may be the last one and needs the gap after it.
         nbytes = needed_bytes([*report.manifest.tensors.nbytes.tolist(), 0])
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
         resident = ResidentModel(fleet, revision, nbytes, uri, storage_options, progress)
@@ -473,13 +473,13 @@ class WeightCache:
         resident = self._models[key]
         begun = time.monotonic()
         if resident.reloaded is not None and not wait([resident.reloaded], timeout=drain_s).done:
-            raise SourceBusy(f"{resident.name!r} is being loaded again", hint="wait longer: drain_s")
+            raise SourceBusy(f"{resident.name!r} is being loaded again", hint="increase drain_s")
         drain_s = max(0.0, drain_s - (time.monotonic() - begun))
         weights = resident.shown
         before = resident.state
         # From now on no thread of the server brings it back, and no thread reloads it.
         if not resident.become(ResidentState.DROPPING):
-            raise SourceBusy(f"{resident.name!r} is {before}", hint="wait longer: drain_s")
+            raise SourceBusy(f"{resident.name!r} is {before}", hint="increase drain_s")
         # Engines see this state when they renew their leases, and can detach.
         weights.set_state("draining")
         self.member.beat_now()

@@ -198,7 +198,6 @@ def _predict(
 
     Args:
         devices: devices on this host. Empty if they are unknown here.
-        request: other arguments for `plan`.
     """
     from penstock.jobs.report import predict
     from penstock.jobs.request import plan

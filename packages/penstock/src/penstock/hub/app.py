@@ -257,10 +257,6 @@ class MemberClient(Protocol):
 def create_page_app(hub: MemberClient, auth: Auth) -> HubApp:
     """Create an app that serves the fleet page and forwards its user's requests to the hub.
 
-    Args:
-        hub: client of the hub.
-        auth: authenticates the page's requests.
-
     Raises:
         MissingExtra: Starlette is not installed.
     """

@@ -138,7 +138,6 @@ class Auth:
         The time is the same for every token.
 
         Args:
-            authorization: the header.
             certificate: the names in the caller's checked certificate, if `client_ca` requires one.
         """
         if self.token_file is None:
@@ -241,9 +240,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
             continue
         if not _TOKEN.fullmatch(words[0]):
             hint = "create a token with `openssl rand -hex 32`"
-            raise ConfigError(
-                f"{path}:{number}: a token must have 16 to 512 characters out of letters, digits and ._~+/=-", hint=hint
-            )
+            raise ConfigError(f"{path}:{number}: a token consists of 16 to 512 letters, digits and ._~+/=-", hint=hint)
         patterns = tuple(word for word in words[1:] if word != OPERATOR)
         # Refuse other words with an @. As patterns they match no model, so they are probably misspelt rights.
         if unknown := next((word for word in patterns if word.startswith("@")), None):

@@ -56,7 +56,7 @@ class Claims(msgspec.Struct, frozen=True, array_like=True):
 def chunk_mask(ranges: Iterable[tuple[int, int]], num_chunks: int) -> Bools:
     """Return ranges as a boolean array over all chunks. Chunks after the end are left out."""
     mask = np.zeros(num_chunks, np.bool_)
-    # Set slices, because a range may have a million chunks and a member some hundred ranges.
+    # Assign to slices, because a range may have a million chunks and a member some hundred ranges.
     for start, stop in ranges:
         mask[start:stop] = True
     return mask
@@ -137,12 +137,9 @@ def update_table(
     """Return the table without dead members, with the reports of the caller and of other readers.
 
     Args:
-        claims: the table before.
-        request: the caller's request.
         gone: members that have left or died.
         reported: states of other members that read from storage and are missing in the table. The hub may have lost
             them.
-        now: the hub's clock.
     """
     num_chunks = request.holding.num_chunks
     claims = drop_members(claims, gone, num_chunks)
@@ -156,9 +153,7 @@ def note_progress(claims: Claims, progress: Mapping[str, int], now: float, *, si
     """Record the members that made progress since the last check.
 
     Args:
-        claims: the table.
         progress: number of chunks that each member has.
-        now: the hub's clock.
         silent_s: `HoldingState.silent_s` of the members that read from storage.
     """
     num_have = [progress.get(member, before) for member, before in zip(claims.members, claims.num_have, strict=True)]
@@ -183,13 +178,9 @@ def assign_piece(
     """Assign one piece of the chunks that no member has or reads, starting with the first.
 
     Args:
-        claims: the settled table.
-        member: the caller.
-        holding: the caller's state.
         had: chunks of the members from which it can read.
         unheard: members that the caller cannot reach. Their claims do not count for it.
         num_sharing: number of members that read from storage.
-        now: the hub's clock.
     """
     owner = claims.owners(holding.num_chunks)
     counts = np.ones(len(claims.members) + 1, np.bool_)

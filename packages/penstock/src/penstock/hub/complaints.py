@@ -31,7 +31,6 @@ class Complaints:
     """Records complaints in one store. Any thread may use it.
 
     Args:
-        store: the hub's store.
         counts: its entry `complaints` is incremented.
         timer: monotonic seconds in this process.
     """

@@ -50,7 +50,6 @@ class HubProtocol(HttpToolsProtocol):
     """A connection. `protocol_for` creates the class for a listener.
 
     Attributes:
-        listener: the listener that accepted it.
         auth: the tokens and certificates that are accepted.
         on_unauthorized: called with the path and the peer's host when a caller without a valid token is refused.
     """
@@ -87,7 +86,7 @@ class HubProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_in_head:
-            # An unproven connection has a deadline since it was accepted.
+            # An unproven connection got its deadline when it was accepted.
             if not self._head_bytes and self._place.is_proven:
                 self._place.expect(self._place.limits.head_s)
             # Give the parser at most as many bytes as a head may have. If that does not complete the head, the rest is

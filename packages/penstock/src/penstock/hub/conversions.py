@@ -36,11 +36,7 @@ def record_job(
     """Record the state of a conversion, and replace its earlier one.
 
     Args:
-        store: the hub's store.
-        job: id of the conversion.
-        state: the reported state.
         caller: `Caller.name` of the process that reports it.
-        now: the hub's clock.
         ttl_s: a conversion that is silent for this long may be forgotten to free its entry for another one.
         max_jobs: maximum number of conversions that are kept.
 

@@ -87,7 +87,7 @@ _ATTEMPTS = 64
 # Maximum number of attempts for the claim in a request for upstreams. Its answer must not wait, and the member claims
 # again.
 _FEW_ATTEMPTS = 4
-# Number of locks for the tables of claims. Each key uses one of them, so that claims on few keys wait for each other.
+# Number of locks for the tables of claims. Each key uses one of them. Claims on different keys rarely share a lock.
 _NUM_CLAIMING = 64
 # Number of keys whose last snapshot is kept, so that unchanged entries are not decoded again.
 _MAX_READINGS = 1024

@@ -36,10 +36,6 @@ def record_failed_calls(
     """Record the failures of a member's process, which may end before anybody reads them.
 
     Args:
-        store: the hub's store.
-        hello: the member's registration.
-        failures: the failures in its heartbeat.
-        now: the hub's clock.
         caller: failures with models that it may not access are left out. None means that it may access all.
         max_members: maximum number of members whose failures are kept. Above it, the caller with the most loses its
             oldest.
@@ -81,10 +77,8 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
     """Record that a member fell silent without signing off, and what it held. A killed process cannot report it.
 
     Args:
-        store: the hub's store.
         member: the member as it was last seen.
         caller: `Caller.name` of its hello.
-        now: the hub's clock.
         max_members: see `record_failed_calls`.
     """
     if store.read(f"gone/{member.member}") is not None or store.read(f"member/{member.member}") is not None:
@@ -100,7 +94,7 @@ def record_lost(store: Store, member: MemberStatus, caller: str, now: float, max
             verb="member",
             model=model,
             error="PeerLost",
-            message=f"the process stopped sending heartbeats without signing off; {what}",
+            message=f"the process stopped sending heartbeats without signing off, and {what}",
             blame="source",
         )
         for model, what in list((held or {"": "it held nothing"}).items())[:MAX_LOST]

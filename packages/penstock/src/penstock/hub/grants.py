@@ -108,10 +108,9 @@ class GrantSigner:
 
         Args:
             key: key of the holding, or of the sync's name.
-            reader: the member that may use the grants.
             epochs: for each source, its epoch in its last report.
             protocols: for each source, the protocol version that it announced. A missing source has this release's
-                version. Versions before 2.5 only accept the second form, and versions before 2.6 no caller.
+                version. Versions before 2.5 only accept the second form. Versions before 2.6 accept no caller.
             caller: `Caller.name` of the reader.
         """
         spoken = {source: (protocols or {}).get(source, PROTOCOL) for source in epochs}
@@ -157,7 +156,6 @@ class GrantChecker:
 
     Args:
         grant_key: `Welcome.grant_key`.
-        source: the member that checks.
         clock: monotonic seconds.
     """
 

@@ -63,8 +63,6 @@ class Limits:
     """The shares in one hub process, for any thread.
 
     Args:
-        store: the hub's store.
-        capacity: the limits.
         ttl_s: a member that is silent for this long is removed.
         timer: monotonic seconds in this process.
         look_share: maximum fraction of the time for counting the members of all hubs.

@@ -322,7 +322,7 @@ class _LockFile(Closeable):
     def open(cls, path: Path) -> _LockFile:
         """Open the file, and create it if needed. Raise OSError if the system refuses."""
         # Do not follow symbolic links. With a link, another user of a shared directory could have any of this user's
-        # files locked or cut.
+        # files locked or truncated.
         return cls(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
 
     def lock(self, kind: int) -> bool:

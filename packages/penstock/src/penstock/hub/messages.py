@@ -116,7 +116,6 @@ def version_fault(announced: str, them: str, us: str) -> str:
     """Return why a version is not compatible. Empty if it is.
 
     Args:
-        announced: the other side's version.
         them: name of the other side for the message.
         us: name of this side for the message.
     """

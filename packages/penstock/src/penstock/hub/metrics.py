@@ -87,7 +87,6 @@ class _Fleet:
     """A collector for the fleet's state. It reads the store only when the page is requested.
 
     Args:
-        directory: the hub's directory.
         caller: only models that it may access are counted.
     """
 

@@ -337,8 +337,6 @@ def add_page(app: HubApp, feed: FleetFeed, caller_of: Callable[[Request], Caller
     """Add the page's files and its stream to an app.
 
     Args:
-        app: the app of the hub or of `penstock ui`.
-        feed: the status.
         caller_of: authenticates a request, or raises an error that the app answers with 401.
     """
     assets = files("penstock.hub") / "assets"

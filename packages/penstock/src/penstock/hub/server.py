@@ -217,7 +217,7 @@ def _uvicorn_config(app: HubApp, auth: Auth, listener: GuardedListener) -> uvico
         ssl_ca_certs=None if auth.client_ca is None else os.fspath(auth.client_ca),
         ssl_cert_reqs=ssl.CERT_NONE if auth.client_ca is None else ssl.CERT_REQUIRED,
     )
-    # Load the certificates now. The caller gets the error, which it would not in the server's thread.
+    # Load the certificates now and not in the server's thread, so that the caller gets the error.
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
@@ -271,9 +271,7 @@ def run_hub(directory: Directory, listen: str, auth: Auth | None = None, *, read
     Call it from the main thread, because only that thread can set signal handlers.
 
     Args:
-        directory: answers the requests.
         listen: see `bind`.
-        auth: authenticates callers.
         ready: called with the URL once the socket listens.
 
     Raises:
@@ -330,9 +328,7 @@ class HubThread:
     """A hub in a thread of this process, on a socket that already listens. It owns the socket.
 
     Args:
-        directory: answers the requests.
         bound: see `bind`.
-        auth: authenticates callers.
         limits: limits for its connections. None derives them from the number of descriptors that this process may open.
     """
 

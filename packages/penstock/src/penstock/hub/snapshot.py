@@ -261,7 +261,7 @@ class HubSnapshot:
 
     def known_to(self, reader: Hello, holding: HoldingState) -> tuple[str, ...]:
         """Return the holders for a member that is not in this snapshot yet, nearby ones first."""
-        # A member that does not know the layout yet is sent to members with the most common one.
+        # A member that does not know the layout yet gets members with the most common layout.
         num_chunks = holding.num_chunks or self._usual_num_chunks
         asks = Node(
             member=reader.member,
@@ -611,7 +611,6 @@ def standing(proposal: FleetDecision, states: Mapping[str, SyncState], caller: s
     Args:
         proposal: the caller's proposal. An empty outcome only asks.
         states: states of all members of the sync, as they reported them.
-        caller: the member that proposes.
         is_recent: whether the hub may have lost a record and members that know it may not have reported yet.
     """
     known = [(member, state.decision) for member, state in states.items() if state.decision is not None]

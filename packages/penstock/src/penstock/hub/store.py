@@ -53,7 +53,6 @@ class Store(Protocol):
 
         Args:
             name: parts joined by `/`.
-            value: the new value.
             ttl_s: seconds until the entry expires. None means never.
             expected: the version from an earlier `read`, or `ANY`, or `ABSENT`.
 
@@ -358,7 +357,7 @@ class RedisStore:
         return dict(zip(names, map(_entry, rows[1::2]), strict=True))
 
     def now(self) -> float:
-        """See `Store`. It is Redis' wall clock at its last answer, continued by this process's monotonic clock."""
+        """Return Redis' wall-clock time at its last answer, continued by this process's monotonic clock."""
         with self._comparing:
             if time.monotonic() - self._compared >= _COMPARE_S:
                 seconds, microseconds = self._call(self._client.time)

@@ -76,7 +76,6 @@ class FleetOptions:
         """Return the options of the fleet that a replica joins, or None if it does not join one.
 
         Args:
-            extra: the engine's extra configuration.
             model: name, directory or URI of the model. Its last part is the default name of the fleet.
 
         Raises:

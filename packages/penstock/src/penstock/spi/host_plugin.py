@@ -26,7 +26,6 @@ def patch_once(owner: Any, /, **replacements: Callable[..., Any]) -> None:
     """Replace functions of a host's class, module or object. A second call with the same replacements does nothing.
 
     Args:
-        owner: the object with the functions.
         replacements: the name of each function, and the function to call instead. It gets the original first, then the
             arguments of the call: `replacement(original, self, *arguments, **named)` for a method of a class,
             `replacement(original, *arguments, **named)` for a function of a module or a method of an object.
@@ -100,7 +99,6 @@ class HostPlugin:
 
         Args:
             part: a key in the mapping for `register`.
-            feature: the feature that the user asked for.
 
         Raises:
             ConfigError: this version of the engine does not support the part. The message names both, and the supported

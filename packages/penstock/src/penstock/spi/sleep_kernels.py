@@ -30,7 +30,8 @@ def kernels_ready(device: torch.device, log: Log, *, timeout_s: float = WAIT_S) 
     if device.type != "cuda":
         yield
         return
-    # Use a thread. Allocations in the loading thread come from the memory that sleeps, like the model.
+    # Use a separate thread, because engines allocate the model and everything else in the loading thread from memory
+    # that a sleep releases.
     warming = threading.Thread(target=_warm_up, args=(device, log), name="penstock-warm-up", daemon=True)
     is_warming = start_thread(warming, is_needed=False)
     try:

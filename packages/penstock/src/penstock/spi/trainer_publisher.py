@@ -24,7 +24,6 @@ class TrainerPublisher(Closeable):
     """Publishes versions from one rank of a trainer.
 
     Args:
-        name: name of the sync.
         connection: see `penstock.join`.
         transforms: formats in which the tensors are offered. See `penstock.publisher`.
         rank: this rank and the number of ranks.

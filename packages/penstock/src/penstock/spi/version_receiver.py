@@ -28,12 +28,9 @@ class VersionReceiver(Closeable):
 
     Attributes:
         version: the version in memory, or -1.
-        report: report on the newest version.
 
     Args:
-        name: name of the sync.
         connection: see `penstock.join`.
-        device: device of the tensors.
         transforms: tags of the transforms under which tensors are received if they are offered.
         rank: this rank and the number of ranks that receive together.
         group: their process group, with a backend for the CPU, if all or none of them must receive each version.
