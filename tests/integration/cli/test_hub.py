@@ -96,7 +96,7 @@ def test_status_and_why_describe_fleet(hub, tokens, penstock: Run) -> None:
 
 def test_wrong_hub_options_are_explained(tokens, tmp_path, penstock: Run) -> None:
     for arguments, word in (
-        (["--listen", "0.0.0.0:0"], "strangers"),
+        (["--listen", "0.0.0.0:0"], "could use the hub unauthenticated"),
         (["--listen", "127.0.0.1:0"], "--token-file"),
         (["--listen", "nowhere"], "cannot listen"),
         (["--cert", "c.pem"], "requires its key"),
@@ -114,7 +114,7 @@ def test_local_hub_needs_no_options(tmp_path_factory, monkeypatch, penstock: Run
     os.chmod(place, 0o700)
     monkeypatch.setenv("PENSTOCK_RUNTIME_DIR", str(place))
     assert penstock("status").stdout == "no members\n"
-    assert "no member has or fetches llama" in penstock("why", "llama").stdout
+    assert "no member has, fetches, publishes or receives llama" in penstock("why", "llama").stdout
 
 
 def test_default_hub_is_private_to_user(tmp_path_factory, monkeypatch, penstock: Run) -> None:

@@ -112,6 +112,9 @@ def test_killed_member_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
             time.sleep(0.1)
         assert [(one.model, one.error) for one in found] == [("llama", "PeerLost")]
         text = run("status")
-        assert text.startswith("no members\n") and "sent no heartbeat and did not sign off; its copy was whole" in text
+        assert (
+            text.startswith("no members\n")
+            and "stopped sending heartbeats without signing off, and its copy was whole" in text
+        )
         assert "PeerLost" in str(ps.hub.status("llama"))
     hub.stop()

@@ -88,7 +88,7 @@ class FleetOptions:
             if _hub_is_known(extra) and not extra.get("distributed"):
                 options["fleet"] = _name_of(model)
             # A weight cache also needs a hub. These two options alone concern the weight cache.
-            elif options.keys() <= {"hub", "token_file"}:
+            elif options.keys() <= {"hub", "token_file", "stall_s"}:
                 return None
             else:
                 raise ConfigError(
