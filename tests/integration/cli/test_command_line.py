@@ -47,7 +47,7 @@ def test_interrupted_conversion_explains_how_to_resume(tmp_path: Path) -> None:
         terminal.press(b"\x03")
         assert terminal.end() == 130, terminal.text
         said, command = terminal.lines[-2:]
-    assert re.search(r"penstock: interrupted; \d+ finished tasks are kept in .* the same call resumes from them", said)
+    assert re.search(r"penstock: interrupted. \d+ finished tasks are kept in .* the same call resumes from them", said)
     assert "Traceback" not in terminal.text and not (tmp_path / "an out").exists()
     # The line must be a valid command for any characters in the paths.
     name, *again = shlex.split(command)
