@@ -38,8 +38,8 @@ def _syncs(members: Sequence[Plain]) -> Iterator[str]:
         for state in member["syncs"]:
             versions.setdefault((state["name"], state["side"]), []).append(state["version"])
     for (name, side), found in sorted(versions.items()):
-        versions = ", ".join("no version" if version < 0 else f"version {version}" for version in sorted(set(found)))
-        yield f"sync {name}: {_count(len(found), side)} with {versions}"
+        held_text = ", ".join("no version" if version < 0 else f"version {version}" for version in sorted(set(found)))
+        yield f"sync {name}: {_count(len(found), side)} with {held_text}"
 
 
 def failure_lines(failures: Sequence[Plain]) -> list[str]:
