@@ -83,9 +83,9 @@ def test_dequantised_values_match_gguf_package(model: Path, tmp_path: Path, to: 
 
 def test_quantised_blocks_are_not_copied_to_safetensors(model: Path, tmp_path: Path) -> None:
     for options in ({}, {"to": "cast:F16"}, {"operations": {"op": "rename", "rules": [["a", "b"]]}}):
-        with pytest.raises(PlanError, match=r"GGUF file that stores it as Q8_0.*put `dequantise` first"):
+        with pytest.raises(PlanError, match=r"GGUF file that stores the tensor as Q8_0.*put `dequantise` first"):
             convert(model, tmp_path / "out", **options)
-    with pytest.raises(PlanError, match=r"stores it as Q8_0.*put `dequantise:to=F32` before"):
+    with pytest.raises(PlanError, match=r"stores the tensor as Q8_0.*put `dequantise:to=F32` before"):
         convert(model, tmp_path / "out", to="gguf:BF16")
     assert not (tmp_path / "out").exists()
 
