@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from penstock.sync.receive.states import (
     SubscriberStates,
 )
 from penstock.sync.receive.subscriber import Subscriber
+from penstock.sync.receive.transfer import Transfer
 
 S = SubscriberState
 MODES = pytest.mark.parametrize("mode", ["staged", "direct"])
@@ -55,6 +57,18 @@ def state(subscriber: Subscriber) -> SubscriberState:
 
 def is_served(subscriber: Subscriber) -> bool:
     return subscriber._serving.status.now.is_open
+
+
+@contextmanager
+def replaced_copy(subscriber: Subscriber, copy: Callable[[object], None]) -> Iterator[None]:
+    """Let `copy` take the place of the copy from the staging area to the target."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subscriber._update_loop, "copy_staged", copy)
+        yield
+
+
+def refused_copy(staged: object) -> None:
+    raise PeerLost("the driver refused")
 
 
 def assert_live(sync: MemorySync, subscriber: Subscriber, version: int) -> None:
@@ -548,22 +562,43 @@ def test_hook_error_after_flip_keeps_version_live(sync: MemorySync, holder: Memo
 
 @pytest.mark.parametrize("error", [PeerLost("a device", mutated=True), KeyboardInterrupt()])
 def test_failed_copy_makes_target_dirty(sync: MemorySync, holder: MemoryHolder, error: BaseException) -> None:
+    def broken(staged: object) -> None:
+        raise error
+
     with sync.subscriber() as subscriber:
         subscriber.update()
         holder.publish(2, 2.0)
         subscriber.stage()
-        copy = subscriber._update_loop.copy_staged
+        with replaced_copy(subscriber, broken):
+            with pytest.raises(type(error)):
+                subscriber.commit()
+            assert (state(subscriber), subscriber.version, is_served(subscriber)) == (S.DIRTY, 1, False)
+            with pytest.raises(ConfigError, match="nothing is staged"):
+                subscriber.commit()
+        subscriber.update()
+        assert_live(sync, subscriber, 2)
 
-        def broken(staged: object) -> None:
-            raise error
 
-        subscriber._update_loop.copy_staged = broken  # type: ignore[method-assign]
-        with pytest.raises(type(error)):
-            subscriber.commit()
-        assert (state(subscriber), subscriber.version, is_served(subscriber)) == (S.DIRTY, 1, False)
-        with pytest.raises(ConfigError, match="nothing is staged"):
-            subscriber.commit()
-        subscriber._update_loop.copy_staged = copy  # type: ignore[method-assign]
+def test_interrupted_direct_update_makes_target_dirty(
+    sync: MemorySync, holder: MemoryHolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives when the reads have written to the target and before the version is live."""
+    with sync.subscriber("direct") as subscriber:
+        subscriber.update()
+        holder.publish(2, 2.0)
+        run = Transfer.run
+
+        def interrupted(transfer: Transfer, sources: Any) -> None:
+            run(transfer, sources)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Transfer, "run", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                subscriber.update()
+        assert sync.value != 1.0
+        assert (state(subscriber), subscriber.is_dirty, is_served(subscriber)) == (S.DIRTY, True, False)
+        assert sync.calls[-1][0] == "before_pause"
         subscriber.update()
         assert_live(sync, subscriber, 2)
 
@@ -573,18 +608,12 @@ def test_refused_copy_keeps_version_staged(sync: MemorySync, holder: MemoryHolde
         subscriber.update()
         holder.publish(2, 2.0)
         subscriber.stage()
-        copy = subscriber._update_loop.copy_staged
-
-        def refused(staged: object) -> None:
-            raise PeerLost("the driver refused")
-
-        subscriber._update_loop.copy_staged = refused  # type: ignore[method-assign]
-        with pytest.raises(PeerLost) as caught:
-            subscriber.commit()
-        assert not caught.value.mutated and state(subscriber) is S.STAGED
-        assert (subscriber.version, sync.value, is_served(subscriber)) == (1, 1.0, True)
-        assert sync.calls[-1] == ("after_resume", 1, 1.0)
-        subscriber._update_loop.copy_staged = copy  # type: ignore[method-assign]
+        with replaced_copy(subscriber, refused_copy):
+            with pytest.raises(PeerLost) as caught:
+                subscriber.commit()
+            assert not caught.value.mutated and state(subscriber) is S.STAGED
+            assert (subscriber.version, sync.value, is_served(subscriber)) == (1, 1.0, True)
+            assert sync.calls[-1] == ("after_resume", 1, 1.0)
         subscriber.commit()
         assert_live(sync, subscriber, 2)
 
@@ -593,17 +622,11 @@ def test_failed_first_flip_resumes_engine(sync: MemorySync, holder: MemoryHolder
     # The engine serves weights from files, and no version is live yet.
     with sync.subscriber() as subscriber:
         subscriber.stage()
-        copy = subscriber._update_loop.copy_staged
-
-        def refuse(staged: object) -> None:
-            raise PeerLost("the driver refused")
-
-        subscriber._update_loop.copy_staged = refuse  # type: ignore[method-assign]
-        with pytest.raises(PeerLost, match="the driver refused"):
-            subscriber.commit()
-        assert [name for name, _, _ in sync.calls][-2:] == ["before_pause", "after_resume"]
-        assert (state(subscriber), subscriber.version, subscriber.is_dirty) == (S.STAGED, -1, False)
-        subscriber._update_loop.copy_staged = copy  # type: ignore[method-assign]
+        with replaced_copy(subscriber, refused_copy):
+            with pytest.raises(PeerLost, match="the driver refused"):
+                subscriber.commit()
+            assert [name for name, _, _ in sync.calls][-2:] == ["before_pause", "after_resume"]
+            assert (state(subscriber), subscriber.version, subscriber.is_dirty) == (S.STAGED, -1, False)
         subscriber.commit()
         assert_live(sync, subscriber, 1)
 

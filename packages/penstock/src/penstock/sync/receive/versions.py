@@ -59,7 +59,8 @@ def each_version(subscriber: Waiting, pause_s: float) -> Iterator[UpdateReport]:
                 # This version never goes live. Without this line the loop would request it again at once.
                 after = max(after, error.version)
             if error.message != told:
-                log.warning("%r keeps version %s and waits: %s", subscriber.name, subscriber.version, error.message)
+                live = f"version {subscriber.version}" if subscriber.version >= 0 else "no version yet"
+                log.warning("%r has %s live, and waits for the next one: %s", subscriber.name, live, error.message)
                 told = error.message
             time.sleep(pause_s)
             continue
