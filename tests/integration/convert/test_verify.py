@@ -74,7 +74,7 @@ def test_report_shows_what_was_verified(sources: Path, tmp_path: Path) -> None:
         [sources / "bare", sources / "sealed"], tmp_path / "two", operations=[{"op": "average"}], **TOLD
     )
     assert not report.verified and 0.9 * nbytes < report.verified_bytes < report.read_bytes
-    assert report.why == f"1 of 2 sources without digests: no manifest at {sources / 'bare' / 'penstock.manifest'}"
+    assert report.why == f"1 of 2 sources have no digests: no manifest at {sources / 'bare' / 'penstock.manifest'}"
     assert penstock.verify(tmp_path / "two").verified
 
 

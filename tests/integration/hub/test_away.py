@@ -159,4 +159,6 @@ def test_long_wait_for_holder_is_logged_once(connection, start_hub, caplog) -> N
         pytest.raises(ps.NotFound, match="no member holds 'm' after"),
     ):
         fleet.fetch({}, timeout_s=1.5)
-    assert caplog.text.count("waiting for a holder of m, at most 1.5 s: there is none, and no fallback=") == 1
+    assert (
+        caplog.text.count("waiting for a holder of m, at most 1.5 s: no member holds it and fallback= is not set") == 1
+    )

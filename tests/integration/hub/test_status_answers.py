@@ -107,8 +107,11 @@ def test_killed_member_leaves_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             holder.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + 8
-        # This process's heartbeats report failures of earlier tests, which have no model of a fleet.
-        while not (found := [one for one in ps.hub.status().failures if one.model]) and time.monotonic() < deadline:
+        # This process's heartbeats also report failures of earlier tests.
+        while (
+            not (found := [one for one in ps.hub.status().failures if one.model == "llama"])
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         assert [(one.model, one.error) for one in found] == [("llama", "PeerLost")]
         text = run("status")

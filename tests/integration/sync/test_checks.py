@@ -115,7 +115,7 @@ def test_kept_output_written_before_commit_raises() -> None:
         publisher.publish(1)
         subscriber.stage()
         kept[0].fill_(99)
-        with pytest.raises(ps.ConfigError, match="weights of w were changed after the check of version 1") as caught:
+        with pytest.raises(ps.ConfigError, match="weights of w changed after the check of version 1") as caught:
             subscriber.commit()
         assert (caught.value.mutated, served.w.tolist(), subscriber.version) == (False, [0.0] * 4, -1)
         # The next update reads the bytes again.

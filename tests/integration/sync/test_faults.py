@@ -371,7 +371,7 @@ def test_status_shows_sync_ranks(host: Host) -> None:
         time.sleep(0.05)
     found = CliRunner().invoke(app, ["status", "policy", "--hub", host.hub_url()])
     rows = [line.split() for line in found.stdout.splitlines()]
-    assert rows[0][:6] == ["member", "host", "sync", "rank", "version", "run"]
+    assert rows[0][:6] == ["member", "host", "sync", "rank", "version", "epoch"]
     (given,) = [row for row in rows if "publisher" in row]
     (taken,) = [row for row in rows if "subscriber" in row]
     run = publisher.events["joined"]["member"][:8]

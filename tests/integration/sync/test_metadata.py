@@ -80,7 +80,7 @@ def test_conflicting_or_too_long_metadata_is_refused(host: Host) -> None:
         for metadata, why in (
             ({"long": "x" * 65537}, "'long' of a version has 65537 characters"),
             ({str(at): "" for at in range(17)}, "at most 16 metadata"),
-            ({"number": 7}, "'number': int"),
+            ({"number": 7}, "'number' has type int"),
         ):
             with pytest.raises(ps.ConfigError, match=why):
                 zero.publish(2, metadata=metadata)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def failing(weights: Weights) -> None:
         (torch.nn.Embedding(12, 4), {"weight": torch.zeros(10, 4)}, {}, r"weight: wanted as F32 \[10, 4\]", None),
         (linear(), linear(), {"load": failing}, "the loader raised KeyError: 'weight'", KeyError),
         (linear(), lambda published: published["x"], {}, "the target function raised KeyError: 'x'", KeyError),
-        (linear(), torch.nn.LazyLinear(4), {}, "it is not initialised.*tensor 'weight'", None),
+        (linear(), torch.nn.LazyLinear(4), {}, "the tensor is not initialised.*tensor 'weight'", None),
         ({"module.weight": torch.ones(4, 4)}, {"weight": torch.ones(4, 4)}, {}, "names begin with 'module.'", None),
         ({"module.bias": torch.ones(4)}, torch.nn.LayerNorm(4), {"strict": False}, "no published tensor fills", None),
     ],

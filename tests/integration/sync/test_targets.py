@@ -57,8 +57,16 @@ def test_failed_first_update_leaves_dict_empty() -> None:
         (torch.nn.Sequential(torch.nn.ReLU()), {}, "the target has no tensors"),
         (MappingProxyType({}), {}, "the target has no tensors"),
         (lambda published: {}, {}, "the target has no tensors"),
-        (torch.nn.Linear(2, 2), {"strict": False}, "no published tensor fills any of the module: w, half, none and 1"),
-        ({"other": torch.zeros(2)}, {"strict": False}, "no published tensor fills any of the target: w, half, none"),
+        (
+            torch.nn.Linear(2, 2),
+            {"strict": False},
+            "no published tensor fills a parameter of the module: w, half, none and 1",
+        ),
+        (
+            {"other": torch.zeros(2)},
+            {"strict": False},
+            "no published tensor fills a tensor of the target: w, half, none",
+        ),
     ],
 )
 def test_target_receiving_nothing_is_refused(target: Any, options: Any, message: str, mode: Any) -> None:
@@ -112,4 +120,4 @@ def test_default_publish_keeps_version_for_later_subscribers(caplog: pytest.LogC
             assert subscriber.update().version == 1
     with ps.publisher("live", weights, mode="live") as publisher:
         publisher.publish(1)
-    assert "no subscriber has received version 1 of 'live'" in caplog.text
+    assert "no subscriber received version 1 of 'live'" in caplog.text

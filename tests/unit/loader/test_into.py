@@ -314,7 +314,7 @@ def test_target_without_tensors_is_refused(path: Path, target: Any) -> None:
 
 
 def test_two_tensors_for_one_target_are_refused(path: Path) -> None:
-    with pytest.raises(penstock.PlanError, match="another tensor to x"):
+    with pytest.raises(penstock.PlanError, match="both go to x"):
         penstock.load_into({"x": torch.zeros(7)}, path, rename=lambda name: "x", strict=False)
 
 

@@ -247,7 +247,7 @@ def test_hanging_source_is_reported() -> None:
     read(file, 0, 1000)
     going_on = threading.Event()
     source.before = lambda start, stop: [None, going_on.wait(10)][0]
-    with pytest.raises(SourceStalled, match=r"no byte for 0\.2 s"):
+    with pytest.raises(SourceStalled, match=r"no byte arrived for 0\.2 s"):
         read(file, 5 * MIB, 5 * MIB + 1000)
     going_on.set()
     file.close()

@@ -193,7 +193,7 @@ def check_metadata(metadata: Mapping[str, str]) -> None:
     """Raise ConfigError unless these texts are valid metadata for a version."""
     for key, text in metadata.items():
         if not isinstance(key, str) or not isinstance(text, str):
-            raise ConfigError(f"metadata of a version must map str to str, but {key!r} has a {type(text).__name__}")
+            raise ConfigError(f"metadata of a version must map str to str, but {key!r} has type {type(text).__name__}")
         if len(key) > MAX_METADATA_CHARS or len(text) > MAX_METADATA_CHARS:
             message = f"metadata {key[:64]!r} of a version has {len(text)} characters"
             raise ConfigError(
