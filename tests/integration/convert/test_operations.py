@@ -161,7 +161,7 @@ def test_applied_delta_yields_new_version(model, tmp_path, digested):
 def test_documented_operation_works(tmp_path, monkeypatch):
     root = Path(__file__).resolve().parents[3]
     source = (root / "examples" / "fold_norms.py").read_text()
-    assert source.partition("\n\n")[2] in (root / "docs" / "convert" / "convert.md").read_text()
+    assert source.partition("\n\n")[2] in (root / "docs" / "convert" / "convert-functions.md").read_text()
     monkeypatch.syspath_prepend(str(root / "examples"))
     monkeypatch.setenv("PYTHONPATH", str(root / "examples"))
     at = "model.layers.0"
