@@ -54,9 +54,9 @@ def test_shares_of_whole_tensors_form_whole_model(pool: ThreadPoolExecutor) -> N
 def test_changed_tensor_set_is_refused() -> None:
     share = WholeTensorShares(0, 1)
     share.fill(whole(0).items())
-    with pytest.raises(ps.ConfigError, match="sends other as it did not before"):
+    with pytest.raises(ps.ConfigError, match="the trainer changed the tensor other"):
         share.fill({"other": torch.zeros(4)}.items())
-    with pytest.raises(ps.ConfigError, match=r"sends up\.weight as it did not before"):
+    with pytest.raises(ps.ConfigError, match=r"the trainer changed the tensor up\.weight"):
         share.fill({"up.weight": torch.zeros(7, 5)}.items())
 
 
