@@ -232,7 +232,7 @@ def test_engine_restoring_its_bytes_is_verified(fleet: Fleet) -> None:
 
 def test_release_before_first_version_needs_engine(hub: None) -> None:
     with ps.subscriber("policy", Model(5), connection=SETTINGS, rank=(0, 1)) as engine:
-        with pytest.raises(ConfigError, match="no version"):
+        with pytest.raises(ConfigError, match="before the first version"):
             engine.release()
         engine.release(free=False)
         with ps.publisher("policy", checkpoint(1), connection=SETTINGS, mode="snapshot", rank=(0, 1)) as trainer:
