@@ -266,7 +266,7 @@ def test_missing_hub_falls_back_to_storage(homes: Homes, caplog: pytest.LogCaptu
     homes.enter("second")
     restored = homes.restore(connection=f"unix://{homes.directory}/no-hub")
     assert restored.source == saved.uri and read(restored.directory) == files
-    assert "storage is read" in caplog.text
+    assert "so this process reads from its fallback" in caplog.text
 
 
 def test_model_hub_is_not_writable(homes: Homes) -> None:
