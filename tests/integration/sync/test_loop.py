@@ -63,7 +63,7 @@ def test_loop_waits_while_trainer_is_away(caplog: pytest.LogCaptureFixture) -> N
         closing.start()
         assert list(subscriber) == []
         closing.join()
-    assert "'away' keeps version -1 and waits: version 0 of 'away' was not announced" in caplog.text
+    assert "'away' has no version yet and waits for the next one: version 0 of 'away' was not announced" in caplog.text
 
 
 def test_wait_returns_newer_version_or_times_out() -> None:

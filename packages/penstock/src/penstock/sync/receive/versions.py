@@ -59,8 +59,8 @@ def each_version(subscriber: Waiting, pause_s: float) -> Iterator[UpdateReport]:
                 # This version never goes live. Without this line the loop would request it again at once.
                 after = max(after, error.version)
             if error.message != told:
-                live = f"version {subscriber.version}" if subscriber.version >= 0 else "no version yet"
-                log.warning("%r has %s live, and waits for the next one: %s", subscriber.name, live, error.message)
+                state = f"serves version {subscriber.version}" if subscriber.version >= 0 else "has no version yet"
+                log.warning("%r %s and waits for the next one: %s", subscriber.name, state, error.message)
                 told = error.message
             time.sleep(pause_s)
             continue
