@@ -264,7 +264,7 @@ _WORDS = (
     (r"malformed JSON|header does not begin with", "the header is not valid JSON"),
     (r"Invalid enum value (?P<dtype>'[^']*')", "Unsupported dtype {dtype}"),
     (
-        r"data_offsets \[(?P<start>-?\d+), (?P<stop>-?\d+)\], but (?P<kind>.*) has (?P<nbytes>\d+) bytes",
+        r"data_offsets are \[(?P<start>-?\d+), (?P<stop>-?\d+)\], but (?P<kind>.*) has (?P<nbytes>\d+) bytes",
         "Shape claims {nbytes} bytes ({kind}), but offsets reserve {span} bytes",
     ),
     (r"overlaps ", "a tensor overlaps with next tensor"),
@@ -278,7 +278,7 @@ def _word_as_original(error: FormatError | SourceTruncated, path: str) -> None:
     words = None
     if isinstance(error, SourceTruncated) and error.byte_range is not None:
         words = _length_fault(error.byte_range[1], error.byte_range[0])
-    elif found := re.fullmatch(r"(\d+) bytes after the last tensor", error.message):
+    elif found := re.fullmatch(r"the file has (\d+) bytes after the last tensor", error.message):
         actual = _get_actual_file_size(path)
         words = "extra trailing bytes" if actual is None else _length_fault(actual - int(found[1]), actual)
     else:
