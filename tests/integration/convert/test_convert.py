@@ -352,7 +352,7 @@ def test_unusable_destination_or_device_is_refused_before_work(source, tmp_path)
         run(source, tmp_path / "file" / "out")
     with pytest.raises(ConfigError, match="trace"):
         run(source, tmp_path / "out", workers=WorkerSettings(trace=tmp_path / "none" / "trace.json"))
-    with pytest.raises(ConfigError, match="gpu: no such device"):
+    with pytest.raises(ConfigError, match="no such device: gpu"):
         convert(source, tmp_path / "out", devices=["gpu"])
     with pytest.raises(ConfigError, match="no device cuda:99"):
         convert(source, tmp_path / "out", devices=["cuda:99"])
