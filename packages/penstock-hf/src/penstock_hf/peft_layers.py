@@ -52,7 +52,7 @@ class AdapterState:
         tensors: The last result of `look_up`. A publisher or subscriber of this mapping follows tensors that moved.
 
     Raises:
-        PlanError: The adapter's factors differ from its configuration.
+        PlanError: The adapter's factors do not match its configuration.
     """
 
     def __init__(self, model: torch.nn.Module, adapter: str, look_up: Callable[[], dict[str, torch.Tensor]]) -> None:

@@ -228,7 +228,7 @@ def load_functions_of_torch(decorators: Any, load_format: str) -> None:
 
 
 def accept_object_stores(load_format: str) -> None:
-    """Let vLLM take models in object stores with this load format.
+    """Let vLLM accept models in object stores with this load format.
 
     vLLM uses functions of Run:ai Model Streamer to get the config and the tokenizer. If that package is not installed,
     ours take their place. vLLM's check of load formats accepts this format too. If a version of vLLM lacks a name that

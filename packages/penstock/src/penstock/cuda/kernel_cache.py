@@ -221,7 +221,7 @@ def _load(path: Path | None) -> _Kernel | None:
     if path is None:
         return None
     try:
-        # Do not follow a link, and do not wait for a pipe.
+        # Do not follow a symlink, and do not block on a FIFO.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             status = os.fstat(file.fileno())
             is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()

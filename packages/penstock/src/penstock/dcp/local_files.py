@@ -4,7 +4,7 @@
     columns, another dtype, ...   --copy--> the target, from a mapping of the file
 
 It asks the kernel to read missing pages into the page cache before the copies reach them, so that one thread keeps a
-disk busy. `loader.run` reads remote files, and files for devices.
+disk busy. `loader.run` reads remote files, and files whose tensors go to a device.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class ClientConnection:
 def open_tcp(
     host: str, port: int, timeout_s: float, *, check: Callable[[str], None] = lambda address: None
 ) -> socket.socket:
-    """Connect by TCP to the first address of `host` that answers. Each address gets `timeout_s`.
+    """Connect over TCP to the first address of `host` that accepts. Each address gets `timeout_s`.
 
     Args:
         check: raises if an address must not be connected to. The name is looked up once, so the checked address is

@@ -236,7 +236,7 @@ class HttpConnection:
             raise TimeoutError("no byte arrived in time") from error
 
     def cut(self) -> None:
-        """End the connection at once, from any thread, even while another thread uses it."""
+        """Abort the connection, from any thread, even while another thread uses it."""
         cut(self._sock)
 
     def close(self) -> None:

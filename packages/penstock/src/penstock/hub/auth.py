@@ -255,7 +255,7 @@ def read_tokens(path: Path) -> tuple[tuple[bytes, Caller], ...]:
 
 
 def _token_name(token: str) -> str:
-    """Return a name for a token in logs and counts, which does not reveal the token."""
+    """Return a name for a token that is safe to use in logs and metrics."""
     return TOKEN_CALLER + hashlib.sha256(b"penstock caller 1\n" + token.encode()).hexdigest()[:12]
 
 

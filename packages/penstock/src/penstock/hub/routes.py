@@ -62,7 +62,7 @@ class HubApp:
 
     Args:
         lifespan: runs from before the first request until after the last one.
-        count_refusal: called with the status of each error answer.
+        count_refusal: called with the status of each error response.
         on_unauthorized: called with the path and the caller's host when a connection refuses a caller without a valid
             token, before its request reaches this app.
     """

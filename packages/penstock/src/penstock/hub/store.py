@@ -390,5 +390,5 @@ class RedisStore:
 
 
 def _entry(raw: bytes) -> StoreEntry:
-    """Split a stored value into an entry."""
+    """Parse a stored value into an entry."""
     return StoreEntry(raw[_VERSION_BYTES:], raw[:_VERSION_BYTES])

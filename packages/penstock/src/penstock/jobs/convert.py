@@ -426,7 +426,7 @@ class Conversion:
     def _is_published(self) -> bool:
         """Return whether an earlier call has published this result. If not, open its files and correct the journal.
 
-        No other writer can begin at this destination until the stack ends.
+        No other writer can begin at this destination until the stack is closed.
         """
         job, journal, into, out = self.request.job, self.journal, self.into, self._out
         settings, options = self.request.settings, self._job_spec.storage_options

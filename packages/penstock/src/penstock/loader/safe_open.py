@@ -484,7 +484,7 @@ class _OpenFile:
         whole = box == Box.full(shape)
         slab = self._whole(row) if whole else self._slabs(self._plan([row], box), self.device)[0]
         part = as_array(slab.numpy().data, dtype, box.shape)
-        # With the ellipsis, an index with only integers returns an array without dims and not a scalar.
+        # With the ellipsis, an index with only integers returns a 0-d array and not a scalar.
         return part[(*rest, ...)]
 
     def expect(self, rows: Sequence[int]) -> None:

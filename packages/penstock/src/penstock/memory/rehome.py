@@ -37,7 +37,7 @@ def rehome(
             hint = "materialise it: module.to_empty(device=...)"
             raise PlanError("cannot move a tensor on the meta device", tensor=name, hint=hint)
         if tensor.layout is not torch.strided or hasattr(type(tensor), "__tensor_flatten__"):
-            # A tensor that flattens (a DTensor, a quantised wrapper) consists of other tensors.
+            # A wrapper subclass (a DTensor, a quantised tensor) consists of other tensors.
             raise PlanError(f"cannot move a {type(tensor).__name__} with layout {tensor.layout}", tensor=name)
     devices: dict[torch.device, dict[int, list[torch.Tensor]]] = {}
     for _, tensor in tensors:

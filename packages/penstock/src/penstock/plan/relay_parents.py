@@ -175,7 +175,7 @@ class Chains:
             self._root(head, self._depth[parent.member] + 1)
 
     def _keep(self) -> None:
-        """Keep the parents of members if they still serve, and open the cycles that this may close."""
+        """Keep the parents that still serve, and break the cycles that result."""
         # Members with the most chunks choose first, since they lose most if their parent takes other children.
         for child in sorted(self._nodes.values(), key=lambda node: -node.num_have):
             parent = self._nodes.get(child.parent)

@@ -124,7 +124,7 @@ class ReceiverPlan:
         return [name for name, address in addresses.items() if address and planned.get(name, address) != address]
 
     def turn_of(self, source: I64) -> I64:
-        """Return the position of sources in the receiver's order."""
+        """Return the position of each source in the receiver's order."""
         turn: I64 = (source - self.first_source) % max(len(self.sources), 1)
         return turn
 

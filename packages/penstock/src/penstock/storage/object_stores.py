@@ -121,7 +121,7 @@ def locate_object(uri: str, *, settings: Settings, options: Mapping[str, str]) -
     Args:
         uri: `s3://bucket/key`, `gs://bucket/key`, `az://container[@account.host]/key`.
         settings: `retries`, `stall_s` and `ca_file`.
-        options: options by the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
+        options: options under the store's names (`access_key_id`, `endpoint`, `region`, `skip_signature`...), and
             `profile` for s3. They take precedence over the environment.
 
     Raises:

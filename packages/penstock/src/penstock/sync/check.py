@@ -164,7 +164,7 @@ or "" if it may."""
 
 
 def fault_of(check: Check, staged: StagedVersion) -> tuple[str, Exception | None]:
-    """Run a check. Return why the version must not go live, and the error. The text is empty if it may."""
+    """Run a check. Return why the version must not go live (empty if it may), and the error that caused it."""
     try:
         answer = check(staged.version, staged)
     except Exception as error:  # noqa: BLE001 - any error in the user's code refuses the version

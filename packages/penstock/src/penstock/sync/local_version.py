@@ -376,7 +376,7 @@ class LocalVersion:
         """Wait until the device has filled the ready rows, or for `stall_s` seconds. Readers wait for it too."""
         deadline = time.monotonic() + stall_s
         while time.monotonic() < deadline:
-            # Do not keep the lock while sleeping, because peers ask for maps and digests.
+            # Do not hold the lock while sleeping, because peers request maps and digests meanwhile.
             with self.changed:
                 if all(event.query() for event in self._events):
                     return
@@ -491,7 +491,7 @@ class LocalVersion:
     def _wait_ready(
         self, strips: Strips, version: int, generation: int, deadline: float
     ) -> tuple[torch.cuda.Event, ...] | None:
-        """Wait until every row that the strips may touch is ready. Return the events that the device must pass.
+        """Wait until every row that the strips may touch is ready. Return the events that the device must wait for.
 
         Returns:
             None if the deadline passed first.

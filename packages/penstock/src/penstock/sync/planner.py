@@ -185,7 +185,7 @@ class Planner:
         """Return whether the requester's layout is known, from before or from this request."""
         with self._lock:
             known = self._wants.get(asker)
-        # The layout of a large model has megabytes, so a receiver sends it once, and then only its digest.
+        # The layout of a large model takes megabytes, so a receiver sends it once, and later sends its digest.
         if known is not None and known[0] == request.digest:
             return True
         if request.layout is None:

@@ -91,7 +91,7 @@ class ResponsePart:
         self.views = views
 
     def front(self, nbytes: int | None) -> tuple[list[int], list[int]]:
-        """Return offsets and lengths of the first runs, at most `nbytes` together. None means all runs."""
+        """Return the offsets and lengths of the first runs, at most `nbytes` in total. None means all runs."""
         if nbytes is None or sum(self.length) <= nbytes:
             return self.src, self.length
         length: list[int] = []

@@ -100,7 +100,7 @@ class ForkServer(Closeable):
     """A handle for the fork server's process. A context manager. Thread-safe."""
 
     def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
-        # Allow one request at a time, because answers have no number that would match them with requests.
+        # Allow one request at a time, because responses carry no request ID.
         self._lock = threading.Lock()
         # The first answer may take longer, because it waits for the imports.
         self._patience_s = START_S

@@ -278,7 +278,7 @@ class UpdateLoop:
         try:
             return self._attempts(version, pause, begun)
         except NotFound:
-            # The caller waits and calls again, so this is no failure of the version.
+            # The caller waits and calls again, so do not count this as a failure of the version.
             raise
         except BaseException as error:
             tell_failed(self._membership, self._asking, error)
