@@ -91,7 +91,7 @@ def test_default_sync_rank_is_only_rank() -> None:
 
 
 def test_format_used_as_operation_is_named(file: Path) -> None:
-    with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*give to='cast:F16'"):
+    with pytest.raises(ps.ConfigError, match=r"is a format, not an operation; .*use to='cast:F16'"):
         ps.convert(file, file.parent / "out", operations=["cast:F16"])
 
 

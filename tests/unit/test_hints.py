@@ -61,7 +61,7 @@ def test_fleet_errors_have_hints(tmp_path: Path) -> None:
     tokens.write_text("t" * 16)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert "port 0" in hint_of(lambda: bind(listen, Auth.of(token_file=tokens)))
+        assert "Port 0 selects" in hint_of(lambda: bind(listen, Auth.of(token_file=tokens)))
         assert "port 0" in hint_of(lambda: PeerServer.start(tmp_path / "door", lambda _: None, listen=listen))
     (tmp_path / "bad.pem").write_text("no")
     with pytest.MonkeyPatch.context() as patched:

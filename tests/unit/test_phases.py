@@ -198,7 +198,7 @@ def test_failed_load_records_error(file: Path, tmp_path: Path) -> None:
     now = boot()
     assert (now.state, now.phase) == ("failed", "open")
     assert now.error is not None and now.error.blame == "source"
-    assert now.error.error == f"no such file in {tmp_path / 'nothing.safetensors'}"
+    assert now.error.error == f"there is no such file in {tmp_path / 'nothing.safetensors'}"
     with pytest.raises(ps.NotFound):
         ps.load(file, verify=True)
     assert boot().phase == "plan"

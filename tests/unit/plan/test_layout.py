@@ -57,7 +57,7 @@ def test_shard_box_is_rank_part_of_dim() -> None:
     assert shard_box((4, 6), -1, 1, 3) == Box(start=(0, 2), stop=(4, 4))
     with pytest.raises(PlanError, match="does not exist"):
         shard_box((4,), 1, 0, 2)
-    with pytest.raises(PlanError, match="does not split"):
+    with pytest.raises(PlanError, match="cannot be split evenly"):
         shard_box((4,), 0, 0, 3)
 
 
