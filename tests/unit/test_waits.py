@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 import threading
 import time
@@ -105,3 +106,12 @@ def test_pool_without_threads_runs_calls_inline(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with waits.Threads(3, "test") as pool:
         assert pool.submit(threading.get_ident).result() == threading.get_ident()
+
+
+def test_jitter_leaves_global_generator_alone() -> None:
+    # A trainer sets its seed and expects the same numbers with Penstock's threads as without them.
+    random.seed(7)
+    expected = random.random()
+    random.seed(7)
+    assert 0.5 <= waits.jitter(0.5, 1.0) <= 1.0
+    assert random.random() == expected

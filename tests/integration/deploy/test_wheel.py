@@ -349,7 +349,10 @@ def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment
     done = run(environment.penstock, "--help")
     assert done.returncode == 0 and "simulate" in done.stdout
     (line,) = done.stderr.splitlines()
-    assert line.startswith("penstock: `penstock run` is left out: ") and "a_module_that_nobody_has" in line
+    assert (
+        line.startswith("penstock: the command `penstock run` is not available: ")
+        and "a_module_that_nobody_has" in line
+    )
     assert run(environment.penstock, "simulate", "--help").returncode == 0
     # The package is installed, so the message does not say to install it.
     done = run(environment.penstock, "run", "--", "true")

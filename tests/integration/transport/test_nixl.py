@@ -228,7 +228,7 @@ def test_process_exits_cleanly() -> None:
     script = (
         "from penstock.transport.nixl import NixlTransport as T; from penstock.transport.protocol import Memory as M"
     )
-    script += "; t = T(tls='tcp'); h = t.register(M.of_buffer(bytearray(100)))"
+    script += "; t = T.open(tls='tcp'); h = t.register(M.of_buffer(bytearray(100)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 

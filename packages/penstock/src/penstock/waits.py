@@ -20,6 +20,7 @@ server's deadline. The threads of one call therefore share a `Scope`, and each w
 from __future__ import annotations
 
 import contextlib
+import random
 import resource
 import threading
 import time
@@ -101,6 +102,8 @@ class _Here(threading.local):
 
 
 _here = _Here()
+# The operating system's generator has no state, so forked children get different numbers.
+_random = random.SystemRandom()
 
 
 def current() -> Scope | None:
@@ -141,6 +144,15 @@ def ended_by(end: Callable[[], object]) -> Iterator[None]:
         raise
     finally:
         scope.remove(number)
+
+
+def jitter(low: float, high: float) -> float:
+    """Return a random number in this range, with which many processes spread their requests.
+
+    It does not draw from the global generator of `random`: a program that has set its seed gets the same numbers with
+    Penstock's threads as without them.
+    """
+    return _random.uniform(low, high)
 
 
 def pause(seconds: float) -> None:

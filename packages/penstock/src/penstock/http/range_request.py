@@ -12,7 +12,6 @@ time, because a slow source is not broken.
 from __future__ import annotations
 
 import contextlib
-import random
 import re
 import ssl
 import time
@@ -152,7 +151,7 @@ class Patience:
                 f"{self._failures} attempts made no progress, the last: {why}", uri=self._uri, byte_range=byte_range
             ) from cause
         # Without jitter, ranges that failed together would all be requested again at the same moment.
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * random.uniform(0.5, 1.0)
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(self._num_pauses - 1, 10)) * waits.jitter(0.5, 1.0)
         if wait_s is not None:
             # Use the source's last byte: a server that limits requests serves the ranges in turns.
             left_s = self._stall_s - (now_s - max(self._last_byte_s, self._arrivals.last_s))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import secrets
 import ssl
 import threading
@@ -63,6 +62,7 @@ from penstock.hub.messages import (
 )
 from penstock.interrupts import is_of_handler
 from penstock.lifecycle import Closeable
+from penstock.waits import jitter
 
 TIMEOUT_S = 10.0
 """Deadline for a request with all its retries. Peers that are already known stay usable meanwhile."""
@@ -416,7 +416,7 @@ class HubClient(Closeable):
                     hint = "set PENSTOCK_CA_FILE to the certificate that signed it, and use a name that is in it"
                 raise HubUnavailable(message, uri=url, hint=hint) from last
             # Add jitter, so that members that lost the hub at the same moment do not all return at the same moment.
-            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            time.sleep(pause_s * jitter(0.5, 1.0))
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _decode(self, status: int, answer: bytes, gives: type[T] | None, url: str) -> T:

@@ -7,7 +7,6 @@ one. Weight bytes never pass through the hub.
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -70,6 +69,7 @@ from penstock.hub.snapshot import (
 )
 from penstock.hub.store import ABSENT, Store, StoreEntry
 from penstock.logs import log_named
+from penstock.waits import jitter
 
 # Seconds added to a heartbeat interval. Members that could not reach the hub try again within half of this.
 _ANNOUNCE_S = 1.0
@@ -202,7 +202,7 @@ class Directory:
         signer = self._grants(reread=True)
         # Vary the interval. Otherwise members that started together would send heartbeats together and queue at the hub
         # each time.
-        beat_s = self.beat_s * random.uniform(0.75, 1.0)
+        beat_s = self.beat_s * jitter(0.75, 1.0)
         return Welcome(ttl_s=self.ttl_s, beat_s=beat_s, grant_key=signer.public_key)
 
     def check_certificate(self, member: str, certificate: str) -> None:
@@ -431,7 +431,7 @@ class Directory:
                     self.counts["claimed_chunks"] += sum(stop - start for start, stop in ranges)
                     return self._claim_reply(request, view, ranges, quiet=quiet)
                 # Wait for a random time, because otherwise the loser of a race would meet the same winner again.
-                time.sleep(random.uniform(0, 0.002))
+                time.sleep(jitter(0, 0.002))
         return None
 
     def complain(self, complaint: FaultReport, caller: Caller | None = None) -> None:
@@ -712,4 +712,4 @@ def _pause(least_s: float, num_asking: int) -> float:
 
     All members together send at most 100 requests a second.
     """
-    return min(5.0, max(least_s, num_asking / 100)) * random.uniform(0.75, 1.25)
+    return min(5.0, max(least_s, num_asking / 100)) * jitter(0.75, 1.25)

@@ -12,7 +12,6 @@ The epoch is the member id of its rank 0.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import OrderedDict
@@ -25,6 +24,7 @@ from penstock.sync.commit_rules import Ballot, Standing, Stragglers, Verdict
 from penstock.sync.membership import Membership, Whereabouts
 from penstock.sync.messages import Decision, RankProgress
 from penstock.timing import Timing
+from penstock.waits import jitter
 
 
 def claim(membership: Membership) -> str:
@@ -62,7 +62,7 @@ def claim(membership: Membership) -> str:
 
 def _pause(membership: Membership) -> None:
     # Add jitter, because hundreds of ranks start together and would ask the hub in lockstep.
-    time.sleep(membership.timing.group_pause_s * random.uniform(0.75, 1.25))
+    time.sleep(membership.timing.group_pause_s * jitter(0.75, 1.25))
 
 
 def check_alone(membership: Membership) -> None:
