@@ -100,7 +100,7 @@ def test_wrong_hub_options_are_explained(tokens, tmp_path, penstock: Run) -> Non
         (["--listen", "127.0.0.1:0"], "--token-file"),
         (["--listen", "nowhere"], "cannot listen"),
         (["--cert", "c.pem"], "requires its key"),
-        (["--token-file", str(tmp_path / "none")], "cannot be read"),
+        (["--token-file", str(tmp_path / "none")], "cannot read token file"),
         (["--redis", "http://x"], "not a valid address for Redis"),
     ):
         done = penstock("hub", *arguments)

@@ -93,7 +93,7 @@ def test_offsets_count_across_regions_in_any_order() -> None:
         (torch.zeros(1, 4).expand(3, 4), "overlap"),
         (torch.zeros(2, dtype=torch.complex128), "no dtype"),
         (torch.zeros(3, 3).to_sparse(), "not one plain tensor"),
-        (torch.zeros(2, dtype=torch.complex64).conj(), "differ from its memory"),
+        (torch.zeros(2, dtype=torch.complex64).conj(), "differ from the bytes in memory"),
         (Shard(tensor=torch.zeros(2, 2), global_shape=(3, 2), offset=(2, 0)), "outside shape"),
         (Shard(tensor=torch.zeros(2, 2), global_shape=(3, 2), offset=(-1, 0)), "is negative"),
         (Shard(tensor=torch.zeros(2, 2), global_shape=(4,), offset=(0,)), "different numbers of dims"),
