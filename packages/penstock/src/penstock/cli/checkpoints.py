@@ -1,11 +1,11 @@
-"""`penstock inspect`, `penstock manifest` and `penstock verify`: commands for weights in storage.
+"""Commands for weights in storage: `penstock inspect`, `penstock manifest` and `penstock verify`.
 
 `inspect` reads only headers and needs no torch. `manifest` and `verify` read every body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -25,7 +25,6 @@ from penstock.report import bytes_text
 
 if TYPE_CHECKING:
     from penstock.loader.verify import InspectReport
-    from penstock.types import Manifest
 
 _SHOWN = 40
 
@@ -40,7 +39,7 @@ def inspect(
 
     report = penstock.inspect(uri)
     manifest = report.manifest
-    per_file = tensors_per_file(manifest)
+    per_file = Counter(manifest.tensors.file_index.tolist())
     if format is OutputFormat.json:
         write_json(
             {
@@ -52,18 +51,10 @@ def inspect(
                 "revision": manifest.revision,
                 "digests": manifest.leaves is not None,
                 "files": [
-                    {
-                        "name": file.name,
-                        "nbytes": file.nbytes,
-                        "num_tensors": per_file[i],
-                        "metadata": file.metadata,
-                    }
+                    {"name": file.name, "nbytes": file.nbytes, "num_tensors": per_file[i], "metadata": file.metadata}
                     for i, file in enumerate(manifest.files)
                 ],
-                "tensors": [
-                    {**tensor_row(manifest, i), **_blocks(report, manifest.tensors.names[i])}
-                    for i in range(len(manifest.tensors))
-                ],
+                "tensors": [_tensor_row(report, i) for i in range(len(manifest.tensors))],
             }
         )
         return
@@ -85,44 +76,32 @@ def inspect(
     files = [[file.name, bytes_text(file.nbytes), per_file[i]] for i, file in enumerate(manifest.files)]
     write_columns(["file", "bytes", "tensors"], files)
     write_lines("")
-    # An MoE checkpoint has 60,000 tensors. People read the first ones, and programs read JSON, which has all of them.
+    # An MoE checkpoint has 60,000 tensors. The JSON output has all of them for programs.
     num_shown = len(manifest.tensors) if all_tensors else min(_SHOWN, len(manifest.tensors))
-    rows = []
-    for i in range(num_shown):
-        row = tensor_row(manifest, i)
-        # Show the quantised type and its elements instead of the blocks' dtype U8 and bytes.
-        row = {**row, "type": row["dtype"], "elements": row["shape"], **_blocks(report, manifest.tensors.names[i])}
-        rows.append([row[key] for key in ("name", "type", "elements", "nbytes", "file")])
+    shown = (_tensor_row(report, i) for i in range(num_shown))
+    # Show a quantised type and its elements instead of the stored dtype U8 and bytes.
+    rows = [
+        [row["name"], row.get("type", row["dtype"]), row.get("elements", row["shape"]), row["nbytes"], row["file"]]
+        for row in shown
+    ]
     write_columns(["tensor", "dtype", "shape", "bytes", "file"], rows)
     if num_shown < len(manifest.tensors):
         write_lines(f"... and {len(manifest.tensors) - num_shown} more. Use --all to list all.")
 
 
-def _blocks(report: InspectReport, name: str) -> Mapping[str, object]:
-    """Return the type and the shape in elements of a quantised GGUF tensor. Empty for other tensors."""
-    blocks = report.blocks.get(name)
-    return {} if blocks is None else {"type": blocks.type, "elements": list(blocks.shape)}
-
-
-def tensor_row(manifest: Manifest, row: int) -> Mapping[str, object]:
-    """Return a tensor of a manifest as plain values."""
-    table = manifest.tensors
+def _tensor_row(report: InspectReport, row: int) -> dict[str, object]:
+    """Return a tensor as plain values. A quantised GGUF tensor also has its type and its shape in elements."""
+    table = report.manifest.tensors
+    blocks = report.blocks.get(table.names[row])
     return {
         "name": table.names[row],
         "dtype": table.dtypes[row].value,
         "shape": list(table.shapes[row]),
         "nbytes": int(table.nbytes[row]),
-        "file": manifest.files[int(table.file_index[row])].name,
+        "file": report.manifest.files[int(table.file_index[row])].name,
         "offset": int(table.offset[row]),
+        **({} if blocks is None else {"type": blocks.type, "elements": list(blocks.shape)}),
     }
-
-
-def tensors_per_file(manifest: Manifest) -> list[int]:
-    """Return the number of tensors in each of the manifest's files."""
-    counts = [0] * len(manifest.files)
-    for file in manifest.tensors.file_index.tolist():
-        counts[file] += 1
-    return counts
 
 
 def manifest(
@@ -185,6 +164,5 @@ def verify(
             }
         )
     if not verdict.verified:
-        # Exit with the code of a failure with an intact destination (`main.FAILED`), so that a script can tell it from
-        # success.
+        # Exit with the code of a failure with an intact destination (`main.FAILED`), for scripts.
         raise typer.Exit(3)

@@ -1,14 +1,11 @@
-"""`penstock doctor`: report devices, measured rates, installed engines and environment variables on this machine.
-
-Each measurement takes at most about a second.
-"""
+"""`penstock doctor`: report devices, measured rates, installed engines and environment variables of this machine."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -37,14 +34,14 @@ _ECOSYSTEMS = {
     "RUNAI_STREAMER_": "penstock_hf.runai_streamer",
 }
 
-# Larger than the processor's caches, so that the rate is the memory's.
+# Exceeds the processor's caches, so that the memory's rate is measured.
 _COPY_BYTES = 256 * MIB
 _READ_CHUNK_BYTES = 8 * MIB
 _READ_S = 1.0
-"""Maximum seconds for one disk measurement. A second gives the disk's rate, and the command has to be quick."""
+"""Maximum seconds for one disk measurement."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Fact:
     """A line of the report: a name, its value, and the reason for the value."""
 
@@ -53,9 +50,9 @@ class Fact:
     why: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Limit:
-    """A measured rate in decimal GB/s. If it was not measured, the rate is None and `why` gives the reason."""
+    """A measured rate in decimal GB/s. Without a measurement the rate is None and `why` gives the reason."""
 
     name: str
     gb_per_s: float | None
@@ -77,7 +74,7 @@ def doctor(
         write_json({"devices": devices, "limits": limits, "engines": engines, "environment": variables_json})
         return
     write_lines("devices")
-    write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in devices})
+    _write_facts(devices)
     write_lines("", "limits, measured now")
     write_fields(
         {
@@ -86,9 +83,13 @@ def doctor(
         }
     )
     write_lines("", "engines")
-    write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in engines})
+    _write_facts(engines)
     write_lines("", "environment")
     write_columns(["  variable", "value", "meaning"], [[f"  {n}", v or "(not set)", doc] for n, v, doc in variables])
+
+
+def _write_facts(facts: list[Fact]) -> None:
+    write_fields({f"  {fact.name}": f"{fact.value}  {fact.why}" for fact in facts})
 
 
 def find_devices() -> list[Fact]:
@@ -97,27 +98,25 @@ def find_devices() -> list[Fact]:
     # A container may use fewer cores than the machine has.
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     facts = [
-        Fact(name="cpu", value=f"{cores} cores usable of {os.cpu_count()}"),
-        Fact(name="memory", value=bytes_text(pages)),
+        Fact("cpu", f"{cores} cores usable of {os.cpu_count()}"),
+        Fact("memory", bytes_text(pages)),
     ]
     if not importable("torch"):
-        return [*facts, Fact(name="cuda", value="no", why=f"torch is not installed: {install_hint('torch')}")]
+        return [*facts, Fact("cuda", "no", f"torch is not installed: {install_hint('torch')}")]
     import torch
 
     if not torch.cuda.is_available():
         built = torch.version.cuda
         why = "torch is a CPU build" if built is None else f"torch is built for CUDA {built} and finds no device"
-        return [*facts, Fact(name="cuda", value="no", why=why)]
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        free, total = torch.cuda.mem_get_info(index)
-        value = f"{properties.name}, {bytes_text(total)}, {bytes_text(free)} free"
-        facts.append(Fact(name=f"cuda:{index}", value=value))
+        return [*facts, Fact("cuda", "no", why)]
     count = torch.cuda.device_count()
-    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
-    if pairs:
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_properties(index).name
+        facts.append(Fact(f"cuda:{index}", f"{name}, {bytes_text(total)}, {bytes_text(free)} free"))
+    if pairs := [(a, b) for a in range(count) for b in range(count) if a != b]:
         peers = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-        facts.append(Fact(name="peer access", value=f"{peers} of {len(pairs)} ordered pairs of devices"))
+        facts.append(Fact("peer access", f"{peers} of {len(pairs)} ordered pairs of devices"))
     return facts
 
 
@@ -127,51 +126,48 @@ def find_engines() -> list[Fact]:
     direct = "yes" if hasattr(os, "O_DIRECT") else "no"
     nowait = "yes" if hasattr(os, "RWF_NOWAIT") else "no"
     facts = [
-        Fact(name="direct I/O", value=direct, why="probed for each file system when a file is opened"),
-        Fact(name="RWF_NOWAIT", value=nowait, why=f"kernel {kernel}"),
+        Fact("direct I/O", direct, "probed for each file system when a file is opened"),
+        Fact("RWF_NOWAIT", nowait, f"kernel {kernel}"),
         _io_uring(),
-        Fact(
-            name="GPUDirect Storage", value="no", why="Penstock does not use it: bytes pass through pinned host memory"
-        ),
+        Fact("GPUDirect Storage", "no", "Penstock does not use it: bytes pass through pinned host memory"),
     ]
     needs = {
-        "obstore": ("obstore", "s3:// gs:// az://"),
-        "torch": ("torch", f"tensors; {install_hint('torch')}"),
-        "triton": ("triton", "digests on the device; part of torch's CUDA builds"),
-        "safetensors": ("safetensors", "only a baseline for penstock bench"),
-        "nixl": ("nixl", f"RDMA, and GPU memory between hosts; {install_hint('nixl')}"),
-        "starlette": ("starlette", f"hosting a hub; {install_hint('hub')}"),
-        "gguf": ("gguf", f"conversion of K-quants and IQ types; {install_hint('gguf')}"),
-        "huggingface_hub": ("huggingface_hub", f"hf:// and org/name; {install_hint('hf')}"),
-        "redis": ("redis", f"several hubs that act as one; {install_hint('redis')}"),
-        "ray": ("ray", f"conversions on a Ray cluster; {install_hint('ray')}"),
-        "boto3": ("boto3", f"AWS profiles and SSO; {install_hint('aws')}"),
-        "transformers": ("transformers", "from_pretrained, by penstock-hf"),
-        "vllm": ("vllm", "--load-format penstock, by penstock-vllm"),
-        "sglang": ("sglang", "--load-format penstock, by penstock-sglang"),
+        "obstore": "s3:// gs:// az://",
+        "torch": f"tensors; {install_hint('torch')}",
+        "triton": "digests on the device; part of torch's CUDA builds",
+        "safetensors": "only a baseline for penstock bench",
+        "nixl": f"RDMA, and GPU memory between hosts; {install_hint('nixl')}",
+        "starlette": f"hosting a hub; {install_hint('hub')}",
+        "gguf": f"conversion of K-quants and IQ types; {install_hint('gguf')}",
+        "huggingface_hub": f"hf:// and org/name; {install_hint('hf')}",
+        "redis": f"several hubs that act as one; {install_hint('redis')}",
+        "ray": f"conversions on a Ray cluster; {install_hint('ray')}",
+        "boto3": f"AWS profiles and SSO; {install_hint('aws')}",
+        "transformers": "from_pretrained, by penstock-hf",
+        "vllm": "--load-format penstock, by penstock-vllm",
+        "sglang": "--load-format penstock, by penstock-sglang",
     }
-    for name, (module, what) in needs.items():
+    for name, what in needs.items():
         version = package_version(name)
-        value = version or ("yes" if importable(module) else "not installed")
-        # The command that installs it is of use only where it is missing.
-        facts.append(Fact(name=name, value=value, why=what.partition("; pip")[0] if version else what))
+        value = version or ("yes" if importable(name) else "not installed")
+        # Only a missing package needs its install command.
+        facts.append(Fact(name, value, what.partition("; pip")[0] if version else what))
     return facts
 
 
 def _io_uring() -> Fact:
-    """Report whether the kernel accepts reads of cached files, by opening a ring."""
     why = refusal()
     if not why:
         try:
             Uring.open(1, 1).close()
         except OSError as error:
             why = f"the kernel refuses a ring: {error.strerror}"
-    return Fact(name="io_uring", value="no" if why else "yes", why=why or "fills staging for a GPU from cached files")
+    return Fact("io_uring", "no" if why else "yes", why or "fills staging for a GPU from cached files")
 
 
 def find_variables() -> list[tuple[str, str | None, str]]:
     """Return Penstock's variables with their values, and the names of other ecosystems' variables that are set."""
-    # Show only the names, because these values may be credentials.
+    # The values may be credentials, so show only the names.
     others = [(name, "(set)", what) for prefix, what in _ECOSYSTEMS.items() for name in sorted(ecosystem(prefix))]
     return [*environment(), *others]
 
@@ -187,49 +183,41 @@ def measure_limits(path: Path | None) -> list[Limit]:
     return [*limits, *(_host_to_device(index) for index in devices)]
 
 
-def _best_rate(work: Callable[[], int], *, repeat: int = 3) -> float:
-    """Return the best rate in GB/s of several runs of `work`, which returns the number of bytes that it moved."""
-    best = 0.0
-    # Take the best rate, because the first run touches the pages and other processes only make a run slower.
-    for _ in range(repeat):
+def _copy_rate(copy: Callable[[], object]) -> float:
+    """Return the best rate in GB/s of three copies of `_COPY_BYTES`."""
+    rates = []
+    # The first copy also touches the pages, and other processes can only slow a copy down.
+    for _ in range(3):
         begin = time.perf_counter()
-        nbytes = work()
-        best = max(best, nbytes / (time.perf_counter() - begin) / GB)
-    return best
+        copy()
+        rates.append(_COPY_BYTES / (time.perf_counter() - begin) / GB)
+    return max(rates)
 
 
 def _host_copy() -> Limit:
-    """Measure a copy in host memory by one thread."""
     import numpy as np
 
-    # Write the pages first. Unwritten pages are all the same zero page, which is copied from the cache.
+    # Write the pages first. Otherwise all of them are the same zero page, which stays in the processor's cache.
     source = np.ones(_COPY_BYTES, np.uint8)
     target = np.empty_like(source)
-
-    def copy() -> int:
-        target[:] = source
-        return _COPY_BYTES
-
-    return Limit(name="host memory copy, one thread", gb_per_s=_best_rate(copy))
+    return Limit("host memory copy, one thread", _copy_rate(lambda: np.copyto(target, source)))
 
 
 def _disk(path: Path | None) -> list[Limit]:
     if path is None:
-        return [Limit(name="disk", gb_per_s=None, why="give --path FILE with a large file on the disk")]
-    named: Mapping[str, int] = {"buffered": 0, "direct": getattr(os, "O_DIRECT", 0)}
-    return [_read(path, how, flags) for how, flags in named.items()]
+        return [Limit("disk", None, "give --path FILE with a large file on the disk")]
+    return [_read(path, "buffered", 0), _read(path, "direct", getattr(os, "O_DIRECT", 0))]
 
 
 def _read(path: Path, how: str, flags: int) -> Limit:
-    """Measure reads of `path` from its start by one thread, for at most a second."""
     name = f"disk read, {how}, one thread"
     if how == "direct" and not flags:
-        return Limit(name=name, gb_per_s=None, why="this system has no direct I/O")
+        return Limit(name, None, "this system has no direct I/O")
     try:
         file = os.open(path, os.O_RDONLY | flags)
     except OSError as error:
-        return Limit(name=name, gb_per_s=None, why=f"{path}: {error.strerror}")
-    # A mapping is aligned to pages, as direct I/O requires.
+        return Limit(name, None, f"{path}: {error.strerror}")
+    # Direct I/O requires memory that is aligned to pages, as a mapping is.
     buffer = memoryview(mmap.mmap(-1, _READ_CHUNK_BYTES))
     try:
         offset = 0
@@ -237,29 +225,27 @@ def _read(path: Path, how: str, flags: int) -> Limit:
         while offset < 4 * GIB and time.perf_counter() - begin < _READ_S:
             nbytes = os.preadv(file, [buffer], offset)
             offset += nbytes
-            # Stop at the end of the file, because a direct read after it would not be aligned.
+            # A direct read at the end of the file would not be aligned.
             if nbytes < _READ_CHUNK_BYTES:
                 break
         wall_s = time.perf_counter() - begin
     except OSError as error:
-        return Limit(name=name, gb_per_s=None, why=f"{path}: {error.strerror}")
+        return Limit(name, None, f"{path}: {error.strerror}")
     finally:
         os.close(file)
     if not offset:
-        return Limit(name=name, gb_per_s=None, why=f"{path} is empty")
-    return Limit(name=name, gb_per_s=offset / wall_s / GB)
+        return Limit(name, None, f"{path} is empty")
+    return Limit(name, offset / wall_s / GB)
 
 
 def _host_to_device(index: int) -> Limit:
-    """Measure copies from pinned host memory to a device."""
     import torch
 
     pinned = torch.empty(_COPY_BYTES, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
 
-    def copy() -> int:
+    def copy() -> None:
         device.copy_(pinned, non_blocking=True)
         torch.cuda.synchronize(index)
-        return _COPY_BYTES
 
-    return Limit(name=f"pinned memory to cuda:{index}", gb_per_s=_best_rate(copy))
+    return Limit(f"pinned memory to cuda:{index}", _copy_rate(copy))

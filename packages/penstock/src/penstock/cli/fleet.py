@@ -42,24 +42,10 @@ if TYPE_CHECKING:
     from penstock.hub.messages import HoldingState, MemberStatus, Status
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The model's name in the fleet.", show_default=False)]
-_HEADER = [
-    "member",
-    "host",
-    "model",
-    "key",
-    "revision",
-    "state",
-    "tier",
-    "chunks",
-    "bytes",
-    "readers",
-    "rate",
-    "from",
-    "why",
-    "silent",
-]
+_HEADER = ["member", "host", "model", "key", "revision", "state", "tier", "chunks", "bytes"]
+_HEADER += ["readers", "rate", "from", "why", "silent"]
 _SPARE = ("key", "host", "readers", "tier", "why", "silent", "revision", "bytes", "from", "rate")
-"""Columns that are left out on a narrow terminal, the first one first."""
+"""Columns that are left out on a narrow terminal, in this order."""
 _JOB_HEADER = ["conversion", "process", "phase", "tasks", "bytes", "rate", "left", "workers", "late", "moved", "error"]
 _SPARE_OF_JOB = ("moved", "workers", "late", "process", "rate", "bytes", "error")
 _SYNC_HEADER = ["member", "host", "sync", "rank", "version", "epoch", "state", "fleet", "bytes", "from", "silent"]
@@ -94,7 +80,7 @@ def status(
     from penstock.hub.client import HubClient, resolve_connection
 
     connection = resolve_connection(connection)
-    # Use one client for all requests. It keeps its connection and waits for a hub that is away for a moment.
+    # One client keeps its connection and waits for a hub that is unavailable for a moment.
     with HubClient.connect(connection.hub, connection.token) as client, contextlib.suppress(KeyboardInterrupt):
         if format is OutputFormat.human and sys.stdout.isatty():
             _redraw(lambda: client.status(model), model, watch)
@@ -133,7 +119,6 @@ def _redraw(ask: Callable[[], Status], model: str | None, every_s: float) -> NoR
 
 
 def _show(fleet: Status, model: str | None, format: OutputFormat) -> None:
-    """Write the members to stdout."""
     if format is OutputFormat.json:
         import msgspec
 
@@ -166,10 +151,10 @@ def _lines(fleet: Status, model: str | None, width: int | None) -> list[str]:
 def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
     """Return a row for each set of weights. A member without weights or syncs also has a row."""
     who = _who(member)
-    # Seconds since the last heartbeat. A member whose value is near the hub's TTL is about to be removed.
+    # A member that is silent for almost the hub's TTL is about to be removed.
     silent = f"{member.silent_s:.1f} s" + (f", {member.complaints} complaints" if member.complaints else "")
     rows: list[list[object]] = []
-    # The hub lists all weights of a member that has the model. Show only the requested model.
+    # The hub lists all weights of a member, and not only the requested model.
     for holding in member.holdings:
         if model is None or holding.identity.model == model:
             rows.append([who, member.host[:8], *_cells(holding, member.boot), silent])
@@ -180,12 +165,11 @@ def _rows(member: MemberStatus, model: str | None) -> list[list[object]]:
 
 
 def _who(member: MemberStatus) -> str:
-    # Use the same name as paths and `why`, so that a reader can find it there.
+    # Paths and `why` show the same name.
     return f"{member.member[:8]} {member.name}"
 
 
 def _sync_rows(member: MemberStatus) -> list[list[object]]:
-    """Return a row for each rank of a sync."""
     return [
         [
             _who(member),
@@ -205,7 +189,6 @@ def _sync_rows(member: MemberStatus) -> list[list[object]]:
 
 
 def _job_row(job: JobState) -> list[object]:
-    """Return the row of a conversion."""
     return [
         job.name,
         job.process,
@@ -229,9 +212,9 @@ def _cells(holding: HoldingState, boot: str) -> list[object]:
     return [
         holding.identity.model,
         holding.key[:8],
-        # Show as much as reports do, which is enough for `--revision`.
+        # Reports show the same prefix, which is enough for `--revision`.
         holding.revision[:19],
-        # While it is filling, the state and the chunks say more than the phase of the fetch.
+        # While the holding is filling, its state and chunks are more specific than the phase of the fetch.
         holding.state if holding.state == "filling" or boot in {"", "ready"} else f"{holding.state}, {boot}",
         holding.tier or ("gpu" if holding.device_id else "host"),
         f"{num_have}/{holding.num_chunks}{share}",
@@ -337,7 +320,7 @@ def cache(
         raise ConfigError(
             f"{len(names)} names for {len(uris)} weight sets", hint="give --model once for each URI, or leave it out"
         )
-    # Check every URI before loading the first, because a misspelt one would fail after minutes of loading.
+    # A misspelt URI would otherwise fail after minutes of loading the URIs before it.
     for uri in uris:
         require_local(uri)
     with penstock.cache.WeightCache(
@@ -361,7 +344,7 @@ def cache(
         total = bytes_text(sum(resident.nbytes for resident in cache.models()))
         kept = ", ".join(names) if names else "parameters that engines hand over"
         text = f"keeping {kept}: {total} on {cache.device}{_rest(cache)}. Stop with SIGTERM or Ctrl-C."
-        # Print the note once signals are handled, because a script that reads it may send a signal immediately.
+        # A script that reads the note may send a signal immediately, so handle signals first.
         cache.serve(drain_s=drain_s, ready=partial(note, text))
 
 
@@ -454,7 +437,7 @@ def fetch(
         )
     except NotFound as error:
         if fallback is None:
-            # MODEL alone is no location, even if it looks like one.
+            # The word MODEL is a name in the fleet, even if it looks like a location.
             storage = shlex.quote(model) if is_remote(texts_of(model)[0]) else "URI"
             error.hint = f"run `penstock why {shlex.quote(model)}`, or give --fallback {storage} to read storage"
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from pathlib import Path
@@ -50,19 +51,12 @@ def hub(
     auth = Auth.of(token_file=token_file, certificate=cert, private_key=key, client_ca=client_ca)
     url, password = _redis(redis, redis_password_file)
     store: Store = RedisStore(url, password=password) if url else MemoryStore()
-    # Without tokens and certificates `bind` only accepts a Unix socket.
+    # Without tokens and certificates, `bind` accepts only a Unix socket.
     if not auth.guards and (listen is None or listen.startswith("unix://")):
         note("penstock hub: only processes of this user can reach it, because it has no tokens or certificates")
 
-    def ready(url: str) -> None:
-        # Flush, so that a script can wait for the line and then start members.
-        sys.stdout.write(f"{url}\n")
-        sys.stdout.flush()
-
-    try:
-        run_hub(Directory(store), listen or own_address(), auth, ready=ready)
-    finally:
-        store.close()
+    with contextlib.closing(store):
+        run_hub(Directory(store), listen or own_address(), auth, ready=_print_url)
 
 
 def ui(
@@ -80,28 +74,27 @@ def ui(
     from penstock.hub.server import run_page
 
     connection = resolve_connection(connection_of(hub, token_file))
-
-    def ready(url: str) -> None:
-        sys.stdout.write(f"{url}\n")
-        sys.stdout.flush()
-
     with HubClient.connect(connection.hub, connection.token) as client:
-        run_page(client, port, ready=ready)
+        run_page(client, port, ready=_print_url)
+
+
+def _print_url(url: str) -> None:
+    # Flush, because scripts wait for this line and then start members.
+    sys.stdout.write(f"{url}\n")
+    sys.stdout.flush()
 
 
 def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None]:
-    """Return the URL of Redis, or an empty text, and its password if a file contains it.
+    """Return the URL of Redis, or an empty text, and the password from its file.
 
-    Raises:
-        ConfigError: the password is on the command line, or its file cannot be read.
+    Raise ConfigError if either is wrong.
     """
     from penstock.config import Settings, without_password
     from penstock.errors import ConfigError
 
-    # Every user of the host can read the command line of every process.
     settings = Settings.read()
-    query = "" if url is None else urlsplit(url).query
-    if url is not None and (urlsplit(url).password or "password=" in query):
+    # Every user of the host can read the command line of every process.
+    if url is not None and (urlsplit(url).password or "password=" in urlsplit(url).query):
         raise ConfigError(
             f"--redis {without_password(url)} was given with a password, which every user of this host can read",
             hint="put the password into --redis-password-file, or the URL into PENSTOCK_REDIS_URL",
@@ -122,14 +115,13 @@ def _redis(url: str | None, password_file: Path | None) -> tuple[str, str | None
 
 
 def _log(audit: bool, audit_file: Path | None) -> None:
-    """Write warnings to stderr, and audit lines to stderr and to a file, as the options say.
+    """Write warnings to stderr, and audit lines to stderr and to a file.
 
-    Raises:
-        ConfigError: the audit file cannot be written.
+    Raise ConfigError if the file is not writable.
     """
     from penstock.hub.audit import audit_handler
 
-    # Configure logging only in a command. As a library Penstock configures none.
+    # Only a command configures logging. As a library Penstock configures none.
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     for name in ("penstock.hub", "penstock.net"):

@@ -53,9 +53,9 @@ def load(
     import penstock
     from penstock.storage.locate import require_local
 
-    # A misspelt path fails here before torch is imported, which takes seconds.
+    # Check the path before importing torch, which takes seconds.
     require_local(uri)
-    # Import the progress bar's library now. If the load imported it, the import would count as load time.
+    # Import the progress bar's library now, because the load would count the time of the import.
     import rich.progress  # noqa: F401
 
     weights = penstock.load(
@@ -71,7 +71,7 @@ def load(
         write_lines(weights.report.summary())
 
 
-# Bytes that a dry run reads for its prediction. They are enough to measure the link and take little time.
+# Bytes that a dry run reads for its prediction, enough to measure the link in a short time.
 _SAMPLE_BYTES = 64 * MIB
 
 
@@ -107,7 +107,7 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Lo
         )
         read_bytes = int(plan.read_nbytes.sum())
         path, rate = "none", 0.0
-        # Use the largest file, because the sample must not reach the end of the file.
+        # Sample the largest file, because the sample must not reach the end of the file.
         largest = int(max((file.nbytes for file in files), default=0))
         if largest:
             source = weights.sources[[file.nbytes for file in files].index(largest)]
@@ -131,7 +131,6 @@ def _plan(uri: str, *, names: list[str] | None, memory_bytes: int | None) -> _Lo
 
 
 def _write_plan(plan: _LoadPrediction, format: OutputFormat) -> None:
-    """Write a plan to stdout."""
     if format is OutputFormat.json:
         write_json(plan)
         return

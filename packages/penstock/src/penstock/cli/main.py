@@ -1,8 +1,4 @@
-"""The `penstock` command: its list of commands, and its exit codes.
-
-0 done   1 the reader of stdout left   2 wrong usage   3 failed, the destination is intact
-4 failed, the destination is dirty   130 interrupted
-"""
+"""The `penstock` command: its list of commands, and its exit codes, which docs/reference/errors.md explains."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from typing import Annotated, NoReturn
 
 DONE, CLOSED, USAGE, FAILED, DIRTY, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-# An interrupt during the imports ends the process as a later one does: without a traceback and with the same code.
+# An interrupt during the imports exits without a traceback and with the same code as a later interrupt.
 try:
     import typer
 
@@ -28,7 +24,7 @@ except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
 COMMANDS = "penstock.commands"
-"""Group of the entry points with which other packages add commands. Each names a function that takes a
+"""Group of the entry points with which other packages add commands. Each entry point names a function that takes a
 `typer.Typer`."""
 _PACKAGE_OF = {
     "bench": "penstock-tools",
@@ -38,7 +34,7 @@ _PACKAGE_OF = {
     "run": "penstock-hf",
     "simulate": "penstock-tools",
 }
-"""Packages of this project that add commands, for the error if one is not installed."""
+"""Packages of this project that add commands, for the error if a package is not installed."""
 
 app = typer.Typer(
     name="penstock",
@@ -120,10 +116,6 @@ _added: set[str] = set()
 
 
 def _add_commands() -> None:
-    """Add the commands of other packages.
-
-    If a package cannot be imported, name its command on stderr and leave it out.
-    """
     for entry in entry_points.entry_points(COMMANDS):
         try:
             add = entry_points.load(entry)
@@ -138,9 +130,8 @@ def _add_commands() -> None:
 _add_commands()
 
 
-# The codes are documented in docs/reference/errors.md and tested, because scripts use them.
 def exit_code(error: PenstockError) -> int:
-    """Return the exit code for an error. It distinguishes wrong usage, an intact destination and a changed one."""
+    """Return the exit code for an error: wrong usage, or a failure with an intact or a changed destination."""
     if isinstance(error, ConfigError):
         return USAGE
     return DIRTY if error.mutated else FAILED
@@ -162,13 +153,13 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt as interrupt:
         code = INTERRUPTED
         _say_how_to_resume(interrupt, words)
-    # This is the only place that catches every exception. An exception that is no PenstockError is a bug in Penstock.
-    # The state of the destination is unknown then, so it counts as dirty.
+    # This is the only handler for all exceptions. An exception that is not a PenstockError is a bug in Penstock and
+    # leaves the destination in an unknown state, which counts as dirty.
     except Exception as error:  # noqa: BLE001
-        # The OSError may come from stdout in the middle of a command. Writing another byte shows whether it does.
+        # The OSError may come from stdout in the middle of a command. Writing another byte repeats such an error.
         if isinstance(error, OSError) and (lost := _lost("\n")) is not None and lost.errno == error.errno:
             code = _lost_code(lost)
-        # Commands import the modules that they use. Without torch, for example, most of these imports fail.
+        # Commands import the modules that they use, so a missing package such as torch fails here.
         elif isinstance(error, ImportError) and (missing := missing_extra(error)) is not None:
             code = _say_error(missing, words)
         else:
@@ -195,7 +186,7 @@ def _say_error(error: PenstockError, words: Sequence[str]) -> int:
 
 
 def _say_how_to_resume(error: BaseException | None, words: Sequence[str]) -> None:
-    """Write what an interrupted call has kept and the command that resumes it, if the call recorded that."""
+    """Write the saved progress of an interrupted call and the command that resumes it, if the call recorded them."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
     for kept in getattr(error, "__notes__", ()):
@@ -208,8 +199,8 @@ def _lost(more: str = "") -> OSError | None:
         sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
-        # The interpreter flushes stdout again at exit. On a broken pipe that would print a second error and change the
-        # exit code.
+        # The interpreter flushes stdout again at exit. On a broken pipe the flush would print a second error and change
+        # the exit code.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -218,7 +209,6 @@ def _lost(more: str = "") -> OSError | None:
 
 
 def _lost_code(lost: OSError) -> int:
-    """Return the exit code for lost output: the reader of stdout left (`head`), or stdout cannot be written."""
     if isinstance(lost, BrokenPipeError):
         return CLOSED
     terminal.note(f"penstock: cannot write to stdout: {lost.strerror}")
@@ -226,7 +216,7 @@ def _lost_code(lost: OSError) -> int:
 
 
 def _asks_for_json(arguments: Sequence[str]) -> bool:
-    """Return whether errors are written as JSON. This also works if the arguments do not parse."""
+    """Return whether errors are written as JSON. The arguments may be invalid."""
     pairs = zip(arguments, [*arguments[1:], ""], strict=True)
     return "--format=json" in arguments or ("--format", "json") in pairs
 

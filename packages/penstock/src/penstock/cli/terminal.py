@@ -1,7 +1,7 @@
 """Shared options of the commands, and functions that write data and errors to the terminal.
 
 Data on stdout is one JSON document or plain columns. Errors go to stderr. Text for people has decimal units (GB = 10^9
-bytes), and JSON has bytes and seconds.
+bytes). JSON has bytes and seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.report import plain
 
 def write_json(value: object) -> None:
     """Write one indented JSON document to stdout."""
-    # JSON has no NaN or infinity. By default Python would write values that no other parser reads.
+    # JSON has no NaN or infinity, but Python writes them by default.
     sys.stdout.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
@@ -36,13 +36,13 @@ def write_lines(*lines: str) -> None:
 
 
 def write_fields(fields: Mapping[str, object]) -> None:
-    """Write names and aligned values to stdout, one pair in each line."""
+    """Write aligned names and values to stdout, one pair in each line."""
     width = max((len(name) for name in fields), default=0)
     write_lines(*(f"{name:<{width}}  {value}".rstrip() for name, value in fields.items()))
 
 
 def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write columns to stdout, two spaces apart, numbers to the right.
+    """Write columns to stdout, two spaces apart, with numbers to the right.
 
     Nothing is cut, because the output may be piped.
     """
@@ -52,12 +52,12 @@ def write_columns(header: Sequence[str], rows: Sequence[Sequence[object]]) -> No
 def columns(
     header: Sequence[str], rows: Sequence[Sequence[object]], *, width: int | None = None, spare: Sequence[str] = ()
 ) -> list[str]:
-    """Return lines of columns, two spaces apart, numbers to the right.
+    """Return lines of columns, two spaces apart, with numbers to the right.
 
     Args:
-        width: maximum length of a line. Long cells are cut, then columns are left out and named below. None cuts
-            nothing.
-        spare: columns that may be left out, the first one first.
+        width: maximum length of a line. Long cells are cut, then columns are left out and named below. None means no
+            limit.
+        spare: columns that may be left out, in this order.
     """
     cells = [list(header), *([printable(str(cell)) for cell in row] for row in rows)]
     right = [bool(rows) and all(isinstance(row[i], int | float) for row in rows) for i in range(len(header))]
@@ -71,7 +71,7 @@ def columns(
                 widths[longest] = max(_LEAST_CELL, widths[longest] - excess)
             elif candidates:
                 left_out.append(candidates.pop(0))
-                # The remaining cells may get the space of the removed column.
+                # The remaining cells may use the space of the removed column.
                 widths = {name: natural[name] for name in header if name not in left_out}
             else:
                 break
@@ -89,7 +89,7 @@ def columns(
 
 
 _LEAST_CELL = 16
-"""Minimum width of a cut cell in characters: two ids of eight digits, or most of a model's name."""
+"""Minimum width of a cut cell in characters, enough for two ids of eight digits or most of a model's name."""
 
 
 def cut(text: str, width: int | None) -> str:
@@ -99,18 +99,18 @@ def cut(text: str, width: int | None) -> str:
 
 def terminal_width() -> int | None:
     """Return the width of the terminal on stdout, or None if stdout is a file or a pipe."""
-    # Some terminals (serial lines, `script`) do not know their size and return 0.
+    # Some terminals (serial lines, `script`) report a size of 0.
     return (os.get_terminal_size(sys.stdout.fileno()).columns or None) if sys.stdout.isatty() else None
 
 
 def keep_stdout() -> None:
-    """Redirect everything that this process writes to descriptor 1 to stderr, except the output of commands."""
+    """Redirect descriptor 1 of this process to stderr, except for the output of commands."""
     stdout = sys.__stdout__
-    # If a caller (a test, a notebook) has replaced sys.stdout, its output does not reach descriptor 1.
+    # If a caller such as a test or a notebook has replaced sys.stdout, its output does not use descriptor 1.
     if stdout is None or sys.stdout is not stdout:
         return
     stdout.flush()
-    # Redirect the descriptor and not only `sys.stdout`, because native libraries write to the descriptor.
+    # Native libraries write to the descriptor and not to `sys.stdout`.
     descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = open(  # noqa: SIM115 - the interpreter closes it at its end
@@ -151,7 +151,7 @@ def write_error(error: PenstockError, *, exit_code: int, as_json: bool) -> None:
         note(f"  hint: {hint}")
 
 
-# Programs call the same functions, so errors name Python arguments. The command line's options have different names.
+# Errors name Python arguments, because programs call the same functions.
 _OPTIONS = {
     "fallback": "--fallback",
     "memory_bytes": "--memory-bytes",
@@ -171,11 +171,11 @@ _ARGUMENT = re.compile(
 def _in_options(text: str) -> str:
     """Replace Python arguments in an error's text with the options of the command line."""
 
-    def option_of(found: re.Match[str]) -> str:
-        # `memory_bytes=400` becomes `--memory-bytes 400`, and `fallback= to read` loses its `=`.
-        return _OPTIONS[found[1]] + (" " if found[2] and found[3] else "")
-
-    return _ARGUMENT.sub(option_of, text.replace("verify=True", "--verify"))
+    # `memory_bytes=400` becomes `--memory-bytes 400`, and `fallback= to read` becomes `--fallback to read`.
+    return _ARGUMENT.sub(
+        lambda found: _OPTIONS[found[1]] + (" " if found[2] and found[3] else ""),
+        text.replace("verify=True", "--verify"),
+    )
 
 
 def package_version(name: str) -> str | None:
@@ -196,7 +196,7 @@ def importable(module: str) -> bool:
 
 def examples(*lines: str) -> str:
     """Format examples for the end of a command's help."""
-    # `\b` keeps the lines. Without it they would be joined to one paragraph.
+    # Typer joins the lines of a paragraph that does not begin with `\b`.
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
@@ -240,7 +240,7 @@ def _task_bytes(value: str | None) -> str | None:
 
 
 _LEAST_TASK_BYTES = 64_000
-"""Minimum bytes of a task. Smaller tasks read their leaves several times: tasks of one byte read 21 GB of a 66 MB
+"""Minimum bytes of a task. Smaller tasks read their leaves several times. Tasks of one byte read 21 GB of a 66 MB
 model."""
 To = Annotated[str | None, option("--to", "FORMAT", "cast:BF16, fp8-block128, mxfp8, ...")]
 Operations = Annotated[
@@ -252,8 +252,7 @@ Operations = Annotated[
     ),
 ]
 Force = Annotated[
-    bool,
-    typer.Option("--force", help="Replace weights at the destination once the new ones are complete."),
+    bool, typer.Option("--force", help="Replace weights at the destination once the new ones are complete.")
 ]
 TaskBytes = Annotated[
     str | None,
@@ -267,11 +266,7 @@ TaskBytes = Annotated[
 ]
 Hub = Annotated[
     str | None,
-    option(
-        "--hub",
-        "URL",
-        "http(s)://host:port or unix:///path. Default: PENSTOCK_HUB, or this host's hub.",
-    ),
+    option("--hub", "URL", "http(s)://host:port or unix:///path. Default: PENSTOCK_HUB, or this host's hub."),
 ]
 TokenFile = Annotated[
     Path | None,
@@ -285,8 +280,6 @@ Listen = Annotated[
         "Address for members on other hosts. Port 0 selects a free port. Default: this host only.",
     ),
 ]
-
-
 DataPort = Annotated[
     int,
     typer.Option(

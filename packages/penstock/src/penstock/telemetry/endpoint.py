@@ -1,10 +1,8 @@
 """The HTTP endpoint where Prometheus reads the metrics of this process and probes read its phases.
 
-`GET /metrics` and `GET /v1/phases` require one of the tokens in a file. `GET /v1/ready` does not.
-
-A process has one endpoint, although it may load, hold models as several members, and publish. The endpoint is not part
-of a member's server, which may listen on a Unix socket only, ends with its member, and limits its connections to
-readers with a grant.
+`GET /metrics` and `GET /v1/phases` require a token from a file. `GET /v1/ready` does not. The endpoint is separate from
+a member's server, because that server may listen only on a Unix socket, stops with its member, and admits only readers
+with a grant.
 """
 
 from __future__ import annotations
@@ -29,16 +27,14 @@ from penstock.telemetry.metrics import Registry, start_recording
 
 MAX_TOKENS_BYTES = 64 << 10
 MIN_TOKEN = 16
-"""Minimum length of a token in characters, the same as at the hub."""
+"""Minimum length of a token in characters, equal to the hub's minimum."""
 _CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 log = log_named("penstock.metrics")
 
 
 class MetricsEndpoint(Closeable):
-    """The metrics endpoint of this process. `serve_metrics` creates it.
-
-    It is a context manager.
+    """The metrics endpoint of this process, a context manager that `serve_metrics` creates.
 
     Attributes:
         url: address for Prometheus, `http://host:port/metrics`.
@@ -56,18 +52,16 @@ class MetricsEndpoint(Closeable):
 
     @classmethod
     def start(cls, address: MetricsAddress, token_file: Path) -> MetricsEndpoint:
-        """Listen on the first free port of the address, and serve. Raises the errors of `serve_metrics`."""
-        # Read the file now, because a file without a token should fail at the start and not at each scrape.
+        """Listen on the first free port of the address, and serve. Raise the errors of `serve_metrics`."""
+        # Read the file now, so that a file without a token fails at the start and not at each scrape.
         read_tokens(token_file)
         endpoint = cls(token_file, start_recording())
-        refusal: Exception | None = None
-        bound = None
-        # The processes on a host, such as the ranks of an engine, share one setting. Each of them takes the next free
-        # port.
+        refusal, bound = None, None
+        # Processes on a host, such as the ranks of an engine, share one setting. Each process takes the next free port.
         for port in range(address.first_port, address.last_port + 1):
             try:
                 bound = bound_socket((address.host, port))
-                # Listen at once, because two sockets can be bound to the same port while neither of them listens.
+                # Listen immediately, because two sockets can be bound to the same port while neither socket listens.
                 bound.listen()
                 break
             except (OSError, OverflowError) as error:
@@ -79,7 +73,7 @@ class MetricsEndpoint(Closeable):
             ) from refusal
         endpoint._server = HttpServer(
             bound,
-            endpoint._answer,
+            endpoint._respond,
             name="metrics",
             thread_name="penstock-metrics",
             full_status=HTTPStatus.SERVICE_UNAVAILABLE,
@@ -92,29 +86,32 @@ class MetricsEndpoint(Closeable):
 
     @property
     def is_ours(self) -> bool:
-        """Return whether this process created the endpoint. In a forked child the sockets belong to the parent."""
+        """Return whether this process created the endpoint.
+
+        A forked child inherits sockets that belong to the parent.
+        """
         return self._pid == os.getpid()
 
-    def _answer(self, exchange: ServerExchange) -> None:
+    def _respond(self, exchange: ServerExchange) -> None:
         path, _, query = exchange.head.target.partition("?")
         if path == "/v1/ready" and exchange.head.method == "GET":
             answer_ready(exchange)
             return
         if not self._is_allowed(exchange.head.headers.get("authorization", "")):
             raise RequestRefused(HTTPStatus.UNAUTHORIZED)
-        # The caller is trusted now, so a stranger cannot displace this connection.
+        # The caller is authenticated, so other callers cannot displace this connection.
         exchange.prove()
         if path not in {"/metrics", "/v1/phases"}:
             raise RequestRefused(HTTPStatus.NOT_FOUND, closes=False)
         if exchange.head.method != "GET":
             raise RequestRefused(HTTPStatus.METHOD_NOT_ALLOWED)
         if path == "/v1/phases":
-            # The stream counter stores a digest of the token, because it must not store tokens.
+            # Count streams by a digest, because tokens must not be stored.
             caller = hashlib.sha256(exchange.head.headers["authorization"].encode()).hexdigest()
             self._phases.answer(exchange, parse_qs(query, keep_blank_values=True), caller)
             return
         page = self._registry.page()
-        # Send the content type, because Prometheus 3 refuses an answer without it.
+        # Prometheus 3 refuses a response without a content type.
         exchange.begin_answer(len(page), f"Content-Type: {_CONTENT_TYPE}\r\nContent-Length: {len(page)}\r\n")
         exchange.wire.send_all(page)
 
@@ -123,7 +120,7 @@ class MetricsEndpoint(Closeable):
         if scheme.lower() != "bearer":
             return False
         try:
-            # Read the file for each scrape, so that a token can be changed without a restart.
+            # Read the file for each scrape, so that tokens can be changed without a restart.
             valid = read_tokens(self._token_file)
         except ConfigError as error:
             # Log each fault once, because any caller can trigger this line.
@@ -167,7 +164,7 @@ def read_tokens(path: Path) -> list[bytes]:
 _lock = threading.Lock()
 _endpoint: MetricsEndpoint | None = None
 _refused_in = 0
-"""Process that failed to serve the metrics that its environment asks for. It logs this only once."""
+"""Id of the process that failed to serve the configured metrics. The failure is logged once per process."""
 
 
 def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[str] | None = None) -> MetricsEndpoint:
@@ -178,8 +175,8 @@ def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[st
     Args:
         listen: `host:port`, where port 0 means any free port, or `host:first-last` for the first free port in a range.
             None means `PENSTOCK_METRICS`.
-        token_file: path of a file with one token per line. A caller must send one of them (`Authorization: Bearer`).
-            The file is read for each request. None means `PENSTOCK_METRICS_TOKEN_FILE`.
+        token_file: file with one token per line, read for each request. A caller must send a token as `Authorization:
+            Bearer`. None means `PENSTOCK_METRICS_TOKEN_FILE`.
 
     Raises:
         ConfigError: the address or the token is missing, the address cannot be bound, or this process already serves
@@ -197,8 +194,7 @@ def serve_metrics(listen: str | None = None, *, token_file: str | os.PathLike[st
 
 def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
     global _endpoint
-    # A token is required even on loopback, because every user of the host can connect and the metrics contain model
-    # names.
+    # Loopback also requires a token, because every user of the host can connect and the metrics contain model names.
     if token_file is None:
         hint = "give token_file= or set PENSTOCK_METRICS_TOKEN_FILE. Create the file with `openssl rand -hex 32 > FILE`"
         raise ConfigError(f"the metrics at {address} need a token", hint=hint)
@@ -212,7 +208,7 @@ def _serve(address: MetricsAddress, token_file: Path | None) -> MetricsEndpoint:
 
 
 def start_configured() -> None:
-    """Serve metrics if the environment asks for them and this process does not yet. Log a warning on failure.
+    """Serve the configured metrics unless this process already does. Log a warning on failure.
 
     Raises:
         ConfigError: the environment has an address but no token.
@@ -231,7 +227,6 @@ def start_configured() -> None:
             return
         if settings.metrics_token_file is None:
             raise
-        # Only warn, because a command that runs next to an engine, in its environment, should work although the port is
-        # taken.
+        # Only warn, because a command in an engine's environment should work even if the engine uses the port.
         _refused_in = os.getpid()
         log.warning("%s", error)

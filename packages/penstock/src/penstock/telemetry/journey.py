@@ -1,4 +1,4 @@
-"""A journey as operators see it: counted for Prometheus, and traced with OpenTelemetry if a tracer is set up."""
+"""A call of a verb, counted for Prometheus and traced with OpenTelemetry if a tracer is configured."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 MAX_FAILURES = 4
-"""Number of recent failures that this process remembers. They are part of each heartbeat, so they are few."""
+"""Number of recent failures that this process remembers. They are few, because each heartbeat contains them."""
 
 
 class JourneyFailure(NamedTuple):
-    """A failed journey, for people who look at the fleet."""
+    """A failed journey, for people who watch the fleet."""
 
     at: float
     """Monotonic time of the failure in seconds."""
@@ -52,14 +52,14 @@ class Journey:
     Args:
         kind: one of `metrics.JOURNEYS`.
         model: name of the model or the sync. Empty if there is none, as for a load.
-        attributes: attributes of the span that are known at the start.
+        attributes: initial attributes of the span.
 
     Attributes:
-        received: returns the bytes received so far. The thread of a scrape also calls it.
-        num_wrong: how often bytes differed from their digest.
+        received: returns the bytes received so far. The scrape's thread also calls it.
+        num_wrong: number of digest mismatches.
         num_retries: number of replaced sources or repeated attempts.
         outcome: data from the report. None unless the journey succeeded.
-        ended: the end of the journey, for the metrics. None while it runs.
+        ended: the result, for the metrics. None while the journey runs.
     """
 
     def __init__(self, kind: str, model: str = "", **attributes: Attribute) -> None:
@@ -80,16 +80,14 @@ class Journey:
     def begin(self) -> Journey:
         """Start the clock and the span.
 
-        Raises:
-            ConfigError, MissingExtra: the environment asks for metrics that cannot work.
+        Raise ConfigError or MissingExtra if the configured metrics cannot be served.
         """
         start_configured()
         self._begun = time.perf_counter()
         self._registry = recording()
         if self._registry is not None:
             self._registry.begin(self)
-        # Do not import OpenTelemetry, which takes 60 ms. If nothing in this process has imported it, no SDK can send
-        # spans.
+        # Importing OpenTelemetry takes 60 ms. If no other code has imported it, no SDK can send spans.
         if (trace := sys.modules.get("opentelemetry.trace")) is not None:
             attributes = {f"penstock.{name}": _clean(value) for name, value in self._attributes.items()}
             if self.model:
@@ -105,35 +103,27 @@ class Journey:
         seconds = time.perf_counter() - self._begun
         if error is not None:
             self.outcome = None
-        # An iteration that its caller left early has neither an error nor an outcome.
+        # An iteration that its caller stopped early has neither an error nor an outcome.
         is_cancelled = not isinstance(error, Exception) or isinstance(error, Cancelled)
         result = "ok" if self.outcome is not None else "cancelled" if is_cancelled else "failed"
         self.num_wrong += isinstance(error, IntegrityError) and not self.num_wrong
         if isinstance(error, PenstockError) and result == "failed":
-            _failures.append(
-                JourneyFailure(
-                    time.monotonic(),
-                    self.kind,
-                    sendable(self.model, 256),
-                    type(error).__name__,
-                    sendable(error.summary, 1024),
-                    error.blame,
-                    sendable(error.hint or "", 512),
-                )
-            )
+            model, message = sendable(self.model, 256), sendable(error.summary, 1024)
+            name, hint = type(error).__name__, sendable(error.hint or "", 512)
+            _failures.append(JourneyFailure(time.monotonic(), self.kind, model, name, message, error.blame, hint))
         if self._registry is not None:
             name = type(error).__name__ if result == "failed" else ""
             ended = Ended(result=result, error=name, seconds=seconds, received=dict(self.received()))
             self._registry.end(self, ended)
         if self._span is not None:
             _end_span(self._span, self.outcome, error)
-        # This may be the last reference to the files and the memory of the journey.
+        # Drop what may be the last reference to the journey's files and memory.
         self.received = dict
 
     def __enter__(self) -> Journey:
         self.begin()
         if self._span is not None:
-            # `end` records the errors of the block with their blame.
+            # `end` records the block's errors together with their blame.
             self._current = sys.modules["opentelemetry.trace"].use_span(
                 self._span, end_on_exit=False, record_exception=False, set_status_on_exception=False
             )
@@ -149,13 +139,12 @@ class Journey:
 
 
 def _clean(value: Attribute) -> Attribute:
-    # Limit the length, because a list of URIs or the sources of a large sync may be long.
+    # Limit the length, because a list of URIs or a large sync's list of sources may be long.
     return sendable(value, 1024) if isinstance(value, str) else value
 
 
 def _end_span(span: Span, outcome: Outcome | None, error: BaseException | None) -> None:
-    """Set the attributes that are known at the end, and end the span."""
-    # Whoever set up the span's provider has imported this module already.
+    # The code that configured the span's provider has already imported this module.
     from opentelemetry.trace import Status, StatusCode
 
     if outcome is not None:

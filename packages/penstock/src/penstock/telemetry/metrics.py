@@ -1,7 +1,7 @@
 """The metrics of a process that moves weights: their table and their values.
 
-Nothing is counted per chunk. Sums come from the reports of finished journeys. The other values are read from running
-journeys and living objects when Prometheus asks. Only a process that serves metrics imports prometheus-client.
+Chunks are never counted one by one. Sums come from the reports of finished journeys. The other values are read from
+running journeys and live objects during a scrape. Only a process that serves metrics imports prometheus-client.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from penstock.entry_points import install_hint, own_version
 from penstock.errors import MissingExtra
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 JOURNEYS = ("load", "fetch", "publish", "update", "stage", "commit", "convert", "attach")
 RESULTS = ("ok", "failed", "cancelled")
 MAX_MODELS = 100
-"""Maximum number of values of the label `model` in one process. Later models share the value `other`. A program may
-generate names, and every name would create a time series for ever."""
+"""Maximum number of values of the label `model` in one process. Later models share the value `other`, because each
+generated name would add a permanent time series."""
 
 # From 10 ms for a small model in another process on the host, to 20 minutes for a large model in an object store.
 _JOURNEY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0)
@@ -34,160 +34,117 @@ _JOURNEY_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 60
 _PAUSE_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """A metric, which is a row in the table."""
+class Metric(NamedTuple):
+    """An entry in the table of metrics."""
 
     name: str
     """Name without the `_total` that the text format adds to counters."""
     kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...]
     about: str
     buckets: tuple[float, ...] = ()
     takes_least: bool = False
-    """If several objects in the process report a value, show the smallest instead of the sum."""
+    """Whether the metric is the smallest value of all watched objects instead of their sum."""
+
+
+def _counter(name: str, about: str, *labels: str) -> Metric:
+    return Metric(name, "counter", labels, about)
+
+
+def _gauge(name: str, about: str, *labels: str, takes_least: bool = False) -> Metric:
+    return Metric(name, "gauge", labels, about, takes_least=takes_least)
+
+
+def _histogram(name: str, about: str, *labels: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name, "histogram", labels, about, buckets)
 
 
 METRICS = (
-    Metric(name="penstock_info", kind="gauge", labels=("version",), about="1, for the version of Penstock."),
-    Metric(name="penstock_journeys", kind="counter", labels=("journey", "result"), about="Journeys that ended."),
-    Metric(name="penstock_journeys_running", kind="gauge", labels=("journey",), about="Running journeys."),
-    Metric(
-        name="penstock_journey_seconds",
-        kind="histogram",
-        labels=("journey", "model"),
-        about="Wall time of successful journeys.",
-        buckets=_JOURNEY_S,
+    _gauge("penstock_info", "1, for the version of Penstock.", "version"),
+    _counter("penstock_journeys", "Journeys that ended.", "journey", "result"),
+    _gauge("penstock_journeys_running", "Running journeys.", "journey"),
+    _histogram("penstock_journey_seconds", "Wall time of successful journeys.", "journey", "model", buckets=_JOURNEY_S),
+    _counter("penstock_phase_seconds", "Wall time of successful journeys, by phase.", "journey", "phase"),
+    _counter("penstock_errors", "Failed journeys, by the class of the error.", "journey", "error"),
+    _counter(
+        "penstock_received_bytes",
+        "Bytes received, by source (storage, cache or peer) and path. Includes running journeys.",
+        "journey",
+        "model",
+        "source",
+        "path",
     ),
-    Metric(
-        name="penstock_phase_seconds",
-        kind="counter",
-        labels=("journey", "phase"),
-        about="Wall time of successful journeys, by phase.",
+    _counter(
+        "penstock_served_bytes",
+        "Bytes sent to peers over http. Peers that use shm, cuda_ipc or nixl read without this process.",
     ),
-    Metric(
-        name="penstock_errors",
-        kind="counter",
-        labels=("journey", "error"),
-        about="Failed journeys, by the class of the error.",
-    ),
-    Metric(
-        name="penstock_received_bytes",
-        kind="counter",
-        labels=("journey", "model", "source", "path"),
-        about="Bytes received, by source (storage, cache or peer) and path. Includes running journeys.",
-    ),
-    Metric(
-        name="penstock_served_bytes",
-        kind="counter",
-        about="Bytes sent to peers over http. Peers that use shm, cuda_ipc or nixl read without this process.",
-    ),
-    Metric(
-        name="penstock_verified_bytes",
-        kind="counter",
-        labels=("journey", "model"),
-        about="Bytes that successful journeys compared with digests.",
-    ),
-    Metric(
-        name="penstock_verification_failures",
-        kind="counter",
-        labels=("journey",),
-        about="Digest mismatches: chunks of a fetch, journeys that failed with IntegrityError, "
+    _counter("penstock_verified_bytes", "Bytes that successful journeys compared with digests.", "journey", "model"),
+    _counter(
+        "penstock_verification_failures",
+        "Digest mismatches: chunks of a fetch, journeys that failed with IntegrityError, "
         "and served weights that changed in memory (journey serve).",
+        "journey",
     ),
-    Metric(
-        name="penstock_retries",
-        kind="counter",
-        labels=("journey",),
-        about="Replaced sources, repeated attempts of an update, and lost workers.",
+    _counter("penstock_retries", "Replaced sources, repeated attempts of an update, and lost workers.", "journey"),
+    _counter("penstock_storage_retries", "Failed requests to storage that were repeated."),
+    _counter(
+        "penstock_cache_chunks",
+        "Chunks of remote objects: hit (on disk), miss, rotten (damaged or misplaced on disk).",
+        "result",
     ),
-    Metric(name="penstock_storage_retries", kind="counter", about="Failed requests to storage that were repeated."),
-    Metric(
-        name="penstock_cache_chunks",
-        kind="counter",
-        labels=("result",),
-        about="Chunks of remote objects: hit (on disk), miss, rotten (damaged or misplaced on disk).",
+    _counter("penstock_cache_missed_bytes", "Bytes that the local cache read from its sources, in whole chunks."),
+    _histogram(
+        "penstock_pause_seconds", "Time for which an engine was paused by an update.", "model", buckets=_PAUSE_S
     ),
-    Metric(
-        name="penstock_cache_missed_bytes",
-        kind="counter",
-        about="Bytes that the local cache read from its sources, in whole chunks.",
+    _counter(
+        "penstock_publish_subscribers", "Subscribers to live publishes: committed, late or failed.", "model", "result"
     ),
-    Metric(
-        name="penstock_pause_seconds",
-        kind="histogram",
-        labels=("model",),
-        about="Time for which an engine was paused by an update.",
-        buckets=_PAUSE_S,
-    ),
-    Metric(
-        name="penstock_publish_subscribers",
-        kind="counter",
-        labels=("model", "result"),
-        about="Subscribers to live publishes: committed, late or failed.",
-    ),
-    Metric(
-        name="penstock_sync_version",
-        kind="gauge",
-        labels=("model", "side"),
-        about="Version that a publisher offers or that is live in a subscriber, or -1.",
+    _gauge(
+        "penstock_sync_version",
+        "Version that a publisher offers or that is live in a subscriber, or -1.",
+        "model",
+        "side",
         takes_least=True,
     ),
-    Metric(
-        name="penstock_sync_dirty",
-        kind="gauge",
-        labels=("model",),
-        about="Subscribers with mixed weights after an update failed halfway.",
+    _gauge("penstock_sync_dirty", "Subscribers with mixed weights after an update failed halfway.", "model"),
+    _gauge(
+        "penstock_members",
+        "Members in this process whose last heartbeat the hub answered (reachable) or not (away).",
+        "hub",
     ),
-    Metric(
-        name="penstock_members",
-        kind="gauge",
-        labels=("hub",),
-        about="Members in this process whose last heartbeat the hub answered (reachable) or not (away).",
+    _gauge(
+        "penstock_held_bytes",
+        "Verified bytes of weights that members in this process hold, by tier: gpu, host, disk.",
+        "model",
+        "tier",
+        "state",
     ),
-    Metric(
-        name="penstock_held_bytes",
-        kind="gauge",
-        labels=("model", "tier", "state"),
-        about="Verified bytes of weights that members in this process hold, by tier: gpu, host, disk.",
+    _gauge("penstock_readers", "Peers that are reading these weights.", "model"),
+    _gauge("penstock_tier_used_bytes", "Memory that the models of a weight cache use.", "tier"),
+    _gauge("penstock_tier_limit_bytes", "Limit of the tier's memory, if it has one.", "tier"),
+    _gauge("penstock_tier_models", "Models of a weight cache in a tier.", "tier"),
+    _counter(
+        "penstock_tier_requests",
+        "Requests for a weight cache's models: hit (in memory) or miss (had to be loaded back).",
+        "result",
     ),
-    Metric(name="penstock_readers", kind="gauge", labels=("model",), about="Peers that are reading these weights."),
-    Metric(
-        name="penstock_tier_used_bytes",
-        kind="gauge",
-        labels=("tier",),
-        about="Memory that the models of a weight cache use.",
-    ),
-    Metric(
-        name="penstock_tier_limit_bytes",
-        kind="gauge",
-        labels=("tier",),
-        about="Limit of the tier's memory, if it has one.",
-    ),
-    Metric(name="penstock_tier_models", kind="gauge", labels=("tier",), about="Models of a weight cache in a tier."),
-    Metric(
-        name="penstock_tier_requests",
-        kind="counter",
-        labels=("result",),
-        about="Requests for a weight cache's models: hit (in memory) or miss (had to be loaded back).",
-    ),
-    Metric(
-        name="penstock_tier_moved_bytes",
-        kind="counter",
-        labels=("origin", "destination"),
-        about="Bytes that a weight cache moved between tiers, or read from their source.",
+    _counter(
+        "penstock_tier_moved_bytes",
+        "Bytes that a weight cache moved between tiers, or read from their source.",
+        "origin",
+        "destination",
     ),
 )
 
 Attribute = str | bool | int | float
 Received = Mapping[tuple[str, str], int]
-"""Maps (source, path) to bytes. The source is `storage`, `cache` or `peer`. The path is a transport or a way to
-read."""
+"""Maps (source, path) to bytes. The source is `storage`, `cache` or `peer`. The path names a transport or a read
+method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The part of a journey's report that its metrics and its span contain."""
+    """The values in a journey's report that its metrics and its span contain."""
 
     nbytes: int
     phases: Mapping[str, float] = field(default_factory=dict)
@@ -233,17 +190,17 @@ class Watched(Protocol):
     """An object that provides values for metrics."""
 
     def samples(self) -> Iterable[Sample]:
-        """Return the current values. The thread of a scrape calls this."""
+        """Return the current values. The scrape's thread calls this method."""
         ...
 
 
-# The references are weak, so that metrics of a dropped object disappear. This is a dict and not a WeakSet, because
-# other threads add objects during a scrape, and copying a dict's values is atomic.
+# References are weak, so that the metrics of a collected object disappear. A WeakSet is not safe here, because other
+# threads add objects during a scrape. Copying a dict's values is atomic.
 _watched: dict[int, weakref.ref[Watched]] = {}
 
 
 def watch(living: Watched) -> None:
-    """Add an object's values to the metrics of this process as long as it is alive."""
+    """Add an object's values to the metrics of this process while the object is alive."""
     number = id(living)
     _watched[number] = weakref.ref(living, lambda _: _watched.pop(number, None))
 
@@ -257,10 +214,10 @@ class Registry:
         except ImportError as error:
             raise MissingExtra("metrics need prometheus-client", hint=install_hint("metrics")) from error
         self.pid = os.getpid()
-        # Do not use the library's default registry. It belongs to the application, and engines serve it.
+        # The library's default registry belongs to the application, and engines serve it.
         self._registry = prometheus_client.CollectorRegistry()
         self._lock = threading.Lock()
-        # Running journeys, and finished ones that are not counted yet.
+        # Running journeys, and finished journeys that are not counted yet.
         self._journeys: set[Running] = set()
         self._models: set[str] = set()
         self._sums: dict[tuple[str, tuple[str, ...]], float] = {("penstock_info", (own_version(),)): 1}
@@ -271,7 +228,7 @@ class Registry:
             for metric in METRICS
             if metric.kind == "histogram"
         }
-        # Create the counters now, because Prometheus sees no increase when a counter first appears with 1.
+        # Create the counters now, because Prometheus sees no increase when a counter first appears with the value 1.
         for journey in JOURNEYS:
             for result in RESULTS:
                 self._sums["penstock_journeys", (journey, result)] = 0
@@ -285,7 +242,7 @@ class Registry:
         """Return all metrics in Prometheus' text format."""
         from prometheus_client import generate_latest
 
-        # Hold the lock all the time, because a journey may end in a finalizer here and must not take the library's
+        # Hold the lock during the scrape. A journey that a finalizer ends in this thread must not acquire the library's
         # locks.
         with self._lock:
             return bytes(generate_latest(self._registry))
@@ -304,10 +261,10 @@ class Registry:
 
     def end(self, journey: Running, ended: Ended) -> None:
         """Count a finished journey and the bytes that it moved."""
-        # This assignment is atomic. After it no scrape asks the journey for its bytes, so they are counted once.
+        # The assignment is atomic. Later scrapes do not ask the journey for its bytes, so the bytes are counted once.
         journey.ended = ended
-        # Do not wait for the lock, because the garbage collector may end a stream in a thread that holds it. That
-        # thread, or the next one, counts this journey too.
+        # Do not wait for the lock, because the garbage collector may end a stream in the thread that holds the lock.
+        # The journey is counted at the next end or scrape.
         if self._lock.acquire(blocking=False):
             try:
                 self._count_ended()
@@ -334,13 +291,9 @@ class Registry:
             self._add("penstock_retries", (kind,), journey.num_retries)
         if outcome is None:
             return
-        self._add_outcome(kind, model, outcome)
         self._histograms["penstock_journey_seconds"].labels(kind, model).observe(ended.seconds)
         if outcome.pause_s is not None:
             self._histograms["penstock_pause_seconds"].labels(model).observe(outcome.pause_s)
-
-    def _add_outcome(self, kind: str, model: str, outcome: Outcome) -> None:
-        """Count the data from the report of a successful journey."""
         for phase, phase_s in outcome.phases.items():
             self._add("penstock_phase_seconds", (kind, phase), phase_s)
         if outcome.verified_bytes:
@@ -349,15 +302,12 @@ class Registry:
             self._add("penstock_publish_subscribers", (model, result), count)
 
     def _model(self, name: str) -> str:
-        """Return the label value for a model."""
         if name not in self._models and len(self._models) >= MAX_MODELS:
             return "other"
         self._models.add(name)
         return name
 
-    def _received(
-        self, journey: Running, received: Mapping[tuple[str, str], int]
-    ) -> Iterator[tuple[tuple[str, ...], int]]:
+    def _received(self, journey: Running, received: Received) -> Iterator[tuple[tuple[str, ...], int]]:
         for (source, path), nbytes in received.items():
             yield (journey.kind, self._model(journey.model), source, path), nbytes
 
@@ -374,7 +324,7 @@ class Registry:
         for kind in JOURNEYS:
             count("penstock_journeys_running", (kind,), 0)
         for journey in list(self._journeys):
-            # A journey that ends during this loop shows its current bytes. The next scrape includes it in the sums.
+            # A journey that ends during this loop shows its current bytes. The next scrape includes them in the sums.
             received = journey.received() if journey.ended is None else journey.ended.received
             count("penstock_journeys_running", (journey.kind,), 1)
             for labels, nbytes in self._received(journey, received):
@@ -383,9 +333,8 @@ class Registry:
             count(name, labels, value)
         least = {metric.name for metric in METRICS if metric.takes_least}
         for reference in list(_watched.values()):
-            if (living := reference()) is None:
-                continue
-            for name, labels, value in living.samples():
+            living = reference()
+            for name, labels, value in () if living is None else living.samples():
                 if name in least:
                     values[name][labels] = min(value, values[name].get(labels, value))
                 else:
@@ -394,7 +343,7 @@ class Registry:
 
 
 def _process_samples() -> Iterator[Sample]:
-    """Yield the counters that storage and transports keep for this process."""
+    """Yield the counters of storage and transports, which are global in a process."""
     yield "penstock_served_bytes", (), served_bytes.value
     yield "penstock_storage_retries", (), retried_requests.value
     totals = cache_totals()
@@ -405,8 +354,6 @@ def _process_samples() -> Iterator[Sample]:
 
 
 class _Collector:
-    """Provides the values of a registry as families of prometheus-client."""
-
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
@@ -440,7 +387,8 @@ def start_recording() -> Registry:
     """
     global _registry
     with _starting:
-        # A forked child needs a new registry, because a thread that exists only in the parent may hold the old lock.
+        # A forked child needs a new registry, because a thread that exists only in the parent may hold the inherited
+        # lock.
         if _registry is None or _registry.pid != os.getpid():
             _registry = Registry()
         return _registry
