@@ -41,9 +41,9 @@ from benchmarks.processes import Failed, run
 
 from penstock.config import parse_bytes
 from penstock.errors import PenstockError
-from penstock.plan.tasks import Spec, lay_out
 from penstock.storage.output import OutputSet
 from penstock.types import GB, MIB, DType
+from penstock_convert.plan.tasks import Spec, lay_out
 
 WIDER, VOCAB = 3.5, 32000
 """Of Llama 3 8B, but for its vocabulary; so is the hidden size unless the command says otherwise."""

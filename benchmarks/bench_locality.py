@@ -22,10 +22,10 @@ from pathlib import Path
 
 import penstock
 from penstock.config import parse_bytes
-from penstock.jobs.convert import ConvertReport, WorkerSettings, convert
-from penstock.jobs.workers.launch import Launcher, LocalLauncher
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
+from penstock_convert.convert import ConvertReport, WorkerSettings, convert
+from penstock_convert.workers.launch import Launcher, LocalLauncher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
+from penstock_convert.convert import WorkerSettings, convert
+from penstock_convert.workers.launch import LocalLauncher
 
 WORKERS, SLOWER = 4, 5
 TASK_S = 0.08

@@ -20,12 +20,12 @@ import msgspec
 import numpy as np
 
 from penstock.digest.leaf import LEAF_BYTES, num_leaves
-from penstock.jobs.job import plan_job
-from penstock.jobs.operations.spec import OperationSpec, operation_of
-from penstock.plan.cluster import CLUSTERS
-from penstock.plan.simulate_convert import simulate_convert
-from penstock.plan.tasks import Spec, lay_out
 from penstock.types import GB, MIB, DType, FileEntry, Manifest
+from penstock_convert.job import plan_job
+from penstock_convert.operations.spec import OperationSpec, operation_of
+from penstock_convert.plan.cluster import CLUSTERS
+from penstock_convert.plan.simulate_convert import simulate_convert
+from penstock_convert.plan.tasks import Spec, lay_out
 from penstock_tools.shapes import kimi_k2
 
 

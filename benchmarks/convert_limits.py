@@ -16,8 +16,8 @@ from typing import TypeVar
 
 import torch
 
-from penstock.jobs.workers.worker import DEVICE_READS, LOCAL_READS
 from penstock.types import GB, MIB
+from penstock_convert.workers.worker import DEVICE_READS, LOCAL_READS
 
 T = TypeVar("T")
 READ_BYTES = 8 * MIB

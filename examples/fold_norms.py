@@ -3,8 +3,8 @@
 import torch
 
 from penstock.errors import PlanError
-from penstock.jobs.operations.operation import FLOATS, all_of, copy_recipe, only_source, specs_of, whole
-from penstock.plan.tasks import Recipe, TaskOutput
+from penstock_convert.operations.operation import FLOATS, all_of, copy_recipe, only_source, specs_of, whole
+from penstock_convert.plan.tasks import Recipe, TaskOutput
 
 FOLLOWERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

@@ -30,7 +30,7 @@ from penstock.cli.main import app
 
 SNAPSHOT = ROOT / "tests" / "api" / "public_api.txt"
 DOCUMENTS = ("README.md", "docs", "examples")
-_IMPORT = re.compile(r"^\s*(?:>>> )?from (penstock\.[\w.]+) import ([^#\n(]+|\([^)]+\))", re.MULTILINE)
+_IMPORT = re.compile(r"^\s*(?:>>> )?from (penstock(?:_convert)?\.[\w.]+) import ([^#\n(]+|\([^)]+\))", re.MULTILINE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.expr
 
@@ -253,7 +253,8 @@ def command_line() -> list[str]:
 
 def report() -> str:
     """Return the whole text."""
-    lines = [line for name in sorted(exports.MODULES) for line in public_names(f"penstock.{name}")]
+    names = [*(f"penstock.{name}" for name in sorted(exports.MODULES)), "penstock_convert"]
+    lines = [line for name in names for line in public_names(name)]
     parts = [("Top level", top_level()), ("Public modules", lines), ("For adapters", public_names("penstock.spi"))]
     parts += [("Below it, in documents", below()), ("Command line", command_line())]
     return "\n".join(f"# {title}\n\n" + "\n".join(lines) + "\n" for title, lines in parts)

@@ -107,13 +107,14 @@ def penstock(words: dict[str, Any], sources: Sequence[str], into: str, killed: b
     import torch  # noqa: F401  (it is in nobody's time)
 
     import penstock as ps
+    import penstock_convert
 
     def end(num_done: int, total: int) -> None:
         if killed and 2 * num_done >= total:
             os.kill(os.getpid(), signal.SIGKILL)
 
     begun = time.perf_counter()
-    workers = ps.jobs.WorkerSettings(num_workers=WORKERS, task_bytes="4M")
+    workers = penstock_convert.WorkerSettings(num_workers=WORKERS, task_bytes="4M")
     report = ps.convert(list(sources), into, devices="cpu", workers=workers, progress=end, **words)
     return {
         "seconds": time.perf_counter() - begun,

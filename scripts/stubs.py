@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import penstock_compile_cache
+import penstock_convert
 from penstock import exports
 
 CORE = Path(exports.__file__).parent
@@ -20,10 +21,10 @@ STUBS = {
         + "__version__: str\n",
     ),
     CORE / "spi" / "__init__.pyi": (exports.SPI, ""),
-    Path(penstock_compile_cache.__file__).with_suffix(".pyi"): (
-        penstock_compile_cache.TABLE,
-        "TABLE: dict[str, str]\n",
-    ),
+    **{
+        Path(package.__file__).with_suffix(".pyi"): (package.TABLE, "TABLE: dict[str, str]\n")
+        for package in (penstock_compile_cache, penstock_convert)
+    },
     **{
         (CORE / name / "__init__.pyi" if (CORE / name).is_dir() else CORE / f"{name}.pyi"): (table, "")
         for name, table in exports.MODULES.items()

@@ -34,8 +34,7 @@ ERRORS = ["ConfigError", "HubUnavailable", "IntegrityError", "NotFound", "Pensto
 ERRORS += ["VersionRefused"]
 MODULES = {
     "cache": ["AttachReport", "Attached", "WeightCache", "attach", "cache_parameters"],
-    "hub": ["HubReporter", "drain", "status", "why"],
-    "jobs": ["WorkerSettings"],
+    "hub": ["drain", "status", "why"],
     "modules": ["BackgroundLoad", "load_in_background"],
     "reports": ["InspectReport", "ManifestReport", "VerifyReport"],
     "sync": ["Publisher", "PublisherSettings", "StagedVersion", "StoredVersion", "Subscriber", "SubscriberSettings"],

@@ -30,10 +30,16 @@ MAY_IMPORT_ROOMS: dict[str, frozenset[str]] = {
         {"arguments", "config", "entry_points", "exports", "lifecycle", "logs", "report", "types", "waits"}
         | {"storage", "loader", "fetcher", "cuda", "cli"}
     ),
+    # A conversion reads, checks and writes weights with the same rooms as a load, and reports to the same hub.
+    "penstock_convert": frozenset(
+        {"arguments", "config", "descriptors", "entry_points", "exports", "lifecycle", "logs", "report", "types"}
+        | {"cli", "cuda", "digest", "engine", "hub", "loader", "memory", "net", "plan", "storage", "telemetry"}
+        | {"transform", "waits"}
+    ),
     # Simulations, calibration and benches look at the parts of the core one by one.
     "penstock_tools": frozenset(
         {"arguments", "config", "report", "segments", "totals", "types", "waits", "logs"}
-        | {"cli", "cuda", "digest", "engine", "hub", "http", "jobs", "loader", "memory", "plan", "storage"}
+        | {"cli", "cuda", "digest", "engine", "hub", "http", "loader", "memory", "plan", "storage"}
         | {"testing", "transform", "transport"}
     ),
 }
@@ -51,7 +57,6 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"engine"}),
     frozenset({"telemetry"}),
     frozenset({"loader", "hub"}),
-    frozenset({"jobs"}),
     frozenset({"peer"}),
     frozenset({"fetcher"}),
     frozenset({"cache", "dcp"}),
@@ -105,16 +110,19 @@ NO_TORCH = (
     "memory/memfd.py",
     "cli/",
     "digest/leaf.py",
-    "jobs/convert.py",
-    "jobs/operations/delta.py",
-    "jobs/operations/formats.py",
-    "jobs/operations/spec.py",
-    "jobs/operations/lora.py",
-    "jobs/operations/merge.py",
-    "jobs/operations/operation.py",
-    "jobs/operations/reshard.py",
-    "jobs/coordinator.py",
-    "jobs/workers/fork_server.py",
+    "penstock_convert/__init__.py",
+    "penstock_convert/command.py",
+    "penstock_convert/convert.py",
+    "penstock_convert/operations/delta.py",
+    "penstock_convert/operations/formats.py",
+    "penstock_convert/operations/spec.py",
+    "penstock_convert/operations/lora.py",
+    "penstock_convert/operations/merge.py",
+    "penstock_convert/operations/operation.py",
+    "penstock_convert/operations/reshard.py",
+    "penstock_convert/coordinator.py",
+    "penstock_convert/plan/",
+    "penstock_convert/workers/fork_server.py",
     "transform/formats.py",
     "transform/select.py",
 )
@@ -140,11 +148,10 @@ BROAD_EXCEPT = frozenset(
         ("penstock_hf/startup/sitecustomize.py", "_begin"),
         ("dcp/writer.py", "_value"),  # the pickling of a user's class; raised again as PlanError
         ("engine/run.py", "guarded"),  # an executor's thread; the ticket's waiter raises it
-        ("jobs/result.py", "config_of"),  # an operation's config(), perhaps a user's; raised again as OperationFailed
-        (
-            "jobs/workers/worker.py",
-            "_operating",
-        ),  # an operation, perhaps a user's function; raised again as OperationFailed
+        # An operation's config(), perhaps a user's. It is raised again as OperationFailed.
+        ("penstock_convert/result.py", "config_of"),
+        # An operation, perhaps a user's function. It is raised again as OperationFailed.
+        ("penstock_convert/workers/worker.py", "_operating"),
         ("sync/receive/sources.py", "_open_all"),  # a kept thread; the caller that takes the link raises it
         ("sync/recording/loader_run.py", "user_code"),  # an engine's loader; raised again as a PlanError
         ("sync/check.py", "fault_of"),  # a user's check of a version; raised again as VersionRefused
@@ -157,11 +164,15 @@ BROAD_EXCEPT = frozenset(
 SOCKETS = frozenset({"net", "http", "hub", "peer", "transport", "testing"})
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "socket": SOCKETS
-    | {"jobs/messages.py", "jobs/workers/process.py", "jobs/workers/fork_server.py"}  # socket pairs to own processes
+    | {
+        "penstock_convert/messages.py",
+        "penstock_convert/workers/process.py",
+        "penstock_convert/workers/fork_server.py",
+    }  # socket pairs to own processes
     | {"storage/cache_directory.py"},  # an abstract socket's name says that this process fetches a chunk
     "ssl": SOCKETS | {"sync/membership.py"},
     "http.client": frozenset({"testing", "cli/bench_boot.py"}),  # the errors of a request to a user's program
-    "http.server": frozenset({"testing", "cli/calibrate.py"}),
+    "http.server": frozenset({"testing", "penstock_tools/calibrate.py"}),
     "h11": frozenset(),
     "httptools": frozenset({"http", "hub"}),
     "httpx": frozenset(),
@@ -176,7 +187,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
         "storage/network_files.py",
     }  # system calls that Python has no name for
     | {"digest/strip.py"}  # host memory at an address, as an array
-    | {"jobs/workers/fork_server.py"},  # prctl(2)
+    | {"penstock_convert/workers/fork_server.py"},  # prctl(2)
 }
 
 
@@ -403,7 +414,9 @@ def test_package_follows_layering_rule(rule, modules: list[Module]) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [core_imports, environment_reads, pickles, broad_excepts], ids=lambda rule: rule.__name__
+    "rule",
+    [core_imports, environment_reads, pickles, broad_excepts, torch_at_import, impurities, foreign_imports],
+    ids=lambda rule: rule.__name__,
 )
 def test_adapters_follow_layering_rule(rule, adapters: list[Module]) -> None:
     broken = [fault for module in adapters for fault in rule(module)]
@@ -450,8 +463,8 @@ def test_package_depends_on_imported_packages(adapters: list[Module]) -> None:
         assert wanted <= given, (file.parent.name, wanted - given)
 
 
-def test_files_have_no_import_cycles(modules: list[Module]) -> None:
-    found = sorted(cycles(modules))
+def test_files_have_no_import_cycles(modules: list[Module], adapters: list[Module]) -> None:
+    found = sorted(cycles([*modules, *adapters]))
     assert not found, f"import cycles between files, imports inside functions counted: {found}"
 
 

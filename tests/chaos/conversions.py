@@ -18,8 +18,8 @@ from typing import Any
 
 from tests.chaos.harness import Process, Round
 
-from penstock.jobs.result import STAMP
 from penstock.types import MIB
+from penstock_convert.result import STAMP
 
 ARGUMENTS: dict[str, Any] = {
     "operations": [{"op": "function", "function": "tests.support.jobs:slowly"}],

@@ -227,9 +227,9 @@ def convert(told: dict[str, Any]) -> int:
     import torch
 
     from penstock.errors import PenstockError
-    from penstock.jobs.convert import WorkerSettings
-    from penstock.jobs.convert import convert as convert_now
-    from penstock.jobs.workers import launch as launcher
+    from penstock_convert.convert import WorkerSettings
+    from penstock_convert.convert import convert as convert_now
+    from penstock_convert.workers import launch as launcher
 
     torch.set_num_threads(1)
     if told["limit_file_bytes"]:
@@ -252,7 +252,7 @@ def fork_server() -> Any:
     """Return a production fork server that was itself forked, which saves the import of torch."""
     from tests.support.fork_server import Graft
 
-    from penstock.jobs.workers import fork_server
+    from penstock_convert.workers import fork_server
 
     class Process:
         def __init__(self, pid: int) -> None:

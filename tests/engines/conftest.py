@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from tests.support.fork_server import ForkServer
 
-from penstock.jobs.workers import launch as launcher
+from penstock_convert.workers import launch as launcher
 
 
 def write_llama(directory: Path, *, tied: bool = False, max_shard_size: str = "1GB", seed: int = 0) -> Path:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file  # noqa: E402 - after what it needs
 from tests.engines.tiny import MODELS, transformers_logits, vllm_logprobs, write  # noqa: E402
 
 from penstock.errors import PlanError  # noqa: E402
-from penstock.jobs.convert import convert  # noqa: E402
+from penstock_convert.convert import convert  # noqa: E402
 
 pytestmark = [
     pytest.mark.engines,

@@ -18,7 +18,7 @@ pytest.importorskip("compressed_tensors")
 from safetensors.torch import load_file  # noqa: E402 - after what it needs
 from tests.engines.tiny import MODELS, PROMPT, transformers_logits, vllm_logprobs, write  # noqa: E402
 
-from penstock.jobs.convert import convert  # noqa: E402
+from penstock_convert.convert import convert  # noqa: E402
 
 pytestmark = [
     pytest.mark.engines,

@@ -16,9 +16,9 @@ pytest.importorskip("triton")
 from tests.support.jobs import convert_as  # noqa: E402
 
 import penstock  # noqa: E402
-from penstock.jobs.convert import WorkerSettings  # noqa: E402
-from penstock.jobs.workers.launch import LocalLauncher  # noqa: E402
 from penstock.testing.checkpoints import write_llama  # noqa: E402
+from penstock_convert.convert import WorkerSettings  # noqa: E402
+from penstock_convert.workers.launch import LocalLauncher  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

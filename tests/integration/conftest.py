@@ -25,9 +25,9 @@ from penstock.errors import HubUnavailable
 from penstock.hub.client import HubClient
 from penstock.hub.local_hub import find_hub
 from penstock.hub.messages import HoldingState
-from penstock.jobs.workers import launch as launcher
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
+from penstock_convert.workers import launch as launcher
 
 SMALL_CHUNKS = {
     "penstock.peer.local_weights.CHUNK_BYTES": 256 << 10,

@@ -19,9 +19,9 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from penstock.jobs.workers import fork_server
-from penstock.jobs.workers import launch as launcher
 from penstock.lifecycle import Closeable
+from penstock_convert.workers import fork_server
+from penstock_convert.workers import launch as launcher
 
 IMPORTS = (
     "torch",
@@ -44,7 +44,7 @@ IMPORTS = (
     "penstock.hub.app",
     "penstock.hub.store",
     *launcher.IMPORTS,
-    "penstock.jobs.operations.spec",
+    "penstock_convert.operations.spec",
     "penstock.sync.publish.publisher",
     "penstock.sync.receive.subscribe",
     "penstock.transport.cuda_ipc",
@@ -105,7 +105,7 @@ class ForkServer(Closeable):
         return Forked(process, stdin, stdout)
 
     def graft(self) -> Graft:
-        """Return a fork server for a launcher of workers, as `penstock.jobs.workers.launch` starts it."""
+        """Return a fork server for a launcher of workers, as `penstock_convert.workers.launch` starts it."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             return Graft(here, self._fork_server.fork(f"{__name__}:serve", surroundings(), (there.fileno(), 2)))

@@ -22,11 +22,11 @@ import torch
 
 from penstock import ConvertReport
 from penstock.errors import PenstockError
-from penstock.jobs.convert import Conversion, WorkerSettings, convert
-from penstock.jobs.operations.operation import report_progress
-from penstock.jobs.workers.fork_server import end_with_parent
-from penstock.jobs.workers.process import work
 from penstock.types import GIB
+from penstock_convert.convert import Conversion, WorkerSettings, convert
+from penstock_convert.operations.operation import report_progress
+from penstock_convert.workers.fork_server import end_with_parent
+from penstock_convert.workers.process import work
 
 
 def _say(**words: object) -> None:

@@ -23,9 +23,9 @@ import penstock
 from penstock import errors
 from penstock.errors import PenstockError
 from penstock.http.range_request import _typed_errors
-from penstock.jobs.operations.spec import function_of
 from penstock.storage import text_of
 from penstock.storage.output import typed
+from penstock_convert.operations.spec import function_of
 
 SOURCE = Path(penstock.__file__).parent
 

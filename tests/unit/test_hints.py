@@ -26,13 +26,13 @@ from penstock.hub.directory import Directory
 from penstock.hub.messages import Status
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.jobs.request import plan
-from penstock.jobs.workers.launch import LocalLauncher
 from penstock.peer.server import PeerServer
 from penstock.storage.manifest import check_signature, sign
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
+from penstock_convert.request import plan
+from penstock_convert.workers.launch import LocalLauncher
 
 
 @pytest.fixture
@@ -184,6 +184,6 @@ def test_staging_error_names_destination(llama: Path, tmp_path: Path, monkeypatc
     def is_full(path: Path) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.jobs.result._locked", is_full)
+    monkeypatch.setattr("penstock_convert.result._locked", is_full)
     hint = hint_of(lambda: penstock.convert(llama, tmp_path / "out", to="cast:F32", devices="cpu"))
     assert f"these files become {tmp_path / 'out'} when the conversion is complete" in hint

@@ -30,7 +30,6 @@ from penstock.http.region_messages import CHUNK_HEAD_BYTES, CODING, TRAILER, TRA
 from penstock.hub import app
 from penstock.hub.grants import GrantChecker, GrantSigner
 from penstock.hub.messages import PROTOCOL, PROTOCOL_HEADER, Identity, layout_digest, sync_key
-from penstock.jobs.messages import JOB_PROTOCOL, TaskWork, Wire
 from penstock.loader import group, shared_read
 from penstock.loader.group import LoadGroup
 from penstock.peer.local_weights import tabulate
@@ -45,6 +44,7 @@ from penstock.transport import fd_server
 from penstock.transport.host_endpoint import checksum_of
 from penstock.transport.protocol import Descriptor
 from penstock.types import Box, DType, FileEntry, Manifest
+from penstock_convert.messages import JOB_PROTOCOL, TaskWork, Wire
 
 
 @dataclass(frozen=True, kw_only=True)

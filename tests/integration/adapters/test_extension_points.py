@@ -34,7 +34,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import NotFound
-from penstock.jobs.operations.operation import copy_recipe, only_source, specs_of
+from penstock_convert.operations.operation import copy_recipe, only_source, specs_of
 from penstock.storage import MemorySource, read_whole
 
 ROOT = Path(os.environ["VAULT_ROOT"])

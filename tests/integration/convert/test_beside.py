@@ -16,10 +16,10 @@ from tests.support.compare import by_safetensors
 
 import penstock
 from penstock.errors import DiskFull, FormatError, OperationFailed, PlanError, SourceChanged, SourceTruncated
-from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.operations.operation import CopyOperation
-from penstock.jobs.result import Journal
 from penstock.testing.http_server import RangeServer
+from penstock_convert.convert import WorkerSettings, convert
+from penstock_convert.operations.operation import CopyOperation
+from penstock_convert.result import Journal
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

@@ -27,12 +27,12 @@ from penstock.errors import (
     SourceChanged,
     SourceTruncated,
 )
-from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.request import plan
-from penstock.jobs.result import Journal
-from penstock.jobs.workers.launch import LocalLauncher, num_prewarmed
 from penstock.testing.checkpoints import every_dtype, write_llama
 from penstock.types import DType
+from penstock_convert.convert import WorkerSettings, convert
+from penstock_convert.request import plan
+from penstock_convert.result import Journal
+from penstock_convert.workers.launch import LocalLauncher, num_prewarmed
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -178,7 +178,7 @@ assert "torch" not in sys.modules
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_prewarmed_workers_run_on_any_device(source, expected, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
+    monkeypatch.setattr("penstock_convert.workers.launch.num_prewarmed", lambda devices, workers: 2)
     with LocalLauncher() as launcher:
         launcher.begin()
         prewarmed = [process for process, _ in launcher._prewarmed]
@@ -207,7 +207,7 @@ def test_prewarmed_workers_run_on_any_device(source, expected, tmp_path, monkeyp
     ],
 )
 def test_prewarmed_processes_match_gpu_count(monkeypatch, devices, workers, shown, num):
-    monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
+    monkeypatch.setattr("penstock_convert.workers.launch.has_driver", lambda: True)
     monkeypatch.setattr("glob.glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(3)])
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -217,7 +217,7 @@ def test_prewarmed_processes_match_gpu_count(monkeypatch, devices, workers, show
 
 
 def test_gpus_are_counted_like_torch(monkeypatch):
-    monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: True)
+    monkeypatch.setattr("penstock_convert.workers.launch.has_driver", lambda: True)
     with LocalLauncher() as launcher:
         assert launcher.gpus() == [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         assert launcher.fork_server is not None
@@ -226,13 +226,14 @@ def test_gpus_are_counted_like_torch(monkeypatch):
         monkeypatch.context() as patched,
         pytest.raises(PeerLost, match="exit code 16"),
     ):
-        patched.setattr("penstock.jobs.workers.launch._COUNTED", 17 + torch.cuda.device_count())  # as if it had failed
+        # As if it had failed.
+        patched.setattr("penstock_convert.workers.launch._COUNTED", 17 + torch.cuda.device_count())
         launcher.gpus()
 
 
 def test_prewarmed_gpu_processes_end_without_gpu(source, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.jobs.workers.launch.num_prewarmed", lambda devices, workers: 2)
-    monkeypatch.setattr("penstock.jobs.workers.launch.has_driver", lambda: False)
+    monkeypatch.setattr("penstock_convert.workers.launch.num_prewarmed", lambda devices, workers: 2)
+    monkeypatch.setattr("penstock_convert.workers.launch.has_driver", lambda: False)
     before = len(os.listdir("/proc/self/fd"))
     with LocalLauncher() as launcher:
         launcher.begin()

@@ -21,12 +21,12 @@ from tests.support.jobs import convert_as
 
 import penstock
 from penstock.errors import ConfigError, SourceChanged
-from penstock.jobs.convert import WorkerSettings
-from penstock.jobs.workers import launch as launcher_module
-from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import RangeServer
 from penstock.types import MIB
+from penstock_convert.convert import WorkerSettings
+from penstock_convert.workers import launch as launcher_module
+from penstock_convert.workers.launch import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -51,10 +51,10 @@ def test_changed_object_stops_conversion(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from penstock.jobs.workers import launch as launcher_module
-from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.workers.launch import LocalLauncher
-from penstock.jobs.result import Journal
+from penstock_convert.workers import launch as launcher_module
+from penstock_convert.convert import WorkerSettings, convert
+from penstock_convert.workers.launch import LocalLauncher
+from penstock_convert.result import Journal
 Journal.remove = lambda self: os.kill(os.getpid(), signal.SIGKILL)
 workers = WorkerSettings(num_workers=1, task_bytes="256K")
 convert(sys.argv[1], sys.argv[2], devices="cpu", workers=workers, shard_bytes=2_000_000)

@@ -18,12 +18,13 @@ from tests.support import gguf_file
 from tests.support.compare import assert_same
 
 import penstock as ps
+import penstock_convert
 from penstock.errors import ConfigError, OperationFailed, PlanError
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
 
-def convert(sources: Any, into: Path, workers: ps.jobs.WorkerSettings | int = 1, **options: Any) -> Path:
+def convert(sources: Any, into: Path, workers: penstock_convert.WorkerSettings | int = 1, **options: Any) -> Path:
     ps.convert(sources, into, devices="cpu", workers=workers, **options)
     return into
 
@@ -72,7 +73,7 @@ def test_dequantised_values_match_gguf_package(model: Path, tmp_path: Path, to: 
         model,
         tmp_path / "out",
         operations=f"dequantise:to={to}",
-        workers=ps.jobs.WorkerSettings(num_workers=1, task_bytes=task_bytes),
+        workers=penstock_convert.WorkerSettings(num_workers=1, task_bytes=task_bytes),
     )
     dtype = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}[to]
     blocks = ps.inspect(model).blocks
@@ -114,7 +115,7 @@ def test_parts_become_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kind", "file_type"), [("Q8_0", 7), ("BF16", 32), ("F16", 1), ("F32", 0)])
 def test_requantised_gguf_matches_gguf_package(model: Path, tmp_path: Path, kind: str, file_type: int) -> None:
-    workers = ps.jobs.WorkerSettings(num_workers=1, task_bytes=5000)
+    workers = penstock_convert.WorkerSettings(num_workers=1, task_bytes=5000)
     out = convert(model, tmp_path / "out", workers, operations="dequantise:to=F32", to=f"gguf:{kind}") / "model.gguf"
     _check(out, values_of(model), kind)
     fields = fields_of(out)
@@ -131,7 +132,7 @@ def test_safetensors_become_gguf(llama: Path, tmp_path: Path, kind: str) -> None
             llama,
             tmp_path / "out",
             operations=operation,
-            workers=ps.jobs.WorkerSettings(num_workers=1, task_bytes=2000),
+            workers=penstock_convert.WorkerSettings(num_workers=1, task_bytes=2000),
         )
         / "model.gguf"
     )

@@ -27,15 +27,16 @@ from tests.support.servers.s3 import SwiftServer, Unavailable
 from tests.support.tensor_file import write_file
 
 import penstock
+import penstock_convert
 from penstock.errors import DestinationError, DiskFull, OperationFailed, PeerLost, SourceError
-from penstock.jobs.convert import WorkerSettings
-from penstock.jobs.job import ConversionJob
-from penstock.jobs.messages import Began, JobSpec, Ready, TaskDone, TaskWork, Wire, WorkerHello
-from penstock.jobs.request import plan
-from penstock.jobs.workers.launch import LocalLauncher
-from penstock.jobs.workers.process import connect
 from penstock.lifecycle import Closeable
 from penstock.types import DType
+from penstock_convert.convert import WorkerSettings
+from penstock_convert.job import ConversionJob
+from penstock_convert.messages import Began, JobSpec, Ready, TaskDone, TaskWork, Wire, WorkerHello
+from penstock_convert.request import plan
+from penstock_convert.workers.launch import LocalLauncher
+from penstock_convert.workers.process import connect
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -292,7 +293,7 @@ def test_terminated_command_ends_its_workers(number, small_checkpoint, tmp_path)
                 parents[path.parent.name] = (path.parent / "stat").read_text().rpartition(")")[2].split()[1]
             except (OSError, IndexError):
                 continue
-            if b"penstock.jobs.workers.fork_server" in words:
+            if b"penstock_convert.workers.fork_server" in words:
                 found.append(path.parent.name)
         return [one for one in found if parents.get(parents[one]) == str(process.pid)]
 
@@ -369,7 +370,7 @@ def test_trace_shows_concurrent_work_of_both_workers(small_checkpoint, tmp_path)
     report = convert_as(
         small_checkpoint,
         tmp_path / "out",
-        workers=penstock.jobs.WorkerSettings(num_workers=2, trace=tmp_path / "trace.json"),
+        workers=penstock_convert.WorkerSettings(num_workers=2, trace=tmp_path / "trace.json"),
         **told,
     )
     events = msgspec.json.decode((tmp_path / "trace.json").read_bytes())["traceEvents"]

@@ -19,14 +19,15 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 import penstock as ps
+import penstock_convert
 from penstock.hub.auth import Auth
 from penstock.hub.directory import Directory
-from penstock.hub.job_reporter import HubReporter
 from penstock.hub.job_state import JobState
 from penstock.hub.server import HubThread, bind
 from penstock.hub.store import MemoryStore
-from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
+from penstock_convert.job_reporter import HubReporter
+from penstock_convert.workers.launch import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 WAITS = [{"op": "function", "function": "tests.support.jobs:waits"}]
@@ -67,7 +68,7 @@ class Recorder:
 
 def test_reported_states_end_with_done(source: Path, tmp_path: Path) -> None:
     seen = Recorder()
-    settings = ps.jobs.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen)
+    settings = penstock_convert.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen)
     report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
     phases = [state.phase for state in seen.states]
     assert phases[0] == "starting" and phases[-2:] == ["publishing", "done"]
@@ -101,7 +102,7 @@ def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path)
 
     seen = Recorder(at)
     with LocalLauncher("cpu", 2) as launcher:
-        settings = ps.jobs.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen, launcher=launcher)
+        settings = penstock_convert.WorkerSettings(num_workers=2, task_bytes="1M", observer=seen, launcher=launcher)
         ps.convert(source, tmp_path / "out", operations=WAITS, devices="cpu", workers=settings)
     (state,) = late
     shown = next(worker for worker in state.workers if worker.worker == stopped[0])
@@ -118,7 +119,7 @@ def test_stopped_worker_is_late_killed_worker_lost(source: Path, tmp_path: Path)
 
 def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    settings = ps.jobs.WorkerSettings(num_workers=2, task_bytes="1M", observer=ps.hub.HubReporter(connection))
+    settings = penstock_convert.WorkerSettings(num_workers=2, task_bytes="1M", observer=HubReporter(connection))
     ran: list[JobState] = []
 
     def progress(done: int, total: int) -> None:
@@ -139,7 +140,7 @@ def test_hub_lists_conversion_until_its_end(hub: HubThread, source: Path, tmp_pa
 
 def test_error_is_reported_with_blame(hub: HubThread, source: Path, tmp_path: Path) -> None:
     connection = ps.ConnectionSettings(hub=hub.url, token=TOKEN)
-    settings = ps.jobs.WorkerSettings(num_workers=1, task_bytes="1M", observer=HubReporter(connection))
+    settings = penstock_convert.WorkerSettings(num_workers=1, task_bytes="1M", observer=HubReporter(connection))
     broken = [{"op": "function", "function": "tests.support.jobs:raises"}]
     with pytest.raises(ps.errors.OperationFailed):
         ps.convert(source, tmp_path / "out", operations=broken, devices="cpu", workers=settings)
@@ -157,7 +158,7 @@ def test_missing_or_refusing_hub_is_logged_once(
     if token == TOKEN:
         hub.stop()
     reporter = HubReporter(ps.ConnectionSettings(hub=hub.url, token=token))
-    settings = ps.jobs.WorkerSettings(num_workers=1, task_bytes="1M", observer=reporter)
+    settings = penstock_convert.WorkerSettings(num_workers=1, task_bytes="1M", observer=reporter)
     with caplog.at_level(logging.WARNING, "penstock.fleet"):
         report = ps.convert(source, tmp_path / "out", to="cast:F32", devices="cpu", workers=settings)
         for thread in threading.enumerate():

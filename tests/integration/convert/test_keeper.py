@@ -20,12 +20,13 @@ from safetensors.torch import save_file
 from tests.support.compare import assert_same, by_safetensors
 
 import penstock as ps
+import penstock_convert
 from penstock.cache import attached as attaching
 from penstock.errors import BudgetTooSmall, ConfigError, OperationFailed
 from penstock.fetcher.to_files import fetch_to_files
-from penstock.jobs.workers.launch import LocalLauncher
 from penstock.testing.checkpoints import write_llama
 from penstock.timing import Timing
+from penstock_convert.workers.launch import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -54,7 +55,7 @@ def told() -> Iterator[dict[str, Any]]:
         yield {
             "to": "cast:F32",
             "devices": "cpu",
-            "workers": ps.jobs.WorkerSettings(num_workers=2, launcher=launcher, task_bytes="1M"),
+            "workers": penstock_convert.WorkerSettings(num_workers=2, launcher=launcher, task_bytes="1M"),
         }
 
 

@@ -14,8 +14,8 @@ from tests.support.compare import by_safetensors
 import penstock
 from penstock.cli.checkpoints import manifest
 from penstock.errors import BudgetTooSmall, ConfigError
-from penstock.jobs.convert import WorkerSettings, convert
 from penstock.types import MIB
+from penstock_convert.convert import WorkerSettings, convert
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

@@ -15,9 +15,9 @@ from tests.support.jobs import convert_as
 from tests.support.users import STRANGER, run_as
 
 from penstock.errors import PlanError
-from penstock.jobs import messages
-from penstock.jobs.convert import WorkerSettings
-from penstock.jobs.workers.launch import LocalLauncher
+from penstock_convert import messages
+from penstock_convert.convert import WorkerSettings
+from penstock_convert.workers.launch import LocalLauncher
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

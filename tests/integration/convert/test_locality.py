@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from benchmarks.bench_locality import rows
 
-from penstock.jobs import WorkerSettings
-from penstock.jobs.convert import convert
-from penstock.plan.placement import Placement, TaskAssignment
 from penstock.storage.cache import CACHE_CHUNK_BYTES
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
+from penstock_convert import WorkerSettings
+from penstock_convert.convert import convert
+from penstock_convert.plan.placement import Placement, TaskAssignment
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 
@@ -52,7 +52,7 @@ class Watched(Placement):
 
 def test_only_uncached_bytes_are_read_from_source(source: Path, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PENSTOCK_STALL_S", "120")  # for a chunk that another fetches, however busy the machine is
-    monkeypatch.setattr("penstock.jobs.coordinator.Placement", Watched)
+    monkeypatch.setattr("penstock_convert.coordinator.Placement", Watched)
     *one_host, hosts = rows(source, tmp_path, "4M")
     for row in one_host:
         assert row.served_bytes == row.fetched_bytes == row.missing_bytes, row

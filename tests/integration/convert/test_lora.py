@@ -22,7 +22,7 @@ peft = pytest.importorskip("peft", minversion="0.18")
 from tests.unit.sync.small_models import CONFIGS, SMALL, make  # noqa: E402 - after what it needs
 
 from penstock.errors import ConfigError, PlanError  # noqa: E402
-from penstock.jobs.convert import WorkerSettings, convert  # noqa: E402
+from penstock_convert.convert import WorkerSettings, convert  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

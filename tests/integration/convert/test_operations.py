@@ -17,9 +17,9 @@ from tests.support.servers.s3 import SwiftServer, Unavailable
 
 import penstock
 from penstock.errors import ConfigError, PlanError
-from penstock.jobs.convert import WorkerSettings, convert
-from penstock.jobs.operations.spec import function_of
-from penstock.testing.operations import check_rows
+from penstock_convert.convert import WorkerSettings, convert
+from penstock_convert.operations.spec import function_of
+from penstock_convert.testing import check_rows
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("compressed_tensors")
 
 from penstock.errors import FormatError, PlanError  # noqa: E402 - after what it needs
-from penstock.jobs.convert import convert  # noqa: E402
+from penstock_convert.convert import convert  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("launcher_fork_servers"),

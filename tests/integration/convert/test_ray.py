@@ -52,7 +52,7 @@ TOLD = {
 PROGRAM = """
 import json, os, sys
 from ray.cluster_utils import Cluster
-from penstock.jobs.convert import WorkerSettings, convert
+from penstock_convert.convert import WorkerSettings, convert
 
 source, into, told = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

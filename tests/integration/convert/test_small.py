@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 import penstock as ps
+import penstock_convert
 from penstock.errors import OperationFailed
 
 LARGE = 1 << 16
@@ -114,7 +115,7 @@ def test_small_conversion_runs_in_thread(llama: Path, tmp_path: Path) -> None:
         to="gguf:Q8_0",
         devices="cpu",
         progress=look,
-        workers=ps.jobs.WorkerSettings(task_bytes=2000),
+        workers=penstock_convert.WorkerSettings(task_bytes=2000),
     )
     assert during <= before and threads == {"penstock-w0"} and not worker_threads()
     assert report.num_workers == 1
@@ -124,7 +125,7 @@ def test_small_conversion_runs_in_thread(llama: Path, tmp_path: Path) -> None:
         tmp_path / "two",
         to="gguf:Q8_0",
         devices="cpu",
-        workers=ps.jobs.WorkerSettings(num_workers=2, task_bytes=2000),
+        workers=penstock_convert.WorkerSettings(num_workers=2, task_bytes=2000),
     )
     made = [(tmp_path / name / "model.gguf").read_bytes() for name in ("out", "two")]
     assert made[0] == made[1]
@@ -142,11 +143,11 @@ def test_interrupted_thread_resumes_on_next_call(llama: Path, tmp_path: Path) ->
             to="gguf:Q8_0",
             devices="cpu",
             progress=interrupt,
-            workers=ps.jobs.WorkerSettings(task_bytes=2000),
+            workers=penstock_convert.WorkerSettings(task_bytes=2000),
         )
     assert not worker_threads() and not (tmp_path / "out").exists()
     report = ps.convert(
-        llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", workers=ps.jobs.WorkerSettings(task_bytes=2000)
+        llama, tmp_path / "out", to="gguf:Q8_0", devices="cpu", workers=penstock_convert.WorkerSettings(task_bytes=2000)
     )
     assert report.num_resumed >= 2
     ps.convert(llama, tmp_path / "whole", to="gguf:Q8_0", devices="cpu")

@@ -31,11 +31,13 @@ EXTRAS = {
     "rl": "penstock-rl",
     "transformers": "penstock-hf",
     "compile-cache": "penstock-compile-cache",
+    "convert": "penstock-convert",
     "tools": "penstock-tools",
 }
 """The package that each extra of the core installs."""
 ENTRY_POINTS = {
     "penstock-compile-cache": {"penstock.commands": {"compile-cache"}},
+    "penstock-convert": {"penstock.commands": {"convert"}},
     "penstock-hf": {"penstock.commands": {"run"}},
     "penstock-rl": {},
     "penstock-sglang": {"sglang.srt.plugins": {"penstock", "penstock_runai"}},
@@ -58,8 +60,10 @@ OPTIONAL = {
 }
 """Modules that the extras of the core install."""
 BROUGHT = {
-    "penstock-vllm": {"penstock-compile-cache", "penstock-hf"},
-    "penstock-sglang": {"penstock-hf"},
+    "penstock-hf": {"penstock-convert"},
+    "penstock-tools": {"penstock-convert"},
+    "penstock-vllm": {"penstock-compile-cache", "penstock-convert", "penstock-hf"},
+    "penstock-sglang": {"penstock-convert", "penstock-hf"},
 }
 """Modules that an adapter installs in addition to the core."""
 NEXT_VERSIONS = ("3.12", "3.13")
@@ -278,9 +282,11 @@ def test_core_alone_has_no_engine(core: Environment, torch: Path) -> None:
 def test_core_command_names_missing_package(core: Environment) -> None:
     added = {name: package for package, groups in ENTRY_POINTS.items() for name in groups.get("penstock.commands", ())}
     assert added.keys().isdisjoint(core.commands()) and {"load", "fetch", "hub"} <= core.commands()
+    extras = {package: extra for extra, package in EXTRAS.items()}
     for command, package in added.items():
         done = run(core.penstock, command)
-        assert done.returncode == 2 and done.stderr.endswith(f"pip install {package}\n"), done.stderr
+        assert done.returncode == 2, (command, done.stderr)
+        assert done.stderr.endswith(f'pip install "penstock[{extras[package]}]"\n'), done.stderr
 
 
 def test_core_reads_files_without_torch(core: Environment, tmp_path: Path) -> None:
@@ -337,7 +343,7 @@ def test_all_packages_together_add_every_command(install: Callable[..., Environm
     found = environment.probe("penstock-rl", torch=torch)
     assert sorted(found["packages"]) == PACKAGES
     assert {needs.partition(".")[0] for needs in found["missing"].values()} <= HOSTS
-    assert {"compile-cache", "run", "bench", "calibrate", "plan", "simulate"} <= environment.commands()
+    assert {"compile-cache", "convert", "run", "bench", "calibrate", "plan", "simulate"} <= environment.commands()
 
 
 def test_adapter_failing_to_import_is_skipped(install: Callable[..., Environment]) -> None:

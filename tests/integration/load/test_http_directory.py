@@ -11,9 +11,9 @@ from tests.support.compare import assert_same, by_safetensors
 import penstock
 from penstock.cli.checkpoints import manifest
 from penstock.fetcher.storage_initializer import initialize
-from penstock.jobs.convert import convert
 from penstock.testing.checkpoints import write_llama
 from penstock.testing.http_server import Faults, RangeServer
+from penstock_convert.convert import convert
 
 pytestmark = pytest.mark.usefixtures("launcher_fork_servers")
 

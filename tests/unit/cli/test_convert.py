@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.cli.convert import write_report
 from penstock.cli.main import run
 from penstock.cli.terminal import OutputFormat
 from penstock.errors import ConfigError
-from penstock.jobs.operations.spec import operation_spec
-from penstock.jobs.report import ConvertReport, WorkerStats
-from penstock.plan.cluster import CPU_RATES, to_json
 from penstock.testing.checkpoints import write_llama
 from penstock.types import MIB
+from penstock_convert.command import write_report
+from penstock_convert.operations.spec import operation_spec
+from penstock_convert.plan.cluster import CPU_RATES, to_json
+from penstock_convert.report import ConvertReport, WorkerStats
 
 
 def report(**more: Any) -> ConvertReport:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from penstock.cli.main import app
 from penstock.errors import ConfigError, DestinationError
-from penstock.plan.cluster import CLUSTERS, Rates, from_json, to_json
 from penstock.testing.checkpoints import write_llama
+from penstock_convert.plan.cluster import CLUSTERS, Rates, from_json, to_json
 from penstock_tools.calibrate import operation_gb_per_s
 
 SMALL = ["--trainers", "4", "--receivers", "2", "--tp", "2", "--shards", "4"]

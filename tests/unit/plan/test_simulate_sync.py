@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock.plan.layout import Form, Layout
 from penstock.plan.sync import AHEAD_WINDOWS, NEAR_READS, READS_OF_ONE, SyncPlan, plan_sync
 from penstock.types import GB, MIB, Box, DType
+from penstock_convert.plan.cluster import CLUSTERS, Cluster, Rates
 from penstock_tools.links import fair_rates
 from penstock_tools.machine import slowed
 from penstock_tools.picture import svg

@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from penstock.errors import ConfigError, DestinationError, DiskFull
-from penstock.plan.tasks import OutputFiles, Spec, lay_out
 from penstock.storage import local
 from penstock.storage.file_names import file_names
 from penstock.storage.output import OutputRegion, OutputSet
 from penstock.types import DType
+from penstock_convert.plan.tasks import OutputFiles, Spec, lay_out
 
 SHAPES = {"a": (7, 5), "b": (3,), "c": (64, 64), "d": (0, 4), "e": ()}
 TENSORS = {name: np.random.default_rng(7).integers(0, 1 << 20, shape, np.int32) for name, shape in SHAPES.items()}

@@ -31,10 +31,8 @@ from penstock.spi import (
     Closeable,
     OutputSet,
     Target,
-    TensorSpec,
     UpdateMode,
     dtype_of,
-    lay_out_tensors,
     private_directory,
     read_object,
     require_name,
@@ -43,6 +41,7 @@ from penstock.spi import (
     wrong_argument,
 )
 from penstock.sync import Publisher, Subscriber, SubscriberSettings
+from penstock_convert.plan.tasks import Spec, lay_out
 
 BASE = "adapter.base"
 """Metadata key for the identity of a version's base."""
@@ -353,10 +352,8 @@ class AdapterDirectory(Closeable):
         if into in self._versions:
             return into
         tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in received.tensors.items()}
-        specs = [
-            TensorSpec(name=name, dtype=dtype_of(one.dtype), shape=tuple(one.shape)) for name, one in tensors.items()
-        ]
-        files = lay_out_tensors(specs, shard_bytes=1 << 62)
+        specs = [Spec(name=name, dtype=dtype_of(one.dtype), shape=tuple(one.shape)) for name, one in tensors.items()]
+        files = lay_out(specs, shard_bytes=1 << 62)
         growing = into.with_name(f"{into.name}.penstock-{secrets.token_hex(4)}")
         out = OutputSet(growing, files.table, files.body_nbytes, {"format": "pt"})
         out.names = [WEIGHTS_FILE]

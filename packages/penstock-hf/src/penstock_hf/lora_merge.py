@@ -5,7 +5,7 @@
 
 Each version starts from the base's pristine values. Adding an adapter and subtracting it again, as PEFT's
 `merge_adapter` and `unmerge_adapter` do, would change the base by a rounding error at each version. `penstock convert`
-uses the same arithmetic (`jobs.operations.lora`).
+uses the same arithmetic (`penstock_convert.operations.lora`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ from penstock.spi import (
     Closeable,
     Declarable,
     Digester,
-    LoraMerge,
     Memory,
     Placed,
     PublishMode,
-    Recipe,
     RegisteredStorages,
     ShardRow,
     Strips,
@@ -45,6 +43,8 @@ from penstock.spi import (
     wrong_argument,
 )
 from penstock.sync import Publisher
+from penstock_convert.operations.lora import LoraMerge
+from penstock_convert.plan.tasks import Recipe
 from penstock_hf.adapter import AdapterSubscriber, Base, adapter_subscriber
 
 _LISTED = 5

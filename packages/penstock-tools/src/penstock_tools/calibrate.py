@@ -24,15 +24,15 @@ from penstock.cli.terminal import importable
 from penstock.digest.leaf import LEAF_BYTES, leaf_digests
 from penstock.digest.strip import Strips, pack_strips
 from penstock.http.control import ControlConnection, over_tcp
-from penstock.plan.cluster import H200_RATES, Rates
 from penstock.plan.schedule import CHUNK_BYTES
 from penstock.storage.safetensors import encode_header
 from penstock.types import GB, MIB, DType
 from penstock.waits import start_thread
+from penstock_convert.plan.cluster import H200_RATES, Rates
 from penstock_tools.machine import PYTHON_COSTS, SHORT_RUN_BYTES, slowed
 
 if TYPE_CHECKING:
-    from penstock.jobs.report import ConvertReport
+    from penstock_convert.report import ConvertReport
 
 _BYTES = 128 * MIB
 _SOURCE_BYTES, _ROWS = 32 * MIB, 2048
@@ -225,6 +225,7 @@ _CONVERSIONS: tuple[tuple[str, str, int, dict[str, Any]], ...] = (
 def _operations(device: str) -> dict[str, float]:
     """Return the GB/s that each operation reads in its decisive stage, from real conversions of small checkpoints."""
     import penstock
+    import penstock_convert
 
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -241,7 +242,7 @@ def _operations(device: str) -> dict[str, float]:
                     sources[kind][:count],
                     into,
                     devices=device,
-                    workers=penstock.jobs.WorkerSettings(num_workers=1),
+                    workers=penstock_convert.WorkerSettings(num_workers=1),
                     progress=False,
                     **arguments,
                 )

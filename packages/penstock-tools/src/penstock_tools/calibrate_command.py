@@ -22,7 +22,7 @@ def calibrate(
 
     It takes about a minute.
     """
-    from penstock.plan.cluster import to_json
+    from penstock_convert.plan.cluster import to_json
     from penstock_tools import calibrate as stages
 
     rates = stages.calibrate()

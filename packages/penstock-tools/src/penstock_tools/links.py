@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import Cluster, Rates
-from penstock.plan.simulate import NUM_BINS, LinkLoad
 from penstock.types import GB, I64
+from penstock_convert.plan.cluster import Cluster, Rates
+from penstock_convert.plan.simulate import NUM_BINS, LinkLoad
 
 F64 = npt.NDArray[np.float64]
 WIDTH = 3

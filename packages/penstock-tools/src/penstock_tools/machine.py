@@ -1,4 +1,4 @@
-"""Machine model of the simulations of a fetch and a sync, in addition to `penstock.plan.cluster`."""
+"""Machine model of the simulations of a fetch and a sync, in addition to `penstock_convert.plan.cluster`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from penstock.errors import ConfigError
-from penstock.plan.cluster import Rates
+from penstock_convert.plan.cluster import Rates
 
 SHORT_RUN_BYTES = 256 << 10
 """A run of at least this size is copied by itself. Source: `transport.cuda_ipc.SHORT_BYTES`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from penstock.plan.simulate import LinkLoad, Prediction, Span
+from penstock_convert.plan.simulate import LinkLoad, Prediction, Span
 
 _WIDTH, _LEFT, _LANE, _LOAD, _GAP = 960, 190, 18, 64, 14
 _INK, _FAINT = "#1f2933", "#e4e7eb"

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from penstock.cli.convert import RatesOption, read_file, read_rates
 from penstock.cli.terminal import (
     FormatOption,
     MemoryBytes,
@@ -34,14 +33,15 @@ from penstock.cli.terminal import (
 )
 from penstock.config import Settings, parse_bytes
 from penstock.errors import ConfigError, DestinationError
-from penstock.plan.cluster import CLUSTERS, Cluster, Rates, from_json
 from penstock.report import bytes_text, plain
 from penstock.types import MIB
+from penstock_convert.command import RatesOption, read_file, read_rates
+from penstock_convert.plan.cluster import CLUSTERS, Cluster, Rates, from_json
 from penstock_tools.machine import STORAGE_GB_PER_S, slowed
 
 if TYPE_CHECKING:
     from penstock.plan.layout import Layout
-    from penstock.plan.simulate import Prediction
+    from penstock_convert.plan.simulate import Prediction
     from penstock_tools.shapes import Shape
 
 app = typer.Typer(help="Show a plan.", no_args_is_help=True, rich_markup_mode=None)
@@ -189,9 +189,9 @@ def plan_convert(
 
     It places the conversion's tasks on a described cluster, stage by stage.
     """
-    from penstock.jobs.report import compute_gb_per_s
-    from penstock.jobs.request import plan
-    from penstock.plan.simulate_convert import simulate_convert
+    from penstock_convert.plan.simulate_convert import simulate_convert
+    from penstock_convert.report import compute_gb_per_s
+    from penstock_convert.request import plan
 
     job = plan(sources, to=to, operations=list(op or ()), task_bytes=task_bytes)
     described, speeds = read_cluster(cluster, rates)
@@ -365,7 +365,7 @@ def simulate_convert(
     """
     import numpy as np
 
-    from penstock.plan import simulate_convert as simulation
+    from penstock_convert.plan import simulate_convert as simulation
 
     # This check also refuses NaN.
     if not 0 < shrink < math.inf:

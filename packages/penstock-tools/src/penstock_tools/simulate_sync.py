@@ -19,10 +19,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from penstock.plan.cluster import Cluster, Rates, slowdowns
 from penstock.plan.layout import Layout
 from penstock.plan.packing import NUM_BUFFERS, PACK_BYTES, packable
-from penstock.plan.simulate import Prediction, Span, Stage, assumed, bottleneck
 from penstock.plan.sync import (
     AHEAD_WINDOWS,
     ASK_BYTES,
@@ -37,6 +35,8 @@ from penstock.plan.sync import (
 )
 from penstock.segments import Rectangles, spread
 from penstock.types import GB, I64, MIB
+from penstock_convert.plan.cluster import Cluster, Rates, slowdowns
+from penstock_convert.plan.simulate import Prediction, Span, Stage, assumed, bottleneck
 from penstock_tools.links import F64, ClusterLinks, Meter, fair_rates
 from penstock_tools.machine import SHORT_RUN_BYTES, SLAB_BYTES
 

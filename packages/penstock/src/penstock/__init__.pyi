@@ -13,8 +13,6 @@ from penstock.fetcher.join import Fleet as Fleet
 from penstock.fetcher.join import Variant as Variant
 from penstock.fetcher.join import join as join
 from penstock.fetcher.report import FetchReport as FetchReport
-from penstock.jobs.convert import convert as convert
-from penstock.jobs.report import ConvertReport as ConvertReport
 from penstock.loader.into import load_into as load_into
 from penstock.loader.load import TensorStream as TensorStream
 from penstock.loader.load import Weights as Weights
@@ -36,10 +34,11 @@ from penstock.sync.shards import Shard as Shard
 from penstock.types import Box as Box
 from penstock.types import DType as DType
 from penstock.types import Manifest as Manifest
+from penstock_convert.convert import convert as convert
+from penstock_convert.report import ConvertReport as ConvertReport
 from penstock import errors as errors
 from penstock import cache as cache
 from penstock import hub as hub
-from penstock import jobs as jobs
 from penstock import modules as modules
 from penstock import reports as reports
 from penstock import sync as sync

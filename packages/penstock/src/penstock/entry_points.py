@@ -18,6 +18,7 @@ _EXTRA_OF = {
     "modelscope": "ms",
     "modelscope_hub": "ms",
     "nixl": "nixl",
+    "penstock_convert": "convert",
     "prometheus_client": "metrics",
     "ray": "ray",
     "redis": "redis",
@@ -25,6 +26,8 @@ _EXTRA_OF = {
     "uvicorn": "hub",
 }
 """Maps the import name of each optional package to the extra that installs it."""
+_OWN = {"compile-cache", "convert", "rl", "sglang", "tools", "transformers", "vllm"}
+"""Extras that install other packages of this project."""
 
 
 def entry_points(group: str, name: str | None = None) -> Iterator[importlib.metadata.EntryPoint]:
@@ -61,8 +64,11 @@ def own_version() -> str:
 def install_hint(extra: str) -> str:
     """Return the command that installs the packages in an extra of this package.
 
-    The command names these packages and not the extra, so it also works if Penstock came from a clone or a wheel.
+    The command names packages of other projects and not the extra, so it also works if Penstock came from a clone or a
+    wheel.
     """
+    if extra in _OWN:
+        return f'pip install "penstock[{extra}]"'
     try:
         requirements = importlib.metadata.requires("penstock") or []
     except importlib.metadata.PackageNotFoundError:

@@ -17,7 +17,7 @@ PUBLIC = {
     "Box": "penstock.types",
     "ConfigError": "penstock.errors",
     "ConnectionSettings": "penstock.config",
-    "ConvertReport": "penstock.jobs.report",
+    "ConvertReport": "penstock_convert.report",
     "DType": "penstock.types",
     "FetchReport": "penstock.fetcher.report",
     "Fleet": "penstock.fetcher.join",
@@ -38,7 +38,7 @@ PUBLIC = {
     "Variant": "penstock.fetcher.join",
     "VersionRefused": "penstock.errors",
     "Weights": "penstock.loader.load",
-    "convert": "penstock.jobs.convert",
+    "convert": "penstock_convert.convert",
     "inspect": "penstock.loader.verify",
     "join": "penstock.fetcher.join",
     "load": "penstock.loader.load",
@@ -63,13 +63,9 @@ MODULES = {
         "cache_parameters": "penstock.cache.engine_parameters",
     },
     "hub": {
-        "HubReporter": "penstock.hub.job_reporter",
         "drain": "penstock.hub.client",
         "status": "penstock.hub.client",
         "why": "penstock.hub.client",
-    },
-    "jobs": {
-        "WorkerSettings": "penstock.jobs.convert",
     },
     "modules": {
         "BackgroundLoad": "penstock.loader.start",
@@ -177,9 +173,6 @@ SPI = {
     "resolve_device": "penstock.loader.session",
     "runai_settings": "penstock.config",
     # Dtypes, shapes and layouts of tensors.
-    "TensorSpec": "penstock.plan.tasks:Spec",
-    "Recipe": "penstock.plan.tasks",
-    "lay_out_tensors": "penstock.plan.tasks:lay_out",
     "dtype_of": "penstock.loader.tensor",
     "torch_dtype": "penstock.loader.tensor",
     "torch_shape": "penstock.loader.tensor",
@@ -209,7 +202,6 @@ SPI = {
     "record": "penstock.sync.recording.requirements",
     # LoRA adapters.
     "ADAPTERS": "penstock.spi.engine_weights",
-    "LoraMerge": "penstock.jobs.operations.lora",
     "OutputSet": "penstock.storage.output",
     "read_object": "penstock.storage.foreign_json",
     "write_object": "penstock.storage.foreign_json",

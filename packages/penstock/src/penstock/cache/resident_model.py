@@ -22,7 +22,6 @@ from penstock.errors import ConfigError, PenstockError, SourceChanged
 from penstock.fetcher.discover import PlacedTarget
 from penstock.fetcher.join import Fleet
 from penstock.fetcher.report import FetchReport
-from penstock.jobs.job import ConversionJob
 from penstock.loader.progress import ProgressOption
 from penstock.memory.arena import Arena, offsets_of
 from penstock.memory.tier import Room, TierBlock
@@ -211,14 +210,18 @@ class ConvertedModel(ResidentModel):
 
     Args:
         fleet: the fleet membership that serves the model.
+        key: key of the conversion.
+        nbytes: size of the result in bytes.
         make: runs the conversion, with a path to which it writes.
         max_readers: maximum number of concurrent readers of the weights.
     """
 
     can_reload = False
 
-    def __init__(self, fleet: Fleet, job: ConversionJob, make: Callable[[Path], Manifest], *, max_readers: int) -> None:
-        super().__init__(fleet, f"job-{job.key}", int(job.files.body_nbytes[0]))
+    def __init__(
+        self, fleet: Fleet, key: str, nbytes: int, make: Callable[[Path], Manifest], *, max_readers: int
+    ) -> None:
+        super().__init__(fleet, f"job-{key}", nbytes)
         self._make = make
         self._max_readers = max_readers
 

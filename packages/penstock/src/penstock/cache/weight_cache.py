@@ -40,8 +40,6 @@ from penstock.fetcher.join import Fleet
 from penstock.fetcher.report import FetchReport
 from penstock.hub.client import TIMEOUT_S, HubClient, resolve_connection
 from penstock.hub.messages import Identity
-from penstock.jobs.job import ConversionJob
-from penstock.jobs.result import SCHEME, MemoryDestination
 from penstock.lifecycle import is_ending
 from penstock.loader.progress import ProgressOption
 from penstock.loader.session import resolve_device
@@ -308,7 +306,7 @@ class WeightCache:
         self._add(resident, again=False)
         log.info("keeping %s from an engine: %d bytes", wanted.model, wanted.nbytes)
 
-    def into(self, model: str) -> MemoryDestination:
+    def into(self, model: str) -> CacheDestination:
         """Return a destination for `convert` that writes the result into this cache's memory and keeps it.
 
         The result is on disk only if it is evicted for another model. If the conversion fails, nothing of it remains.
@@ -320,12 +318,12 @@ class WeightCache:
             raise ConfigError("a model needs a name")
         if self.device.type != "cpu":
             raise ConfigError(f"a conversion writes to host memory and not to {self.device}", hint="give device='cpu'")
-        return _CacheDestination(self, model)
+        return CacheDestination(self, model)
 
-    def _convert(self, model: str, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
+    def _convert(self, model: str, key: str, nbytes: int, fill: Callable[[Path], Manifest]) -> None:
         """Run a conversion into this cache's memory, and keep the result."""
         fleet = Fleet(Identity(model=model), self.member, self._settings, max_readers=self._max_readers)
-        resident = ConvertedModel(fleet, job, fill, max_readers=self._max_readers)
+        resident = ConvertedModel(fleet, key, nbytes, fill, max_readers=self._max_readers)
         if any(other.block == resident.block for other in self._models.values()):
             raise ConfigError(f"{model!r} is already kept from the same conversion")
         # It cannot be filled again, because the conversion's sources may have changed or been deleted.
@@ -574,17 +572,33 @@ class WeightCache:
             self.leave(self._timing.cache_drain_s if kind is None else 0.0)
 
 
-class _CacheDestination:
-    """The destination for `convert` that `WeightCache.into` returns. See `MemoryDestination`."""
+class CacheDestination:
+    """A model's place in a cache, as a destination of `penstock.convert`. `WeightCache.into` returns it.
+
+    Attributes:
+        uri: `cache:` and the name of the model, for reports and errors.
+    """
 
     def __init__(self, cache: WeightCache, model: str) -> None:
         self._cache = cache
         self._model = model
-        self.uri = f"{SCHEME}{model}"
+        self.uri = f"cache:{model}"
 
-    def take(self, job: ConversionJob, fill: Callable[[Path], Manifest]) -> None:
-        """Run the conversion into the cache's memory. See `MemoryDestination.take`."""
-        self._cache._convert(self._model, job, fill)
+    def take(self, key: str, nbytes: int, fill: Callable[[Path], Manifest]) -> None:
+        """Allocate memory, let a conversion write its result there, and serve the result.
+
+        Args:
+            key: key of the conversion. The same sources and operations have the same key.
+            nbytes: size of the result in bytes.
+            fill: writes the tensors to a path as one file without a header, and returns their manifest with digests.
+
+        Raises:
+            BudgetTooSmall: the cache has not enough memory.
+            ConfigError: the result is already kept.
+
+        Errors that `fill` raises are not caught.
+        """
+        self._cache._convert(self._model, key, nbytes, fill)
 
 
 def _not_open() -> ConfigError:

@@ -16,25 +16,26 @@ try:
     import typer
 
     from penstock import entry_points
-    from penstock.cli import checkpoints, convert, doctor, fleet, hub, initialize, load, terminal
+    from penstock.cli import checkpoints, doctor, fleet, hub, initialize, load, terminal
     from penstock.cli.terminal import FormatOption, OutputFormat, examples, write_fields, write_json
-    from penstock.entry_points import missing_extra
-    from penstock.errors import ConfigError, PenstockError
+    from penstock.entry_points import install_hint, missing_extra
+    from penstock.errors import ConfigError, MissingExtra, PenstockError
 except KeyboardInterrupt:
     sys.exit(INTERRUPTED)
 
 COMMANDS = "penstock.commands"
 """Group of the entry points with which other packages add commands. Each entry point names a function that takes a
 `typer.Typer`."""
-_PACKAGE_OF = {
-    "bench": "penstock-tools",
-    "calibrate": "penstock-tools",
-    "compile-cache": "penstock-compile-cache",
-    "plan": "penstock-tools",
-    "run": "penstock-hf",
-    "simulate": "penstock-tools",
+_EXTRA_OF = {
+    "bench": "tools",
+    "calibrate": "tools",
+    "compile-cache": "compile-cache",
+    "convert": "convert",
+    "plan": "tools",
+    "run": "transformers",
+    "simulate": "tools",
 }
-"""Packages of this project that add commands, for the error if a package is not installed."""
+"""The extra with the package that adds each command, for the error if it is not installed."""
 
 app = typer.Typer(
     name="penstock",
@@ -89,13 +90,6 @@ for _name, _command, *_examples in (
     ("manifest", checkpoints.manifest, "penstock manifest llama --sign key.pem"),
     ("cache", fleet.cache, "penstock cache s3://bucket/llama/ --model llama --device cuda --memory-bytes 40G"),
     ("fetch", fleet.fetch, "penstock fetch llama --to /models/llama --fallback s3://bucket/llama/"),
-    (
-        "convert",
-        convert.convert,
-        "penstock convert llama llama-fp8 --to fp8-block128",
-        "penstock convert a b merged --op 'linear:weights=0.3,0.7'",
-        "penstock convert --list-ops",
-    ),
     (
         "storage-initializer",
         initialize.storage_initializer,
@@ -172,10 +166,11 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _require_package(words: Sequence[str]) -> None:
-    """Raise ConfigError if the command belongs to a package of this project that is not installed."""
-    package = _PACKAGE_OF.get(words[0]) if words else None
-    if package is not None and words[0] not in _added:
-        raise ConfigError(f"`penstock {words[0]}` requires the package {package}", hint=f"pip install {package}")
+    """Raise MissingExtra if the command belongs to a package of this project that is not installed."""
+    extra = _EXTRA_OF.get(words[0]) if words else None
+    if extra is not None and words[0] not in _added:
+        message = f"`penstock {words[0]}` requires the extra penstock[{extra}], which is not installed"
+        raise MissingExtra(message, hint=install_hint(extra))
 
 
 def _say_error(error: PenstockError, words: Sequence[str]) -> int:

@@ -101,7 +101,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 @runtime_checkable
 class JobObserver(Protocol):
-    """Receives the states of conversions. `penstock.hub.HubReporter` implements it."""
+    """Receives the states of conversions. `penstock_convert.HubReporter` implements it."""
 
     def begin(self) -> Callable[[JobState], None]:
         """Return a function that is called with the successive states of one conversion.

@@ -15,7 +15,6 @@ from penstock.http.control import ControlConnection as ControlConnection
 from penstock.http.control import MalformedAnswer as MalformedAnswer
 from penstock.http.control import over_tcp as over_tcp
 from penstock.interrupts import deferred as deferred
-from penstock.jobs.operations.lora import LoraMerge as LoraMerge
 from penstock.lifecycle import Closeable as Closeable
 from penstock.lifecycle import release_after_fork as release_after_fork
 from penstock.loader.load import open_stream as open_stream
@@ -39,9 +38,6 @@ from penstock.net.unix_sockets import private_directory as private_directory
 from penstock.peer.local_weights import revision_of as revision_of
 from penstock.peer.local_weights import tabulate as tabulate
 from penstock.phases import Phases as Phases
-from penstock.plan.tasks import Recipe as Recipe
-from penstock.plan.tasks import Spec as TensorSpec
-from penstock.plan.tasks import lay_out as lay_out_tensors
 from penstock.report import Summarised as Summarised
 from penstock.report import bytes_text as bytes_text
 from penstock.spi.connection import connection_of as connection_of
@@ -156,9 +152,6 @@ __all__: list[str] = [
     "open_stream",
     "resolve_device",
     "runai_settings",
-    "TensorSpec",
-    "Recipe",
-    "lay_out_tensors",
     "dtype_of",
     "torch_dtype",
     "torch_shape",
@@ -184,7 +177,6 @@ __all__: list[str] = [
     "layout",
     "record",
     "ADAPTERS",
-    "LoraMerge",
     "OutputSet",
     "read_object",
     "write_object",

@@ -1,0 +1,514 @@
+"""Starts the workers of a job, assigns tasks, records finished tasks, and replaces workers that die or hang.
+
+`plan.placement` decides which worker gets a task, `jobs.workers.worker` runs it, and `convert` publishes the result.
+
+    spawn --> Hello, JobSpec, Ready --> placement.join --> Work ... Done --> journal --> Stop
+                silent or dead: placement.remove, killed, replaced
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from penstock.errors import (
+    BudgetTooSmall,
+    FormatError,
+    OperationFailed,
+    PeerLost,
+    PenstockError,
+    PlanError,
+    class_named,
+)
+from penstock.hub.job_state import MAX_WORKERS, WorkerState, cut
+from penstock.lifecycle import Closeable
+from penstock.net.admission import Connection
+from penstock.net.listener import GuardedListener
+from penstock_convert.job import ConversionJob
+from penstock_convert.messages import (
+    HELLO_BYTES,
+    MAX_FRAME_BYTES,
+    Began,
+    FromWorker,
+    JobSpec,
+    Ready,
+    Stop,
+    TaskDone,
+    TaskFailure,
+    TaskWork,
+    Wire,
+    WorkerBeat,
+    WorkerHello,
+    check_version,
+    end_with_peer,
+)
+from penstock_convert.plan.placement import Placement, depth_of
+from penstock_convert.report import WorkerStats, WorkerTrace
+from penstock_convert.result import Journal
+from penstock_convert.workers.launch import Launcher
+
+TURN_S = 0.2
+"""Maximum pause in seconds between checks for idle or silent workers."""
+LAST_BEATS_S = 3.0
+"""Seconds that workers have at the end to send their last statistics and trace spans."""
+PAUSE_S = 5.0
+"""A longer turn, in seconds, means that the coordinator itself was stopped or swapped out. No worker is blamed for
+it."""
+STRIKES = 3
+"""Number of workers that may die or hang while the operation runs on the same task. Then the job fails."""
+RESPAWNS = 3
+"""Maximum number of replacements in a row for a lost worker."""
+BEGIN_S = 120.0
+"""Seconds within which a new worker must be ready. It imports torch, opens the sources and plans."""
+
+
+@dataclass(slots=True)
+class _WorkerRecord:
+    """The coordinator's record of one worker, from its start to its end or its loss."""
+
+    stats: WorkerStats
+    trace: WorkerTrace
+    started_at: float
+    """Monotonic time at which the worker was started."""
+    respawns: int
+    """Number of workers lost on this device in a row before this one."""
+    wire: Wire | None = None
+    """None until the worker has connected and identified itself."""
+    is_ready: bool = False
+    """True once the worker has planned the job and joined the placement."""
+    progressed_at: float = 0.0
+    """Monotonic time at which the worker last made progress."""
+    task: int = -1
+    """The task on which the operation last began to run, or -1."""
+    num_reports: int = 0
+    """Number of the operation's progress reports in the last beat."""
+
+    def note(self, beat: WorkerBeat) -> None:
+        """Record the statistics and spans from a beat."""
+        self.stats.moved_bytes = beat.moved_bytes
+        self.stats.busy_s = beat.busy_s
+        self.num_reports = beat.num_reports
+        self.stats.note_read(beat.fetched_bytes, beat.asked_bytes)
+        self.stats.peak_bytes = max(self.stats.peak_bytes, beat.peak_bytes)
+        self.trace.spans += beat.spans
+        # A message can only arrive late, so the smallest difference seen is the closest to the true clock offset.
+        self.trace.behind_s = min(self.trace.behind_s, time.perf_counter() - beat.clock)
+
+
+class Coordinator(Closeable):
+    """Runs a job: it assigns tasks to workers, and replaces workers that are lost. It uses one thread.
+
+    A worker is started (`begin`), connects (`WorkerHello`), is ready (`Ready`), and then has tasks. It leaves when the
+    job ends. It is lost if its connection ends, if it sends an invalid message, or if it makes no progress for
+    `stall_s`.
+
+    Args:
+        job, job_spec: the same job, as a plan and in the form that is sent to workers.
+        journal: tasks that earlier runs finished. Tasks that this run finishes are added.
+        launcher: starts workers.
+        devices: one device for each worker.
+        listener, address: the socket for workers, from `messages.listen`, and its address. The coordinator closes it.
+        on_progress: called after each task with the number of finished tasks and the total.
+        on_turn: called a few times a second while the job runs. It must not block.
+
+    Attributes:
+        num_workers: number of workers that run at the same time.
+        placement: assigns the tasks. See `plan.placement`.
+        stats, traces: statistics and spans of every worker, including replaced ones.
+        repeated: tasks on which the operation ran more than once.
+        num_resumed: number of tasks that earlier runs finished.
+        done_bytes, resumed_bytes: bytes read and written for all finished tasks, and for those of earlier runs only.
+        began: monotonic time at which the first worker was ready. Infinite before that.
+        moving_s: seconds from then to the end of the last task.
+    """
+
+    def __init__(
+        self,
+        job: ConversionJob,
+        job_spec: JobSpec,
+        journal: Journal,
+        launcher: Launcher,
+        devices: Sequence[str],
+        *,
+        listener: GuardedListener,
+        address: str,
+        on_progress: Callable[[int, int], None] | None = None,
+        on_turn: Callable[[], None] | None = None,
+    ) -> None:
+        self._job = job
+        self._journal = journal
+        self._launcher = launcher
+        # Workers on one host share a cache, so locality matters only if they may be on several hosts.
+        self._job_spec = msgspec.structs.replace(job_spec, reports_cached=launcher.listen is not None)
+        self._devices = devices
+        self._stall_s = job_spec.stall_s
+        self._on_progress = on_progress
+        self._on_turn = on_turn
+        self.num_workers = len(devices)
+        self.placement = Placement(job.tasks.cost.tolist(), depth=depth_of(devices), done=journal.done)
+        self.num_resumed = len(journal.kept)
+        self.done_bytes = self.resumed_bytes = int(job.tasks.cost[list(journal.done)].sum())
+        self.stats: list[WorkerStats] = []
+        self.traces: list[WorkerTrace] = []
+        self._workers: dict[str, _WorkerRecord] = {}
+        self._strikes: dict[int, int] = {}
+        self._tried = set[int]()
+        """Tasks on which the operation began to run."""
+        self.repeated = set[int]()
+        # Each worker presents this secret in its `WorkerHello`, because any process on the host can connect to the
+        # listener, and on a cluster any process that reaches the port.
+        self._secret = secrets.token_hex(16)
+        self._numbers = 0
+        self.began = math.inf
+        self.moving_s = 0.0
+        self._unidentified: dict[Wire, Connection] = {}
+        """Connections without a valid `WorkerHello` so far, with the connection objects that admission counts."""
+        self._checked_at = time.monotonic()
+        self._select = selectors.DefaultSelector()
+        self._listener = listener
+        self._address = address
+        self._select.register(self._listener, selectors.EVENT_READ, None)
+
+    def begin(self) -> None:
+        """Start the workers, and do not wait until they have loaded their libraries. Raise ConfigError or PeerLost."""
+        for device in () if self.placement.is_done else self._devices:
+            self._spawn(device, 0)
+
+    def run(self) -> None:
+        """Run until every task is done and in the journal, and no worker writes any more. Call `begin` before.
+
+        Raises:
+            PenstockError: an error that stopped a worker.
+            OperationFailed: workers died or hung on the same task.
+            PeerLost: all workers are lost, and their replacements too.
+        """
+        if self.placement.is_done:
+            return
+        while not self.placement.is_done:
+            # One thread serves all connections, so placement, journal and statistics need no locks.
+            for key, _ in self._select.select(TURN_S):
+                if key.data is None:
+                    self._accept()
+                elif isinstance(key.data, Wire):
+                    self._identify(key.data)
+                else:
+                    self._receive(key.data)
+            self._check_workers()
+            # Copy the names, because assigning a task can lose a worker, which changes `_workers`.
+            for name in [name for name, record in self._workers.items() if record.is_ready]:
+                self._assign(name)
+            if self._on_turn is not None:
+                self._on_turn()
+            # Without workers the loop would never end. All of them were lost and replaced `RESPAWNS` times.
+            if not self._workers:
+                ends = "; ".join(dict.fromkeys(stats.end for stats in self.stats))
+                raise PeerLost(
+                    f"all workers of the job were lost: {ends}", hint="run it again: finished tasks are kept"
+                )
+        self.moving_s = time.monotonic() - self.began
+        self._collect_last_beats()
+
+    def workers(self) -> tuple[tuple[WorkerState, ...], int]:
+        """Return at most `MAX_WORKERS` workers for an observer, and the number of late workers."""
+        now = time.monotonic()
+        states = []
+        for stats in self.stats:
+            record = self._workers.get(stats.worker)
+            standing = self.placement.progress(stats.worker, now) if record is not None and record.is_ready else None
+            task, task_s, expected_s = standing or (-1, 0.0, 0.0)
+            is_lost = record is None or record.stats is not stats
+            states.append(
+                WorkerState(
+                    worker=stats.worker,
+                    device=cut(stats.device),
+                    num_tasks=stats.num_tasks,
+                    state="lost" if is_lost else "starting" if standing is None else "running" if task >= 0 else "idle",
+                    task=task,
+                    task_s=task_s,
+                    expected_s=expected_s,
+                    end=cut(stats.end) if is_lost else "",
+                )
+            )
+        states.sort(key=lambda worker: (not worker.is_late, worker.state != "lost"))
+        return tuple(states[:MAX_WORKERS]), sum(worker.is_late for worker in states)
+
+    def _spawn(self, device: str, respawns: int) -> None:
+        # Never reuse a name, because a late message from a lost worker must not count for its replacement.
+        name = f"w{self._numbers}"
+        self._numbers += 1
+        stats, trace = WorkerStats(name, device), WorkerTrace(f"{name} {device}")
+        self.stats.append(stats)
+        self.traces.append(trace)
+        self._launcher.spawn(name, device, self._address, self._secret)
+        self._workers[name] = _WorkerRecord(stats, trace, time.monotonic(), respawns)
+
+    # -- messages received
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            # The peer has closed the connection, or admission refused it.
+            return
+        # Set a timeout, because a send to a worker that no longer reads would block this thread for all workers.
+        connection.settimeout(self._stall_s)
+        if self._launcher.listen is not None:
+            end_with_peer(connection, self._stall_s)
+        wire = Wire(connection, max_frame_bytes=HELLO_BYTES)
+        self._unidentified[wire] = connection.connection
+        self._select.register(wire, selectors.EVENT_READ, wire)
+
+    def _identify(self, wire: Wire) -> None:
+        """Match a new connection with a started worker by its `WorkerHello`. Close it if there is no such worker."""
+        try:
+            messages = wire.from_worker()
+        except (PeerLost, FormatError, PlanError):
+            # Catch PlanError too, because a peer without the secret must not stop the job.
+            self._turn_away(wire)
+            return
+        if not messages:
+            return
+        hello = messages[0]
+        record = self._workers.get(hello.worker) if isinstance(hello, WorkerHello) else None
+        # Accept one connection for each worker, because a second one would mix the messages of two processes.
+        if not isinstance(hello, WorkerHello) or record is None or record.wire is not None or not self._is_ours(hello):
+            self._turn_away(wire)
+            return
+        # Fail the job, because a replacement would have the same wrong version.
+        check_version(hello.protocol, f"worker {hello.worker}", "the coordinator")
+        admitted = self._unidentified.pop(wire)
+        admitted.prove(hello.worker)
+        # From now on `_check_workers` applies the deadline for progress instead.
+        admitted.begin(math.inf)
+        # Allow large frames only now. Before the check, a stranger could have made this process allocate memory.
+        wire.max_frame_bytes = MAX_FRAME_BYTES
+        self._select.modify(wire, selectors.EVENT_READ, hello.worker)
+        record.wire = wire
+        record.progressed_at = time.monotonic()
+        self._send(hello.worker, self._job_spec)
+
+    def _turn_away(self, wire: Wire) -> None:
+        del self._unidentified[wire]
+        self._select.unregister(wire)
+        wire.close()
+
+    def _is_ours(self, hello: WorkerHello) -> bool:
+        # Compare in constant time, because an ordinary comparison would reveal how much of a guess is right.
+        return secrets.compare_digest(hello.secret.encode(), self._secret.encode())
+
+    def _receive(self, name: str) -> None:
+        record = self._workers.get(name)
+        # The worker may have been lost through another event in the same turn.
+        if record is None or record.wire is None:
+            return
+        try:
+            messages = record.wire.from_worker()
+        except (PeerLost, FormatError) as error:
+            self._lose(name, error.message if isinstance(error, FormatError) else None)
+            return
+        for message in messages:
+            self._handle(name, record, message)
+
+    def _handle(self, name: str, record: _WorkerRecord, message: FromWorker) -> None:
+        now = time.monotonic()
+        if isinstance(message, TaskDone):
+            record.progressed_at = now
+            record.stats.num_tasks += 1
+            record.stats.note_read(message.fetched_bytes, message.asked_bytes)
+            self._ended(name, message, now)
+        elif isinstance(message, Began):
+            self._begins(record, message.task)
+        elif isinstance(message, WorkerBeat):
+            moves = message.moved_bytes != record.stats.moved_bytes or message.num_reports != record.num_reports
+            # A beat alone is no progress, because its thread also runs while the operation hangs. Idle workers cannot
+            # hang.
+            if moves or not self._assigned(name):
+                record.progressed_at = now
+            record.note(message)
+        elif isinstance(message, Ready):
+            record.is_ready = True
+            record.progressed_at = now
+            self.began = min(self.began, now)
+            # Check numbers from another process before they index anything.
+            holds = (task for task in message.holds if 0 <= task < len(self._job.tasks))
+            self.placement.join(name, now, holds=holds, at=message.at)
+        elif isinstance(message, TaskFailure):
+            # End the job, because an error in the operation, a source or the plan would stop every other worker too.
+            raise _error_of(message)
+
+    def _begins(self, record: _WorkerRecord, task: int) -> None:
+        # Copies run no operation, and several run at the same time as an operation, so do not blame them for a loss.
+        if not all(self._job.recipes[index].copies for index, _, _ in self._job.tasks.entries(task)):
+            record.task = task
+        # A second run may have overwritten the bytes of the first. `check_repeated` reads those tasks back at the end.
+        (self.repeated if task in self._tried else self._tried).add(task)
+
+    def _ended(self, name: str, message: TaskDone, now: float) -> None:
+        if not 0 <= message.task < len(self._job.tasks):
+            return
+        digests = np.frombuffer(message.digests, "<u8").astype(np.uint64)
+        if len(digests) != self._job.num_pieces(message.task):
+            expected = self._job.num_pieces(message.task)
+            raise FormatError(f"worker {name} reported {len(digests)} digests for task {message.task}, not {expected}")
+        outcome = self.placement.done(name, message.task, now)
+        # A task may finish on two workers. Record only the first result, so that progress counts it once.
+        if outcome.first:
+            # `TaskDone` means that the bytes are written. A journal that is ahead of the files would resume wrongly.
+            self._journal.add(message.task, digests)
+            self.done_bytes += int(self._job.tasks.cost[message.task])
+            if self._on_progress is not None:
+                total = len(self._job.tasks)
+                self._on_progress(total - self.placement.num_left, total)
+        self._revoke(outcome.revoked)
+
+    # -- messages sent
+
+    def _assign(self, name: str) -> None:
+        if name not in self._workers:
+            return
+        assignment = self.placement.next(name, time.monotonic())
+        self._revoke(assignment.revoked)
+        if assignment.tasks:
+            if len(self._assigned(name)) == len(assignment.tasks):
+                self._workers[name].progressed_at = time.monotonic()
+            self._send(name, TaskWork(tasks=assignment.tasks))
+
+    def _revoke(self, revoked: Sequence[tuple[str, int]]) -> None:
+        for name, task in revoked:
+            if name in self._workers:
+                self._send(name, TaskWork(revoked=(task,)))
+
+    def _send(self, name: str, message: JobSpec | TaskWork | Stop) -> None:
+        wire = self._workers[name].wire
+        assert wire is not None
+        try:
+            wire.send(message)
+        except PeerLost:
+            self._lose(name, None)
+
+    def _assigned(self, name: str) -> tuple[int, ...]:
+        return self.placement.assigned(name) if self._workers[name].is_ready else ()
+
+    # -- lost workers
+
+    def _check_workers(self) -> None:
+        now = time.monotonic()
+        stood_s = now - self._checked_at
+        self._checked_at = now
+        self._listener.admission.sweep()
+        for name, record in list(self._workers.items()):
+            # Messages waited in the sockets while this process was stopped, so move every deadline by that time.
+            if stood_s > PAUSE_S:
+                record.started_at += stood_s
+                record.progressed_at += stood_s
+            # The end of a connected worker is noticed through its connection, after its last message was read.
+            if record.wire is None and self._launcher.ended(name):
+                self._lose(name, None)
+            # A longer stall deadline also covers the start, because planning reads from the same slow storage.
+            elif not record.is_ready and now - record.started_at > max(BEGIN_S, self._stall_s):
+                self._lose(name, "it was not ready in time")
+            elif record.is_ready and self._assigned(name) and now - record.progressed_at > self._stall_s:
+                self._lose(name, f"it made no progress for {self._stall_s:g} s")
+
+    def _lose(self, name: str, why: str | None) -> None:
+        """Remove a worker that ended or hangs, return its tasks, and start another.
+
+        If `why` is None, ask the launcher.
+        """
+        record = self._workers.pop(name)
+        assigned = self.placement.assigned(name) if record.is_ready else ()
+        if record.is_ready:
+            self.placement.remove(name)
+        if record.wire is not None:
+            self._select.unregister(record.wire)
+            record.wire.close()
+        # Kill the worker before its tasks run elsewhere. A worker that only hung must not overwrite a later result.
+        self._launcher.kill(name)
+        record.stats.end = why or self._launcher.ended(name) or "its connection was lost"
+        # Blame only the task on which the operation ran. The others were queued, or were being read or written.
+        if record.task in assigned:
+            self._strike(record.task, record.stats.end)
+        # Limit the replacements, because workers that all die at once must not be restarted forever.
+        if record.respawns < RESPAWNS:
+            self._spawn(record.stats.device, record.respawns + 1)
+
+    def _strike(self, task: int, why: str) -> None:
+        """Count a worker that was lost while the operation ran on a task.
+
+        Raise OperationFailed after `STRIKES` of them.
+        """
+        self._strikes[task] = self._strikes.get(task, 0) + 1
+        if self._strikes[task] >= STRIKES:
+            # Name the task's first tensor, because nobody knows which of its tensors caused the loss.
+            recipe = self._job.recipes[next(self._job.tasks.entries(task))[0]]
+            raise OperationFailed(
+                f"{self._strikes[task]} workers were lost while {self._job.operation.name} ran on one task: {why}",
+                tensor=recipe.outputs[0].spec.name,
+                hint="if a task may take this long: call operation.report_progress in it, or raise PENSTOCK_STALL_S"
+                if "progress" in why
+                else None,
+            )
+
+    def close(self) -> None:
+        """Kill the workers and close every connection. Idempotent."""
+        # Kill the workers instead of asking them to stop. After an error they must not write another byte.
+        for name, record in self._workers.items():
+            self._launcher.kill(name)
+            if record.wire is not None:
+                record.wire.close()
+        for wire in self._unidentified:
+            wire.close()
+        self._workers.clear()
+        self._unidentified.clear()
+        self._select.close()
+        self._listener.close()
+
+    def _collect_last_beats(self) -> None:
+        """Record the last beats until every connection has ended, for at most `LAST_BEATS_S`. Then end the workers."""
+        left = {name: record for name, record in self._workers.items() if record.wire is not None}
+        for record in left.values():
+            assert record.wire is not None
+            # A worker that died after its last task is noticed below, when its connection is read.
+            with contextlib.suppress(PeerLost):
+                record.wire.send(Stop())
+        deadline = time.monotonic() + LAST_BEATS_S
+        while left and (wait_s := deadline - time.monotonic()) > 0:
+            for name in [key.data for key, _ in self._select.select(wait_s) if key.data in left]:
+                record = left[name]
+                assert record.wire is not None
+                try:
+                    for message in record.wire.from_worker():
+                        if isinstance(message, WorkerBeat):
+                            record.note(message)
+                        elif isinstance(message, Began):
+                            self._begins(record, message.task)
+                except (PeerLost, FormatError) as error:
+                    self._select.unregister(record.wire)
+                    del left[name]
+                    # A worker ends by closing its connection. One with invalid bytes may continue to run.
+                    if isinstance(error, FormatError):
+                        self._launcher.kill(name)
+        # Workers that did not end in time may hang in a user's function. All their tasks are done.
+        for name in left:
+            self._launcher.kill(name)
+
+
+def _error_of(failure: TaskFailure) -> PenstockError:
+    """Return the error that stopped a worker, with the class that it had there."""
+    if failure.kind == BudgetTooSmall.__name__:
+        return BudgetTooSmall(failure.message, minimum_bytes=failure.minimum_bytes)
+    return class_named(failure.kind, PenstockError)(
+        failure.message,
+        uri=failure.uri or None,
+        tensor=failure.tensor or None,
+        byte_range=failure.byte_range,
+        hint=failure.hint or None,
+    )

@@ -1,0 +1,409 @@
+"""Operations that merge several checkpoints of one model: `linear`, `slerp` and `ties`.
+
+They compute in FP32, round each step once, and round last to the first source's dtype. Tensors are processed in blocks
+that stay in the cache. Apart from the result, no buffer is as large as a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import ConfigError, PlanError
+from penstock.types import TensorTable
+from penstock_convert.operations.operation import (
+    FLOATS,
+    ReadPart,
+    Unchanged,
+    all_of,
+    copy_recipe,
+    report_progress,
+    specs_of,
+    whole,
+)
+from penstock_convert.operations.stored import find
+from penstock_convert.plan.tasks import Recipe, Spec, TaskOutput
+
+if TYPE_CHECKING:
+    import torch
+
+_SHOWN = 5
+_BLOCK, _DEVICE_BLOCK = 1 << 18, 1 << 24
+"""Number of elements processed at once. 1 MiB in FP32 fits a core's L2 cache. On a device a kernel then runs longer
+than its launch takes."""
+COLINEAR = 0.9995
+"""Cosine above which the arc is treated as a line. Source: mergekit 0.1.5, merge_methods/slerp.py."""
+_LOW_BITS = 16
+"""Number of lower bits of a magnitude. `ties` counts the upper bits first and then the lower ones, with tables of 2^15
+and 2^16 entries."""
+
+
+def same_everywhere(sources: Sequence[TensorTable], operation: str) -> list[list[Spec]]:
+    """Return each tensor in every source, in the first source's order. Raise PlanError if names or shapes differ."""
+    first, *others = (specs_of(table) for table in sources)
+    named = [{spec.name: spec for spec in specs} for specs in others]
+    # List all differences of a source in one error, so that a user can fix them at once.
+    for i, by_name in enumerate(named, 1):
+        missing = [spec.name for spec in first if spec.name not in by_name]
+        extra = sorted(by_name.keys() - {spec.name for spec in first})
+        differ = [spec.name for spec in first if spec.name in by_name and by_name[spec.name].shape != spec.shape]
+        wrong = [
+            f"{len(names)} {what} ({', '.join(names[:_SHOWN])})"
+            for what, names in (("missing", missing), ("additional", extra), ("with a different shape", differ))
+            if names
+        ]
+        if wrong:
+            message = f"{operation}: source {i} does not have the same tensors as source 0: {'; '.join(wrong)}"
+            raise PlanError(message, hint="compare them with `penstock inspect`, and change names with `rename`")
+    return [[spec, *(by_name[spec.name] for by_name in named)] for spec in first]
+
+
+def _together(specs: Sequence[Spec], *, rows: bool) -> Recipe:
+    """Return a recipe with one output, computed from the same rows of all sources or from the whole tensors."""
+    spec = specs[0]
+    if not rows or not spec.shape:
+        inputs = tuple(all_of(i, source_spec) for i, source_spec in enumerate(specs))
+        return Recipe(outputs=(TaskOutput(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0)
+    inputs = tuple(whole(i, source_spec) for i, source_spec in enumerate(specs))
+    return Recipe(outputs=(TaskOutput(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1)
+
+
+class _Merge(Unchanged, ABC):
+    """Base of merges.
+
+    Tensors that are floating in every source are merged, and others are copied from the first source.
+
+    Attributes:
+        rows: whether a task may merge some rows of a tensor. Otherwise it merges the whole tensor.
+    """
+
+    __slots__ = ()
+    rows = True
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """See `Operation.name`."""
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        self.check(len(sources))
+        for i, table in enumerate(sources):
+            if codes := find(zip(table.names, table.dtypes, table.shapes, strict=True)).any:
+                message = f"{self.name}: source {i} is quantised, so its codes cannot be merged without their scales"
+                raise PlanError(message, tensor=codes, hint="`dequantise` it first")
+        recipes = []
+        for specs in same_everywhere(sources, self.name):
+            merged = all(spec.dtype in FLOATS for spec in specs)
+            recipes.append(_together(specs, rows=self.rows) if merged else copy_recipe(0, specs[0]))
+        return recipes
+
+    @abstractmethod
+    def check(self, num_sources: int) -> None:
+        """Raise PlanError if the operation does not take this number of sources."""
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        present = [tensor for tensor in inputs if tensor is not None]
+        # A recipe with one input copies a tensor that is not floating.
+        return present if len(recipe.inputs) == 1 else [self.merge(present)]
+
+    @abstractmethod
+    def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the merged values in the memory of the first tensor."""
+
+
+def _blocks(*tensors: torch.Tensor, step: int = 0) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield the same elements of each tensor, flat, `step` at a time. 0 means a block size that suits the device."""
+    step = step or (_BLOCK if tensors[0].device.type == "cpu" else _DEVICE_BLOCK)
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    for at in range(0, flat[0].numel(), step):
+        yield tuple(tensor[at : at + step] for tensor in flat)
+        # Merging a large tensor on the CPU may take longer than the stall deadline.
+        report_progress()
+
+
+def _check_finite(operation: str, numbers: Sequence[float]) -> None:
+    """Raise ConfigError if a number is infinite or NaN, because the whole result would be too."""
+    if wrong := [number for number in numbers if not math.isfinite(number)]:
+        raise ConfigError(
+            f"{operation}: {wrong[0]} is not a finite number", hint="check the `weights` and `scale` arguments"
+        )
+
+
+Blocks = Callable[[], "Iterator[tuple[torch.Tensor, ...]]"]
+"""Yields all elements of each tensor, `_BLOCK` at a time, in flat order. Called for each pass over them."""
+
+
+class _WholeMerge(_Merge):
+    """Base of merges that need passes over the whole tensor before they can compute any element.
+
+    Passes use blocks of a fixed size, so that sums have the same bits whether a tensor is in memory or read in parts.
+    """
+
+    __slots__ = ()
+    rows = False
+
+    @abstractmethod
+    def measure(self, blocks: Blocks, num_elements: int) -> Any:
+        """Measure the whole tensors and return the values that `apply` needs."""
+
+    @abstractmethod
+    def apply(self, measured: Any, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the merged values for the same elements of all tensors, in the memory of the first tensor."""
+
+    def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_Merge.merge`."""
+        return self.apply(self.measure(partial(_blocks, *tensors, step=_BLOCK), tensors[0].numel()), tensors)
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """See `StreamedOperation.part_unit`."""
+        return _BLOCK if len(recipe.inputs) > 1 else 0
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """See `StreamedOperation.run_parts`."""
+        num_elements, count = math.prod(recipe.inputs[0].spec.shape), len(recipe.inputs)
+
+        def parts() -> Iterator[list[torch.Tensor]]:
+            """Yield the same elements of all inputs. Each call reads them again."""
+            for at in range(0, num_elements, num_part):
+                yield [read(i, at, min(at + num_part, num_elements)) for i in range(count)]
+
+        def blocks() -> Iterator[tuple[torch.Tensor, ...]]:
+            """Yield the parts in blocks of the size that a merge in memory uses, so that sums have the same bits."""
+            for part in parts():
+                yield from _blocks(*part, step=_BLOCK)
+
+        measured = self.measure(blocks, num_elements)
+        # Read the parts from storage again, because keeping them would need the memory that parts save.
+        for part in parts():
+            yield [self.apply(measured, part)]
+
+
+def _sum(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the weighted sum in the first tensor's memory.
+
+    Each step is rounded, so the bits do not depend on how rows are cut.
+    """
+    import torch
+
+    # Reuse this memory. New memory would cost as much time as the sum, because the kernel zeroes each page.
+    result = tensors[0]
+    size = min(_BLOCK if result.device.type == "cpu" else _DEVICE_BLOCK, result.numel())
+    # Use two buffers for all blocks, because allocating one for each term would always touch new pages.
+    total, term = (torch.empty(size, dtype=torch.float32, device=result.device) for _ in range(2))
+    for out, *parts in _blocks(result, *tensors):
+        some = total[: len(out)].copy_(parts[0]).mul_(weights[0])
+        for part, weight in zip(parts[1:], weights[1:], strict=True):
+            some.add_(term[: len(out)].copy_(part).mul_(weight))
+        out.copy_(some)
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Linear(_Merge):
+    """A weighted sum, or the average if there are no weights. Like mergekit's `linear`.
+
+    Args:
+        weights: one weight for each source.
+        normalize: whether to divide by the sum of the weights.
+    """
+
+    weights: tuple[float, ...] = ()
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        _check_finite("linear", self.weights)
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        if not self.weights and self.normalize:
+            return "average()"
+        return f"linear({', '.join(map(str, self.weights))}{'' if self.normalize else ', as they are'})"
+
+    def check(self, num_sources: int) -> None:
+        """See `_Merge.check`."""
+        if num_sources < 2 or (self.weights and len(self.weights) != num_sources):
+            hint = "use at least two sources, and one weight for each: linear:weights=0.3,0.7"
+            found = f"linear: {len(self.weights)} weights for" if self.weights else "average of"
+            raise PlanError(f"{found} {num_sources} sources", hint=hint)
+        if self.normalize and self.weights and not sum(self.weights):
+            raise PlanError("linear: cannot normalize weights whose sum is zero")
+
+    def merge(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_Merge.merge`."""
+        weights = self.weights or (1.0,) * len(tensors)
+        total = sum(weights) if self.normalize else 1.0
+        return _sum(tensors, [weight / total for weight in weights])
+
+
+@dataclass(frozen=True, slots=True)
+class Slerp(_WholeMerge):
+    """Spherical interpolation between two tensors, each taken as one vector. It is linear if they are nearly parallel.
+
+    Source: Shoemake, "Animating rotation with quaternion curves", 1985. It differs from mergekit's `slerp` in two
+    points. Lengths and cosine are FP64, and a zero tensor is interpolated linearly (mergekit assumes a right angle).
+
+    Args:
+        t: position between the sources. 0 is the first source, 1 the second.
+    """
+
+    t: float
+
+    def __post_init__(self) -> None:
+        # This condition refuses NaN too.
+        if not 0 <= self.t <= 1:
+            raise ConfigError(f"slerp: t={self.t} is not in [0, 1]", hint="0 is the first source, 1 the second")
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return f"slerp({self.t})"
+
+    def check(self, num_sources: int) -> None:
+        """See `_Merge.check`."""
+        if num_sources != 2:
+            raise PlanError(f"slerp takes two sources, not {num_sources}", hint="linear and ties take more")
+
+    def measure(self, blocks: Blocks, num_elements: int) -> list[float]:
+        """See `_WholeMerge.measure`. Return the weight of each tensor."""
+        import torch
+
+        # Use FP64, because an FP32 sum over a hundred million squares loses digits that the angle needs.
+        sums = torch.zeros(3, dtype=torch.float64)
+        for a, b in blocks():
+            x, y = a.double(), b.double()
+            sums += torch.stack([x.dot(x), y.dot(y), x.dot(y)]).to(sums.device)
+        aa, bb, ab = sums.tolist()
+        # Take the roots first, because the product would overflow for large tensors with large values.
+        length = math.sqrt(aa) * math.sqrt(bb)
+        # NaN is interpolated linearly too. Above `COLINEAR` the sine in the denominator has few digits left.
+        if not length or not abs(ab / length) <= COLINEAR:
+            return [1 - self.t, self.t]
+        angle = math.acos(ab / length)
+        return [math.sin(share * angle) / math.sin(angle) for share in (1 - self.t, self.t)]
+
+    def apply(self, measured: list[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_WholeMerge.apply`."""
+        return _sum(tensors, measured)
+
+
+@dataclass(frozen=True, slots=True)
+class Ties(_WholeMerge):
+    """The sum of the changes in fine-tuned models: trimmed, with a vote on the sign, averaged where signs agree.
+
+    The first source is the base. Source: Yadav et al., "TIES-Merging", 2023, section 3. It differs from mergekit's
+    `ties` in three points. It computes in FP32 and not in the sources' dtype. It keeps all changes as large as the
+    smallest kept one. A tied vote changes nothing (mergekit counts it as positive).
+
+    Args:
+        density: share of each tensor's changes to keep. The largest ones are kept.
+        weights: one weight for each fine-tuned model. Empty means equal weights.
+        scale: factor for the merged change.
+    """
+
+    density: float
+    weights: tuple[float, ...] = ()
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ConfigError(f"ties: density={self.density} is not in (0, 1]")
+        _check_finite("ties", (*self.weights, self.scale))
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return f"ties({self.density}; {', '.join(map(str, self.weights))}; {self.scale})"
+
+    def check(self, num_sources: int) -> None:
+        """See `_Merge.check`."""
+        if num_sources < 2 or (self.weights and len(self.weights) != num_sources - 1):
+            raise PlanError(f"ties: {len(self.weights)} weights for a base and {num_sources - 1} models")
+
+    def measure(self, blocks: Blocks, num_elements: int) -> list[int]:
+        """See `_WholeMerge.measure`. Return for each model the bits of the smallest magnitude to keep.
+
+        The first pass counts the upper bits of the magnitudes. The second counts the lower bits in the bucket with the
+        smallest one.
+        """
+        num_kept = max(1, int(self.density * num_elements))
+        # Everything is kept, so the edge is 0 without the two passes.
+        if num_kept >= num_elements:
+            return []
+        high = _counted(blocks, None)
+        # Sorting would need the whole tensor in memory, but counts need at most 2^16 numbers.
+        buckets, left = list[int](), list[int]()
+        for counts in high:
+            above = counts.flip(0).cumsum(0)
+            top = int((above >= num_kept).int().argmax())
+            buckets.append(len(counts) - 1 - top)
+            left.append(num_kept - (int(above[top - 1]) if top else 0))
+        low = _counted(blocks, buckets)
+        ranks = [int((counts.flip(0).cumsum(0) >= rest).int().argmax()) for counts, rest in zip(low, left, strict=True)]
+        return [bucket << _LOW_BITS | (1 << _LOW_BITS) - 1 - rank for bucket, rank in zip(buckets, ranks, strict=True)]
+
+    def apply(self, measured: list[int], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See `_WholeMerge.apply`."""
+        import torch
+
+        weights = self.weights or (1.0,) * (len(tensors) - 1)
+        edges = measured or [0] * len(weights)
+        for base, *models in _blocks(*tensors):
+            start = base.float()
+            moves = [
+                _trimmed(start, model, edge).mul_(w) for model, edge, w in zip(models, edges, weights, strict=True)
+            ]
+            # The sign of the sum of all changes wins the vote for an element. Changes with the other sign do not count.
+            votes, total, share = (torch.zeros_like(start) for _ in range(3))
+            for move in moves:
+                votes.add_(move)
+            for move, weight in zip(moves, weights, strict=True):
+                agrees = (move.sign() == votes.sign()) & (move != 0)
+                total.add_(move.where(agrees, 0.0))
+                share.add_(torch.where(agrees, weight, 0.0))
+            # If no change agrees, share and sum are 0, so divide by 1.
+            total.div_(share.where(share != 0, 1.0))
+            # Keep a NaN from any model's change in the result. `sign` and `where` alone would drop it.
+            base.copy_(total.where(~votes.isnan(), votes).mul_(self.scale).add_(start))
+        return tensors[0]
+
+
+def _counted(blocks: Blocks, buckets: Sequence[int] | None) -> list[torch.Tensor]:
+    """Count each model's changes by the upper bits of their magnitude.
+
+    If `buckets` has one bucket of upper bits for each model, count by the lower bits in that bucket.
+    """
+    import torch
+
+    counts: list[torch.Tensor] = []
+    size = 1 << (_LOW_BITS if buckets is not None else 31 - _LOW_BITS)
+    for base, *models in blocks():
+        # Keep the counts on the host. They are 2^16 numbers for each model, while blocks may be on a device.
+        counts = counts or [torch.zeros(size, dtype=torch.int64) for _ in models]
+        start = base.float()
+        for i, model in enumerate(models):
+            bits = _magnitude(model.float() - start)
+            upper = bits >> _LOW_BITS
+            some = upper if buckets is None else bits[upper == buckets[i]] & ((1 << _LOW_BITS) - 1)
+            counts[i] += torch.bincount(some, minlength=size).cpu()
+    return counts
+
+
+def _magnitude(values: torch.Tensor) -> torch.Tensor:
+    """Return the bits of |x|. Their order is that of the numbers, with NaN last."""
+    import torch
+
+    return values.view(torch.int32) & 0x7FFFFFFF
+
+
+def _trimmed(base: torch.Tensor, model: torch.Tensor, edge: int) -> torch.Tensor:
+    change = model.float() - base
+    return change.where(_magnitude(change) >= edge, 0.0)

@@ -1,0 +1,461 @@
+"""The protocol of operations that a conversion applies to tensors, with copying, renaming, and chains of operations.
+
+    recipes(sources) --> [inputs -> outputs]      run(recipe, start, stop, tensors) --> tensors of those rows
+
+`spec` creates operations from specs, and `plan.tasks` cuts recipes into tasks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from penstock.errors import ConfigError, PlanError
+from penstock.types import Box, DType, Manifest, TensorTable
+from penstock_convert.plan.tasks import Input, Recipe, Spec, TaskOutput, lay_out
+
+if TYPE_CHECKING:
+    import torch
+
+FLOATS = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+"""Dtypes with which operations compute."""
+UNKNOWN = frozenset({DType.F6_E2M3, DType.F6_E3M2})
+"""Dtypes that torch does not have. Their bytes are copied, and no operation receives them."""
+
+
+class Operation(Protocol):
+    """A step of a conversion.
+
+    It is immutable, and every worker creates it from the same spec (`penstock_convert.operations.spec`).
+
+    A user's class conforms by having these attributes. It need not inherit from this class.
+    """
+
+    @property
+    def name(self) -> str:
+        """Return its name in reports, with its options.
+
+        The name is part of the job's key, so different options mean a different job.
+        """
+        ...
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """Return recipes with the inputs of each output, in the order in which the inputs are stored.
+
+        Raises:
+            PlanError: the sources do not fit each other or the operation.
+        """
+        ...
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """Compute rows `[start, stop)` of a recipe's outputs.
+
+        Args:
+            recipe: one of `recipes`.
+            start, stop: rows of the recipe.
+            inputs: for each input, the part that `Input.taken` names, contiguous, on one device. None if these rows
+                need none of it. `run` may overwrite the tensors, and must not keep them.
+
+        Returns:
+            One tensor for each output, with its rows, on the same device. The bits must not depend on how rows are cut.
+        """
+        ...
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the result's `config.json`, based on the source's."""
+        ...
+
+
+@runtime_checkable
+class Attested(Protocol):
+    """An operation that adds files to its result, or that knows the result's revision beforehand.
+
+    Attributes:
+        small_from: number of the source that provides the result's configuration and tokenizer.
+    """
+
+    small_from: int
+
+    def files(self) -> Mapping[str, bytes]:
+        """Return additional small files of the result."""
+        ...
+
+    def check(self, manifest: Manifest) -> None:
+        """Raise IntegrityError if the result is not the expected one. Then nothing is published."""
+        ...
+
+
+ReadPart = Callable[[int, int, int], "torch.Tensor"]
+"""Maps `(input, start, stop)` to the elements [start, stop) of a recipe's input, flat. They are valid until the same
+input is read again, and the caller may overwrite them."""
+
+
+@runtime_checkable
+class StreamedOperation(Protocol):
+    """An operation that can also read its inputs in parts, perhaps more than once, instead of as whole tensors.
+
+    A worker uses parts if the tensors of a recipe do not fit in its memory. Both ways must return the same bits.
+    """
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """Return the number of elements of which each part but the last must be a multiple.
+
+        0 means that parts are not possible.
+        """
+        ...
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """Compute the recipe's outputs in parts.
+
+        Args:
+            recipe: one of `recipes` with a `part_unit`.
+            num_part: size of a part in elements.
+            read: reads a part of an input, and raises the error of a failed read.
+
+        Returns:
+            For each part, one tensor for each output with its next bytes.
+        """
+        ...
+
+
+report_to: ContextVar[Callable[[], None] | None] = ContextVar("report_to", default=None)
+"""The worker's function that counts progress reports while an operation runs."""
+
+
+def report_progress() -> None:
+    """Report that the running operation makes progress. This is cheap. A task that reports is never considered hung.
+
+    Call it in the thread that called `run`. In other threads it does nothing.
+    """
+    # Use a context variable and not a global, because one process may run several workers, in tests for example.
+    if (report := report_to.get()) is not None:
+        report()
+
+
+def specs_of(table: TensorTable) -> list[Spec]:
+    """Return a table's tensors, in file order."""
+    # Use file order, so that tasks read each source from beginning to end.
+    rows = sorted(range(len(table)), key=lambda row: (int(table.file_index[row]), int(table.offset[row])))
+    return [Spec(name=table.names[row], dtype=table.dtypes[row], shape=table.shapes[row]) for row in rows]
+
+
+def whole(source: int, spec: Spec) -> Input:
+    """Return an input with all rows of a tensor, each for the same row of the recipe."""
+    return Input(source=source, spec=spec, box=Box.full(spec.shape))
+
+
+def all_of(source: int, spec: Spec) -> Input:
+    """Return a whole tensor as an input for any rows of the recipe."""
+    return Input(source=source, spec=spec, box=Box.full(spec.shape), at=None)
+
+
+def copy_recipe(source: int, spec: Spec, name: str | None = None) -> Recipe:
+    """Return a recipe that copies a tensor, under a new name if there is one."""
+    output = spec if name is None else replace(spec, name=name)
+    # Rows of packed elements may end within a byte. Such a tensor is not cut.
+    row_bits = math.prod(spec.shape[1:]) * spec.dtype.bits
+    align = 0 if not spec.shape or row_bits % 8 else 1
+    return Recipe(
+        outputs=(TaskOutput(spec=output),),
+        inputs=(whole(source, spec),),
+        num_rows=spec.shape[0] if spec.shape else 1,
+        align=align,
+        copies=True,
+    )
+
+
+def only_source(sources: Sequence[TensorTable], operation: str) -> TensorTable:
+    """Return the only source. Raise PlanError if there are several."""
+    if len(sources) != 1:
+        hint = "merge them first: average, linear, slerp, ties"
+        raise PlanError(f"{operation} takes one source, not {len(sources)}", hint=hint)
+    return sources[0]
+
+
+class Unchanged:
+    """Base of operations that keep the source's configuration."""
+
+    # Without this line, the dataclasses with slots below would still have a `__dict__`.
+    __slots__ = ()
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`."""
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOperation(Unchanged):
+    """Copies tensors into shards of a different size, into one file, or from one store to another."""
+
+    name = "copy"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        return [copy_recipe(0, spec) for spec in specs_of(only_source(sources, self.name))]
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        return [tensor for tensor in inputs if tensor is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rename(CopyOperation):
+    """Copies tensors under new names. Tensors with an empty new name are left out.
+
+    Args:
+        rules: pairs (pattern, replacement) for `re.sub`. The first pattern that is found anywhere in a name applies.
+    """
+
+    rules: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        for pattern, replacement in self.rules:
+            try:
+                # This parses both, and fails if the replacement refers to a group that the pattern does not have.
+                re.sub(pattern, replacement, "")
+            except (re.error, IndexError, TypeError) as error:
+                raise ConfigError(f"rename: {pattern!r} -> {replacement!r} is not a valid rule: {error}") from error
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """See `Operation.name`."""
+        return f"rename({', '.join(f'{a}={b}' for a, b in self.rules)})"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        recipes = []
+        for spec in specs_of(only_source(sources, "rename")):
+            name = spec.name
+            # Apply only the first matching rule. Otherwise two rules that swap names would undo each other.
+            for pattern, replacement in self.rules:
+                if re.search(pattern, name):
+                    name = re.sub(pattern, replacement, name)
+                    break
+            if name:
+                recipes.append(copy_recipe(0, spec, name))
+        if sources[0].names and not recipes:
+            raise PlanError("rename: every tensor is left out", hint="its rules give every tensor an empty name")
+        return recipes
+
+
+class Chain:
+    """Two operations in one pass. The second uses the outputs of the first, which are never written.
+
+    If the recipes of both are not cut alike or do not work row by row, they become one recipe that is not cut.
+
+    Args:
+        first: one operation on all sources, or one operation for each source.
+        second: the operation on the outputs.
+    """
+
+    def __init__(self, first: Operation | Sequence[Operation], second: Operation) -> None:
+        self._each = tuple(first) if isinstance(first, Sequence) else ()
+        self._first = self._each[0] if isinstance(first, Sequence) else first
+        self._second = second
+        self._parts: dict[str, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
+        """Maps the path of a joined recipe's first output to the recipes of both operations that were joined. Set by
+        `recipes`, which every process calls before it runs anything."""
+
+    @property
+    def steps(self) -> Sequence[Operation]:
+        """Return the two steps.
+
+        Operations for each source count as one step, because each processes only its own source.
+        """
+        return [self._each[0] if self._each else self._first, self._second]
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        before = f"[{'; '.join(operation.name for operation in self._each)}]" if self._each else self._first.name
+        return f"{before}, {self._second.name}"
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`."""
+        firsts = list(self._firsts(sources))
+        tables = []
+        for source in range(len(self._each) or 1):
+            outputs = [out.spec for _, i, recipe in firsts if i == source for out in recipe.outputs]
+            if any(spec.group for spec in outputs):
+                raise PlanError(f"{self._first.name} creates several weight sets, so no operation can follow it")
+            # Use one file, because the second operation uses only names, dtypes, shapes and order.
+            tables.append(lay_out(outputs, shard_bytes=1 << 62).table)
+        seconds = list(self._second.recipes(tables))
+        maker = {(source, out.spec.name): i for i, (_, source, recipe) in enumerate(firsts) for out in recipe.outputs}
+        # Group the first operation's recipes with union-find. Recipes that feed the same second recipe must run
+        # together.
+        group = list(range(len(firsts)))
+
+        def root(i: int) -> int:
+            """Return the number that represents the group of recipe `i`."""
+            while group[i] != i:
+                i = group[i]
+            return i
+
+        for recipe in seconds:
+            makers = [root(maker[between.source, between.spec.name]) for between in recipe.inputs]
+            for other in makers:
+                group[root(other)] = min(makers)
+        parts: dict[int, tuple[list[tuple[Operation, int, Recipe]], list[Recipe]]] = {}
+        for recipe in seconds:
+            first_input = recipe.inputs[0]
+            parts.setdefault(root(maker[first_input.source, first_input.spec.name]), ([], []))[1].append(recipe)
+        for i, first in enumerate(firsts):
+            # Do not compute outputs that nothing reads, because the second operation leaves some tensors out.
+            if root(i) in parts:
+                parts[root(i)][0].append(first)
+        joined = [_joined([recipe for _, _, recipe in before], after) for _, (before, after) in sorted(parts.items())]
+        self._parts = {joined[i].outputs[0].spec.path: parts[at] for i, at in enumerate(sorted(parts))}
+        return joined
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        """Return the operations of the chain, in order."""
+        return (*(self._each or (self._first,)), self._second)
+
+    def _firsts(self, sources: Sequence[TensorTable]) -> Iterator[tuple[Operation, int, Recipe]]:
+        """Yield each recipe of the first step, with its operation and the number of its table."""
+        if not self._each:
+            yield from ((self._first, 0, recipe) for recipe in self._first.recipes(sources))
+            return
+        if len(sources) != len(self._each):
+            raise PlanError(f"{self.name}: prepared for {len(self._each)} sources, not {len(sources)}")
+        for i, (operation, table) in enumerate(zip(self._each, sources, strict=True)):
+            for recipe in operation.recipes([table]):
+                yield (
+                    operation,
+                    i,
+                    replace(recipe, inputs=tuple(replace(recipe_input, source=i) for recipe_input in recipe.inputs)),
+                )
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        firsts, seconds = self._parts[recipe.outputs[0].spec.path]
+        left = iter(inputs)
+        between: dict[tuple[int, str], torch.Tensor] = {}
+        for operation, source, part in firsts:
+            # A joined recipe that cannot be cut runs every part whole, even parts that could be cut.
+            rows = (start, stop) if recipe.align else (0, part.num_rows)
+            outputs = operation.run(part, *rows, [next(left) for _ in part.inputs])
+            between |= {(source, out.spec.name): tensor for out, tensor in zip(part.outputs, outputs, strict=True)}
+        results: list[torch.Tensor] = []
+        used = Counter(
+            (second_input.source, second_input.spec.name) for part in seconds for second_input in part.inputs
+        )
+        for part in seconds:
+            rows = (start, stop) if recipe.align else (0, part.num_rows)
+            results += self._second.run(
+                part, *rows, [_cut(between, second_input, used) for second_input in part.inputs]
+            )
+        return results
+
+    def part_unit(self, recipe: Recipe) -> int:
+        """See `StreamedOperation.part_unit`.
+
+        The second operation must work row by row, and a part has at least the rows that it needs.
+        """
+        firsts, seconds = self._parts[recipe.outputs[0].spec.path]
+        operation, _, first = firsts[0]
+        # Several recipes of the first operation would have to run in step, which is not possible.
+        if len(firsts) != 1 or len(first.outputs) != 1 or not isinstance(operation, StreamedOperation):
+            return 0
+        unit, spec = operation.part_unit(first), first.outputs[0].spec
+        for part in seconds:
+            by_rows = part.align > 0 and spec.shape[:1] == (part.num_rows,)
+            if not by_rows or any(
+                second_input.at != 0 or second_input.box != Box.full(second_input.spec.shape)
+                for second_input in part.inputs
+            ):
+                return 0
+        return unit and -(-_row_unit(spec, seconds) // unit) * unit
+
+    def run_parts(self, recipe: Recipe, num_part: int, read: ReadPart) -> Iterator[Sequence[torch.Tensor]]:
+        """See `StreamedOperation.run_parts`."""
+        import torch
+
+        (((operation, source, first),), seconds) = self._parts[recipe.outputs[0].spec.path]
+        assert isinstance(operation, StreamedOperation)
+        spec, num_done = first.outputs[0].spec, 0
+        unit = _row_unit(spec, seconds)
+        used = Counter(
+            (second_input.source, second_input.spec.name) for part in seconds for second_input in part.inputs
+        )
+
+        def second_outputs(flat: torch.Tensor, start: int) -> list[torch.Tensor]:
+            """Return the second operation's outputs for the first one's elements from row `start` on."""
+            rows = flat.reshape(-1, *spec.shape[1:])
+            between, results = {(source, spec.name): rows}, list[torch.Tensor]()
+            for part in seconds:
+                inputs = [_cut(between, second_input, used) for second_input in part.inputs]
+                results += self._second.run(part, start, start + len(rows), inputs)
+            return results
+
+        rest, row = torch.empty(0), max(1, math.prod(spec.shape[1:]))
+        for (part,) in operation.run_parts(first, num_part, read):
+            flat = torch.cat([rest, part]) if len(rest) else part
+            # A part may end anywhere, but the second operation takes whole groups of rows, so keep the remainder.
+            whole = len(flat) // unit * unit
+            # Copy the remainder, because the next part is read into the same memory.
+            rest = flat[whole:].clone()
+            if whole:
+                yield second_outputs(flat[:whole], num_done // row)
+                num_done += whole
+        if len(rest):
+            yield second_outputs(rest, num_done // row)
+
+    def config(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `Operation.config`. It is based on the first source's."""
+        return self._second.config(self._first.config(config))
+
+
+def _row_unit(spec: Spec, seconds: Sequence[Recipe]) -> int:
+    """Return the number of elements in the smallest group of rows that all recipes for a tensor accept."""
+    return max(1, math.prod(spec.shape[1:])) * math.lcm(*(part.align for part in seconds))
+
+
+def _joined(firsts: Sequence[Recipe], seconds: Sequence[Recipe]) -> Recipe:
+    """Join a group of recipes and the recipes on their outputs into one."""
+    # Cutting by rows is correct only if row i of every step needs only row i of the previous step.
+    rows = firsts[0].num_rows
+    row_by_row = all(recipe.num_rows == rows and recipe.align > 0 for recipe in (*firsts, *seconds))
+    row_by_row &= all(out.per == 1 for recipe in firsts for out in recipe.outputs)
+    for recipe in seconds:
+        for second_input in recipe.inputs:
+            row_by_row &= second_input.at == 0 and second_input.box == Box.full(second_input.spec.shape)
+    outputs = tuple(out for recipe in seconds for out in recipe.outputs)
+    inputs = tuple(first_input for recipe in firsts for first_input in recipe.inputs)
+    copies = len(outputs) == len(inputs) == 1 and all(recipe.copies for recipe in (*firsts, *seconds))
+    if row_by_row:
+        align = math.lcm(*(recipe.align for recipe in (*firsts, *seconds)))
+        return Recipe(outputs=outputs, inputs=inputs, num_rows=rows, align=align, copies=copies)
+    return Recipe(
+        outputs=tuple(replace(out, per=0) for out in outputs),
+        inputs=tuple(replace(first_input, at=None) for first_input in inputs),
+        num_rows=1,
+        align=0,
+        copies=copies,
+    )
+
+
+def _cut(
+    between: Mapping[tuple[int, str], torch.Tensor], second_input: Input, used: Counter[tuple[int, str]]
+) -> torch.Tensor:
+    """Return an input of the second operation. It is the whole intermediate tensor or a box of it."""
+    at = second_input.source, second_input.spec.name
+    # `run` may overwrite its inputs, so copy a tensor that several recipes read.
+    if second_input.box == Box.full(second_input.spec.shape):
+        return between[at] if used[at] == 1 else between[at].clone()
+    return between[at][
+        tuple(slice(a, b) for a, b in zip(second_input.box.start, second_input.box.stop, strict=True))
+    ].contiguous()

@@ -1,0 +1,596 @@
+"""Operation specs, from which every process creates the same operations: `{"op": "slerp", "t": 0.4}`.
+
+    text --operation_spec--> spec --completed, once--> complete spec --operation_of, in every process--> Operation
+
+An operation is built in, or a user's at `module:name`. `completed` reads missing options from files next to the
+sources. `jobs.workers.worker` and `jobs.coordinator` handle operations that raise, hang, or return wrong tensors.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from penstock.arguments import require_type
+from penstock.config import Settings
+from penstock.digest.leaf import LEAF_BYTES
+from penstock.errors import ConfigError, OperationFailed, PenstockError, PlanError
+from penstock.plan.tensor_parallel import heads_of
+from penstock.storage.foreign_json import read_object
+from penstock.storage.gguf import blocks_of
+from penstock.storage.small_files import read_sibling
+from penstock.storage.weight_set import WeightSet, build
+from penstock.transform.formats import is_format
+from penstock.types import Manifest, TensorTable
+from penstock_convert.operations.operation import (
+    FLOATS,
+    Chain,
+    CopyOperation,
+    Operation,
+    Rename,
+    Unchanged,
+    all_of,
+    copy_recipe,
+    only_source,
+    specs_of,
+    whole,
+)
+from penstock_convert.operations.stored import (
+    CODES,
+    CONFIG_FILES,
+    QUANTIZATION_METADATA,
+    declared,
+    declared_by_writer,
+    find,
+)
+from penstock_convert.plan.tasks import Recipe, TaskOutput
+
+if TYPE_CHECKING:
+    import torch
+
+Options = Mapping[str, str] | None
+"""Storage options, as `load` takes them."""
+OperationSpec = Mapping[str, object]
+Operations = str | OperationSpec | Sequence[str | OperationSpec]
+"""Operations from a caller: texts in the form of `--op`, mappings, or a list of both."""
+
+_MAKERS: Mapping[str, str] = {
+    "copy": "penstock_convert.operations.operation:CopyOperation",
+    "rename": "penstock_convert.operations.spec:_rename",
+    "store": "penstock_convert.operations.formats:StoreOperation",
+    "dequantise": "penstock_convert.operations.spec:_dequantise",
+    "gguf": "penstock_convert.operations.gguf:StoreGguf",
+    "average": "penstock_convert.operations.merge:Linear",
+    "linear": "penstock_convert.operations.merge:Linear",
+    "slerp": "penstock_convert.operations.merge:Slerp",
+    "ties": "penstock_convert.operations.merge:Ties",
+    "lora-merge": "penstock_convert.operations.lora:LoraMerge",
+    "reshard": "penstock_convert.operations.reshard:Reshard",
+    "delta": "penstock_convert.operations.delta:MakeDelta",
+    "delta-apply": "penstock_convert.operations.delta:ApplyDelta",
+    "function": "penstock_convert.operations.spec:function_of",
+}
+"""Maps an operation to the `module:name` of the class or function that creates it from the rest of its spec. Names
+instead of imports ensure that a conversion imports only the modules of its own operations."""
+_BESIDE = frozenset({"adapter_config", "blocks", "delta", "heads", "quantization", "tied"})
+"""Options that `completed` reads from files next to the sources."""
+COMPUTES_WITH_ALL = frozenset({"average", "linear", "lora-merge", "slerp", "ties"})
+"""Operations that compute with several sources. A quantised source is dequantised first."""
+_NUMBERS = frozenset({"t", "density", "scale", "weights"})
+"""Options of merges that are numbers or lists of numbers."""
+
+
+COPIES = frozenset({"copy", "rename"})
+"""Operations that leave every tensor unchanged."""
+
+
+def is_copy(operations: Operations) -> bool:
+    """Return whether operations leave every tensor unchanged. An empty list does.
+
+    Raise ConfigError as in `operation_specs`.
+    """
+    return all(str(spec.get("op")) in COPIES for spec in operation_specs(operations))
+
+
+def operation_specs(operations: Operations) -> list[OperationSpec]:
+    """Return one operation, or a list of operations, as mappings. Each is a mapping or a text in the form of `--op`.
+
+    Raises:
+        ConfigError: an operation has a different form.
+    """
+    expected = 'operations as "dequantise", "slerp:t=0.4" or {"op": "slerp", "t": 0.4}, or a list of them'
+    several = [operations] if isinstance(operations, str | Mapping) else operations
+    require_type("operations", several, (list, tuple), expected)
+    for operation in several:
+        require_type("an operation", operation, (str, Mapping), expected)
+    return [operation_spec(each) if isinstance(each, str) else each for each in several]
+
+
+def operation_spec(text: str) -> dict[str, Any]:
+    """Parse an operation that is written as on a command line.
+
+    Examples are `average`, `linear:weights=0.3,0.7`, `dequantise:to=BF16` and `{"op": "rename", "rules": [["a",
+    "b"]]}`. `package.module:function` is a user's operation.
+
+    Raises:
+        ConfigError: the text has a different form. The hint lists the operations.
+    """
+    if text.startswith("{"):
+        try:
+            spec = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{text!r} is not JSON: {error}") from error
+        if not isinstance(spec, dict):
+            raise ConfigError(f"{text!r} is not an operation", hint='write {"op": NAME, ...}')
+        return spec
+    name, colon, rest = text.partition(":")
+    # Users often confuse formats and operations. Without this check the error would only list the operations.
+    if is_format(text):
+        raise ConfigError(f"{text!r} is a format, not an operation", hint=f"use to={text!r} or --to {text}")
+    # `module:function` has no `=`, and no built-in operation has a module's name.
+    if colon and "=" not in rest and not is_operation(name):
+        return {"op": "function", "function": text}
+    # This raises for an unknown name before its options are parsed.
+    maker_of(name)
+    spec = {"op": name}
+    for part in rest.split(";") if rest else ():
+        key, equals, value = part.partition("=")
+        if not equals:
+            hint = f"it takes {usage(name)}; see docs/convert/convert.md"
+            raise ConfigError(f"{part!r} of {text!r} is not key=value", hint=hint)
+        spec[key] = [_value(item) for item in value.split(",")] if "," in value else _value(value)
+    return spec
+
+
+def _value(text: str) -> object:
+    """Return the number or bool that a text stands for, or the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text, text)
+
+
+def operation_of(specs: Sequence[OperationSpec]) -> Operation:
+    """Return one operation that applies all specs in order. An empty list is a copy.
+
+    Raises:
+        ConfigError: an operation or an option does not exist.
+    """
+    operation: Operation | None = None
+    for spec in specs:
+        following = _make(dict(spec))
+        operation = following if operation is None else Chain(operation, following)
+    return CopyOperation() if operation is None else operation
+
+
+def usage(name: str) -> str:
+    """Return an operation with its options: `slerp(t)`, `ties(density, weights=(), scale=1.0)`."""
+    taken = inspect.signature(maker_of(name)).parameters.values()
+    options = (parameter.replace(annotation=parameter.empty) for parameter in taken if parameter.name not in _BESIDE)
+    return f"{name}({', '.join(map(str, options))})"
+
+
+def usages() -> list[str]:
+    """Return all operations, each with its options, by name."""
+    return [usage(name) for name in sorted(_MAKERS)]
+
+
+def is_operation(name: str) -> bool:
+    """Return whether there is an operation of this name."""
+    return name in _MAKERS
+
+
+def maker_of(name: str) -> Callable[..., Operation]:
+    """Return the class or function that creates this operation. Raise ConfigError if the operation does not exist."""
+    if name not in _MAKERS:
+        hint = f"one of {', '.join(usages())}; see docs/convert/convert.md"
+        # Show the nearest name first, because the list is long and a mistyped name is the usual cause.
+        if near := difflib.get_close_matches(name.lower().replace("_", "-"), _MAKERS, n=1, cutoff=0.75):
+            hint = f"did you mean {near[0]!r}? It is {hint}"
+        raise ConfigError(f"unknown operation {name!r}", hint=hint)
+    module, _, attribute = _MAKERS[name].partition(":")
+    maker: Callable[..., Operation] = getattr(importlib.import_module(module), attribute)
+    return maker
+
+
+def _make(spec: dict[str, Any]) -> Operation:
+    """Create one operation from its spec. Its sources are dequantised first if the spec says so."""
+    name = str(spec.pop("op", None))
+    prepared = spec.pop("dequantise", None) if name in COMPUTES_WITH_ALL else None
+    # JSON and messages contain lists, but operations are immutable, so convert lists to tuples.
+    spec = {key: _frozen(value) for key, value in spec.items()}
+    # `weights=0.5` on a command line is a number. Only a comma would make it a list.
+    if isinstance(spec.get("weights"), int | float):
+        spec["weights"] = (float(spec["weights"]),)
+    maker = maker_of(name)
+    for key in () if name == "function" else _NUMBERS & spec.keys():
+        values = spec[key] if isinstance(spec[key], tuple) else (spec[key],)
+        if not all(isinstance(value, int | float) for value in values):
+            raise ConfigError(f"{name}: {key}={spec[key]!r} is not a number", hint=f"it takes {usage(name)}")
+    # Bind the arguments before the call, so that a TypeError inside a user's class is not reported as a wrong option.
+    try:
+        inspect.signature(maker).bind(**spec)
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}", hint=f"it takes {usage(name)}") from error
+    operation = maker(**spec)
+    if prepared is None:
+        return operation
+    return Chain(
+        [CopyOperation() if before is None else _make({"op": "dequantise", **before}) for before in prepared], operation
+    )
+
+
+def _frozen(value: Any) -> Any:
+    """Replace every list in a value with a tuple."""
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _dequantise(
+    to: str = "BF16", quantization: Mapping[str, Any] | None = None, blocks: Mapping[str, str] | None = None
+) -> Operation:
+    """Create a `Dequantise`, or a `DequantiseBlocks` for GGUF blocks."""
+    # Import on first use, as for all operations.
+    if blocks:
+        from penstock_convert.operations.gguf import DequantiseBlocks
+
+        return DequantiseBlocks(to, blocks)
+    from penstock_convert.operations.formats import Dequantise
+
+    return Dequantise(to, quantization)
+
+
+def stored_as(to: str) -> OperationSpec:
+    """Return the spec for `to`: a format of the tensors, `gguf`, or `gguf:TYPE`."""
+    name, colon, kind = to.partition(":")
+    if name != "gguf":
+        return {"op": "store", "format": to}
+    return {"op": "gguf", "type": kind} if colon else {"op": "gguf"}
+
+
+def _rename(rules: Sequence[Sequence[str]]) -> Operation:
+    """Create a `Rename`. Raise ConfigError unless the rules are pairs."""
+    if isinstance(rules, str) or any(isinstance(rule, str) or len(rule) != 2 for rule in rules):
+        raise ConfigError(
+            "rename: rules must be pairs of a pattern and a replacement", hint="see docs/convert/convert.md"
+        )
+    return Rename(tuple((pattern, replacement) for pattern, replacement in rules))
+
+
+def completed(
+    specs: Sequence[OperationSpec],
+    sources: Sequence[WeightSet],
+    places: Sequence[str],
+    settings: Settings,
+    options: Options,
+) -> list[OperationSpec]:
+    """Return the specs, with missing options completed from the sources.
+
+    The first operation, which reads all sources, and every `dequantise` may have such options.
+
+    Args:
+        places: the URI next to which each source's small files are, including the user in a URL.
+
+    Raises:
+        PlanError: a required file is not next to the source, or a delta has a different base.
+        FormatError: one of these files cannot be decoded.
+        SourceError: one of these files cannot be read.
+    """
+    if not specs:
+        _check_blocks({}, sources)
+        return []
+    first = dict(specs[0])
+    # The first operation reads all sources. A later one reads its result, and only needs to know how to dequantise.
+    op = first.get("op")
+    if op == "lora-merge" and "adapter_config" not in first and len(sources) == 2:
+        raw = read_sibling(places[1], "adapter_config.json", settings, options)
+        if raw is None:
+            hint = "pass adapter_config=..."
+            raise PlanError(f"there is no adapter_config.json next to {sources[1].uri}", hint=hint)
+        first["adapter_config"] = _json(raw, sources[1].uri, "adapter_config.json")
+    if op == "lora-merge" and "tied" not in first and sources:
+        raw = read_sibling(places[0], "config.json", settings, options)
+        first["tied"] = _tied(_json(raw, sources[0].uri)) if raw is not None else None
+    if op == "reshard" and len(sources) > 1:
+        _check_ranks(sources)
+    if op == "reshard" and "heads" not in first and sources:
+        raw = read_sibling(places[0], "config.json", settings, options)
+        first["heads"] = list(heads_of(_json(raw, sources[0].uri))) if raw is not None else []
+    elif op in {"delta", "delta-apply"}:
+        if len(sources) != 2:
+            raise PlanError(f"{op} takes two sources, not {len(sources)}")
+        make = (
+            _make_delta if op == "delta" else partial(_read_delta, place=places[1], settings=settings, options=options)
+        )
+        first["delta"] = make(_digested(sources[0]), sources[1])
+    # Sums of codes mean nothing, so each quantised source is dequantised first, with its own options.
+    if op in COMPUTES_WITH_ALL and "dequantise" not in first:
+        quantised = [_quantised(*each, settings, options) for each in zip(sources, places, strict=True)]
+        if any(dequantise is not None for dequantise in quantised):
+            first["dequantise"] = quantised
+    _check_blocks(first, sources)
+    blocks = _blocks(sources[0]) if sources else {}
+
+    def complete(spec: OperationSpec) -> OperationSpec:
+        """Add the options that depend on the first source."""
+        if spec.get("op") in {"dequantise", "gguf"} and blocks:
+            return {"blocks": blocks, **spec}
+        if spec.get("op") == "dequantise" and "quantization" not in spec and sources:
+            return {**spec, "quantization": _quantization(sources[0], places[0], settings, options)}
+        # Only the first operation needs this. A later one may store dequantised tensors.
+        if spec is first and op == "store" and "quantization" not in spec and sources and _has_codes(sources[0]):
+            quantization = _quantization(sources[0], places[0], settings, options)
+            return spec if quantization is None else {**spec, "quantization": quantization}
+        return spec
+
+    return [complete(spec) for spec in (first, *specs[1:])]
+
+
+def _blocks(source: WeightSet) -> dict[str, str]:
+    """Return the types of a source's quantised GGUF tensors by name."""
+    return {name: blocks.type for name, blocks in blocks_of(source.manifest).items()}
+
+
+def _check_blocks(first: OperationSpec, sources: Sequence[WeightSet]) -> None:
+    """Raise PlanError if GGUF blocks would be copied or used as if they were values."""
+    if first.get("op") in {"dequantise", "gguf"} | COMPUTES_WITH_ALL:
+        return
+    for source in sources:
+        for name, kind in _blocks(source).items():
+            message = f"the source is a GGUF file that stores the tensor as {kind}, which other formats cannot express"
+            hint = "put `dequantise` first, or write GGUF: to='gguf'"
+            raise PlanError(message, uri=source.uri, tensor=name, hint=hint)
+
+
+def _has_codes(source: WeightSet) -> bool:
+    """Return whether a tensor has a dtype that codes may have. If not, no configuration needs to be read."""
+    return not CODES.isdisjoint(source.manifest.tensors.dtypes)
+
+
+def _quantised(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
+    """Return the options of `dequantise` for a source, or None if nothing in it is quantised."""
+    if blocks := _blocks(source):
+        return {"blocks": blocks}
+    table = source.manifest.tensors
+    config = _quantization(source, place, settings, options)
+    # Check the tensors too, because some checkpoints store codes and scales without declaring them anywhere.
+    stored = find(zip(table.names, table.dtypes, table.shapes, strict=True), config)
+    return {"quantization": config} if config is not None or stored.any else None
+
+
+def _quantization(source: WeightSet, place: str, settings: Settings, options: Options) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a source, or None."""
+    raw = read_sibling(place, "config.json", settings, options)
+    config = None if raw is None else declared(_json(raw, source.uri))
+    if config is not None:
+        return dict(config)
+    # ComfyUI declares in a file's header how each layer is quantised. FP8 is also recognised by its scales.
+    for file in source.manifest.files:
+        if layers := _comfy_formats(file.metadata.get(QUANTIZATION_METADATA, "")):
+            return {"quant_method": f"of {QUANTIZATION_METADATA}: {', '.join(sorted(layers))}"}
+    # Some writers use separate files. Without these, their codes would be copied as if they were plain weights.
+    for name in (*CONFIG_FILES, "params.json"):
+        raw = read_sibling(place, name, settings, options)
+        if raw is not None and (found := declared_by_writer(name, _json(raw, source.uri, name))) is not None:
+            return dict(found)
+    return None
+
+
+def _comfy_formats(text: str) -> set[str]:
+    """Return the formats in a file's ComfyUI metadata, without those that scales alone reveal."""
+    try:
+        layers = json.loads(text)["layers"].values() if text else []
+        return {str(layer.get("format")) for layer in layers} - {"float8_e4m3fn", "float8_e5m2"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {"unknown"}
+
+
+def _json(raw: bytes, uri: str, name: str = "config.json") -> dict[str, Any]:
+    """Decode a configuration file. FormatError if it is not a JSON object."""
+    return read_object(raw, uri, hint=f"repair {name} of this source")
+
+
+_RANK = re.compile(r"rank[-_](\d+)(?:[-_]of[-_](\d+))?")
+
+
+def _check_ranks(sources: Sequence[WeightSet]) -> None:
+    """Raise PlanError if numbers in the sources' names contradict their order, or if a source is given twice.
+
+    Names without a number prove nothing, and then the caller's order is used.
+    """
+    ranks = [_RANK.findall(source.uri.rstrip("/").rpartition("/")[2]) for source in sources]
+    for rank, (source, numbers) in enumerate(zip(sources, ranks, strict=True)):
+        number, count = numbers[-1] if numbers else ("", "")
+        if all(ranks) and int(number) != rank:
+            hint = "list every rank once, in order, with rank 0 first"
+            raise PlanError(
+                f"reshard: source {rank} is rank {int(number)} according to its name: {source.uri}", hint=hint
+            )
+        if count and int(count) != len(sources) and len(sources) > 1:
+            raise PlanError(f"reshard: {source.uri} is one of {int(count)} ranks, but there are {len(sources)} sources")
+    seen: dict[str, str] = {}
+    # Compare digests if there are any, because without them all ranks of a model have the same revision.
+    for source in sources:
+        revision = source.manifest.revision if source.manifest.leaves is not None else source.uri
+        if revision in seen:
+            raise PlanError(f"reshard: {source.uri} has the same bytes as {seen[revision]}", hint="list each rank once")
+        seen[revision] = source.uri
+
+
+def _tied(config: dict[str, Any]) -> bool | None:
+    """Return whether a transformers configuration ties embedding and head, or None if it does not say so."""
+    text = config.get("text_config")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings") if isinstance(text, dict) else None)
+    return None if tied is None else bool(tied)
+
+
+def _digested(source: WeightSet) -> Manifest:
+    """Return a source's manifest with digests. If it has none, read the whole source to compute them."""
+    # Compute them again if the leaf size differs, because only leaves with the same bytes can be compared.
+    stated = source.manifest
+    return stated if stated.leaves is not None and stated.leaf_bytes == LEAF_BYTES else build(source)
+
+
+def _make_delta(base: Manifest, new: WeightSet) -> bytes:
+    """Return the description of the changes from `base` to `new`."""
+    from penstock_convert.operations.delta import delta_of, encoded
+
+    return encoded(delta_of(base, _digested(new)))
+
+
+def _read_delta(base: Manifest, delta: WeightSet, *, place: str, settings: Settings, options: Options) -> bytes:
+    """Read the description next to a delta's weights. Raise PlanError if it has a different base."""
+    from penstock_convert.operations.delta import FILE, decoded
+
+    raw = read_sibling(place, FILE, settings, options)
+    if raw is None:
+        raise PlanError(
+            f"there is no {FILE} next to {delta.uri}", hint="the second source must be the result of `delta`"
+        )
+    changes = decoded(raw)
+    if changes.base != base.revision:
+        raise PlanError(f"the delta is for revision {changes.base}, but the base has revision {base.revision}")
+    if changes.leaf_bytes != LEAF_BYTES:
+        raise PlanError(f"the delta has leaves of {changes.leaf_bytes} bytes, not {LEAF_BYTES}")
+    return raw
+
+
+def function_of(function: str, **options: Any) -> Operation:
+    """Return the operation at `module:name`.
+
+    Args:
+        function: import path of an `Operation`, of a class that creates one from `options`, or of a function of a
+            tensor.
+        options: arguments of the class.
+
+    Raises:
+        ConfigError: the path does not exist, or its object is none of these.
+    """
+    module, _, name = function.partition(":")
+    try:
+        target: Any = importlib.import_module(module)
+    except PenstockError:
+        # MissingExtra is an ImportError too. The module exists, but it needs a package.
+        raise
+    except ImportError as error:
+        raise ConfigError(f"{function}: {error}", hint="is its directory in PYTHONPATH?") from error
+    # Dots after the colon lead to a static method or to a function in a namespace.
+    for part in name.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(f"{module} has no {name}")
+        target = getattr(target, part)
+    if isinstance(target, type):
+        target = target(**options)
+    # Check the attributes, because a user's class need not inherit from a class in Penstock.
+    if all(hasattr(target, verb) for verb in ("recipes", "run", "config", "name")):
+        return target  # type: ignore[no-any-return]
+    if not callable(target) or options:
+        raise ConfigError(
+            f"{function} is neither an operation nor a function of a tensor", hint="see docs/convert/convert.md"
+        )
+    return Function(function, target)
+
+
+def code_of(operation: Operation) -> str:
+    """Return a digest of the module files of user operations, which changes with their code.
+
+    It is "" for built-in ones.
+
+    It covers the given module and the module of the function itself, but not the modules that they import.
+    """
+    if isinstance(operation, Chain):
+        return "".join(map(code_of, operation.operations))
+    # A plain function is wrapped in the class below, whose own module says nothing about it.
+    modules = [type(operation).__module__]
+    if isinstance(operation, Function):
+        modules = [operation.path.partition(":")[0], getattr(operation.call, "__module__", None) or ""]
+    theirs = (name for name in dict.fromkeys(modules) if not name.startswith(("penstock.", "penstock_convert.")))
+    paths = (getattr(sys.modules.get(name), "__file__", None) for name in theirs)
+    return "".join(blake3(Path(path).read_bytes()).hexdigest() for path in paths if path)
+
+
+@dataclass(frozen=True, slots=True)
+class Function(Unchanged):
+    """Applies a user's function of a tensor and its name to every floating tensor that it selects.
+
+    def halved(tensor, name): return tensor / 2      every floating tensor, whole; shape and dtype stay
+    halved.rows = True                               it can work on some rows at a time
+    halved.names = "mlp"                             only tensors whose name contains this pattern
+    halved.raw = True                                it takes the tensors of a quantised checkpoint as they are stored
+    """
+
+    path: str
+    """Import path, `module:name`."""
+    call: Callable[[torch.Tensor, str], torch.Tensor]
+
+    @property
+    def name(self) -> str:
+        """See `Operation.name`."""
+        return self.path
+
+    def recipes(self, sources: Sequence[TensorTable]) -> Sequence[Recipe]:
+        """See `Operation.recipes`.
+
+        Raises:
+            PlanError: it selects a quantised tensor without declaring that it accepts them.
+        """
+        wanted, rows = str(getattr(self.call, "names", "")), bool(getattr(self.call, "rows", False))
+        specs = specs_of(only_source(sources, self.path))
+        if not getattr(self.call, "raw", False):
+            stored = find((spec.name, spec.dtype, spec.shape) for spec in specs)
+            # Refuse codes too. The function would change only their scales, although its author means the weight.
+            if quantised := next((name for name in stored.names if re.search(wanted, name)), ""):
+                why = "is stored quantised, and has no meaning without its scales"
+                if quantised in stored.plain:
+                    why = "has FP8 values, but functions are only called with larger floats"
+                message = f"{self.path}: the tensor {why}"
+                function = self.path.rpartition(":")[2]
+                hint = "put `dequantise` before"
+                hint += f", choose others by {function}.names, or set {function}.raw = True to get floats as stored"
+                raise PlanError(message, tensor=quantised, hint=hint)
+        recipes = []
+        for spec in specs:
+            if spec.dtype not in FLOATS or not re.search(wanted, spec.name):
+                recipes.append(copy_recipe(0, spec))
+            elif rows and spec.shape:
+                inputs = (whole(0, spec),)
+                recipes.append(Recipe(outputs=(TaskOutput(spec=spec),), inputs=inputs, num_rows=spec.shape[0], align=1))
+            else:
+                inputs = (all_of(0, spec),)
+                recipes.append(Recipe(outputs=(TaskOutput(spec=spec, per=0),), inputs=inputs, num_rows=1, align=0))
+        return recipes
+
+    def run(
+        self, recipe: Recipe, start: int, stop: int, inputs: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor]:
+        """See `Operation.run`."""
+        import torch
+
+        spec = recipe.outputs[0].spec
+        (tensor,) = inputs
+        assert tensor is not None
+        if spec.dtype not in FLOATS or not re.search(str(getattr(self.call, "names", "")), spec.name):
+            return [tensor]
+        result = self.call(tensor, spec.name)
+        # Check this here, because the worker does not know the function's path.
+        if not isinstance(result, torch.Tensor) or (result.dtype, result.shape) != (tensor.dtype, tensor.shape):
+            returned = (
+                f"{result.dtype} {list(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
+            )
+            message = f"{self.path} returned {returned}, not {tensor.dtype} {list(tensor.shape)}"
+            raise OperationFailed(
+                message, tensor=spec.name, hint="an operation that changes dtypes or shapes must be a class"
+            )
+        return [result]

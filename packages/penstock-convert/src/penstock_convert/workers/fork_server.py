@@ -1,0 +1,282 @@
+"""The fork server imports the large libraries once, and then forks processes in tens of milliseconds each.
+
+    caller --socketpair--> fork server: torch imported, no thread, no device --fork--> function(*arguments)
+
+It ends with the thread that started it, however that thread ends, and the processes that it forked end with it. This
+module is also the program of the fork server, so it imports little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn, Self
+
+from penstock import descriptors
+from penstock.errors import PeerLost
+from penstock.lifecycle import Closeable
+
+START_S = 120.0
+"""Deadline in seconds for the imports of a new fork server, which can take a minute on a busy machine."""
+ANSWER_S = 30.0
+"""Deadline in seconds for later answers. The fork server does nothing else."""
+END_S = 5.0
+"""Seconds to wait for a killed process. If it still exists, it is stuck in the kernel and is left."""
+_MAX_MESSAGE_BYTES = 64 << 10
+_PR_SET_PDEATHSIG = 1
+"""Source: Linux, include/uapi/linux/prctl.h."""
+
+
+class Forked:
+    """A process that the fork server forked.
+
+    The caller is not its parent, so it watches the process with a descriptor.
+    """
+
+    def __init__(self, fork_server: ForkServer, pid: int, pidfd: int) -> None:
+        self.pid = pid
+        self._fork_server = fork_server
+        self._code = -1
+        # The process is reaped only after this descriptor reports its end, so its number is not reused before.
+        self._pidfd: int | None = pidfd
+        # This also closes the descriptor if the fork server was killed and the exit code will never be known.
+        self._close = weakref.finalize(self, os.close, pidfd)
+        # Do not close it at the interpreter's exit, because other threads still use it. The kernel closes it then.
+        self._close.atexit = False
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, or do nothing if the process has ended. Raise ProcessLookupError after `wait` has returned."""
+        if self._pidfd is None:
+            raise ProcessLookupError(self.pid)
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def forget(self) -> None:
+        """Close the descriptor. Call this after the last signal or wait. Idempotent."""
+        self._close()
+        self._pidfd = None
+
+    def poll(self) -> int | None:
+        """Return the exit code (minus the signal that ended it), or None while the process runs."""
+        try:
+            return self.wait(timeout=0.0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = 60.0) -> int:
+        """Wait for the process to end, and return its exit code.
+
+        Raises:
+            TimeoutExpired: it is still running.
+            PeerLost: the process ended together with the fork server, and its exit code is lost.
+        """
+        if self._pidfd is not None:
+            # Use `poll`, because `select` cannot wait for descriptors above 1023.
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1000):
+                raise subprocess.TimeoutExpired([str(self.pid)], timeout or 0.0)
+            # Only its parent can learn the exit code.
+            self._code = self._fork_server.reap(self.pid)
+            self.forget()
+        return self._code
+
+
+class ForkServer(Closeable):
+    """A handle for the fork server's process. A context manager. Thread-safe."""
+
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        # Allow one request at a time, because responses carry no request ID.
+        self._lock = threading.Lock()
+        # The first answer may take longer, because it waits for the imports.
+        self._patience_s = START_S
+        self._connection = connection
+        self._process = process
+
+    @classmethod
+    def start(cls, imports: Sequence[str]) -> Self:
+        """Start the process without waiting for its imports.
+
+        Args:
+            imports: modules to import. A missing module is an error later, in the process that needs it.
+
+        Raises:
+            PeerLost: the process cannot be started.
+        """
+        # Use packets, so that a request and its descriptors arrive together and need no framing.
+        connection, theirs = descriptors.opened(partial(socket.socketpair, socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        command = [sys.executable, "-m", "penstock_convert.workers.fork_server", str(theirs.fileno()), *imports]
+        try:
+            # Functions print to stderr, because stdout belongs to the caller. A separate session keeps Ctrl-C in the
+            # terminal away from this process, so that only the caller gets it and ends the workers.
+            process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=2, start_new_session=True
+            )
+        except OSError as error:
+            connection.close()
+            raise PeerLost(f"cannot start a process: {error.strerror}") from error
+        finally:
+            # Otherwise this process would keep the other end open and never see it close.
+            theirs.close()
+        return cls(connection, process)
+
+    @property
+    def pid(self) -> int:
+        """Return the process number."""
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Return whether the process runs."""
+        return self._process.poll() is None
+
+    def fork(self, function: str, arguments: Sequence[object], stdio: Sequence[int] = ()) -> Forked:
+        """Call `module:function` in a new process. Its result is the exit code.
+
+        Args:
+            function: import path of the function.
+            arguments: JSON values, below 64 KiB in total. Unlike with a command line, other users on the host cannot
+                read them.
+            stdio: descriptors for its standard input and output. If empty, it has no input, and its output goes to
+                stderr.
+
+        Raises:
+            PeerLost: the fork server has ended or does not answer.
+        """
+        pid = self._request({"function": function, "arguments": list(arguments)}, stdio)
+        try:
+            return Forked(self, pid, os.pidfd_open(pid))
+        except OSError as error:
+            raise PeerLost(f"a forked process ended immediately: {error.strerror}") from error
+
+    def reap(self, pid: int) -> int:
+        """Return the exit code of a process that ended. Raise PeerLost as in `fork`."""
+        return self._request({"reap": pid})
+
+    def _request(self, what: object, fds: Sequence[int] = ()) -> int:
+        with self._lock:
+            try:
+                self._connection.settimeout(self._patience_s)
+                socket.send_fds(self._connection, [json.dumps(what).encode()], fds)
+                answer = self._connection.recv(_MAX_MESSAGE_BYTES)
+            except OSError as error:
+                # A late answer would be taken for the answer to the next request.
+                self._kill()
+                raise PeerLost(f"the fork server does not answer: {error.strerror or error}") from error
+            except BaseException:
+                # A signal handler raised during the wait, so the answer would arrive later too.
+                self._kill()
+                raise
+            if not answer:
+                self._kill()
+                raise PeerLost("the fork server has ended")
+            self._patience_s = ANSWER_S
+            return int(answer)
+
+    def close(self) -> None:
+        """End the process and all processes that it forked, even during its imports. Idempotent."""
+        self._connection.close()
+        self._kill()
+
+    def _kill(self) -> None:
+        """Kill the process and wait for its end, so that `is_alive` is false afterwards."""
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_S)
+
+
+def end_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when the thread that forked it ends, even in a C call or a stop.
+
+    Args:
+        parent: process number of that thread. If it has already ended, this process exits immediately.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    # A parent that ended before the call above sends no signal.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _serve(line: socket.socket) -> None:
+    """Answer requests until the caller closes its end of the socket."""
+    me = os.getpid()
+    while True:
+        body, fds, _, _ = socket.recv_fds(line, _MAX_MESSAGE_BYTES, 2)
+        if not body:
+            return
+        request = json.loads(body)
+        # The descriptor has told the caller that the process ended, so this does not wait.
+        if "reap" in request:
+            line.send(str(os.waitstatus_to_exitcode(os.waitpid(request["reap"], 0)[1])).encode())
+            continue
+        # Reading the pipe waits until the child has run `end_with_parent`.
+        begun, begins = os.pipe()
+        pid = os.fork()
+        if not pid:
+            end_with_parent(me)
+            line.close()
+            os.close(begun)
+            os.close(begins)
+            _child(request["function"], request["arguments"], fds)
+        for fd in (begins, *fds):
+            os.close(fd)
+        # Without this wait, a child that is stopped right after the fork could outlive this process.
+        os.read(begun, 1)
+        os.close(begun)
+        line.send(str(pid).encode())
+
+
+def _child(function: str, arguments: Sequence[object], stdio: Sequence[int]) -> NoReturn:
+    """Call a function in a forked process. End the process with `os._exit`, which skips the parent's cleanup."""
+    code = 1
+    # A fork inside an `except` block inherits that exception, which is not the child's.
+    inherited = sys.exception()
+    try:
+        os.setsid()
+        for number, fd in enumerate(stdio):
+            os.dup2(fd, number)
+            os.close(fd)
+        module, _, name = function.partition(":")
+        code = getattr(importlib.import_module(module), name)(*arguments)
+        sys.stdout.flush()
+    finally:
+        if sys.exception() is not inherited:
+            traceback.print_exc()
+        os._exit(code)
+
+
+def main() -> None:
+    """Run the fork server without threads. A fork copies only one thread, and the others' locks would stay taken."""
+    # A parent that has already ended has closed its end of the socket, which ends `_serve`.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    # Imports create objects that stay. Garbage collection among them would take a tenth of the time.
+    gc.disable()
+    for name in sys.argv[2:]:
+        # The process that needs a missing optional package reports it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    # A collection in a child would write to the header of every object, and so copy all shared pages.
+    gc.freeze()
+    gc.enable()
+    with socket.socket(fileno=int(sys.argv[1])) as line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        # Serve until the caller is gone, perhaps before it reads an answer.
+        _serve(line)
+
+
+if __name__ == "__main__":
+    main()
